@@ -1,0 +1,153 @@
+"""What every engine offers: `World`, the ranks of one run and the collectives over them.
+
+An engine supplies the abstract methods; what can be built from them stands here once. Every rank calls every collective, in
+the same order.
+"""
+
+import contextlib
+import json
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.errors import UserError
+
+
+class World(ABC):
+    """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
+
+    engine: str
+    rank: int
+    size: int
+    local_rank: int  # among the ranks of this host
+    local_size: int
+    device: torch.device
+    notes: list[str]  # what was decided automatically, each with its reason: shown once at the start
+
+    @abstractmethod
+    def choose_device(self, wanted: str) -> torch.device:
+        """Return this rank's device for "auto", "cpu" or "cuda". Raises UserError where `wanted` cannot be had."""
+
+    @abstractmethod
+    def sum(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the sum of `tensor` over all ranks, on every rank; shapes and dtypes agree, `name` identifies the call."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
+        """Return [size, ...]: the `tensor` of each rank, which all have one shape and dtype."""
+
+    @abstractmethod
+    def broadcast_(self, tensor: Tensor, name: str) -> None:
+        """Overwrite `tensor` on every rank with rank 0's."""
+
+    @abstractmethod
+    def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Give every rank the parameters, buffers and optimizer state of rank 0, and change nothing on rank 0."""
+
+    @abstractmethod
+    def distribute(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, compression: str, predivide: float, reduction: str
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return the model to call and the optimizer to step, which together reduce gradients over all ranks.
+
+        `compression`: "none" or "fp16" on the wire. `predivide`: gradients are divided by it before they are summed and
+        multiplied back after. `reduction`: "average" or "sum".
+        """
+
+    @abstractmethod
+    def synchronized(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Wait until the gradients are reduced; inside, they may be inspected or changed and the optimizer stepped."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Leave the job in good order. Idempotent."""
+
+    def gather(self, value: object, name: str) -> list:
+        """Return every rank's `value`, in rank order; it must be expressible in JSON (nothing is ever unpickled)."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = self.all_gather(torch.tensor([len(text)]), name + ".length")[:, 0].tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(text)] = text
+        gathered = self.all_gather(padded, name)
+        return [
+            json.loads(bytes(row[:length].tolist())) for row, length in zip(gathered, lengths, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def agreement(self, name: str) -> Iterator[None]:
+        """Run a block that may fail on some ranks only: what one rank raises, every rank raises, and none waits for ever."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        message = None if failure is None else str(failure) if isinstance(failure, UserError) else repr(failure)
+        user_error = isinstance(failure, UserError)
+        reports = self.gather([message, user_error, socket.gethostname()], f"agreement.{name}")
+        failed = [(rank, *report) for rank, report in enumerate(reports) if report[0] is not None]
+        if not failed:
+            return
+        if failure is not None and not user_error:
+            raise failure
+        rank, message, user_error, host = failed[0]
+        where = "" if len(failed) == self.size else f"rank {rank} on {host}: "
+        raise (UserError if user_error else RuntimeError)(f"{where}{message}") from failure
+
+    def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give every rank rank 0's optimizer state and settings; where rank 0 has none yet, nobody gets any.
+
+        The structure travels first, as JSON, so that a rank with no state (it did not read the checkpoint) can receive it.
+        """
+        local = optimizer.state_dict()
+        plan = {
+            "state": {
+                str(index): {
+                    key: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+                    if isinstance(value, Tensor)
+                    else {"value": value}
+                    for key, value in entries.items()
+                }
+                for index, entries in local["state"].items()
+            },
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in local["param_groups"]],
+        }
+        plan = self.gather(plan if self.rank == 0 else None, "optimizer.plan")[0]
+        received: dict[int, dict[str, object]] = {}
+        for index, entries in plan["state"].items():
+            received[int(index)] = {}
+            for key, what in entries.items():
+                if "value" in what:
+                    received[int(index)][key] = what["value"]
+                    continue
+                tensor = torch.empty(what["shape"], dtype=getattr(torch, what["dtype"]), device=self.device)
+                if self.rank == 0:
+                    tensor.copy_(local["state"][int(index)][key])
+                self.broadcast_(tensor, f"optimizer.{index}.{key}")
+                received[int(index)][key] = tensor
+        if self.rank != 0:
+            groups = [
+                mine | theirs for mine, theirs in zip(local["param_groups"], plan["groups"], strict=True)
+            ]
+            optimizer.load_state_dict({"state": received, "param_groups": groups})
+
+    def average_buffers(self, model: nn.Module) -> None:
+        """Replace the floating-point buffers (batch norm's running statistics) by their mean over ranks, in one call."""
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        if self.size == 1 or not buffers:
+            return
+        flat = torch.cat([buffer.reshape(-1).float() for buffer in buffers])
+        flat = self.sum(flat, "average_buffers") / self.size
+        for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()

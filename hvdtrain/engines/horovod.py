@@ -1,0 +1,164 @@
+"""Horovod, in the order of its own documentation. Read this file to learn the pattern:
+
+1. tune      (ours: environment variables that Horovod and MPI read once, at start)
+2. hvd.init()
+3. one device per local rank
+4. hvd.DistributedOptimizer: gradients are averaged between backward() and step()
+5. hvd.broadcast_parameters: every rank starts from rank 0's weights
+
+Horovod 0.28.1; what a comment calls a trap was seen with that version.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engines.base import World
+from hvdtrain.errors import UserError
+
+REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
+
+
+def tuned_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set before `hvd.init()`; never one that `environment` has already.
+
+    As they come, each rank has two threads that spin: MPI's progress engine and Horovod's background cycle. On a host with
+    as many ranks as cores they take the cores from the threads that compute (docs/results.md has the measurements).
+    """
+    wanted = {
+        # MPI gives up its time slice while it polls. Open MPI reads it in MPI_Init; the others do not know it.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        # Milliseconds between two looks for new work; Horovod's default of 1 is most of a small model's step.
+        "HOROVOD_CYCLE_TIME": "0.1",
+    }
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def bound_by_default(environment: Mapping[str, str]) -> bool:
+    """Tell whether mpirun bound this rank to one core without having been asked to.
+
+    Open MPI 4 does so for up to two ranks; training, MPI and Horovod's own thread then share that core. What was asked for
+    (`--bind-to`, `--map-by`) stands in the environment, and is left alone.
+    """
+    asked = ("OMPI_MCA_hwloc_base_binding_policy", "OMPI_MCA_rmaps_base_mapping_policy")
+    return environment.get("OMPI_MCA_orte_bound_at_launch") == "1" and not any(name in environment for name in asked)
+
+
+class PredividedCompressor:
+    """Horovod's compressor protocol: divide, cast to the wire's type, sum; then cast back and finish the mean.
+
+    Two traps: Horovod's fp16 sums first and divides after, so that 40,000 on three ranks becomes infinity; and its
+    `gradient_predivide_factor` is silently ignored as soon as gradients are grouped. Hence the division stands here.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype | None, predivide: float, factor_after: float):
+        self.wire_dtype = wire_dtype
+        self.predivide = predivide
+        self.factor_after = factor_after
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        divided = tensor / self.predivide
+        return (divided if self.wire_dtype is None else divided.to(self.wire_dtype)), tensor.dtype
+
+    def decompress(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype).mul_(self.factor_after)
+
+
+class HorovodWorld(World):
+    engine = "horovod"
+
+    def __init__(self, *, tuning: bool):
+        self.notes = []
+        self.tuning = tuning
+        if tuning:
+            self._tune()
+
+        try:
+            # Imported here and nowhere else: the other engines must work where Horovod is not installed.
+            import horovod.torch as hvd
+        except ImportError as error:
+            raise UserError(f"Horovod cannot be imported ({error}): {REMEDY}") from error
+        self.hvd = hvd
+
+        hvd.init()
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self.transport = "NCCL" if hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "Gloo"
+
+    def _tune(self) -> None:
+        if bound_by_default(os.environ):
+            # The kernel cuts the set down to what the job's own limits allow.
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+            self.notes.append("binding to one core undone (mpirun's default; --bind-to is respected)")
+        settings = tuned_environment(os.environ)
+        os.environ.update(settings)
+        self.notes += [f"{name}={value}" for name, value in settings.items()]
+
+    def choose_device(self, wanted: str) -> torch.device:
+        gpus = torch.cuda.device_count() if wanted != "cpu" else 0
+        if wanted == "cuda" and gpus == 0:
+            raise UserError("--device cuda, but torch sees no GPU here: use --device cpu, or a GPU node (in a container: --nv)")
+        if gpus and not self.hvd.nccl_built():
+            if wanted == "cuda":
+                raise UserError("--device cuda, but this Horovod was built without NCCL: run `make setup GPU=1`")
+            self.notes.append("GPU left idle: this Horovod was built without NCCL (run `make setup GPU=1`)")
+            gpus = 0
+        if not gpus:
+            return torch.device("cpu")
+        # One GPU visible to each of several local ranks: the scheduler dealt them out already.
+        if 1 < gpus < self.local_size:
+            raise UserError(f"{self.local_size} ranks on this host but {gpus} GPUs: start at most one rank per GPU")
+        device = torch.device("cuda", self.local_rank if gpus > 1 else 0)
+        torch.cuda.set_device(device)
+        return device
+
+    def distribute(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, compression: str, predivide: float, reduction: str
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        hvd = self.hvd
+        average = reduction == "average"
+        op = hvd.Average if average else hvd.Sum
+        compressor = hvd.Compression.none
+        if compression == "fp16" or predivide != 1.0:
+            op = hvd.Sum
+            factor_after = predivide / self.size if average else predivide
+            compressor = PredividedCompressor(
+                torch.float16 if compression == "fp16" else None, predivide, factor_after
+            )
+        # The wrapped optimizer starts with empty state: fill it (checkpoint, broadcast) after this line, not before.
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression=compressor,
+            op=op,
+            # One group: gradients are always summed in the same order, so that a run repeats to the bit. Without it they
+            # are fused as they happen to become ready, and three ranks gave three different results in three runs.
+            groups=1 if self.tuning else None,
+        )
+        return model, optimizer
+
+    def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        # Not hvd.broadcast_optimizer_state: on fresh state that takes a real step, and weight decay moves the weights.
+        self.broadcast_optimizer_state(optimizer)
+
+    @contextlib.contextmanager
+    def synchronized(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            yield
+
+    def sum(self, tensor: Tensor, name: str) -> Tensor:
+        return self.hvd.allreduce(tensor, op=self.hvd.Sum, name=name)
+
+    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
+        return self.hvd.allgather(tensor.unsqueeze(0), name=name)
+
+    def broadcast_(self, tensor: Tensor, name: str) -> None:
+        self.hvd.broadcast_(tensor, root_rank=0, name=name)
+
+    def shutdown(self) -> None:
+        self.hvd.shutdown()

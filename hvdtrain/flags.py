@@ -1,0 +1,106 @@
+"""Command-line flags that mean the same in every script, and the types that check them."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hvdtrain import optim
+from hvdtrain.errors import UserError
+from hvdtrain.world import ENGINES
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are UserErrors: one line, not a usage page from every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists every flag)")
+
+    def parse(self, argv: Sequence[str] | None, recipes: dict[str, dict[str, object]] | None = None) -> argparse.Namespace:
+        """Parse, then fill every flag left at None from the chosen recipe."""
+        flags = self.parse_args(argv)
+        for name, value in (recipes or {}).get(getattr(flags, "recipe", ""), {}).items():
+            if getattr(flags, name) is None:
+                setattr(flags, name, value)
+        return flags
+
+
+def positive_int(text: str) -> int:
+    value = int(text) if text.lstrip("+-").isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def seed(text: str) -> int:
+    if not text.isdigit() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
+    return int(text)
+
+
+def non_negative(text: str) -> float:
+    return _number(text, least=0.0, open_end=False)
+
+
+def positive(text: str) -> float:
+    return _number(text, least=0.0, open_end=True)
+
+
+def fraction(text: str) -> float:
+    value = _number(text, least=0.0, open_end=False)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return value
+
+
+def _number(text: str, *, least: float, open_end: bool) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (least < value if open_end else least <= value) or value == float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {'above' if open_end else 'of at least'} {least:g}")
+    return value
+
+
+def parser(name: str, description: str) -> Parser:
+    return Parser(
+        prog=f"hvdtrain.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_run(group: Parser) -> None:
+    """Flags about the run: ranks, devices, output."""
+    group.add_argument("--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one")
+    group.add_argument("--threads", type=positive_int, help="torch threads per rank (default: this rank's share of the cores)")
+    group.add_argument(
+        "--tuning", choices=("auto", "off"), default="auto",
+        help="auto sets what makes Horovod and MPI fast where you have not set it; off leaves every default",
+    )
+    group.add_argument("--seed", type=seed, default=1, help="seeds the weights and the order of the samples (default: 1)")
+    group.add_argument("--output-dir", type=Path, help="write metrics.jsonl and summary.json there (default: nowhere)")
+    group.add_argument("--log-steps", type=positive_int, default=50, help="steps between two train events (default: 50)")
+    group.add_argument("--no-progress", action="store_true", help="no progress bar, no progress lines")
+
+
+def add_training(group: Parser) -> None:
+    """Flags about the mathematics; those left out come from the recipe."""
+    group.add_argument("--epochs", type=positive_int)
+    group.add_argument("--batch-size", type=positive_int, help="samples per rank and step")
+    group.add_argument("--lr", type=positive, help="learning rate at its peak, before scaling")
+    group.add_argument("--lr-scaling", choices=("none", "linear"), help="linear: times the number of ranks")
+    group.add_argument("--lr-schedule", choices=optim.SCHEDULES)
+    group.add_argument("--warmup-epochs", type=non_negative, help="linear warm-up, in epochs (fractions allowed)")
+    group.add_argument("--optimizer", choices=optim.OPTIMIZERS)
+    group.add_argument("--momentum", type=fraction, help="sgd: momentum; adam, adamw: beta 1")
+    group.add_argument("--weight-decay", type=non_negative)
+    group.add_argument("--label-smoothing", type=fraction)
+    group.add_argument("--compression", choices=("none", "fp16"), default="none", help="gradients on the wire")
+    group.add_argument("--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16")
+    group.add_argument(
+        "--gradient-predivide-factor", type=positive,
+        help="divide gradients by this before they are summed over ranks (default: 1; with fp16 the number of ranks)",
+    )
+    group.add_argument("--reduction", choices=("average", "sum"), default="average")

@@ -1,0 +1,67 @@
+"""Learning-rate schedules and scaling as pure functions of the position in training, and the choice of optimizer.
+
+A rate that depends only on the position can be computed afresh at any step, on any number of ranks, after any restart:
+a schedule has no state to save.
+"""
+
+import math
+
+import torch
+
+SCHEDULES = ("constant", "onecycle", "cosine")
+OPTIMIZERS = ("sgd", "adam", "adamw")
+
+
+def scaled_rate(rate: float, scaling: str, size: int, reduction: str = "average", accumulate: int = 1) -> float:
+    """Return the peak rate for `size` ranks: `linear` multiplies it by the growth of the global batch.
+
+    Source: the linear scaling rule, arXiv:1706.02677, section 2.1. With `sum` the gradient itself has grown `size` times
+    already, so no scaling is applied on top.
+    """
+    if scaling == "none" or reduction == "sum":
+        return rate
+    return rate * size * accumulate
+
+
+def warmup_factor(progress_epochs: float, warmup_epochs: float, size: int, scaling: str) -> float:
+    """Return the factor on the scaled rate after `progress_epochs` (fractional): from 1/size (or 0) up to 1.
+
+    Linear, per step; with linear scaling it starts from the single-device rate (arXiv:1706.02677, section 2.2: gradual
+    warm-up), else from zero.
+    """
+    if progress_epochs >= warmup_epochs:
+        return 1.0
+    start = 1.0 / size if scaling == "linear" else 0.0
+    return start + (1.0 - start) * progress_epochs / warmup_epochs
+
+
+def schedule_factor(schedule: str, progress: float) -> float:
+    """Return the factor on the peak rate at `progress` (0 to 1, the share of all samples already taken).
+
+    `onecycle`: cosine from 1/25 up to 1 at 30 %, cosine down to 1/250000 (arXiv:1708.07120; the constants of
+    `torch.optim.lr_scheduler.OneCycleLR`). `cosine`: half a cosine from 1 to 0 (arXiv:1608.03983).
+    """
+    if schedule == "constant":
+        return 1.0
+    if schedule == "cosine":
+        return _cosine(1.0, 0.0, progress)
+    if progress < 0.3:
+        return _cosine(1 / 25, 1.0, progress / 0.3)
+    return _cosine(1.0, 1 / 25 / 1e4, (progress - 0.3) / 0.7)
+
+
+def _cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def build(name: str, parameters, rate: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Return the optimizer `name` over `parameters`; for adam and adamw `momentum` is beta 1."""
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=rate, momentum=momentum, weight_decay=weight_decay)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    return kind(parameters, lr=rate, betas=(momentum, 0.999), weight_decay=weight_decay)

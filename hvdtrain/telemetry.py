@@ -1,0 +1,162 @@
+"""What a run leaves behind and shows: metrics.jsonl, summary.json, the progress display, the clock of each phase.
+
+Only rank 0 writes and speaks; on the other ranks every method is there and does nothing.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hvdtrain.engines.base import World
+from hvdtrain.errors import UserError
+
+PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line of progress in so many seconds
+
+
+class Phases:
+    """Seconds that this rank spent in each phase; on CUDA, as the host sees them."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("loading", "compute", "communication"), 0.0)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - began
+
+    def per_sample(self, samples: int) -> dict[str, float]:
+        """Return `{phase}_seconds` per sample since the last call, for `samples` of this rank, and start afresh."""
+        result = {f"{name}_seconds": seconds / max(samples, 1) for name, seconds in self.seconds.items()}
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        return result
+
+
+class Telemetry:
+    """Owns a run's output. Raises UserError where `output_dir` cannot be written."""
+
+    def __init__(self, world: World, output_dir: Path | None, *, progress: bool):
+        self.speaks = world.rank == 0
+        self.output_dir = output_dir if self.speaks else None
+        self._file = None
+        self._bar = None
+        self._progress = progress and self.speaks
+        self._last_line = time.monotonic()
+        if self.output_dir is not None:
+            self._file = self._open(self.output_dir)
+
+    @staticmethod
+    def _open(directory: Path):
+        path = directory / "metrics.jsonl"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if path.exists():  # an earlier run's: nothing is lost
+                path.rename(_free_name(directory))
+            (directory / "summary.json").unlink(missing_ok=True)
+            return path.open("w")
+        except OSError as error:
+            message = f"--output-dir {directory} cannot be written ({error.strerror}): name another, or make room"
+            raise UserError(message) from error
+
+    def say(self, line: str) -> None:
+        """Print a line on rank 0, above the progress bar where there is one."""
+        if not self.speaks:
+            return
+        if self._bar is not None:
+            self._bar.clear()
+        print(line, flush=True)
+
+    def event(self, name: str, **fields: object) -> None:
+        """Append one JSON object to metrics.jsonl."""
+        if self._file is not None:
+            self._file.write(json.dumps({"event": name, "time": time.time(), **fields}) + "\n")
+            self._file.flush()
+
+    def start(self, world: World, ranks: list[dict], **fields: object) -> None:
+        self.event("start", world_size=world.size, engine=world.engine, versions=versions(), ranks=ranks, **fields)
+
+    def progress(self, epoch: int, epochs: int, step: int, steps: int, text: str) -> None:
+        """Show where training stands: one bar on a terminal, elsewhere a plain line now and then."""
+        if not self._progress:
+            return
+        if not sys.stderr.isatty():
+            if time.monotonic() - self._last_line >= PLAIN_LINE_SECONDS:
+                self._last_line = time.monotonic()
+                self.say(f"epoch {epoch}/{epochs}  step {step}/{steps}  {text}")
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=steps, unit="step", leave=False, dynamic_ncols=True)
+        self._bar.set_description(f"epoch {epoch}/{epochs}", refresh=False)
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def end(self, summary: dict[str, object]) -> None:
+        """Write summary.json (complete or absent) and the `end` event."""
+        self.event("end", **summary)
+        if self.output_dir is not None:
+            temporary = self.output_dir / f".summary.json.{os.getpid()}"
+            temporary.write_text(json.dumps(summary, indent=2) + "\n")
+            temporary.replace(self.output_dir / "summary.json")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> "Telemetry":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _free_name(directory: Path) -> Path:
+    number = 1
+    while (path := directory / f"metrics.{number}.jsonl").exists():
+        number += 1
+    return path
+
+
+def rank_facts(world: World) -> dict[str, object]:
+    return {"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(world.device)}
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("hvdtrain", "horovod"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def parameters_sha256(model: nn.Module) -> str:
+    """Return the SHA-256 of the parameters' bytes, in `state_dict` order (buffers left out)."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def seconds_since_process_start() -> float:
+    """Return the age of this process in seconds, imports included (proc(5): field 22 of stat, in clock ticks)."""
+    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime_seconds = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime_seconds - started_ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,142 @@
+"""The one truth about ranks: what the launcher announced, what the engine found, and that the two agree.
+
+Only this file and the engines read the variables that launchers set; everything else asks `world.rank`.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from hvdtrain.engines.base import World
+from hvdtrain.errors import UserError
+
+ENGINES = ("horovod",)
+
+
+class Announced(NamedTuple):
+    """What a launcher told this process, before any engine was asked."""
+
+    launcher: str
+    rank: int
+    size: int
+
+
+# Innermost launcher first: mpirun inside sbatch sets its own variables beside Slurm's.
+LAUNCHERS = (
+    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun (MPICH or Intel MPI)", "PMI_RANK", "PMI_SIZE"),
+    ("torchrun", "RANK", "WORLD_SIZE"),
+    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),
+)
+
+
+def announced(environment: Mapping[str, str] = os.environ) -> Announced:
+    """Return what the innermost launcher announced; alone, rank 0 of 1 by the launcher "none"."""
+    for launcher, rank, size in LAUNCHERS:
+        if rank in environment and size in environment:
+            try:
+                return Announced(launcher, int(environment[rank]), int(environment[size]))
+            except ValueError:
+                message = f"{rank}={environment[rank]!r}, {size}={environment[size]!r}: not whole numbers; unset them"
+                raise UserError(message) from None
+    return Announced("none", 0, 1)
+
+
+def start(engine: str, *, tuning: bool = True, device: str = "auto", threads: int | None = None) -> World:
+    """Start `engine` and return its World, after checking it against the launcher's word.
+
+    `threads`: torch's threads on this rank; None derives them from the cores that this rank really has.
+    Raises UserError where launcher and engine disagree, or the device cannot be had.
+    """
+    told = announced()
+    world = _engine(engine, tuning=tuning)
+    if told.launcher != "none" and (told.rank, told.size) != (world.rank, world.size):
+        world.shutdown()
+        raise UserError(
+            f"{told.launcher} announced {told.size} ranks, but {engine} sees {world.size}: {remedy(told.launcher)}"
+        )
+    with world.agreement("device"):
+        world.device = world.choose_device(device)
+    if threads is not None or tuning:
+        cores = world.gather([socket.gethostname(), sorted(os.sched_getaffinity(0))], "cores")
+        count = threads or threads_for(world.rank, cores, cpu_quota())
+        torch.set_num_threads(count)
+        if threads is None:
+            world.notes.append(f"{count} torch thread{'s'[: count > 1]} per rank")
+    return world
+
+
+def _engine(engine: str, *, tuning: bool) -> World:
+    from hvdtrain.engines.horovod import HorovodWorld
+
+    return HorovodWorld(tuning=tuning)
+
+
+def remedy(launcher: str) -> str:
+    """Return what to type where this launcher's ranks did not find each other."""
+    if launcher == "Slurm":
+        return "start with `srun --mpi=pmix` (see `srun --mpi=list`), or with mpirun inside sbatch"
+    if launcher == "torchrun":
+        return "start with horovodrun or mpirun"
+    return "this Horovod was built for another MPI, or for none; run `make setup`, or start with `horovodrun --gloo`"
+
+
+def threads_for(rank: int, cores: list[tuple[str, list[int]]], quota: float) -> int:
+    """Return how many threads `rank` should use: its share of the cores that it may run on, and at least one.
+
+    `cores`: per rank its host and the cores it may run on, which other ranks of the host may share or not.
+    `quota`: cores' worth of time that the container may use (`cpu_quota`).
+    """
+    host, mine = cores[rank]
+    neighbours = [set(theirs) for where, theirs in cores if where == host]
+    share = sum(1 / sum(core in theirs for theirs in neighbours) for core in mine)
+    return max(1, int(min(share, quota / len(neighbours)) + 1e-6))
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the cores' worth of time that this process's control group (version 2) allows; inf where it sets no limit."""
+    try:
+        own = next(line[4:] for line in membership.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        return float("inf")
+    quota = float("inf")
+    for directory in [root, *(root / part for part in _prefixes(own))]:
+        try:
+            limit, period = (directory / "cpu.max").read_text().split()
+            quota = min(quota, float(limit) / float(period)) if limit != "max" else quota
+        except (OSError, ValueError):
+            continue
+    return quota
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = [part for part in path.split("/") if part]
+    return ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Call `main` and exit with its code; a UserError becomes one line on standard error and exit code 2.
+
+    Only rank 0 speaks. The others linger, because mpirun ends a job at the first rank that fails: left at once, one of them
+    could end rank 0 before it has said why.
+    """
+    try:
+        code = main()
+    except UserError as error:
+        try:
+            rank = announced().rank
+        except UserError:
+            rank = 0
+        if rank == 0:
+            print(f"{Path(sys.argv[0]).stem}: error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2.0)
+        code = 2
+    sys.exit(code)
