@@ -11,7 +11,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
 
@@ -24,25 +24,43 @@ from hvdtrain.errors import UserError
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line of progress in so many seconds
 
 
-class Phases:
-    """Seconds that this rank spent in each phase; on CUDA, as the host sees them."""
+class Clock:
+    """Where this rank's time goes: each `mark` books the time since the one before on a phase. Seconds as the host sees
+    them: on CUDA, work that was only queued is booked where the host waits for it."""
+
+    PHASES = ("loading", "compute", "communication")
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("loading", "compute", "communication"), 0.0)
+        self._began = self._marked = time.perf_counter()
+        self._open_window()
 
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - began
+    def _open_window(self) -> None:
+        self._window_began = time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._samples = self._local_samples = 0
 
-    def per_sample(self, samples: int) -> dict[str, float]:
-        """Return `{phase}_seconds` per sample since the last call, for `samples` of this rank, and start afresh."""
-        result = {f"{name}_seconds": seconds / max(samples, 1) for name, seconds in self.seconds.items()}
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
-        return result
+    def mark(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._seconds[phase] += now - self._marked
+        self._marked = now
+
+    def count(self, samples: int, local_samples: int) -> None:
+        """Count a step's samples: over all ranks, and on this one."""
+        self._samples += samples
+        self._local_samples += local_samples
+
+    def rates(self) -> dict[str, float]:
+        """Return samples per second over all ranks and seconds per sample of this rank by phase, since the last call."""
+        elapsed = time.perf_counter() - self._window_began
+        rates = {"samples_per_second": self._samples / elapsed}
+        for phase in self.PHASES:
+            rates[f"{phase}_seconds"] = self._seconds[phase] / max(self._local_samples, 1)
+        self._open_window()
+        return rates
+
+    def total(self) -> float:
+        """Return the seconds since this clock was made."""
+        return time.perf_counter() - self._began
 
 
 class Telemetry:
@@ -82,7 +100,7 @@ class Telemetry:
     def event(self, name: str, **fields: object) -> None:
         """Append one JSON object to metrics.jsonl."""
         if self._file is not None:
-            self._file.write(json.dumps({"event": name, "time": time.time(), **fields}) + "\n")
+            self._file.write(json.dumps({"event": name, "time": time.time(), **fields}, default=str) + "\n")
             self._file.flush()
 
     def start(self, world: World, ranks: list[dict], **fields: object) -> None:

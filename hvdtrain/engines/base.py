@@ -134,6 +134,11 @@ class World(ABC):
             ]
             optimizer.load_state_dict({"state": received, "param_groups": groups})
 
+    def mean(self, value: Tensor | float, count: int, name: str) -> float:
+        """Return the mean over all samples of all ranks, given this rank's mean `value` over its `count` samples."""
+        total, samples = self.sum(torch.tensor([float(value) * count, count], dtype=torch.float64), name).tolist()
+        return total / samples
+
     def average_buffers(self, model: nn.Module) -> None:
         """Replace the floating-point buffers (batch norm's running statistics) by their mean over ranks, in one call."""
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]

@@ -83,6 +83,8 @@ class HorovodWorld(World):
             raise UserError(f"Horovod cannot be imported ({error}): {REMEDY}") from error
         self.hvd = hvd
 
+        # Without a launcher, Open MPI 4 would first start a daemon, which takes time and which a relocated MPI cannot find.
+        os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
         hvd.init()
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()

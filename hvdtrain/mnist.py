@@ -1,0 +1,177 @@
+"""Train a ConvNet on MNIST, Fashion-MNIST or the embedded digits.
+
+    python -m hvdtrain.mnist                                  one process
+    horovodrun -np 2 python -m hvdtrain.mnist                 two ranks on this machine
+    horovodrun --gloo -np 2 python -m hvdtrain.mnist          the same without MPI
+    mpirun -np 4 python -m hvdtrain.mnist                     the same, started by MPI
+    horovodrun -np 8 -H a:4,b:4 python -m hvdtrain.mnist      two hosts
+
+    --dataset mnist --data-dir DIR      the IDX files in DIR, compressed or not
+    --recipe classic --epochs 10        plain SGD at a constant rate, as tutorials do
+    --output-dir OUT                    metrics.jsonl and summary.json
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hvdtrain import flags as cli
+from hvdtrain import optim
+from hvdtrain.data import mnist as data
+from hvdtrain.engines.base import World
+from hvdtrain.errors import UserError
+from hvdtrain.sharding import batches, epoch_order, shard, steps_per_epoch
+from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, rank_facts, seconds_since_process_start
+from hvdtrain.world import run, start
+
+RECIPES: dict[str, dict[str, object]] = {
+    # The quickest way to 99 %: one-cycle Adam with label smoothing.
+    "fast": dict(
+        epochs=1, batch_size=64, lr=0.01, lr_scaling="none", lr_schedule="onecycle", warmup_epochs=0.0,
+        optimizer="adam", momentum=0.9, weight_decay=0.0, label_smoothing=0.05,
+    ),
+    # The tutorial's: plain SGD at a constant rate.
+    "classic": dict(
+        epochs=10, batch_size=100, lr=1e-4, lr_scaling="none", lr_schedule="constant", warmup_epochs=0.0,
+        optimizer="sgd", momentum=0.0, weight_decay=0.0, label_smoothing=0.0,
+    ),
+}  # fmt: skip
+EVALUATION_BATCH = 1000
+
+
+class ConvNet(nn.Sequential):
+    """Two blocks of convolution, batch norm, ReLU and pooling, then one linear layer: 29,034 parameters.
+
+    Input float32 [b, 1, 28, 28] in [0, 1], output logits [b, 10].
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 16, 5, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 5, padding=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(7 * 7 * 32, 10),
+        )  # fmt: skip
+
+
+def parse(argv: Sequence[str] | None = None) -> Namespace:
+    parser = cli.parser("mnist", __doc__)
+    parser.add_argument("--dataset", choices=data.NAMES, default="auto", help="default: MNIST if it can be had, else digits")
+    parser.add_argument("--data-dir", type=Path, help="where the data files are, or go")
+    parser.add_argument("--recipe", choices=tuple(RECIPES), default="fast")
+    parser.add_argument("--model", choices=("convnet",), default="convnet")
+    cli.add_training(parser)
+    cli.add_run(parser)
+    return parser.parse(argv, RECIPES)
+
+
+def scaled(images: Tensor) -> Tensor:
+    return images.float().div_(255)
+
+
+def evaluate(world: World, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float, int]:
+    """Return mean loss, accuracy (0 to 1) and count over the whole test set, each sample counted once over all ranks."""
+    world.average_buffers(model)
+    mine = shard(len(images), world.rank, world.size)
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, correct, count
+    model.eval()
+    with torch.inference_mode():
+        for some, truth in zip(images[mine].split(EVALUATION_BATCH), labels[mine].split(EVALUATION_BATCH), strict=True):
+            logits = model(scaled(some))
+            sums[0] += F.cross_entropy(logits, truth, reduction="sum").cpu()
+            sums[1] += (logits.argmax(1) == truth).sum().cpu()
+            sums[2] += len(truth)
+    model.train()
+    loss, correct, count = world.sum(sums, "evaluate").tolist()
+    return loss / count, correct / count, int(count)
+
+
+def train(flags: Namespace, world: World, dataset: data.Dataset, telemetry: Telemetry) -> None:
+    train_images, train_labels = dataset.train_images.to(world.device), dataset.train_labels.to(world.device)
+    test_images, test_labels = dataset.test_images.to(world.device), dataset.test_labels.to(world.device)
+
+    torch.manual_seed(flags.seed)
+    model = ConvNet().to(world.device)
+    peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, world.size, flags.reduction)
+    optimizer = optim.build(flags.optimizer, model.parameters(), peak_rate, flags.momentum, flags.weight_decay)
+    model, optimizer = world.distribute(
+        model, optimizer,
+        compression=flags.compression, predivide=flags.gradient_predivide_factor, reduction=flags.reduction,
+    )  # fmt: skip
+    world.broadcast(model, optimizer)
+
+    steps = steps_per_epoch(len(train_images), world.size, flags.batch_size)
+    samples_planned = flags.epochs * len(train_images)
+    step = samples = 0
+    train_seconds = 0.0
+    for epoch in range(flags.epochs):
+        clock = Clock()
+        order = epoch_order(len(train_images), flags.seed, epoch)
+        for batch in batches(order, world.rank, world.size, flags.batch_size):
+            images, labels = scaled(train_images[batch.indices]), train_labels[batch.indices]
+            clock.mark("loading")
+
+            rate = peak_rate * optim.schedule_factor(flags.lr_schedule, samples / samples_planned)
+            rate *= optim.warmup_factor(samples / len(train_images), flags.warmup_epochs, world.size, flags.lr_scaling)
+            optim.set_rate(optimizer, rate)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels, label_smoothing=flags.label_smoothing)
+            (loss * batch.weight).backward()
+            clock.mark("compute")
+            with world.synchronized(optimizer):
+                clock.mark("communication")
+                optimizer.step()
+            clock.mark("compute")
+
+            step += 1
+            samples += batch.count
+            clock.count(batch.count, batch.local_count)
+            if step == 1 or step % flags.log_steps == 0 or step % steps == 0:
+                mean_loss = world.mean(loss.detach(), batch.local_count, "loss")
+                telemetry.event(
+                    "train", epoch=epoch + 1, step=step, samples=samples, loss=mean_loss, loss_rank0=loss.item(),
+                    learning_rate=rate, **clock.rates(),
+                )  # fmt: skip
+                telemetry.progress(epoch + 1, flags.epochs, step, flags.epochs * steps, f"loss {mean_loss:.4f}")
+                clock.mark("reporting")
+        train_seconds += clock.total()
+
+        test_loss, test_accuracy, test_count = evaluate(world, model, test_images, test_labels)
+        telemetry.event("evaluate", epoch=epoch + 1, loss=test_loss, accuracy=test_accuracy, count=test_count)
+        telemetry.say(
+            f"epoch {epoch + 1}/{flags.epochs}  train loss {mean_loss:.4f}  test loss {test_loss:.4f}  "
+            f"test accuracy {test_accuracy:.2%}  {samples / train_seconds:,.0f} samples/s"
+        )
+
+    telemetry.end(
+        dict(
+            dataset=dataset.name, engine=world.engine, world_size=world.size, epochs=flags.epochs, steps=step,
+            samples=samples, test_accuracy=test_accuracy, test_loss=test_loss, test_count=test_count,
+            train_seconds=train_seconds, total_seconds=seconds_since_process_start(),
+            samples_per_second=samples / train_seconds, parameters_sha256=parameters_sha256(model),
+        )
+    )  # fmt: skip
+
+
+def main() -> int:
+    flags = parse()
+    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+        if flags.gradient_predivide_factor is None:
+            flags.gradient_predivide_factor = float(world.size) if flags.compression == "fp16" else 1.0
+        with world.agreement("start"):
+            dataset = data.load(flags.dataset, flags.data_dir)
+            if len(dataset.train_images) < world.size:
+                raise UserError(f"{len(dataset.train_images)} samples but {world.size} ranks: use fewer ranks")
+            telemetry = Telemetry(world, flags.output_dir, progress=not flags.no_progress)
+        with telemetry:
+            ranks = world.gather(rank_facts(world), "ranks")
+            telemetry.start(world, ranks, dataset=dataset.name, config=vars(flags))
+            train(flags, world, dataset, telemetry)
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
