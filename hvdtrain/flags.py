@@ -16,7 +16,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists every flag)")
 
-    def parse(self, argv: Sequence[str] | None, recipes: dict[str, dict[str, object]] | None = None) -> argparse.Namespace:
+    def parse(
+        self, argv: Sequence[str] | None, recipes: dict[str, dict[str, object]] | None = None
+    ) -> argparse.Namespace:
         """Parse, then fill every flag left at None from the chosen recipe."""
         flags = self.parse_args(argv)
         for name, value in (recipes or {}).get(getattr(flags, "recipe", ""), {}).items():
@@ -65,23 +67,37 @@ def _number(text: str, *, least: float, open_end: bool) -> float:
 
 def parser(name: str, description: str) -> Parser:
     return Parser(
-        prog=f"hvdtrain.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=f"hvdtrain.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
 
 
 def add_run(group: Parser) -> None:
     """Flags about the run: ranks, devices, output."""
-    group.add_argument("--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)")
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one")
-    group.add_argument("--threads", type=positive_int, help="torch threads per rank (default: this rank's share of the cores)")
     group.add_argument(
-        "--tuning", choices=("auto", "off"), default="auto",
+        "--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)"
+    )
+    group.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one"
+    )
+    group.add_argument(
+        "--threads", type=positive_int, help="torch threads per rank (default: this rank's share of the cores)"
+    )
+    group.add_argument(
+        "--tuning",
+        choices=("auto", "off"),
+        default="auto",
         help="auto sets what makes Horovod and MPI fast where you have not set it; off leaves every default",
     )
-    group.add_argument("--seed", type=seed, default=1, help="seeds the weights and the order of the samples (default: 1)")
+    group.add_argument(
+        "--seed", type=seed, default=1, help="seeds the weights and the order of the samples (default: 1)"
+    )
     group.add_argument("--output-dir", type=Path, help="write metrics.jsonl and summary.json there (default: nowhere)")
-    group.add_argument("--log-steps", type=positive_int, default=50, help="steps between two train events (default: 50)")
+    group.add_argument(
+        "--log-steps", type=positive_int, default=50, help="steps between two train events (default: 50)"
+    )
     group.add_argument("--no-progress", action="store_true", help="no progress bar, no progress lines")
 
 
@@ -98,9 +114,12 @@ def add_training(group: Parser) -> None:
     group.add_argument("--weight-decay", type=non_negative)
     group.add_argument("--label-smoothing", type=fraction)
     group.add_argument("--compression", choices=("none", "fp16"), default="none", help="gradients on the wire")
-    group.add_argument("--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16")
     group.add_argument(
-        "--gradient-predivide-factor", type=positive,
+        "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"
+    )
+    group.add_argument(
+        "--gradient-predivide-factor",
+        type=positive,
         help="divide gradients by this before they are summed over ranks (default: 1; with fp16 the number of ranks)",
     )
     group.add_argument("--reduction", choices=("average", "sum"), default="average")

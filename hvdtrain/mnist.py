@@ -1,14 +1,14 @@
 """Train a ConvNet on MNIST, Fashion-MNIST or the embedded digits.
 
-    python -m hvdtrain.mnist                                  one process
-    horovodrun -np 2 python -m hvdtrain.mnist                 two ranks on this machine
-    horovodrun --gloo -np 2 python -m hvdtrain.mnist          the same without MPI
-    mpirun -np 4 python -m hvdtrain.mnist                     the same, started by MPI
-    horovodrun -np 8 -H a:4,b:4 python -m hvdtrain.mnist      two hosts
+python -m hvdtrain.mnist                                  one process
+horovodrun -np 2 python -m hvdtrain.mnist                 two ranks on this machine
+horovodrun --gloo -np 2 python -m hvdtrain.mnist          the same without MPI
+mpirun -np 4 python -m hvdtrain.mnist                     the same, started by MPI
+horovodrun -np 8 -H a:4,b:4 python -m hvdtrain.mnist      two hosts
 
-    --dataset mnist --data-dir DIR      the IDX files in DIR, compressed or not
-    --recipe classic --epochs 10        plain SGD at a constant rate, as tutorials do
-    --output-dir OUT                    metrics.jsonl and summary.json
+--dataset mnist --data-dir DIR      the IDX files in DIR, compressed or not
+--recipe classic --epochs 10        plain SGD at a constant rate, as tutorials do
+--output-dir OUT                    metrics.jsonl and summary.json
 """
 
 from argparse import Namespace
@@ -25,7 +25,7 @@ from hvdtrain.data import mnist as data
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 from hvdtrain.sharding import batches, epoch_order, shard, steps_per_epoch
-from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, rank_facts, seconds_since_process_start
+from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.world import run, start
 
 RECIPES: dict[str, dict[str, object]] = {
@@ -59,8 +59,11 @@ class ConvNet(nn.Sequential):
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser = cli.parser("mnist", __doc__)
-    parser.add_argument("--dataset", choices=data.NAMES, default="auto", help="default: MNIST if it can be had, else digits")
+    parser.add_argument(
+        "--dataset", choices=data.NAMES, default="auto", help="default: MNIST if it can be had, else digits"
+    )
     parser.add_argument("--data-dir", type=Path, help="where the data files are, or go")
+    parser.add_argument("--train-samples", type=cli.positive_int, help="train on the first so many samples only")
     parser.add_argument("--recipe", choices=tuple(RECIPES), default="fast")
     parser.add_argument("--model", choices=("convnet",), default="convnet")
     cli.add_training(parser)
@@ -90,7 +93,8 @@ def evaluate(world: World, model: nn.Module, images: Tensor, labels: Tensor) -> 
 
 
 def train(flags: Namespace, world: World, dataset: data.Dataset, telemetry: Telemetry) -> None:
-    train_images, train_labels = dataset.train_images.to(world.device), dataset.train_labels.to(world.device)
+    train_images = dataset.train_images[: flags.train_samples].to(world.device)
+    train_labels = dataset.train_labels[: flags.train_samples].to(world.device)
     test_images, test_labels = dataset.test_images.to(world.device), dataset.test_labels.to(world.device)
 
     torch.manual_seed(flags.seed)
@@ -143,7 +147,7 @@ def train(flags: Namespace, world: World, dataset: data.Dataset, telemetry: Tele
         telemetry.event("evaluate", epoch=epoch + 1, loss=test_loss, accuracy=test_accuracy, count=test_count)
         telemetry.say(
             f"epoch {epoch + 1}/{flags.epochs}  train loss {mean_loss:.4f}  test loss {test_loss:.4f}  "
-            f"test accuracy {test_accuracy:.2%}  {samples / train_seconds:,.0f} samples/s"
+            f"test accuracy {test_accuracy:.2%} of {test_count:,}  {samples / train_seconds:,.0f} samples/s"
         )
 
     telemetry.end(
@@ -163,12 +167,12 @@ def main() -> int:
             flags.gradient_predivide_factor = float(world.size) if flags.compression == "fp16" else 1.0
         with world.agreement("start"):
             dataset = data.load(flags.dataset, flags.data_dir)
-            if len(dataset.train_images) < world.size:
-                raise UserError(f"{len(dataset.train_images)} samples but {world.size} ranks: use fewer ranks")
+            train_samples = min(flags.train_samples or len(dataset.train_images), len(dataset.train_images))
+            if train_samples < world.size:
+                raise UserError(f"{train_samples} samples but {world.size} ranks: use -np {train_samples} or fewer")
             telemetry = Telemetry(world, flags.output_dir, progress=not flags.no_progress)
         with telemetry:
-            ranks = world.gather(rank_facts(world), "ranks")
-            telemetry.start(world, ranks, dataset=dataset.name, config=vars(flags))
+            telemetry.start(world, dataset.name, dataset.reason, vars(flags))
             train(flags, world, dataset, telemetry)
     return 0
 

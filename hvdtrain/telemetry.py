@@ -103,8 +103,22 @@ class Telemetry:
             self._file.write(json.dumps({"event": name, "time": time.time(), **fields}, default=str) + "\n")
             self._file.flush()
 
-    def start(self, world: World, ranks: list[dict], **fields: object) -> None:
-        self.event("start", world_size=world.size, engine=world.engine, versions=versions(), ranks=ranks, **fields)
+    def start(self, world: World, dataset: str, reason: str, config: dict[str, object]) -> None:
+        """Say what is about to run and why: first the data, then the ranks and each automatic choice."""
+        facts = {"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(world.device)}
+        ranks = world.gather(facts, "ranks")
+        hosts = len({rank["host"] for rank in ranks})
+        self.say(f"data: {reason}")
+        self.say(
+            f"{world.size} rank{'s'[: world.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {world.description}, "
+            f"{world.device.type}, {torch.get_num_threads()} torch thread{'s'[: torch.get_num_threads() > 1]} per rank"
+        )
+        if world.notes:
+            self.say(f"tuned: {'; '.join(world.notes)}")
+        self.event(
+            "start", world_size=world.size, engine=world.engine, dataset=dataset, reason=reason, config=config,
+            versions=versions(), ranks=ranks, tuned=world.notes,
+        )  # fmt: skip
 
     def progress(self, epoch: int, epochs: int, step: int, steps: int, text: str) -> None:
         """Show where training stands: one bar on a terminal, elsewhere a plain line now and then."""
@@ -151,10 +165,6 @@ def _free_name(directory: Path) -> Path:
     while (path := directory / f"metrics.{number}.jsonl").exists():
         number += 1
     return path
-
-
-def rank_facts(world: World) -> dict[str, object]:
-    return {"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(world.device)}
 
 
 def versions() -> dict[str, str]:

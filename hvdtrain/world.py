@@ -66,10 +66,7 @@ def start(engine: str, *, tuning: bool = True, device: str = "auto", threads: in
         world.device = world.choose_device(device)
     if threads is not None or tuning:
         cores = world.gather([socket.gethostname(), sorted(os.sched_getaffinity(0))], "cores")
-        count = threads or threads_for(world.rank, cores, cpu_quota())
-        torch.set_num_threads(count)
-        if threads is None:
-            world.notes.append(f"{count} torch thread{'s'[: count > 1]} per rank")
+        torch.set_num_threads(threads or threads_for(world.rank, cores, cpu_quota()))
     return world
 
 
@@ -135,7 +132,7 @@ def run(main: Callable[[], int]) -> NoReturn:
         except UserError:
             rank = 0
         if rank == 0:
-            print(f"{Path(sys.argv[0]).stem}: error: {error}", file=sys.stderr, flush=True)
+            print(f"hvdtrain.{Path(sys.argv[0]).stem}: error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(2.0)
         code = 2

@@ -21,6 +21,7 @@ class World(ABC):
     """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
     engine: str
+    description: str  # the engine and what carries its messages
     rank: int
     size: int
     local_rank: int  # among the ranks of this host
@@ -73,9 +74,7 @@ class World(ABC):
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(text)] = text
         gathered = self.all_gather(padded, name)
-        return [
-            json.loads(bytes(row[:length].tolist())) for row, length in zip(gathered, lengths, strict=True)
-        ]
+        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(gathered, lengths, strict=True)]
 
     @contextlib.contextmanager
     def agreement(self, name: str) -> Iterator[None]:
@@ -129,9 +128,7 @@ class World(ABC):
                 self.broadcast_(tensor, f"optimizer.{index}.{key}")
                 received[int(index)][key] = tensor
         if self.rank != 0:
-            groups = [
-                mine | theirs for mine, theirs in zip(local["param_groups"], plan["groups"], strict=True)
-            ]
+            groups = [mine | theirs for mine, theirs in zip(local["param_groups"], plan["groups"], strict=True)]
             optimizer.load_state_dict({"state": received, "param_groups": groups})
 
     def mean(self, value: Tensor | float, count: int, name: str) -> float:

@@ -88,7 +88,7 @@ class HorovodWorld(World):
         hvd.init()
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
-        self.transport = "NCCL" if hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "Gloo"
+        self.description = f"horovod over {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
 
     def _tune(self) -> None:
         if bound_by_default(os.environ):
@@ -102,7 +102,9 @@ class HorovodWorld(World):
     def choose_device(self, wanted: str) -> torch.device:
         gpus = torch.cuda.device_count() if wanted != "cpu" else 0
         if wanted == "cuda" and gpus == 0:
-            raise UserError("--device cuda, but torch sees no GPU here: use --device cpu, or a GPU node (in a container: --nv)")
+            raise UserError(
+                "--device cuda, but torch sees no GPU here: use --device cpu, or a GPU node (in a container: --nv)"
+            )
         if gpus and not self.hvd.nccl_built():
             if wanted == "cuda":
                 raise UserError("--device cuda, but this Horovod was built without NCCL: run `make setup GPU=1`")
@@ -115,6 +117,7 @@ class HorovodWorld(World):
             raise UserError(f"{self.local_size} ranks on this host but {gpus} GPUs: start at most one rank per GPU")
         device = torch.device("cuda", self.local_rank if gpus > 1 else 0)
         torch.cuda.set_device(device)
+        self.description = "horovod over NCCL"
         return device
 
     def distribute(
@@ -127,9 +130,7 @@ class HorovodWorld(World):
         if compression == "fp16" or predivide != 1.0:
             op = hvd.Sum
             factor_after = predivide / self.size if average else predivide
-            compressor = PredividedCompressor(
-                torch.float16 if compression == "fp16" else None, predivide, factor_after
-            )
+            compressor = PredividedCompressor(torch.float16 if compression == "fp16" else None, predivide, factor_after)
         # The wrapped optimizer starts with empty state: fill it (checkpoint, broadcast) after this line, not before.
         optimizer = hvd.DistributedOptimizer(
             optimizer,

@@ -1,0 +1,96 @@
+"""Start real launchers from a test, with a hard time limit, and leave nothing behind."""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+MARK = "HVDTRAIN_TEST_JOB"  # every process of a job carries it in its environment, wherever its launcher puts it
+
+# Ours come first; --oversubscribe because a test machine may have fewer cores than a test has ranks.
+LAUNCHERS = {
+    "mpirun": "mpirun --oversubscribe -np {ranks}",
+    "horovodrun": "horovodrun -np {ranks}",
+    "gloo": "horovodrun --gloo -np {ranks}",
+}
+
+
+@dataclass
+class Done:
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"exit code {self.code} after {self.seconds:.1f} s\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Return the activated environment; as root, Open MPI wants to be told twice that it may."""
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "HOROVOD_", "SLURM_"))}
+    base |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+    if os.geteuid() == 0:
+        base |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return base | extra
+
+
+def launch(command: str, *, timeout: float = 120, cwd: Path = ROOT, **extra: str) -> Done:
+    """Run a command line to its end. Raises AssertionError where it is not over in `timeout` seconds."""
+    job = uuid.uuid4().hex
+    began = time.monotonic()
+    process = subprocess.Popen(
+        shlex.split(command), cwd=cwd, env=environment(**extra, **{MARK: job}), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill(job)
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"not over after {timeout:.0f} s: {command}\n{stdout}\n{stderr}") from None
+    finally:
+        kill(job)
+    return Done(process.returncode, stdout, stderr, time.monotonic() - began)
+
+
+def members(job: str) -> list[int]:
+    """Return the live processes of a job, found by their environment."""
+    needle, found = f"{MARK}={job}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if needle in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def kill(job: str) -> None:
+    for pid in members(job):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def train(launcher: str, ranks: int, flags: str = "", **options) -> Done:
+    """Run `hvdtrain.mnist` under a launcher, on the embedded digits where `flags` names no other data."""
+    if "--dataset" not in flags:
+        flags = f"--dataset digits {flags}"
+    start = LAUNCHERS[launcher].format(ranks=ranks) if launcher != "alone" else ""
+    return launch(f"{start} {sys.executable} -m hvdtrain.mnist --no-progress {flags}", **options)
+
+
+def summary(directory: Path) -> dict:
+    return json.loads((directory / "summary.json").read_text())
+
+
+def events(directory: Path, name: str | None = None) -> list[dict]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if name in (None, line["event"])]

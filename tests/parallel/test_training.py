@@ -1,0 +1,150 @@
+"""The mathematics of data-parallel training: equal weights on all ranks, and the large batch's mean."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hvdtrain import optim
+from hvdtrain.sharding import batches, epoch_order
+from hvdtrain.telemetry import parameters_sha256
+
+N, FEATURES, CLASSES = 22, 6, 4
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(N, FEATURES, generator=generator), torch.randint(CLASSES, (N,), generator=generator)
+
+
+def train(world, *, batch_size, seed=1, epochs=2, name="sgd", compression="none", predivide=1.0, reduction="average"):
+    """Train as the scripts do; return the model, and the loss over all ranks of every step."""
+    x, y = samples()
+    net = model(seed)
+    inner = optim.build(name, net.parameters(), 0.1, 0.9, 1e-3)
+    net, optimizer = world.distribute(net, inner, compression=compression, predivide=predivide, reduction=reduction)
+    world.broadcast(net, optimizer)
+    losses = []
+    for epoch in range(epochs):
+        for batch in batches(epoch_order(N, 1, epoch), world.rank, world.size, batch_size):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x[batch.indices]), y[batch.indices])
+            (loss * batch.weight).backward()
+            with world.synchronized(optimizer):
+                optimizer.step()
+            losses.append(world.mean(loss.detach(), batch.local_count, "loss"))
+    return net, losses
+
+
+def train_alone(*, batch_size, name="sgd", epochs=2, gradient_factor=1.0):
+    """One process with plain torch: the reference."""
+    x, y = samples()
+    net = model(1)
+    optimizer = optim.build(name, net.parameters(), 0.1, 0.9, 1e-3)
+    losses = []
+    for epoch in range(epochs):
+        for indices in epoch_order(N, 1, epoch).split(batch_size):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x[indices]), y[indices])
+            (loss * gradient_factor).backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return net, losses
+
+
+def assert_same_weights(ours, theirs, **tolerance):
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), **tolerance)
+
+
+# With batch 3 the last step has 4 samples at 2 and 3 ranks; with 7 at 3 ranks it has one, for one rank alone.
+@pytest.mark.parametrize("batch_size", [3, 7])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_many_ranks_are_one_rank_with_the_global_batch(world, name, batch_size):
+    ours, our_losses = train(world, batch_size=batch_size, name=name)
+    theirs, their_losses = train_alone(batch_size=batch_size * world.size, name=name)
+    assert our_losses == pytest.approx(their_losses, rel=1e-5)
+    assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_sum_is_the_mean_times_the_ranks(world):
+    ours, _ = train(world, batch_size=3, reduction="sum")
+    theirs, _ = train_alone(batch_size=3 * world.size, gradient_factor=float(world.size))
+    assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("predivide", [1.0, 3.0])
+def test_fp16_on_the_wire_stays_within_its_tolerance(world, predivide):
+    ours, losses = train(world, batch_size=3, compression="fp16", predivide=predivide)
+    theirs, reference = train_alone(batch_size=3 * world.size)
+    assert losses == pytest.approx(reference, rel=2e-3)
+    assert_same_weights(ours, theirs, rtol=1e-2, atol=2e-3)
+
+
+def test_predivision_alone_changes_nothing_but_rounding(world):
+    ours, _ = train(world, batch_size=3, predivide=4.0)
+    theirs, _ = train_alone(batch_size=3 * world.size)
+    assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_fp16_mean_of_large_gradients_is_finite(world):
+    net = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    net, optimizer = world.distribute(
+        net, optimizer, compression="fp16", predivide=float(world.size), reduction="average"
+    )
+    net(torch.tensor([[40_000.0]])).sum().backward()
+    with world.synchronized(optimizer):
+        assert net.weight.grad.item() == pytest.approx(40_000.0, rel=1e-3)
+
+
+def test_ranks_that_start_apart_end_with_the_same_bits(world):
+    net, _ = train(world, batch_size=3, seed=1 + world.rank, name="adamw")
+    assert len(set(world.gather(parameters_sha256(net), "hash"))) == 1
+    assert_same_weights(net, train(world, batch_size=3, seed=1, name="adamw")[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_broadcast_moves_neither_weights_nor_state_of_rank_zero(world, name):
+    net = model(1 + world.rank)
+    wrapped = optim.build(name, net.parameters(), 0.1, 0.9, 0.1)
+    net, optimizer = world.distribute(net, wrapped, compression="none", predivide=1.0, reduction="average")
+    before = copy.deepcopy(net.state_dict())
+    world.broadcast(net, optimizer)
+    assert optimizer.state_dict()["state"] == {}
+    if world.rank == 0:
+        assert_same_weights(net, before_as_model(before), rtol=0, atol=0)
+    assert_same_weights(net, model(1), rtol=0, atol=0)
+
+
+def before_as_model(state) -> nn.Module:
+    net = model(0)
+    net.load_state_dict(state)
+    return net
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_rank_without_optimizer_state_receives_it(world, name):
+    x, y = samples()
+    net = model(1)
+    net, optimizer = world.distribute(
+        net, optim.build(name, net.parameters(), 0.1, 0.9, 0.1), compression="none", predivide=1.0, reduction="average"
+    )
+    alone = model(1)
+    plain = optim.build(name, alone.parameters(), 0.3, 0.9, 0.1)
+    F.cross_entropy(alone(x), y).backward()
+    plain.step()
+    if world.rank == 0:  # as after reading a checkpoint
+        net.load_state_dict(alone.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    world.broadcast(net, optimizer)
+    ours, theirs = optimizer.state_dict(), plain.state_dict()
+    torch.testing.assert_close(ours["state"], theirs["state"], rtol=0, atol=0)
+    assert ours["param_groups"][0]["lr"] == 0.3
+    assert_same_weights(net, alone, rtol=0, atol=0)

@@ -1,0 +1,54 @@
+"""Schedules are pure functions; where torch has the same one, it is the oracle."""
+
+import pytest
+import torch
+
+from hvdtrain import optim
+
+
+def test_onecycle_is_torchs():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    steps = 101
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps, cycle_momentum=False)
+    theirs = []
+    for _ in range(steps):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step() if len(theirs) < steps else None
+    # torch puts the peak at step 0.3 * total - 1 of total - 1: compare on its own axis of progress.
+    peak = (0.3 * steps - 1) / (steps - 1)
+    for step, rate in enumerate(theirs):
+        at = step / (steps - 1)
+        progress = 0.3 * at / peak if at < peak else 0.3 + 0.7 * (at - peak) / (1 - peak)
+        assert 0.01 * optim.schedule_factor("onecycle", progress) == pytest.approx(rate, rel=1e-6)
+
+
+def test_cosine_falls_from_one_to_zero_and_constant_stays():
+    assert [optim.schedule_factor("cosine", p) for p in (0.0, 0.5, 1.0)] == pytest.approx([1.0, 0.5, 0.0])
+    assert {optim.schedule_factor("constant", p) for p in (0.0, 0.3, 1.0)} == {1.0}
+
+
+def test_linear_warmup_starts_from_the_single_device_rate():
+    peak = optim.scaled_rate(0.1, "linear", size=8)
+    assert peak == pytest.approx(0.8)
+    rates = [peak * optim.warmup_factor(epochs, 5, 8, "linear") for epochs in (0.0, 2.5, 5.0, 9.0)]
+    assert rates == pytest.approx([0.1, 0.45, 0.8, 0.8])
+    assert optim.warmup_factor(0.0, 5, 8, "none") == 0.0
+    assert optim.warmup_factor(0.0, 0.0, 8, "none") == 1.0
+
+
+def test_rate_is_not_scaled_where_the_gradient_has_grown_already():
+    assert optim.scaled_rate(0.1, "linear", size=4, reduction="sum") == 0.1
+    assert optim.scaled_rate(0.1, "none", size=4) == 0.1
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sgd", "SGD"), ("adam", "Adam"), ("adamw", "AdamW")])
+def test_optimizers_take_the_flags(name, kind):
+    built = optim.build(name, [torch.nn.Parameter(torch.zeros(2))], rate=0.5, momentum=0.8, weight_decay=0.1)
+    group = built.param_groups[0]
+    assert type(built).__name__ == kind
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
+    assert group["momentum"] == 0.8 if name == "sgd" else group["betas"] == (0.8, 0.999)
+    optim.set_rate(built, 0.25)
+    assert group["lr"] == 0.25

@@ -1,0 +1,102 @@
+"""Who am I: what launchers announce, the share of the cores, the container's quota, one line for users."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain.errors import UserError
+from hvdtrain.world import Announced, announced, cpu_quota, remedy, threads_for
+
+
+def test_alone():
+    assert announced({}) == Announced("none", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4"}, ("horovodrun", 1, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}, ("mpirun (Open MPI)", 2, 3)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ("mpirun (MPICH or Intel MPI)", 0, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ("torchrun", 1, 2)),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ("Slurm", 1, 2)),
+        # mpirun inside an sbatch script: the inner launcher counts
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+            ("mpirun (Open MPI)", 1, 2),
+        ),
+        # salloc without a step: no process id, nothing announced
+        ({"SLURM_NTASKS": "8"}, ("none", 0, 1)),
+    ],
+)
+def test_innermost_launcher_is_believed(environment, expected):
+    assert announced(environment) == expected
+
+
+def test_nonsense_from_a_launcher_is_named():
+    with pytest.raises(UserError, match=r"RANK='x', WORLD_SIZE='2': not whole numbers"):
+        announced({"RANK": "x", "WORLD_SIZE": "2"})
+
+
+def test_remedy_names_what_to_type():
+    assert "--mpi=pmix" in remedy("Slurm")
+    assert "horovodrun or mpirun" in remedy("torchrun")
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "expected"),
+    [
+        ([("a", [0, 1])], math.inf, [2]),
+        ([("a", [0, 1])] * 2, math.inf, [1, 1]),
+        ([("a", [0, 1])] * 8, math.inf, [1] * 8),
+        ([("a", list(range(8)))] * 3, math.inf, [2, 2, 2]),
+        # bound apart by the launcher
+        ([("a", [0, 1, 2, 3]), ("a", [4, 5])], math.inf, [4, 2]),
+        # two hosts
+        ([("a", list(range(4))), ("a", list(range(4))), ("b", list(range(4)))], math.inf, [2, 2, 4]),
+        # a container that may use two of 64 cores
+        ([("a", list(range(64)))] * 2, 2.0, [1, 1]),
+        ([("a", list(range(64)))], 2.0, [2]),
+    ],
+)
+def test_threads_are_the_share_of_the_cores_that_a_rank_has(cores, quota, expected):
+    assert [threads_for(rank, cores, quota) for rank in range(len(cores))] == expected
+
+
+def test_cpu_quota_is_the_tightest_on_the_way_down(tmp_path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/pod/container\n")
+    (tmp_path / "pod" / "container").mkdir(parents=True)
+    assert cpu_quota(tmp_path, membership) == math.inf
+    (tmp_path / "pod" / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "pod" / "container" / "cpu.max").write_text("max 100000\n")
+    assert cpu_quota(tmp_path, membership) == 1.5
+    assert cpu_quota(tmp_path, tmp_path / "absent") == math.inf
+
+
+def run_main(body: str, **environment: str) -> subprocess.CompletedProcess:
+    code = f"from hvdtrain.world import run\nfrom hvdtrain.errors import UserError\n{body}"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PATH": "/usr/bin", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_user_error_is_one_line_and_code_two():
+    done = run_main("def main(): raise UserError('no such thing: do this')\nrun(main)")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "hvdtrain.-c: error: no such thing: do this\n"
+
+
+def test_only_rank_zero_says_it():
+    done = run_main("def main(): raise UserError('x')\nrun(main)", RANK="1", WORLD_SIZE="2")
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+def test_exit_code_is_mains():
+    assert run_main("run(lambda: 3)").returncode == 3
