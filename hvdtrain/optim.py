@@ -16,11 +16,12 @@ def scaled_rate(rate: float, scaling: str, size: int, reduction: str = "average"
     """Return the peak rate for `size` ranks: `linear` multiplies it by the growth of the global batch.
 
     Source: the linear scaling rule, arXiv:1706.02677, section 2.1. With `sum` the gradient itself has grown `size` times
-    already, so no scaling is applied on top.
+    already, and Adasum adapts the sum of the ranks' updates by itself (arXiv:2006.02924): there only the passes that
+    accumulate count.
     """
-    if scaling == "none" or reduction == "sum":
+    if scaling == "none":
         return rate
-    return rate * size * accumulate
+    return rate * accumulate * (size if reduction == "average" else 1)
 
 
 def warmup_factor(progress_epochs: float, warmup_epochs: float, size: int, scaling: str) -> float:

@@ -2,7 +2,8 @@
 
 The order is that of `torch.utils.data.DistributedSampler`, without its padding: in epoch e (from 0) a permutation of all n
 samples drawn from a generator seeded with `seed + e`; rank r of s takes positions r, r + s, r + 2s, ... Seen over all ranks,
-step k covers positions k*B*s to (k+1)*B*s, so the order depends on the global batch, never on the number of ranks.
+step k covers positions k*B*s to (k+1)*B*s (A times as many where A passes accumulate), so the order depends on the global
+batch, never on the number of ranks.
 
 Nothing is padded and nothing is dropped: shards are disjoint and cover the data, and where a step has fewer samples than
 B*s, each rank's gradient is weighted so that the mean over ranks is still the mean over samples.
@@ -16,12 +17,18 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """What one rank takes at one step."""
+    """What one rank takes in one forward and backward pass."""
 
-    indices: Tensor  # int64 [b], b <= batch_size
-    weight: float  # factor for this rank's mean loss; the mean over ranks is then the mean over all samples of the step
-    count: int  # samples of the step over all ranks
-    local_count: int  # samples of the step that count on this rank: b, or 0 where the step left this rank without one
+    indices: Tensor  # int64 [b], 1 <= b <= batch_size
+    weight: float  # factor for the mean loss of these: summed over passes and averaged over ranks, the step's mean loss
+    local_count: int  # how many of them count: b, or 0 where the data left this rank without a sample
+
+
+class Step(NamedTuple):
+    """What one rank takes between two updates of the weights: one batch, or several whose gradients accumulate."""
+
+    batches: list[Batch]
+    count: int  # samples over all batches and all ranks
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
@@ -29,9 +36,9 @@ def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch))
 
 
-def steps_per_epoch(n: int, size: int, batch_size: int) -> int:
+def steps_per_epoch(n: int, size: int, batch_size: int, accumulate: int = 1) -> int:
     """Return the number of steps, the last of which may be smaller, in which `size` ranks visit n samples once."""
-    return -(-n // (batch_size * size))
+    return -(-n // (batch_size * size * accumulate))
 
 
 def shard(n: int, rank: int, size: int) -> slice:
@@ -39,19 +46,22 @@ def shard(n: int, rank: int, size: int) -> slice:
     return slice(rank, n, size)
 
 
-def batches(order: Tensor, rank: int, size: int, batch_size: int) -> Iterator[Batch]:
-    """Yield this rank's part of each step through `order` (int64 [n]); every rank yields the same number of times.
+def steps(order: Tensor, rank: int, size: int, batch_size: int, accumulate: int = 1) -> Iterator[Step]:
+    """Yield this rank's part of each step through `order` (int64 [n]); every rank sees the same number of steps and passes.
 
-    A rank that the last step leaves without a sample repeats that step's first one at weight 0: it still takes part in every
+    A rank that the last pass leaves without a sample repeats that pass's first one at weight 0: it still takes part in every
     collective, and adds nothing (batch norm has no answer to an empty batch).
     """
     n = len(order)
     local = order[shard(n, rank, size)]
-    for step in range(steps_per_epoch(n, size, batch_size)):
-        first = step * batch_size * size
-        count = min(batch_size * size, n - first)
-        indices = local[step * batch_size : (step + 1) * batch_size]
-        local_count = len(indices)
-        if local_count == 0:
-            indices = order[first : first + 1]
-        yield Batch(indices, local_count * size / count, count, local_count)
+    per_pass = batch_size * size
+    for first in range(0, n, per_pass * accumulate):
+        count = min(per_pass * accumulate, n - first)
+        passes = []
+        for start in range(first, first + count, per_pass):
+            indices = local[start // size : start // size + batch_size]
+            local_count = len(indices)
+            if local_count == 0:
+                indices = order[start : start + 1]
+            passes.append(Batch(indices, local_count * size / count, local_count))
+        yield Step(passes, count)

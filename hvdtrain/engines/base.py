@@ -7,6 +7,7 @@ the same order.
 import contextlib
 import json
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import TracebackType
@@ -27,6 +28,7 @@ class World(ABC):
     local_rank: int  # among the ranks of this host
     local_size: int
     device: torch.device
+    reductions: tuple[str, ...]  # what `all_reduce_` can do
     notes: list[str]  # what was decided automatically, each with its reason: shown once at the start
 
     @abstractmethod
@@ -34,8 +36,11 @@ class World(ABC):
         """Return this rank's device for "auto", "cpu" or "cuda". Raises UserError where `wanted` cannot be had."""
 
     @abstractmethod
-    def sum(self, tensor: Tensor, name: str) -> Tensor:
-        """Return the sum of `tensor` over all ranks, on every rank; shapes and dtypes agree, `name` identifies the call."""
+    def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
+        """Replace `tensor` on every rank by its reduction over all ranks.
+
+        op: one of `reductions`. Shapes and dtypes agree over ranks; `name` identifies the call.
+        """
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
@@ -51,13 +56,33 @@ class World(ABC):
 
     @abstractmethod
     def distribute(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, compression: str, predivide: float, reduction: str
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        compression: str = "none",
+        predivide: float = 1.0,
+        reduction: str = "average",
+        accumulate: int = 1,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the model to call and the optimizer to step, which together reduce gradients over all ranks.
+        """Return the model to train with and the optimizer to step, which together reduce gradients over all ranks.
 
-        `compression`: "none" or "fp16" on the wire. `predivide`: gradients are divided by it before they are summed and
-        multiplied back after. `reduction`: "average" or "sum".
+        The model returned may be a wrapper around `model`, with the same parameters: evaluate, save and hash `model` itself.
+        The optimizer returned starts with empty state.
+
+        compression: "none" or "fp16" on the wire. predivide: gradients are divided by it before they are summed, and
+        multiplied back after. reduction: "average", "sum" or "adasum". accumulate: most backward passes per step.
         """
+
+    @abstractmethod
+    def backward_pass(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, passes: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """Enclose forward and backward number `number` (from 0) of the `passes` that this step accumulates."""
+
+    def gradients_ready(self) -> float:
+        """Return when (`time.perf_counter`) this rank's own last gradient was computed; call it right after backward."""
+        return time.perf_counter()
 
     @abstractmethod
     def synchronized(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
@@ -66,6 +91,16 @@ class World(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Leave the job in good order. Idempotent."""
+
+    def sum(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the sum of `tensor` over all ranks, on every rank."""
+        result = tensor.clone()
+        self.all_reduce_(result, "sum", name)
+        return result
+
+    def barrier(self) -> None:
+        """Return once every rank has come here."""
+        self.all_reduce_(torch.zeros(1), "sum", "barrier")
 
     def gather(self, value: object, name: str) -> list:
         """Return every rank's `value`, in rank order; it must be expressible in JSON (nothing is ever unpickled)."""

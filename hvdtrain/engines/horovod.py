@@ -69,6 +69,7 @@ class PredividedCompressor:
 
 class HorovodWorld(World):
     engine = "horovod"
+    reductions = ("sum", "average", "adasum", "min", "max", "product")
 
     def __init__(self, *, tuning: bool):
         self.notes = []
@@ -121,15 +122,21 @@ class HorovodWorld(World):
         return device
 
     def distribute(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, compression: str, predivide: float, reduction: str
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        compression: str = "none",
+        predivide: float = 1.0,
+        reduction: str = "average",
+        accumulate: int = 1,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         hvd = self.hvd
-        average = reduction == "average"
-        op = hvd.Average if average else hvd.Sum
-        compressor = hvd.Compression.none
-        if compression == "fp16" or predivide != 1.0:
+        op = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[reduction]
+        compressor = hvd.Compression.fp16 if compression == "fp16" else hvd.Compression.none
+        if reduction != "adasum" and (compression == "fp16" or predivide != 1.0):
             op = hvd.Sum
-            factor_after = predivide / self.size if average else predivide
+            factor_after = predivide / self.size if reduction == "average" else predivide
             compressor = PredividedCompressor(torch.float16 if compression == "fp16" else None, predivide, factor_after)
         # The wrapped optimizer starts with empty state: fill it (checkpoint, broadcast) after this line, not before.
         optimizer = hvd.DistributedOptimizer(
@@ -137,11 +144,24 @@ class HorovodWorld(World):
             named_parameters=model.named_parameters(),
             compression=compressor,
             op=op,
+            # Horovod adds the passes up and does not average them: the weights of `sharding.Batch` do.
+            backward_passes_per_step=accumulate,
             # One group: gradients are always summed in the same order, so that a run repeats to the bit. Without it they
             # are fused as they happen to become ready, and three ranks gave three different results in three runs.
             groups=1 if self.tuning else None,
         )
+        self._passes = accumulate
+        self._adasum = reduction == "adasum" and self.size > 1
         return model, optimizer
+
+    @contextlib.contextmanager
+    def backward_pass(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, passes: int
+    ) -> Iterator[None]:
+        if number == 0 and passes != self._passes:
+            self._passes = passes
+            optimizer.set_backward_passes_per_step(passes)  # the last step of an epoch may have fewer
+        yield
 
     def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -150,12 +170,18 @@ class HorovodWorld(World):
 
     @contextlib.contextmanager
     def synchronized(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        if self._adasum:  # it reduces what the optimizer changed, inside step(), and offers no way to wait before
+            yield
+            return
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             yield
 
-    def sum(self, tensor: Tensor, name: str) -> Tensor:
-        return self.hvd.allreduce(tensor, op=self.hvd.Sum, name=name)
+    def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
+        hvd = self.hvd
+        ops = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}
+        ops |= {"min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+        hvd.allreduce_(tensor, op=ops[op], name=name)
 
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
         return self.hvd.allgather(tensor.unsqueeze(0), name=name)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hvdtrain import optim
-from hvdtrain.sharding import batches, epoch_order
+from hvdtrain.sharding import epoch_order, steps
 from hvdtrain.telemetry import parameters_sha256
 
 N, FEATURES, CLASSES = 22, 6, 4
@@ -24,22 +24,26 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(N, FEATURES, generator=generator), torch.randint(CLASSES, (N,), generator=generator)
 
 
-def train(world, *, batch_size, seed=1, epochs=2, name="sgd", compression="none", predivide=1.0, reduction="average"):
+def train(world, *, batch_size, seed=1, epochs=2, name="sgd", accumulate=1, **how):
     """Train as the scripts do; return the model, and the loss over all ranks of every step."""
     x, y = samples()
     net = model(seed)
-    inner = optim.build(name, net.parameters(), 0.1, 0.9, 1e-3)
-    net, optimizer = world.distribute(net, inner, compression=compression, predivide=predivide, reduction=reduction)
+    optimizer = optim.build(name, net.parameters(), 0.1, 0.9, 1e-3)
+    replica, optimizer = world.distribute(net, optimizer, accumulate=accumulate, **how)
     world.broadcast(net, optimizer)
     losses = []
     for epoch in range(epochs):
-        for batch in batches(epoch_order(N, 1, epoch), world.rank, world.size, batch_size):
+        for step in steps(epoch_order(N, 1, epoch), world.rank, world.size, batch_size, accumulate):
             optimizer.zero_grad()
-            loss = F.cross_entropy(net(x[batch.indices]), y[batch.indices])
-            (loss * batch.weight).backward()
+            total = 0.0
+            for number, batch in enumerate(step.batches):
+                with world.backward_pass(replica, optimizer, number, len(step.batches)):
+                    loss = F.cross_entropy(replica(x[batch.indices]), y[batch.indices])
+                    (loss * batch.weight).backward()
+                total += loss.item() * batch.weight
             with world.synchronized(optimizer):
                 optimizer.step()
-            losses.append(world.mean(loss.detach(), batch.local_count, "loss"))
+            losses.append(world.sum(torch.tensor(total), "loss").item() / world.size)
     return net, losses
 
 
@@ -65,10 +69,11 @@ def assert_same_weights(ours, theirs, **tolerance):
 
 # With batch 3 the last step has 4 samples at 2 and 3 ranks; with 7 at 3 ranks it has one, for one rank alone.
 @pytest.mark.parametrize("batch_size", [3, 7])
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_many_ranks_are_one_rank_with_the_global_batch(world, name, batch_size):
-    ours, our_losses = train(world, batch_size=batch_size, name=name)
-    theirs, their_losses = train_alone(batch_size=batch_size * world.size, name=name)
+def test_many_ranks_are_one_rank_with_the_global_batch(world, name, batch_size, accumulate):
+    ours, our_losses = train(world, batch_size=batch_size, name=name, accumulate=accumulate)
+    theirs, their_losses = train_alone(batch_size=batch_size * accumulate * world.size, name=name)
     assert our_losses == pytest.approx(their_losses, rel=1e-5)
     assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
 
@@ -96,9 +101,7 @@ def test_predivision_alone_changes_nothing_but_rounding(world):
 def test_fp16_mean_of_large_gradients_is_finite(world):
     net = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    net, optimizer = world.distribute(
-        net, optimizer, compression="fp16", predivide=float(world.size), reduction="average"
-    )
+    net, optimizer = world.distribute(net, optimizer, compression="fp16", predivide=float(world.size))
     net(torch.tensor([[40_000.0]])).sum().backward()
     with world.synchronized(optimizer):
         assert net.weight.grad.item() == pytest.approx(40_000.0, rel=1e-3)
@@ -114,7 +117,7 @@ def test_ranks_that_start_apart_end_with_the_same_bits(world):
 def test_broadcast_moves_neither_weights_nor_state_of_rank_zero(world, name):
     net = model(1 + world.rank)
     wrapped = optim.build(name, net.parameters(), 0.1, 0.9, 0.1)
-    net, optimizer = world.distribute(net, wrapped, compression="none", predivide=1.0, reduction="average")
+    net, optimizer = world.distribute(net, wrapped)
     before = copy.deepcopy(net.state_dict())
     world.broadcast(net, optimizer)
     assert optimizer.state_dict()["state"] == {}
@@ -133,9 +136,7 @@ def before_as_model(state) -> nn.Module:
 def test_rank_without_optimizer_state_receives_it(world, name):
     x, y = samples()
     net = model(1)
-    net, optimizer = world.distribute(
-        net, optim.build(name, net.parameters(), 0.1, 0.9, 0.1), compression="none", predivide=1.0, reduction="average"
-    )
+    net, optimizer = world.distribute(net, optim.build(name, net.parameters(), 0.1, 0.9, 0.1))
     alone = model(1)
     plain = optim.build(name, alone.parameters(), 0.3, 0.9, 0.1)
     F.cross_entropy(alone(x), y).backward()

@@ -4,39 +4,49 @@ import pytest
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from hvdtrain.sharding import batches, epoch_order, shard, steps_per_epoch
+from hvdtrain.sharding import epoch_order, shard, steps, steps_per_epoch
 
-CASES = [(n, size, batch) for n in (1, 7, 10, 64, 101) for size in (1, 2, 3, 8) if n >= size for batch in (1, 4, 50)]
+CASES = [
+    (n, size, batch, accumulate)
+    for n in (1, 7, 10, 64, 101)
+    for size in (1, 2, 3, 8)
+    if n >= size
+    for batch in (1, 4, 50)
+    for accumulate in (1, 3)
+]
 
 
-@pytest.mark.parametrize(("n", "size", "batch_size"), CASES)
-def test_every_sample_counts_once_and_every_rank_takes_every_step(n, size, batch_size):
+@pytest.mark.parametrize(("n", "size", "batch_size", "accumulate"), CASES)
+def test_every_sample_counts_once_and_every_rank_takes_every_pass(n, size, batch_size, accumulate):
     order = epoch_order(n, seed=3, epoch=2)
-    per_rank = [list(batches(order, rank, size, batch_size)) for rank in range(size)]
-    assert {len(steps) for steps in per_rank} == {steps_per_epoch(n, size, batch_size)}
+    per_rank = [list(steps(order, rank, size, batch_size, accumulate)) for rank in range(size)]
+    assert {len(mine) for mine in per_rank} == {steps_per_epoch(n, size, batch_size, accumulate)}
 
-    visited = [i for steps in per_rank for batch in steps for i in batch.indices[: batch.local_count].tolist()]
-    assert sorted(visited) == list(range(n))
+    first = 0
+    for parts in zip(*per_rank, strict=True):
+        assert len({len(part.batches) for part in parts}) == 1
+        assert len({part.count for part in parts}) == 1
+        for batches in zip(*(part.batches for part in parts), strict=True):
+            assert all(1 <= len(batch.indices) <= batch_size for batch in batches)
+            seen = sorted(i for batch in batches for i in batch.indices[: batch.local_count].tolist())
+            assert seen == sorted(order[first : first + len(seen)].tolist())
+            first += len(seen)
+    assert first == n
 
-    for step, parts in enumerate(zip(*per_rank, strict=True)):
-        assert sum(part.local_count for part in parts) == parts[0].count
-        first = step * batch_size * size
-        seen = sorted(i for part in parts for i in part.indices[: part.local_count].tolist())
-        assert seen == sorted(order[first : first + batch_size * size].tolist())
 
-
-@pytest.mark.parametrize(("n", "size", "batch_size"), CASES)
-def test_mean_over_ranks_of_weighted_means_is_the_mean_over_samples(n, size, batch_size):
+@pytest.mark.parametrize(("n", "size", "batch_size", "accumulate"), CASES)
+def test_weighted_means_add_up_to_the_mean_over_samples(n, size, batch_size, accumulate):
     order = epoch_order(n, seed=0, epoch=0)
     values = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for step, parts in enumerate(zip(*(batches(order, r, size, batch_size) for r in range(size)), strict=True)):
-        over_ranks = sum(values[part.indices].mean() * part.weight for part in parts) / size
-        first = step * batch_size * size
-        torch.testing.assert_close(over_ranks, values[order[first : first + batch_size * size]].mean())
+    first = 0
+    for parts in zip(*(steps(order, r, size, batch_size, accumulate) for r in range(size)), strict=True):
+        weighted = [values[b.indices].mean() * b.weight for part in parts for b in part.batches]
+        torch.testing.assert_close(sum(weighted) / size, values[order[first : first + parts[0].count]].mean())
+        first += parts[0].count
 
 
 def test_rank_without_a_sample_still_has_one_to_compute_on():
-    parts = [list(batches(epoch_order(10, 0, 0), rank, 3, 3))[-1] for rank in range(3)]
+    parts = [list(steps(epoch_order(10, 0, 0), rank, 3, 3))[-1].batches[0] for rank in range(3)]
     assert [part.local_count for part in parts] == [1, 0, 0]
     assert [len(part.indices) for part in parts] == [1, 1, 1]
     assert [part.weight for part in parts] == [3.0, 0.0, 0.0]
@@ -53,8 +63,11 @@ def test_order_is_that_of_torch_distributed_sampler(epoch):
 
 def test_order_depends_on_the_global_batch_only():
     order = epoch_order(64, 1, 0)
-    steps = {}
-    for size, batch_size in ((1, 8), (2, 4), (4, 2), (8, 1)):
-        ranks = [list(batches(order, rank, size, batch_size)) for rank in range(size)]
-        steps[size] = [sorted(i for part in parts for i in part.indices.tolist()) for parts in zip(*ranks, strict=True)]
-    assert steps[1] == steps[2] == steps[4] == steps[8]
+    seen = {}
+    for size, batch_size, accumulate in ((1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1), (1, 2, 4), (2, 1, 4)):
+        ranks = [steps(order, rank, size, batch_size, accumulate) for rank in range(size)]
+        seen[size, accumulate] = [
+            sorted(i for part in parts for batch in part.batches for i in batch.indices.tolist())
+            for parts in zip(*ranks, strict=True)
+        ]
+    assert all(global_steps == seen[1, 1] for global_steps in seen.values())
