@@ -1,0 +1,176 @@
+"""Fetch dataset files once per host: https only, bounded in time and size, verified before they get their name.
+
+Import this late: with ssl and http it takes longer than a warm load.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http.client import HTTPResponse
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hvdtrain.data import cache
+
+SCHEMES = ("https",)  # of mirrors and of where they redirect to
+ANSWER_SECONDS = 5.0  # for a mirror's first answer: name look-up, connection, TLS and headers together
+SILENCE_SECONDS = 3.0  # one address that does not connect; a transfer that stalls
+TOTAL_SECONDS = 120.0  # for all files together
+REMEMBER_SECONDS = 60.0  # for so long the other ranks take the first one's failure for their own
+FAILURE = "download-failed.json"
+
+
+class DownloadFailed(Exception):
+    """One line: what was tried and how it failed."""
+
+
+def download(
+    mirrors: Sequence[str], sizes: dict[str, int], target: Path, state: Path | None,
+    unpack: Callable[[str, bytes], bytes],
+) -> None:
+    """Bring every file of `sizes` that is not there yet into directory `target`, unpacked and verified.
+
+    mirrors: URLs that end in "/"; each has FILE.gz. Tried in order; one that fails is not asked again.
+    sizes: file name -> bytes of its unpacked content.
+    state: a directory for the lock and for the note of a failure, or None to use `target`.
+    unpack(file, packed): the content, or DownloadFailed where it is not what it should be.
+
+    May be called by all processes of a host at once: the first downloads, the others wait and find the files, or its
+    failure. Raises DownloadFailed.
+    """
+    started, deadline = time.time(), time.monotonic() + TOTAL_SECONDS
+    there = next(path for path in (target, *target.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise DownloadFailed(f"{there} cannot be written")
+    if state is None or not os.access(state, os.W_OK | os.X_OK):
+        state = target
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DownloadFailed(f"{state} cannot be made ({error.strerror})") from None
+    with cache.locked(state, TOTAL_SECONDS + 30) as problem:
+        if problem:
+            raise DownloadFailed(problem)
+        missing = [file for file in sizes if not (target / file).is_file()]
+        if not missing:
+            return
+        failure = state / FAILURE
+        key = _key(mirrors)
+        _raise_again(failure, key, started)
+        try:
+            _fetch(mirrors, {file: sizes[file] for file in missing}, target, unpack, deadline)
+        except DownloadFailed as error:
+            with suppress(OSError):
+                cache.write(failure, json.dumps({"key": key, "time": time.time(), "reason": str(error)}).encode())
+            raise
+        with suppress(OSError):
+            failure.unlink(missing_ok=True)
+
+
+def _fetch(
+    mirrors: Sequence[str], sizes: dict[str, int], target: Path, unpack: Callable[[str, bytes], bytes], deadline: float
+) -> None:
+    left, problems = list(mirrors), []
+    for file, size in sizes.items():
+        while True:
+            if not left:
+                raise DownloadFailed("; ".join(problems))
+            try:
+                # Packed data is never much larger than unpacked.
+                content = unpack(file, get(f"{left[0]}{file}.gz", size + size // 100 + 4096, deadline))
+                break
+            except DownloadFailed as error:
+                problems.append(f"{urlsplit(left.pop(0)).netloc}: {error}")
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            cache.sweep(target)
+            cache.write(target / file, content)
+        except OSError as error:
+            raise DownloadFailed(f"{target} cannot be written ({error.strerror})") from None
+
+
+def get(url: str, limit: int, deadline: float) -> bytes:
+    """The body at `url`, at most `limit` bytes, before time.monotonic() passes `deadline`. Raises DownloadFailed."""
+    body = bytearray()
+    try:
+        with _answer(url, min(ANSWER_SECONDS, deadline - time.monotonic())) as response:
+            while chunk := response.read1(1 << 18):
+                body += chunk
+                if len(body) > limit:
+                    raise DownloadFailed(f"sent more than the {limit:,} bytes that can be right")
+                if time.monotonic() > deadline:
+                    raise DownloadFailed(f"not done after {TOTAL_SECONDS:.0f} seconds in all")
+    except OSError as error:
+        raise DownloadFailed(_plain(error)) from None
+    return bytes(body)
+
+
+def _answer(url: str, seconds: float) -> HTTPResponse:
+    """Open `url`. Raises DownloadFailed, also where there is no answer within `seconds`."""
+    # urllib's time limit holds for one address of one host; a name server that is silent, or a host with six dead
+    # addresses, takes many times as long. Only a thread that nobody waits for bounds them all.
+    answers: queue.SimpleQueue[HTTPResponse | Exception] = queue.SimpleQueue()
+    abandoned = threading.Event()
+
+    def ask() -> None:
+        try:
+            opener = urllib.request.build_opener(_Redirects)  # takes proxies from the environment
+            opener.addheaders = [("User-Agent", "hvdtrain")]
+            answer = opener.open(url, timeout=SILENCE_SECONDS)
+        except Exception as error:
+            answer = error
+        answers.put(answer)
+        if abandoned.is_set() and not isinstance(answer, Exception):
+            answer.close()
+
+    if urlsplit(url).scheme not in SCHEMES:
+        raise DownloadFailed(f"refused, not {SCHEMES[0]}: {url}")
+    threading.Thread(target=ask, daemon=True, name="download").start()
+    try:
+        answer = answers.get(timeout=max(seconds, 0.001))
+    except queue.Empty:
+        abandoned.set()
+        raise DownloadFailed(f"no answer in {seconds:.2g} seconds") from None
+    if isinstance(answer, Exception):
+        raise DownloadFailed(_plain(answer)) from None
+    return answer
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        if urlsplit(newurl).scheme not in SCHEMES:
+            raise DownloadFailed(f"redirects to what is not {SCHEMES[0]}: {newurl}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _plain(error: Exception) -> str:
+    """One line without the wrapping that urllib gives its errors."""
+    reason = getattr(error, "reason", None)
+    code = getattr(error, "code", None)
+    if code is not None:
+        return f"HTTP {code} {reason}"
+    inner = reason if isinstance(reason, Exception) else error
+    return " ".join(str(getattr(inner, "strerror", None) or inner or type(inner).__name__).split())
+
+
+def _key(mirrors: Sequence[str]) -> str:
+    """What a failure holds for: who sets another proxy and starts again is not told of the old failure."""
+    return hashlib.sha256(json.dumps([list(mirrors), sorted(urllib.request.getproxies().items())]).encode()).hexdigest()
+
+
+def _raise_again(failure: Path, key: str, started: float) -> None:
+    """Raise the failure noted in `failure`, if recent: eight ranks must not each wait for the same dead network."""
+    try:
+        noted = json.loads(failure.read_bytes())
+        age = time.time() - noted["time"]
+        # Noted since this process asked: it waited for just that, however long it took.
+        if noted["key"] == key and (0 <= age < REMEMBER_SECONDS or noted["time"] >= started):
+            raise DownloadFailed(f"{noted['reason']} (tried {max(age, 0):.0f} s ago)")
+    except (OSError, ValueError, KeyError, TypeError):
+        return

@@ -1,0 +1,155 @@
+"""MNIST and Fashion-MNIST as they were published, and what is wrong with a file that is not."""
+
+import hashlib
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from hvdtrain.data import cache
+from hvdtrain.errors import UserError
+
+SIDE = 28  # pixels
+
+
+@dataclass(frozen=True)
+class File:
+    """One of a published dataset's four files."""
+
+    name: str  # uncompressed
+    count: int  # images or labels
+    sha256: str  # of the uncompressed content
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.count, SIDE, SIDE) if "images" in self.name else (self.count,)
+
+    @property
+    def header(self) -> int:
+        """Bytes before the data: 2 zeros, 8 for unsigned bytes, the number of dimensions, and 4 bytes for each."""
+        return 4 + 4 * len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return self.header + prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published dataset."""
+
+    name: str
+    title: str
+    folder: str  # where torchvision puts it
+    mirrors: tuple[str, ...]
+    files: tuple[File, ...]  # in the order of Dataset's tensors
+
+
+# torchvision's own mirrors where they speak https. Its Fashion-MNIST mirror does not; the publisher's repository does.
+PUBLISHED = {
+    "mnist": Published(
+        "mnist", "MNIST", "MNIST",
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+        (
+            File("train-images-idx3-ubyte", 60000, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+            File("train-labels-idx1-ubyte", 60000, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+            File("t10k-images-idx3-ubyte", 10000, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+            File("t10k-labels-idx1-ubyte", 10000, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+        ),
+    ),
+    # Labels: hashed from the publisher's repository. Images: as four independent projects publish them.
+    "fashion-mnist": Published(
+        "fashion-mnist", "Fashion-MNIST", "FashionMNIST",
+        ("https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+         "https://storage.googleapis.com/tensorflow/tf-keras-datasets/"),
+        (
+            File("train-images-idx3-ubyte", 60000, "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"),
+            File("train-labels-idx1-ubyte", 60000, "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"),
+            File("t10k-images-idx3-ubyte", 10000, "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"),
+            File("t10k-labels-idx1-ubyte", 10000, "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
+        ),
+    ),
+}  # fmt: skip
+
+
+class BadFile(UserError):
+    """A file that is there and is not what it should be."""
+
+
+def content_of(published: Published, file: File, path: Path) -> tuple[bytes, os.stat_result]:
+    """The verified uncompressed content of `path`, and what it was read from. Raises BadFile.
+
+    Takes no more memory than the file or the published content has bytes, whatever headers promise.
+    """
+    try:
+        with path.open("rb") as stream:
+            stat = os.fstat(stream.fileno())
+            if path.suffix == ".gz":
+                # Compressed at worst a little larger than plain: reads no further than a right file can reach.
+                content, problem = gunzip(stream.read(file.size + file.size // 100 + 4096), file.size + 1)
+            else:
+                content, problem = stream.read(file.size + 1), ""
+            if cache.identity(os.fstat(stream.fileno())) != cache.identity(stat):
+                problem = "changed while it was read"
+    except OSError as error:
+        raise BadFile(f"{show(path)} cannot be read ({error.strerror or error}): check it, or remove it") from None
+    if not problem and hashlib.sha256(content).hexdigest() == file.sha256:
+        return content, stat
+    problem = problem or problem_of(published, file, content, hashlib.sha256(content).hexdigest())
+    raise BadFile(f"{show(path)} {problem}: replace it by {published.title}'s {file.name}, or remove it")
+
+
+def gunzip(packed: bytes, limit: int) -> tuple[bytes, str]:
+    """At most `limit` bytes of what is packed (so a gzip bomb does no harm), and what is wrong with it or ""."""
+    content = b""
+    while packed and len(content) < limit:  # a gzip file may have several members
+        unpacker = zlib.decompressobj(wbits=31)  # gzip's header and checksum
+        try:
+            content += unpacker.decompress(packed, limit - len(content))
+        except zlib.error as error:
+            return b"", f"is damaged: no gzip file, or spoilt ({error})"
+        if not unpacker.eof and len(content) < limit:
+            return b"", "is truncated: the gzip file ends too early"
+        packed = unpacker.unused_data.lstrip(b"\0")  # padding between members is allowed
+    return content, "" if content else "is empty"
+
+
+def problem_of(published: Published, file: File, content: bytes, sha256: str) -> str:
+    """What is wrong with `content` (cut at the expected size + 1), or "" where it is the published one."""
+    if sha256 == file.sha256:
+        return ""
+    for other in PUBLISHED.values():
+        for candidate in other.files:
+            if candidate.sha256 == sha256:
+                return f"is {other.title}'s {candidate.name}, not {published.title}'s {file.name}"
+    if not content:
+        return "is empty"
+    if content[:2] == b"\x1f\x8b":
+        return "is compressed but its name does not end in .gz"
+    if content[:3] != b"\0\0\x08" or len(content) < 4:
+        return f"is not an IDX file of unsigned bytes: it begins with {content[:4]!r}"
+    dimensions = content[3]
+    if dimensions != len(file.shape):
+        held = {1: "labels", 3: "images"}.get(dimensions, f"data of {dimensions} dimensions")
+        return f"holds {held} where {file.name.split('-')[1]} belong"
+    if len(content) < file.header:
+        return f"is truncated within its header: {len(content)} of {file.header} bytes"
+    shape = tuple(int.from_bytes(content[at : at + 4]) for at in range(4, file.header, 4))
+    if shape != file.shape:
+        return f"holds {_shape(shape)} where {_shape(file.shape)} belong: is it another file under this name?"
+    if len(content) < file.size:
+        return f"is truncated: {len(content):,} of {file.size:,} bytes"
+    if len(content) > file.size:
+        return f"is too long: it goes on after the {file.size:,} bytes that its header promises"
+    return f"is damaged or changed: its content has sha256 {sha256[:12]}..., the published one {file.sha256[:12]}..."
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"{shape[0]:,} " + ("images of " + " x ".join(map(str, shape[1:])) if shape[1:] else "labels")
+
+
+def show(path: Path | None) -> str:
+    """A path for a message of one line."""
+    return str(path) if str(path).isprintable() else repr(str(path))

@@ -1,0 +1,384 @@
+"""hvdtrain.data.download: once per host, https only, bounded, verified before it has a name."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import fake_mnist as fake
+import pytest
+
+from hvdtrain.data import cache, download, idx, published
+from hvdtrain.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+IMAGES = fake.NAMES[0]
+DEAD = "http://127.0.0.1:1/"
+Mirrors = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty cache and working directory, http from this machine, no proxies."""
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy") or name == "HVDTRAIN_DATA":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(download, "SCHEMES", ("http",))
+    (tmp_path / "d").mkdir()
+    monkeypatch.chdir(tmp_path / "d")
+
+
+@pytest.fixture
+def mirrors(monkeypatch: pytest.MonkeyPatch) -> Mirrors:
+    """Takes URLs: the small dataset is published there."""
+    return lambda *urls: monkeypatch.setitem(published.PUBLISHED, "mnist", fake.published("mnist", urls))
+
+
+def good(directory: Path) -> bool:
+    return all((directory / name).read_bytes() == content for name, content in fake.MNIST.items())
+
+
+def failed(directory: Path | None) -> str:
+    with pytest.raises(UserError) as caught:
+        idx.locate("mnist", directory)
+    assert "\n" not in str(caught.value)
+    assert "and no download (" in str(caught.value)
+    return str(caught.value)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.rglob("*") if path.is_file())
+
+
+# Where it goes
+
+
+def test_into_the_named_directory_as_torchvision_does(tmp_path: Path, mirrors: Mirrors) -> None:
+    said: list[str] = []
+    with fake.mirror() as (url, asked):
+        mirrors(url)
+        located = idx.locate("auto", tmp_path / "d", say=said.append)
+        assert located.name == "mnist"
+        assert len(said) == 1
+        assert "downloading" in said[0]
+        assert good(tmp_path / "d/MNIST/raw")
+        assert names(tmp_path / "d") == sorted(fake.NAMES)
+        idx.locate("mnist", tmp_path / "d", say=said.append)
+        assert len(said) == 1
+        (tmp_path / "d/MNIST/raw" / IMAGES).unlink()
+        idx.locate("mnist", tmp_path / "d")  # only what is missing
+    assert asked == {f"/{name}.gz": 1 + (name == IMAGES) for name in fake.NAMES}
+
+
+def test_into_the_cache_when_no_directory_is_named(tmp_path: Path, mirrors: Mirrors) -> None:
+    with fake.mirror() as (url, asked):
+        mirrors(url)
+        idx.locate("auto")
+        assert good(cache.directory("mnist"))
+        assert list((tmp_path / "d").iterdir()) == []
+        (cache.directory("mnist") / IMAGES).write_bytes(b"damaged")
+        idx.locate("auto")
+        assert good(cache.directory("mnist"))
+    assert asked[f"/{IMAGES}.gz"] == 2
+    assert asked.total() == 5
+
+
+def test_without_a_cache_the_lock_is_in_the_named_directory(
+    tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
+    with fake.mirror() as (url, _):
+        mirrors(url)
+        idx.locate("mnist", tmp_path / "d")
+        assert good(tmp_path / "d/MNIST/raw")
+        assert "no place to download to" in idx.locate("auto").reason
+
+
+def test_a_target_that_cannot_be_written(tmp_path: Path, mirrors: Mirrors) -> None:
+    with fake.mirror() as (url, asked):
+        mirrors(url)
+        (tmp_path / "d/MNIST").touch()
+        assert f"{tmp_path / 'd/MNIST'} cannot be written" in failed(tmp_path / "d")
+    assert not asked
+
+
+# Mirrors that fail
+
+
+def test_the_next_mirror_is_taken(tmp_path: Path, mirrors: Mirrors) -> None:
+    with fake.mirror(lambda request: request.send_error(404)) as (bad, asked_bad), fake.mirror() as (url, asked):
+        mirrors(DEAD, bad, url)
+        idx.locate("mnist", tmp_path / "d")
+        assert good(tmp_path / "d/MNIST/raw")
+        assert asked_bad.total() == 1  # not again for every file
+        assert asked.total() == 4
+
+
+BAD = {
+    "damaged": (lambda content: gzip.compress(content[:-1] + b"\xaa"), "is damaged or changed"),
+    "truncated": (lambda content: gzip.compress(content)[:-9], "is truncated: the gzip file ends too early"),
+    "a log-in page": (lambda content: b"<html>log in</html>", "is damaged: no gzip file"),
+    "endless": (lambda content: bytes(10 << 20), "sent more than the"),
+    "a bomb": (lambda content: gzip.compress(content + bytes(1 << 20)), "is too long"),
+    "the wrong file": (lambda content: gzip.compress(fake.MNIST[fake.NAMES[2]]), f"is MNIST's {fake.NAMES[2]}"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_content_never_gets_its_name(tmp_path: Path, mirrors: Mirrors, case: str) -> None:
+    spoil, expected = BAD[case]
+    with fake.mirror(lambda request: fake.send(request, spoil(fake.MNIST[IMAGES]))) as (url, asked):
+        mirrors(DEAD, url)
+        message = failed(tmp_path / "d")
+        assert "127.0.0.1:1: Connection refused; 127.0.0.1:" in message
+        assert expected in message
+    assert asked.total() == 1
+    assert not (tmp_path / "d/MNIST").exists()
+
+
+def test_a_short_answer_is_an_error(tmp_path: Path, mirrors: Mirrors) -> None:
+    packed = gzip.compress(fake.MNIST[IMAGES])
+    with fake.mirror(lambda request: fake.send(request, packed[:100], length=len(packed))) as (url, _):
+        mirrors(url)
+        assert "truncated" in failed(tmp_path / "d")
+
+
+def test_only_https_by_default(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "SCHEMES", ("https",))
+    for name in ("mnist", "fashion-mnist"):
+        assert all(url.startswith("https://") and url.endswith("/") for url in published.PUBLISHED[name].mirrors)
+    with fake.mirror() as (url, asked):
+        mirrors(url)
+        assert f"refused, not https: {url}" in failed(tmp_path / "d")
+    assert not asked
+
+
+@pytest.mark.parametrize("to", ["ftp://127.0.0.1/x", "https://127.0.0.1:1/x", "file:///etc/passwd"])
+def test_redirects_keep_the_scheme(tmp_path: Path, mirrors: Mirrors, to: str) -> None:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(302)
+        request.send_header("Location", to)
+        request.end_headers()
+
+    with fake.mirror(answer) as (url, _):
+        mirrors(url)
+        message = failed(tmp_path / "d")
+    assert f"redirects to what is not http: {to}" in message or "not allowed" in message  # urllib's own, for file:
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl to make a certificate with")
+def test_https_needs_a_certificate_that_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=127.0.0.1"
+    extra = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run([*make.split(), *extra], check=True, capture_output=True)
+    monkeypatch.setattr(download, "SCHEMES", ("https",))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with fake.mirror(tls=context) as (url, _):
+        assert url.startswith("https://")
+        with pytest.raises(download.DownloadFailed, match=r"(?i)certificate"):
+            download.get(f"{url}{IMAGES}.gz", 1 << 20, time.monotonic() + 10)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        packed = download.get(f"{url}{IMAGES}.gz", 1 << 20, time.monotonic() + 10)
+    assert gzip.decompress(packed) == fake.MNIST[IMAGES]
+
+
+def test_a_proxy_from_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake.mirror(lambda request: fake.send(request, b"through the proxy")) as (url, asked):
+        monkeypatch.setenv("http_proxy", url)
+        assert download.get("http://mirror.invalid/x", 100, time.monotonic() + 10) == b"through the proxy"
+    assert asked == {"http://mirror.invalid/x": 1}
+
+
+# Bounded in time
+
+
+def test_a_silent_mirror_costs_its_seconds_and_no_more(
+    tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "ANSWER_SECONDS", 0.2)
+    done = threading.Event()
+    with fake.mirror(lambda request: done.wait(5)) as (silent, _):
+        mirrors(silent, silent)
+        began = time.monotonic()
+        assert failed(tmp_path / "d").count("no answer in 0.2 seconds") == 2
+        assert time.monotonic() - began < 2
+        done.set()
+
+
+def test_a_silent_name_server_likewise(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "ANSWER_SECONDS", 0.2)
+    done = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **named: done.wait(5))  # knows no time limit
+    mirrors("http://mirror.invalid/")
+    began = time.monotonic()
+    assert "mirror.invalid: no answer in 0.2 seconds" in failed(tmp_path / "d")
+    assert time.monotonic() - began < 1.5
+    done.set()
+
+
+def test_a_dripping_mirror_is_left_when_the_time_is_up(
+    tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "TOTAL_SECONDS", 0.4)
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        fake.send(request, b"", length=10000)
+        for _ in range(200):
+            request.wfile.write(b"x")
+            time.sleep(0.02)
+
+    with fake.mirror(answer) as (url, _):
+        mirrors(url)
+        began = time.monotonic()
+        assert "not done after" in failed(tmp_path / "d")
+        assert time.monotonic() - began < 1.5
+
+
+def test_a_stalled_transfer_is_left(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "SILENCE_SECONDS", 0.2)
+    done = threading.Event()
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        fake.send(request, b"x", length=10000)
+        done.wait(5)
+
+    with fake.mirror(answer) as (url, _):
+        mirrors(url)
+        assert "timed out" in failed(tmp_path / "d")
+        done.set()
+
+
+def test_a_failure_is_remembered_for_a_while(
+    tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake.mirror(lambda request: request.send_error(503)) as (url, asked):
+        mirrors(url)
+        assert "HTTP 503" in failed(tmp_path / "d")
+        again = failed(tmp_path / "d")
+        assert "HTTP 503" in again
+        assert "s ago)" in again
+        assert asked.total() == 1
+        note = cache.directory("mnist") / download.FAILURE
+        noted = json.loads(note.read_text())
+        for damaged in (json.dumps(noted | {"time": time.time() - 61}), "{", "[]", "{}", '{"time": "x"}'):
+            note.write_text(damaged)
+            asked.clear()
+            failed(tmp_path / "d")
+            assert asked.total() == 1
+        monkeypatch.setenv("https_proxy", DEAD)  # another way out is worth another try
+        failed(tmp_path / "d")
+        assert asked.total() == 2
+    with fake.mirror() as (url, _):
+        mirrors(url)  # another mirror likewise
+        idx.locate("mnist", tmp_path / "d")
+    assert not note.exists()
+
+
+# Several processes
+
+
+def finish(ranks: list[multiprocessing.Process]) -> None:
+    for rank in ranks:
+        rank.join(30)
+        assert rank.exitcode == 0
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_of_several_processes_one_downloads(tmp_path: Path, mirrors: Mirrors, named: bool) -> None:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        time.sleep(0.05)
+        fake.serve(request)
+
+    def rank(number: int) -> None:
+        assert idx.locate("mnist", tmp_path / "d" if named else None).name == "mnist"
+
+    with fake.mirror(answer) as (url, asked):
+        mirrors(url)
+        finish(fake.processes(6, rank))
+    assert asked == {f"/{name}.gz": 1 for name in fake.NAMES}
+    assert good(tmp_path / "d/MNIST/raw" if named else cache.directory("mnist"))
+
+
+def test_of_several_processes_one_waits_for_a_dead_network(
+    mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(download, "REMEMBER_SECONDS", 0.0)  # so that only having waited for it counts
+    done = threading.Event()
+
+    def rank(number: int) -> None:
+        located = idx.locate("auto")
+        assert located.name == "digits"
+        assert "no answer in" in located.reason
+
+    with fake.mirror(lambda request: done.wait(10)) as (url, asked):
+        mirrors(url)
+        finish(fake.processes(6, rank))
+        assert asked.total() == 1
+        done.set()
+
+
+def test_a_killed_download_frees_the_lock_and_leaves_nothing(tmp_path: Path, mirrors: Mirrors) -> None:
+    reached, release = threading.Event(), threading.Event()
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        if reached.is_set():
+            return fake.serve(request)
+        packed = gzip.compress(fake.MNIST[IMAGES])
+        fake.send(request, packed[:1000], length=len(packed))
+        reached.set()
+        release.wait(10)
+
+    def rank(number: int) -> None:
+        idx.locate("mnist", tmp_path / "d")
+
+    with fake.mirror(answer) as (url, _):
+        mirrors(url)
+        first = fake.processes(1, rank)[0]
+        assert reached.wait(10)
+        others = fake.processes(2, rank)
+        time.sleep(0.2)
+        assert all(other.is_alive() for other in others)  # they wait
+        assert first.pid
+        os.kill(first.pid, signal.SIGKILL)
+        finish(others)
+        first.join(10)
+        assert first.exitcode == -signal.SIGKILL
+        release.set()
+    assert good(tmp_path / "d/MNIST/raw")
+    assert names(tmp_path / "d") == sorted(fake.NAMES)
+
+
+def test_killed_while_writing_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda number: time.sleep(30))  # written, and not yet renamed
+    target = tmp_path / "d" / IMAGES
+    process = fake.processes(1, lambda number: cache.write(target, bytes(1000)))[0]
+    until = time.monotonic() + 10
+    while not any(path.stat().st_size for path in target.parent.glob(".*.partial")):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    assert process.pid
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(10)
+    assert not target.exists()
+
+
+def test_writing_replaces_or_leaves_no_trace(tmp_path: Path) -> None:
+    cache.write(tmp_path / "x", b"old")
+    cache.write(tmp_path / "x", b"new")
+    assert (tmp_path / "x").read_bytes() == b"new"
+    with pytest.raises(OSError, match="directory"):
+        cache.write(tmp_path / "d", b"x")
+    assert names(tmp_path) == ["x"]
