@@ -122,4 +122,9 @@ def add_training(group: Parser) -> None:
         type=positive,
         help="divide gradients by this before they are summed over ranks (default: 1; with fp16 the number of ranks)",
     )
-    group.add_argument("--reduction", choices=("average", "sum"), default="average")
+    group.add_argument(
+        "--reduction", choices=("average", "sum"), default="average", help="of the gradients, over ranks"
+    )
+    group.add_argument(
+        "--accumulate", type=positive_int, default=1, help="backward passes per step; their gradients are averaged"
+    )

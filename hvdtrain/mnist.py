@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from hvdtrain import flags as cli
 from hvdtrain import optim
-from hvdtrain.data import mnist as data
+from hvdtrain.data import idx
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
-from hvdtrain.sharding import batches, epoch_order, shard, steps_per_epoch
+from hvdtrain.sharding import epoch_order, shard, steps, steps_per_epoch
 from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.world import run, start
 
@@ -60,7 +60,7 @@ class ConvNet(nn.Sequential):
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser = cli.parser("mnist", __doc__)
     parser.add_argument(
-        "--dataset", choices=data.NAMES, default="auto", help="default: MNIST if it can be had, else digits"
+        "--dataset", choices=idx.NAMES, default="auto", help="default: MNIST if it can be had, else digits"
     )
     parser.add_argument("--data-dir", type=Path, help="where the data files are, or go")
     parser.add_argument("--train-samples", type=cli.positive_int, help="train on the first so many samples only")
@@ -92,54 +92,70 @@ def evaluate(world: World, model: nn.Module, images: Tensor, labels: Tensor) -> 
     return loss / count, correct / count, int(count)
 
 
-def train(flags: Namespace, world: World, dataset: data.Dataset, telemetry: Telemetry) -> None:
+def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telemetry) -> None:
     train_images = dataset.train_images[: flags.train_samples].to(world.device)
     train_labels = dataset.train_labels[: flags.train_samples].to(world.device)
     test_images, test_labels = dataset.test_images.to(world.device), dataset.test_labels.to(world.device)
 
     torch.manual_seed(flags.seed)
     model = ConvNet().to(world.device)
-    peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, world.size, flags.reduction)
+    peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, world.size, flags.reduction, flags.accumulate)
     optimizer = optim.build(flags.optimizer, model.parameters(), peak_rate, flags.momentum, flags.weight_decay)
-    model, optimizer = world.distribute(
-        model, optimizer,
-        compression=flags.compression, predivide=flags.gradient_predivide_factor, reduction=flags.reduction,
-    )  # fmt: skip
+    replica, optimizer = world.distribute(
+        model,
+        optimizer,
+        compression=flags.compression,
+        predivide=flags.gradient_predivide_factor,
+        reduction=flags.reduction,
+        accumulate=flags.accumulate,
+    )
     world.broadcast(model, optimizer)
 
-    steps = steps_per_epoch(len(train_images), world.size, flags.batch_size)
+    steps_in_epoch = steps_per_epoch(len(train_images), world.size, flags.batch_size, flags.accumulate)
     samples_planned = flags.epochs * len(train_images)
-    step = samples = 0
+    number = samples = 0
     train_seconds = 0.0
     for epoch in range(flags.epochs):
         clock = Clock()
         order = epoch_order(len(train_images), flags.seed, epoch)
-        for batch in batches(order, world.rank, world.size, flags.batch_size):
-            images, labels = scaled(train_images[batch.indices]), train_labels[batch.indices]
-            clock.mark("loading")
-
+        for step in steps(order, world.rank, world.size, flags.batch_size, flags.accumulate):
             rate = peak_rate * optim.schedule_factor(flags.lr_schedule, samples / samples_planned)
             rate *= optim.warmup_factor(samples / len(train_images), flags.warmup_epochs, world.size, flags.lr_scaling)
             optim.set_rate(optimizer, rate)
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels, label_smoothing=flags.label_smoothing)
-            (loss * batch.weight).backward()
-            clock.mark("compute")
+            loss_sum, local_count = torch.zeros((), device=world.device), 0
+            for i, batch in enumerate(step.batches):
+                images, labels = scaled(train_images[batch.indices]), train_labels[batch.indices]
+                clock.mark("loading")
+                with world.backward_pass(replica, optimizer, i, len(step.batches)):
+                    loss = F.cross_entropy(replica(images), labels, label_smoothing=flags.label_smoothing)
+                    (loss * batch.weight).backward()
+                loss_sum += loss.detach() * batch.local_count
+                local_count += batch.local_count
+            clock.mark("compute", at=world.gradients_ready())
             with world.synchronized(optimizer):
                 clock.mark("communication")
                 optimizer.step()
             clock.mark("compute")
 
-            step += 1
-            samples += batch.count
-            clock.count(batch.count, batch.local_count)
-            if step == 1 or step % flags.log_steps == 0 or step % steps == 0:
-                mean_loss = world.mean(loss.detach(), batch.local_count, "loss")
+            number += 1
+            samples += step.count
+            clock.count(step.count, local_count)
+            if number == 1 or number % flags.log_steps == 0 or number % steps_in_epoch == 0:
+                mean_loss = world.mean(loss_sum / max(local_count, 1), local_count, "loss")
                 telemetry.event(
-                    "train", epoch=epoch + 1, step=step, samples=samples, loss=mean_loss, loss_rank0=loss.item(),
-                    learning_rate=rate, **clock.rates(),
-                )  # fmt: skip
-                telemetry.progress(epoch + 1, flags.epochs, step, flags.epochs * steps, f"loss {mean_loss:.4f}")
+                    "train",
+                    epoch=epoch + 1,
+                    step=number,
+                    samples=samples,
+                    loss=mean_loss,
+                    loss_rank0=loss_sum.item() / max(local_count, 1),
+                    learning_rate=rate,
+                    **clock.rates(),
+                )
+                telemetry.progress(
+                    epoch + 1, flags.epochs, number, flags.epochs * steps_in_epoch, f"loss {mean_loss:.4f}"
+                )
                 clock.mark("reporting")
         train_seconds += clock.total()
 
@@ -152,7 +168,7 @@ def train(flags: Namespace, world: World, dataset: data.Dataset, telemetry: Tele
 
     telemetry.end(
         dict(
-            dataset=dataset.name, engine=world.engine, world_size=world.size, epochs=flags.epochs, steps=step,
+            dataset=dataset.name, engine=world.engine, world_size=world.size, epochs=flags.epochs, steps=number,
             samples=samples, test_accuracy=test_accuracy, test_loss=test_loss, test_count=test_count,
             train_seconds=train_seconds, total_seconds=seconds_since_process_start(),
             samples_per_second=samples / train_seconds, parameters_sha256=parameters_sha256(model),
@@ -166,11 +182,12 @@ def main() -> int:
         if flags.gradient_predivide_factor is None:
             flags.gradient_predivide_factor = float(world.size) if flags.compression == "fp16" else 1.0
         with world.agreement("start"):
-            dataset = data.load(flags.dataset, flags.data_dir)
+            dataset = idx.load(flags.dataset, flags.data_dir, say=print if world.rank == 0 else None)
             train_samples = min(flags.train_samples or len(dataset.train_images), len(dataset.train_images))
             if train_samples < world.size:
                 raise UserError(f"{train_samples} samples but {world.size} ranks: use -np {train_samples} or fewer")
             telemetry = Telemetry(world, flags.output_dir, progress=not flags.no_progress)
+        world.require_equal("dataset", dataset.name, remedy="give every host the same data, or name it with --dataset")
         with telemetry:
             telemetry.start(world, dataset.name, dataset.reason, vars(flags))
             train(flags, world, dataset, telemetry)

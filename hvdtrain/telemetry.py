@@ -39,10 +39,11 @@ class Clock:
         self._seconds: dict[str, float] = defaultdict(float)
         self._samples = self._local_samples = 0
 
-    def mark(self, phase: str) -> None:
-        now = time.perf_counter()
-        self._seconds[phase] += now - self._marked
-        self._marked = now
+    def mark(self, phase: str, at: float | None = None) -> None:
+        """Book the time up to `at` (`time.perf_counter`; default now) on `phase`."""
+        at = time.perf_counter() if at is None else at
+        self._seconds[phase] += at - self._marked
+        self._marked = at
 
     def count(self, samples: int, local_samples: int) -> None:
         """Count a step's samples: over all ranks, and on this one."""

@@ -31,7 +31,10 @@ class DownloadFailed(Exception):
 
 
 def download(
-    mirrors: Sequence[str], sizes: dict[str, int], target: Path, state: Path | None,
+    mirrors: Sequence[str],
+    sizes: dict[str, int],
+    target: Path,
+    state: Path | None,
     unpack: Callable[[str, bytes], bytes],
 ) -> None:
     """Bring every file of `sizes` that is not there yet into directory `target`, unpacked and verified.

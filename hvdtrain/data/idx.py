@@ -40,7 +40,6 @@ class Dataset:
     train_labels: Tensor  # int64 [n], 0 to 9
     test_images: Tensor  # uint8 [m, 1, 28, 28]
     test_labels: Tensor  # int64 [m]
-    max_value: int  # of a pixel: what to divide by to get 0 to 1
     reason: str  # one line: which data this is, and why
 
 
@@ -61,14 +60,17 @@ class Located:
         if self.name == "digits":
             from hvdtrain.data import digits
 
-            return Dataset(self.name, *digits.load(), max_value=255, reason=self.reason)
+            return Dataset(self.name, *digits.load(), reason=self.reason)
         pairs = zip(PUBLISHED[self.name].files, self.sources, strict=True)
         tensors = [_tensor(file, source) for file, source in pairs]
-        return Dataset(self.name, *tensors, max_value=255, reason=self.reason)
+        return Dataset(self.name, *tensors, reason=self.reason)
 
 
 def load(
-    name: str = "auto", data_dir: str | os.PathLike[str] | None = None, *, download: bool = True,
+    name: str = "auto",
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    download: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> Dataset:
     """The dataset `name`: locate() and read it. Raises UserError."""
@@ -76,7 +78,10 @@ def load(
 
 
 def locate(
-    name: str = "auto", data_dir: str | os.PathLike[str] | None = None, *, download: bool = True,
+    name: str = "auto",
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    download: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> Located:
     """Find, or download, and verify the dataset `name`, one of NAMES. Needs no engine: call it before the ranks meet.
@@ -182,7 +187,11 @@ def _lacks(published: Published, root: Path, found: Sequence[Path | None]) -> st
 
 
 def _download(
-    published: Published, found: Sequence[Path | None], target: Path, shared: Path | None, said: str,
+    published: Published,
+    found: Sequence[Path | None],
+    target: Path,
+    shared: Path | None,
+    said: str,
     say: Callable[[str], None],
 ) -> None:
     from hvdtrain.data import download as https

@@ -166,6 +166,15 @@ class World(ABC):
             groups = [mine | theirs for mine, theirs in zip(local["param_groups"], plan["groups"], strict=True)]
             optimizer.load_state_dict({"state": received, "param_groups": groups})
 
+    def require_equal(self, what: str, value: object, remedy: str) -> None:
+        """Raise UserError on every rank where `value` (JSON) is not the same on all of them."""
+        values = self.gather(value, f"equal.{what}")
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise UserError(
+                    f"ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}: {remedy}"
+                )
+
     def mean(self, value: Tensor | float, count: int, name: str) -> float:
         """Return the mean over all samples of all ranks, given this rank's mean `value` over its `count` samples."""
         total, samples = self.sum(torch.tensor([float(value) * count, count], dtype=torch.float64), name).tolist()

@@ -85,6 +85,13 @@ def test_average_buffers_is_the_mean_of_each_and_spares_counters(world):
     assert norm.num_batches_tracked == 7
 
 
+def test_ranks_that_disagree_are_told_who_differs(world):
+    world.require_equal("colour", "red", remedy="paint it")
+    if world.size > 1:
+        with pytest.raises(UserError, match=r"rank 0 has red, rank 1 has blue: paint it"):
+            world.require_equal("colour", "red" if world.rank == 0 else "blue", remedy="paint it")
+
+
 def test_agreement_passes_where_all_is_well(world):
     with world.agreement("well"):
         pass

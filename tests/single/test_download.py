@@ -260,9 +260,7 @@ def test_a_stalled_transfer_is_left(tmp_path: Path, mirrors: Mirrors, monkeypatc
         done.set()
 
 
-def test_a_failure_is_remembered_for_a_while(
-    tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_remembered_for_a_while(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake.mirror(lambda request: request.send_error(503)) as (url, asked):
         mirrors(url)
         assert "HTTP 503" in failed(tmp_path / "d")
@@ -311,9 +309,7 @@ def test_of_several_processes_one_downloads(tmp_path: Path, mirrors: Mirrors, na
     assert good(tmp_path / "d/MNIST/raw" if named else cache.directory("mnist"))
 
 
-def test_of_several_processes_one_waits_for_a_dead_network(
-    mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_processes_one_waits_for_a_dead_network(mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(download, "REMEMBER_SECONDS", 0.0)  # so that only having waited for it counts
     done = threading.Event()
