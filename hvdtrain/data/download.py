@@ -79,7 +79,8 @@ def download(
 def _fetch(
     mirrors: Sequence[str], sizes: dict[str, int], target: Path, unpack: Callable[[str, bytes], bytes], deadline: float
 ) -> None:
-    left, problems = list(mirrors), []
+    left = list(mirrors)
+    problems: list[str] = []
     for file, size in sizes.items():
         while True:
             if not left:

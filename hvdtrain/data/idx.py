@@ -60,10 +60,11 @@ class Located:
         if self.name == "digits":
             from hvdtrain.data import digits
 
-            return Dataset(self.name, *digits.load(), reason=self.reason)
-        pairs = zip(PUBLISHED[self.name].files, self.sources, strict=True)
-        tensors = [_tensor(file, source) for file, source in pairs]
-        return Dataset(self.name, *tensors, reason=self.reason)
+            images, labels, test_images, test_labels = digits.load()
+        else:
+            pairs = zip(PUBLISHED[self.name].files, self.sources, strict=True)
+            images, labels, test_images, test_labels = (_tensor(file, source) for file, source in pairs)
+        return Dataset(self.name, images, labels, test_images, test_labels, reason=self.reason)
 
 
 def load(
@@ -129,6 +130,8 @@ def _named_directory(data_dir: str | os.PathLike[str] | None) -> Path | None:
 def _locate(published: Published, root: Path | None, may_download: bool, say: Callable[[str], None]) -> Located:
     shared = cache.directory(published.name)
     said = f"no {published.title} in {'./data or the cache' if root is None else show(root)}"
+    places: list[Path]
+    target: Path | None
     if root is not None:
         places, target = _places(published, root), root / published.folder / "raw"
     else:
@@ -224,22 +227,24 @@ def _verify(published: Published, paths: Sequence[Path], shared: Path | None) ->
     if shared is None:
         return [bytearray(content_of(published, file, path)[0]) for file, path in pairs]
     notes = cache.read_notes(shared)
-    known = [_known(shared, notes, file, path) for file, path in pairs]
-    if None not in known:
-        return known
+    known = [at for file, path in pairs if (at := _known(shared, notes, file, path))]
+    if len(known) == len(pairs):
+        return list(known)
     with cache.locked(shared, LOCK_SECONDS) as problem:
         if problem:
             return [bytearray(content_of(published, file, path)[0]) for file, path in pairs]
-        notes, sources = cache.read_notes(shared), []
+        notes = cache.read_notes(shared)
+        sources: list[Path | bytearray] = []
         cache.sweep(shared)
         for file, path in pairs:
-            source = _known(shared, notes, file, path)
+            source: Path | bytearray | None = _known(shared, notes, file, path)
             if source is None:
                 try:
                     content, stat = content_of(published, file, path)
                 except BadFile:
-                    if path.parent == shared:
-                        path.unlink(missing_ok=True)
+                    if path.parent == shared:  # ours, and under the lock: nobody has just replaced it
+                        with suppress(OSError):
+                            path.unlink()
                     raise
                 cache.note(notes, path, stat, file.sha256)
                 source = path if path.suffix != ".gz" else _keep(shared, notes, file, content)

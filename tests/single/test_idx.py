@@ -4,6 +4,7 @@ import gzip
 import os
 import resource
 import shutil
+import time
 import tracemalloc
 import warnings
 from pathlib import Path
@@ -147,6 +148,12 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     message = refused("mnist", tmp_path)
     assert f"{tmp_path} lacks {LABELS}, {TEST_LABELS} (plain or .gz" in message
     assert "--data-dir" in message
+
+
+def test_the_home_directory_may_be_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fake.write(tmp_path / "d")
+    check(idx.load("mnist", "~/d"))  # the shell leaves --data-dir=~/d as it is
 
 
 def test_unknown_name() -> None:
@@ -300,6 +307,12 @@ def test_a_lock_that_never_comes_free_is_done_without(tmp_path: Path, monkeypatc
     with cache.locked(cache.directory("mnist"), 1) as problem:
         assert problem == ""
         check(idx.load("mnist", tmp_path / "d"))
+        assert [path.name for path in cache.directory("mnist").iterdir()] == [".lock"]  # not ours to write to
+    check(idx.load("mnist", tmp_path / "d"))
+    with cache.locked(cache.directory("mnist"), 1):
+        monkeypatch.setattr(idx, "LOCK_SECONDS", 60)
+        monkeypatch.setattr(cache, "locked", None)
+        check(idx.load("mnist", tmp_path / "d"))  # what is noted needs no lock
 
 
 def test_partial_files_of_the_killed_are_swept_when_old(tmp_path: Path) -> None:
@@ -338,6 +351,7 @@ def test_of_several_processes_one_verifies(tmp_path: Path, monkeypatch: pytest.M
     def logged(dataset: published.Published, file: published.File, path: Path) -> tuple[bytes, os.stat_result]:
         with log.open("a") as lines:
             lines.write(f"{os.getpid()}\n")
+        time.sleep(0.1)  # so that the others come while it lasts
         return original(dataset, file, path)
 
     monkeypatch.setattr(idx, "content_of", logged)
