@@ -26,7 +26,6 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 if sys.version_info < (3, 11) or sys.platform != "linux":
@@ -86,7 +85,7 @@ def store_wheel(entry: Path, wheel: Path, target: Target) -> Path:
     record = {
         "wheel": wheel.name,
         "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        "built_against": asdict(target),
+        "built_against": target.as_dict(),
     }
     partial = entry / f".{wheel.name}.{os.getpid()}"
     shutil.copyfile(wheel, partial)
@@ -122,7 +121,7 @@ def checked_sdist(path: Path) -> Path:
 
 
 def fetch_sdist(cache: Path, pip: Pip, build_env: dict[str, str]) -> Path:
-    """Horovod's source, checked before anything in it runs: pip compares hashes before it runs setup.py."""
+    """Horovod's source. Nothing in it ran unchecked: pip compares the hash before it asks setup.py for metadata."""
     if pip.offline is not None:
         if not (pip.offline / patches.SDIST).is_file():
             raise Refusal(
@@ -190,7 +189,7 @@ def build_environment(target: Target, tools: Path, run_path: list[str], jobs: in
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the bundled Gloo's older minimum
         "HOROVOD_CMAKE": str(tools / "cmake" / "data" / "bin" / "cmake"),
         "HOROVOD_LOCAL_VERSION": target.label(),
-        "HOROVOD_WITH_PYTORCH": "1",  # WITH: not finding it is an error; without it the build succeeds with no extension
+        "HOROVOD_WITH_PYTORCH": "1",  # else the build succeeds without the extension
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",

@@ -42,6 +42,9 @@ class Target:
     flags: str  # what the user's environment adds to the compiler's command line
     patches: str
 
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
     def key(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
