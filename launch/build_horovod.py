@@ -120,17 +120,19 @@ def checked_sdist(path: Path) -> Path:
     return path
 
 
+def local_sdist(cache: Path, offline: Path | None) -> Path | None:
+    """Horovod's source where it lies already, checked; offline it must."""
+    path = offline / patches.SDIST if offline else cache / "sources" / patches.SDIST
+    if path.is_file():
+        return checked_sdist(path)
+    if offline:
+        raise Refusal(f"{offline} lacks {patches.SDIST}: fill it with launch/setup --download DIR where the network is")
+    return None
+
+
 def fetch_sdist(cache: Path, pip: Pip, build_env: dict[str, str]) -> Path:
-    """Horovod's source. Nothing in it ran unchecked: pip compares the hash before it asks setup.py for metadata."""
-    if pip.offline is not None:
-        if not (pip.offline / patches.SDIST).is_file():
-            raise Refusal(
-                f"{pip.offline} lacks {patches.SDIST}: fill it with launch/setup --download DIR where the network is"
-            )
-        return checked_sdist(pip.offline / patches.SDIST)
+    """From the index. Nothing in it runs unchecked: pip compares the hash before it asks setup.py for metadata."""
     kept = cache / "sources" / patches.SDIST
-    if kept.is_file():
-        return checked_sdist(kept)
     kept.parent.mkdir(parents=True, exist_ok=True)
     # HOROVOD_LOCAL_VERSION would make setup.py announce another version than the one asked for, and pip drop it.
     env = {name: value for name, value in build_env.items() if not name.startswith("HOROVOD_")}
@@ -270,12 +272,13 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
     """The wheel, under `scratch`."""
     check_compiler(patches.cxx_standard(target.torch))
     require_space(scratch, 8 if target.cuda else 2, "building Horovod")
+    sdist = local_sdist(options.cache_dir, options.offline)
     tools = scratch / "tools"
     get_tools(tools, pip, target.cuda)
     env = build_environment(target, tools, run_path, options.jobs or compile_jobs())
     if target.cuda:
         env |= cuda_wheels.build_environment(options.cuda_home, tools, scratch / "cuda")
-    sdist = fetch_sdist(options.cache_dir, pip, env)
+    sdist = sdist or fetch_sdist(options.cache_dir, pip, env)
     with tarfile.open(sdist) as archive:
         archive.extractall(scratch, filter="data")
     source = scratch / f"horovod-{patches.VERSION}"
