@@ -278,6 +278,8 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
     env = build_environment(target, tools, run_path, options.jobs or compile_jobs())
     if target.cuda:
         env |= cuda_wheels.build_environment(options.cuda_home, tools, scratch / "cuda")
+        # Horovod's build asks the first nvcc on PATH which GPUs it knows.
+        env["PATH"] = f"{env['CUDA_HOME']}/bin{os.pathsep}{env['PATH']}"
     sdist = sdist or fetch_sdist(options.cache_dir, pip, env)
     with tarfile.open(sdist) as archive:
         archive.extractall(scratch, filter="data")

@@ -85,6 +85,12 @@ PATCHES = (
         "import os, torch; print('HOROVOD_GPU_OPERATIONS' in os.environ and torch.version.cuda is not None)",
     ),
     Patch(
+        "CUDA kernels for the old C++ ABI are compiled only if something links them: half of nvcc's time",
+        "horovod/common/ops/cuda/CMakeLists.txt",
+        "add_library(compatible_horovod_cuda_kernels cuda_kernels.cu)",
+        "add_library(compatible_horovod_cuda_kernels EXCLUDE_FROM_ALL cuda_kernels.cu)",
+    ),
+    Patch(
         "Python 3.12 has no distutils (asking for the headers' directory)",
         "horovod/torch/CMakeLists.txt",
         "from distutils.sysconfig import get_python_inc; print(get_python_inc())",

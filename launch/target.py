@@ -28,6 +28,9 @@ def pins() -> dict[str, str]:
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
+FLAGS = ("CXX", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "HOROVOD_BUILD_CUDA_CC_LIST")  # of the user's environment
+
+
 @dataclass(frozen=True)
 class Target:
     """All that decides whether a built wheel fits. The compiler is not in it: the proof covers that."""
@@ -118,9 +121,7 @@ def describe_target(options: argparse.Namespace) -> tuple[Target, list[str]]:
         cxx11_abi=abi,
         mpi=mpi,
         cuda=cuda_wheels.identity(torch_cuda, options.cuda_home) if gpu else "",
-        flags=" ".join(
-            f"{name}={os.environ[name]}" for name in ("CXX", "CXXFLAGS", "CPPFLAGS", "LDFLAGS") if name in os.environ
-        ),
+        flags=" ".join(f"{name}={os.environ[name]}" for name in FLAGS if name in os.environ),
         patches=horovod_patches.fingerprint(),
     )
     run_path = [*mpi_directories, "$ORIGIN/../../torch/lib", *(cuda_wheels.run_path() if gpu else [])]
