@@ -21,9 +21,7 @@ def identity(torch_cuda: str, cuda_home: Path | None) -> str:
     nccl_name = f"NCCL {nccl[0].version}" if nccl else "NCCL of the system"
     if cuda_home is None:
         if not torch_cuda.startswith("13.") or not nccl:
-            raise Refusal(
-                f"no nvcc wheels known for CUDA {torch_cuda}: name a CUDA with --cuda-home, or use --cpu"
-            )
+            raise Refusal(f"no nvcc wheels known for CUDA {torch_cuda}: name a CUDA with --cuda-home, or use --cpu")
         return f"{torch_cuda} (wheels), {nccl_name}"
     nvcc = cuda_home / "bin" / "nvcc"
     try:
