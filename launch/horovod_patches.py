@@ -1,0 +1,136 @@
+"""Horovod 0.28.1 (2023, its last release) on today's compilers, PyTorch, Python, Open MPI: each change, its reason.
+
+Each patch replaces an exact text a known number of times. One that does not apply is an error that names it: the
+source is then not the one these were written for, and guessing would build something nobody has tested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from steps import BuildFailure
+
+VERSION = "0.28.1"
+SDIST = f"horovod-{VERSION}.tar.gz"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+
+@dataclass(frozen=True)
+class Patch:
+    reason: str
+    file: str
+    old: str
+    new: str  # @CXX_STANDARD@ is replaced by the standard this torch asks for
+    count: int = 1
+
+
+_RPATH = """set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
+set(CMAKE_INSTALL_RPATH "$ENV{HVDTRAIN_RPATH}")
+"""
+
+PATCHES = (
+    Patch(
+        "torch's headers need a newer C++ standard than 14",
+        "CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD @CXX_STANDARD@)",
+    ),
+    Patch(
+        "torch's headers need a newer C++ standard than 14 (PyTorch extension)",
+        "horovod/torch/CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD @CXX_STANDARD@)",
+    ),
+    Patch(
+        "GCC 13 no longer includes <stdexcept> on the way",
+        "horovod/common/common.h",
+        "#include <memory>\n#include <string>\n",
+        "#include <memory>\n#include <stdexcept>\n#include <string>\n",
+    ),
+    Patch(
+        "GCC 13 no longer includes <string> on the way",
+        "horovod/common/group_table.h",
+        "#include <queue>\n",
+        "#include <queue>\n#include <string>\n",
+    ),
+    Patch(
+        "no debug symbols: they double the compiler's memory and make the wheel many times larger",
+        "CMakeLists.txt",
+        'string(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")',
+        'set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -DNDEBUG")',
+    ),
+    Patch(
+        # CMake's default is the absolute path of this build's libraries: wrong for a wheel that comes out of the cache.
+        "libraries are found relative to the extension, without LD_LIBRARY_PATH, wherever the wheel is installed",
+        "CMakeLists.txt",
+        "set(CMAKE_CXX_EXTENSIONS OFF)\n",
+        _RPATH,
+    ),
+    Patch(
+        "a CPU build does not look for CUDA: an nvcc that lies about (a wrapper, another module's) would break it",
+        "CMakeLists.txt",
+        "include(CheckLanguage)\ncheck_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)\n",
+        "include(CheckLanguage)\nif(DEFINED ENV{HOROVOD_GPU_OPERATIONS})\ncheck_language(CUDA)\nendif()\n"
+        "if(DEFINED ENV{HOROVOD_GPU_OPERATIONS} AND NOT CMAKE_CUDA_COMPILER)\n",
+    ),
+    Patch(
+        "torch with CUDA beside some CUDA_HOME does not turn a CPU build into a CUDA build",
+        "cmake/Modules/FindPytorch.cmake",
+        "import torch; from torch.utils.cpp_extension import CUDA_HOME; "
+        "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
+        "import os, torch; print('HOROVOD_GPU_OPERATIONS' in os.environ and torch.version.cuda is not None)",
+    ),
+    Patch(
+        "CUDA kernels for the old C++ ABI are compiled only if something links them: half of nvcc's time",
+        "horovod/common/ops/cuda/CMakeLists.txt",
+        "add_library(compatible_horovod_cuda_kernels cuda_kernels.cu)",
+        "add_library(compatible_horovod_cuda_kernels EXCLUDE_FROM_ALL cuda_kernels.cu)",
+    ),
+    Patch(
+        "Python 3.12 has no distutils (asking for the headers' directory)",
+        "horovod/torch/CMakeLists.txt",
+        "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        "import sysconfig; print(sysconfig.get_path('include'))",
+    ),
+    Patch(
+        "Python 3.12 has no distutils (horovodrun)",
+        "horovod/runner/js_run.py",
+        "from distutils.spawn import find_executable",
+        "from shutil import which as find_executable",
+    ),
+    Patch(
+        "Open MPI 5 takes long options with two dashes only ('Executable: none'); Open MPI 4 takes both",
+        "horovod/runner/mpi_run.py",
+        "['-bind-to none', '-map-by slot']",
+        "['--bind-to none', '--map-by slot']",
+    ),
+)
+
+
+def cxx_standard(torch_version: str) -> int:
+    """What torch's headers ask for: 17 from 2.1 on, 20 from 2.14 on."""
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    return 20 if (major, minor) >= (2, 14) else 17
+
+
+def apply(source: Path, torch_version: str) -> None:
+    for patch in PATCHES:
+        path = source / patch.file
+        text = path.read_text() if path.is_file() else ""
+        found = text.count(patch.old)
+        if found != patch.count:
+            raise BuildFailure(
+                f"patch does not apply: {patch.file}: {patch.reason}: its text is there {found} times, "
+                f"not {patch.count}; this source is not Horovod {VERSION} as released"
+            )
+        path.write_text(text.replace(patch.old, patch.new.replace("@CXX_STANDARD@", str(cxx_standard(torch_version)))))
+
+
+def fingerprint() -> str:
+    """Changes whenever a patch or the source does: part of the wheel cache's key."""
+    definition = [SDIST_SHA256, [astuple(patch) for patch in PATCHES]]
+    return hashlib.sha256(json.dumps(definition).encode()).hexdigest()[:12]

@@ -1,0 +1,128 @@
+"""Prove the Horovod of this interpreter: `python launch/prove.py`.
+
+The extension loads, says what it was built with, and two ranks add up right under each launcher there is. Every launch
+has a time limit: a broken transport usually hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from steps import BuildFailure, has_nvidia_gpu, kill_group, main_with_exit_codes, stage
+
+INSPECT = """
+import json, torch, horovod.torch as hvd
+print(json.dumps({"MPI": hvd.mpi_built(), "Gloo": hvd.gloo_built(),
+                  "NCCL": bool(hvd.nccl_built()), "CUDA": hvd.cuda_built(),
+                  "gpus": torch.cuda.device_count() if hvd.cuda_built() else 0}))
+"""
+
+# Integers, so that the sum is exact; sizes below and above Horovod's and MPI's switch-over points.
+RANK = """
+import sys, torch, horovod.torch as hvd
+hvd.init()
+size, device = hvd.size(), torch.device("cpu")
+if sys.argv[1] == "cuda":
+    device = torch.device("cuda", hvd.local_rank())
+    torch.cuda.set_device(device)
+assert size == int(sys.argv[2]), f"{sys.argv[2]} ranks were started, Horovod sees {size}"
+for n in (1, 1000, 1_000_000):
+    mine = (torch.arange(n) % 1000 + hvd.rank()).float().to(device)
+    expected = ((torch.arange(n) % 1000) * size + size * (size - 1) // 2).float()
+    got = hvd.allreduce(mine, op=hvd.Sum, name=f"sum{n}")
+    assert torch.equal(got.cpu(), expected), f"all-reduce of {n} numbers is wrong"
+hvd.shutdown()
+"""
+
+SECONDS = 180  # per launch: some seconds here; importing torch from a cold network file system takes minutes
+
+
+def environment() -> dict[str, str]:
+    env = dict(os.environ)
+    # The launchers of this interpreter, also when its environment is not activated.
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+    env["OMP_NUM_THREADS"] = "1"
+    # Two ranks on one core are fine for a proof: Open MPI 4, then 5.
+    env["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    env["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    if os.geteuid() == 0:
+        env["OMPI_ALLOW_RUN_AS_ROOT"] = env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    return env
+
+
+def launch(title: str, command: list[str]) -> str:
+    """Standard output of `command`, or a BuildFailure with the lines that matter."""
+    with (
+        stage(title),
+        tempfile.TemporaryDirectory() as elsewhere,
+        subprocess.Popen(
+            command,
+            env=environment(),
+            cwd=elsewhere,  # not the checkout: a directory named horovod/ there would be imported instead
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            raise BuildFailure(f"{title}: no result after {SECONDS} s; stopped. It ran: {' '.join(command)}") from None
+        finally:
+            kill_group(process)
+    if process.returncode != 0:
+        lines = [line for line in (err + out).splitlines() if line.strip()]
+        telling = [line for line in lines if "Error" in line or "error" in line or "undefined symbol" in line]
+        shown = "\n".join(f"    {line[:300]}" for line in (telling or lines)[:8])
+        raise BuildFailure(f"{title}: exit code {process.returncode}\n{shown}")
+    return out
+
+
+def prove(mpi: bool = False, gpu: bool = False) -> dict[str, object]:
+    """Check all that can be checked here; `mpi` and `gpu` say what must be in it. Returns what the extension lists."""
+    built = json.loads(launch("load Horovod's extension", [sys.executable, "-c", INSPECT]).strip().splitlines()[-1])
+    listed = ", ".join(name for name in ("MPI", "Gloo", "NCCL", "CUDA") if built[name])
+    print(f"    built with {listed}", flush=True)
+    for name, wanted in (("Gloo", True), ("MPI", mpi), ("NCCL", gpu)):
+        if wanted and not built[name]:
+            raise BuildFailure(f"Horovod was built without {name}: build it again (launch/build_horovod.py --rebuild)")
+
+    gpus = int(built["gpus"])
+    worker = [sys.executable, "-c", RANK, *(("cuda", str(min(gpus, 2))) if built["NCCL"] and gpus else ("cpu", "2"))]
+    ranks = worker[-1]
+    horovodrun = [sys.executable, "-c", "from horovod.runner.launch import run_commandline as run; run()"]
+    launch(f"{ranks} ranks add up: horovodrun --gloo", [*horovodrun, "--gloo", "-np", ranks, *worker])
+    if built["MPI"]:
+        if shutil.which("mpirun", path=environment()["PATH"]) is None:
+            raise BuildFailure(
+                "Horovod is built with MPI, but there is no mpirun: load the same MPI module as for the build"
+            )
+        launch(f"{ranks} ranks add up: horovodrun --mpi", [*horovodrun, "--mpi", "-np", ranks, *worker])
+        launch(f"{ranks} ranks add up: mpirun", ["mpirun", "-np", ranks, *worker])
+    if built["NCCL"] and not gpus:
+        print(f"    NCCL is built in, but was not run: {'torch finds no GPU' if has_nvidia_gpu() else 'no GPU here'}")
+    return built
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prove the Horovod of this interpreter with two ranks.")
+    parser.add_argument("--mpi", action="store_true", help="it must have been built with MPI")
+    parser.add_argument("--gpu", action="store_true", help="it must have been built with NCCL")
+    options = parser.parse_args()
+    prove(options.mpi, options.gpu)
+
+
+if __name__ == "__main__":
+    main_with_exit_codes(main)
