@@ -16,7 +16,7 @@ import torch
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 
-ENGINES = ("horovod",)
+ENGINES = ("horovod", "ddp", "dataparallel", "serial")
 
 
 class Announced(NamedTuple):
@@ -56,12 +56,20 @@ def start(engine: str, *, tuning: bool = True, device: str = "auto", threads: in
     Raises UserError where launcher and engine disagree, or the device cannot be had.
     """
     told = announced()
-    world = _engine(engine, tuning=tuning)
+    unbind = tuning and bound_by_default(os.environ)
+    if unbind:
+        # The kernel cuts the set down to what the job's own limits allow.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    if engine == "ddp":
+        world = engine_class(engine)(tuning=tuning, rank=told.rank, size=told.size, launcher=told.launcher)
+    else:
+        world = engine_class(engine)(tuning=tuning)
     if told.launcher != "none" and (told.rank, told.size) != (world.rank, world.size):
         world.shutdown()
-        raise UserError(
-            f"{told.launcher} announced {told.size} ranks, but {engine} sees {world.size}: {remedy(told.launcher)}"
-        )
+        how = remedy(told.launcher, engine)
+        raise UserError(f"{told.launcher} announced {told.size} ranks, but {engine} sees {world.size}: {how}")
+    if unbind:
+        world.notes.append("mpirun's default binding to one core undone (--bind-to is respected)")
     with world.agreement("device"):
         world.device = world.choose_device(device)
     if threads is not None or tuning:
@@ -70,19 +78,54 @@ def start(engine: str, *, tuning: bool = True, device: str = "auto", threads: in
     return world
 
 
-def _engine(engine: str, *, tuning: bool) -> World:
-    from hvdtrain.engines.horovod import HorovodWorld
+def engine_class(engine: str) -> type[World]:
+    """Return the class of `engine`; only the chosen engine's module is imported."""
+    if engine == "horovod":
+        from hvdtrain.engines.horovod import HorovodWorld
 
-    return HorovodWorld(tuning=tuning)
+        return HorovodWorld
+    if engine == "ddp":
+        from hvdtrain.engines.ddp import DdpWorld
+
+        return DdpWorld
+    from hvdtrain.engines import single
+
+    return single.DataParallelWorld if engine == "dataparallel" else single.SerialWorld
 
 
-def remedy(launcher: str) -> str:
+def refuse_foreign(engine: str, options: Mapping[str, object]) -> None:
+    """Raise UserError where `options` (flags by name; None: not given) ask of `engine` what only others can do."""
+    for name, refused in engine_class(engine).lacks.items():
+        value = options.get(name)
+        if value is not None and (refused is None or value in refused):
+            able = [
+                other
+                for other in ENGINES
+                if (lacked := engine_class(other).lacks.get(name, ())) is not None and value not in lacked
+            ]
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UserError(f"{flag} is not for --engine {engine}: leave it out, or use --engine {' or '.join(able)}")
+
+
+def remedy(launcher: str, engine: str) -> str:
     """Return what to type where this launcher's ranks did not find each other."""
+    if engine in ("serial", "dataparallel"):
+        return "it is one process; start it without a launcher, or use --engine ddp or horovod"
     if launcher == "Slurm":
         return "start with `srun --mpi=pmix` (see `srun --mpi=list`), or with mpirun inside sbatch"
     if launcher == "torchrun":
-        return "start with horovodrun or mpirun"
+        return "start with horovodrun or mpirun, or use --engine ddp"
     return "this Horovod was built for another MPI, or for none; run `make setup`, or start with `horovodrun --gloo`"
+
+
+def bound_by_default(environment: Mapping[str, str]) -> bool:
+    """Tell whether mpirun bound this rank to one core without having been asked to.
+
+    Open MPI 4 does so for up to two ranks; training, MPI and the engine's own threads then share that core. What was asked
+    for (`--bind-to`, `--map-by`) stands in the environment, and is left alone.
+    """
+    asked = ("OMPI_MCA_hwloc_base_binding_policy", "OMPI_MCA_rmaps_base_mapping_policy")
+    return environment.get("OMPI_MCA_orte_bound_at_launch") == "1" and not any(name in environment for name in asked)
 
 
 def threads_for(rank: int, cores: list[tuple[str, list[int]]], quota: float) -> int:

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import TracebackType
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,10 @@ class World(ABC):
     local_size: int
     device: torch.device
     reductions: tuple[str, ...]  # what `all_reduce_` can do
+    lacks: ClassVar[dict[str, tuple | None]] = {}  # by flag: the values this engine cannot honour; None: any at all
     notes: list[str]  # what was decided automatically, each with its reason: shown once at the start
+
+    NO_GPU = "--device cuda, but torch sees no GPU here: use --device cpu, or a GPU node (in a container: --nv)"
 
     @abstractmethod
     def choose_device(self, wanted: str) -> torch.device:
@@ -91,6 +95,15 @@ class World(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Leave the job in good order. Idempotent."""
+
+    def gpu_of_local_rank(self, gpus: int) -> torch.device:
+        """Return this rank's own GPU of the `gpus` that it sees, and make it torch's current one."""
+        # One GPU visible to each of several local ranks: the scheduler dealt them out already.
+        if 1 < gpus < self.local_size:
+            raise UserError(f"{self.local_size} ranks on this host but {gpus} GPUs: start at most one rank per GPU")
+        device = torch.device("cuda", self.local_rank if gpus > 1 else 0)
+        torch.cuda.set_device(device)
+        return device
 
     def sum(self, tensor: Tensor, name: str) -> Tensor:
         """Return the sum of `tensor` over all ranks, on every rank."""

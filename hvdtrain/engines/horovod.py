@@ -37,16 +37,6 @@ def tuned_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
-def bound_by_default(environment: Mapping[str, str]) -> bool:
-    """Tell whether mpirun bound this rank to one core without having been asked to.
-
-    Open MPI 4 does so for up to two ranks; training, MPI and Horovod's own thread then share that core. What was asked for
-    (`--bind-to`, `--map-by`) stands in the environment, and is left alone.
-    """
-    asked = ("OMPI_MCA_hwloc_base_binding_policy", "OMPI_MCA_rmaps_base_mapping_policy")
-    return environment.get("OMPI_MCA_orte_bound_at_launch") == "1" and not any(name in environment for name in asked)
-
-
 class PredividedCompressor:
     """Horovod's compressor protocol: divide, cast to the wire's type, sum; then cast back and finish the mean.
 
@@ -92,10 +82,6 @@ class HorovodWorld(World):
         self.description = f"horovod over {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
 
     def _tune(self) -> None:
-        if bound_by_default(os.environ):
-            # The kernel cuts the set down to what the job's own limits allow.
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
-            self.notes.append("binding to one core undone (mpirun's default; --bind-to is respected)")
         settings = tuned_environment(os.environ)
         os.environ.update(settings)
         self.notes += [f"{name}={value}" for name, value in settings.items()]
@@ -103,9 +89,7 @@ class HorovodWorld(World):
     def choose_device(self, wanted: str) -> torch.device:
         gpus = torch.cuda.device_count() if wanted != "cpu" else 0
         if wanted == "cuda" and gpus == 0:
-            raise UserError(
-                "--device cuda, but torch sees no GPU here: use --device cpu, or a GPU node (in a container: --nv)"
-            )
+            raise UserError(self.NO_GPU)
         if gpus and not self.hvd.nccl_built():
             if wanted == "cuda":
                 raise UserError("--device cuda, but this Horovod was built without NCCL: run `make setup GPU=1`")
@@ -113,13 +97,8 @@ class HorovodWorld(World):
             gpus = 0
         if not gpus:
             return torch.device("cpu")
-        # One GPU visible to each of several local ranks: the scheduler dealt them out already.
-        if 1 < gpus < self.local_size:
-            raise UserError(f"{self.local_size} ranks on this host but {gpus} GPUs: start at most one rank per GPU")
-        device = torch.device("cuda", self.local_rank if gpus > 1 else 0)
-        torch.cuda.set_device(device)
         self.description = "horovod over NCCL"
-        return device
+        return self.gpu_of_local_rank(gpus)
 
     def distribute(
         self,

@@ -2,7 +2,7 @@
 
 import torch
 
-from hvdtrain.engines.horovod import PredividedCompressor, bound_by_default, tuned_environment
+from hvdtrain.engines.horovod import PredividedCompressor, tuned_environment
 
 
 def test_everything_is_set_where_nothing_was():
@@ -12,14 +12,6 @@ def test_everything_is_set_where_nothing_was():
 def test_what_the_user_set_stays():
     assert tuned_environment({"HOROVOD_CYCLE_TIME": "5"}) == {"OMPI_MCA_mpi_yield_when_idle": "1"}
     assert tuned_environment({"HOROVOD_CYCLE_TIME": "", "OMPI_MCA_mpi_yield_when_idle": "0"}) == {}
-
-
-def test_only_a_binding_nobody_asked_for_is_undone():
-    bound = {"OMPI_MCA_orte_bound_at_launch": "1"}
-    assert bound_by_default(bound)
-    assert not bound_by_default({})
-    assert not bound_by_default(bound | {"OMPI_MCA_hwloc_base_binding_policy": "core"})
-    assert not bound_by_default(bound | {"OMPI_MCA_rmaps_base_mapping_policy": "ppr:2:node:PE=4"})
 
 
 def test_predivided_fp16_sum_does_not_overflow_where_the_mean_does_not():

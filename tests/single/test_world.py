@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hvdtrain.errors import UserError
-from hvdtrain.world import Announced, announced, cpu_quota, remedy, threads_for
+from hvdtrain.world import Announced, announced, bound_by_default, cpu_quota, remedy, threads_for
 
 
 def test_alone():
@@ -41,8 +41,9 @@ def test_nonsense_from_a_launcher_is_named():
 
 
 def test_remedy_names_what_to_type():
-    assert "--mpi=pmix" in remedy("Slurm")
-    assert "horovodrun or mpirun" in remedy("torchrun")
+    assert "--mpi=pmix" in remedy("Slurm", "horovod")
+    assert "--engine ddp" in remedy("torchrun", "horovod")
+    assert "without a launcher" in remedy("torchrun", "serial")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,14 @@ def test_cpu_quota_is_the_tightest_on_the_way_down(tmp_path):
     (tmp_path / "pod" / "container" / "cpu.max").write_text("max 100000\n")
     assert cpu_quota(tmp_path, membership) == 1.5
     assert cpu_quota(tmp_path, tmp_path / "absent") == math.inf
+
+
+def test_only_a_binding_nobody_asked_for_is_undone():
+    bound = {"OMPI_MCA_orte_bound_at_launch": "1"}
+    assert bound_by_default(bound)
+    assert not bound_by_default({})
+    assert not bound_by_default(bound | {"OMPI_MCA_hwloc_base_binding_policy": "core"})
+    assert not bound_by_default(bound | {"OMPI_MCA_rmaps_base_mapping_policy": "ppr:2:node:PE=4"})
 
 
 def run_main(body: str, **environment: str) -> subprocess.CompletedProcess:

@@ -1,0 +1,205 @@
+"""DistributedDataParallel: torch's own data parallelism, over Gloo on CPUs and NCCL on GPUs.
+
+Started by torchrun (which says where the ranks meet), or by mpirun or srun (where this file finds a meeting point).
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engines.base import World
+from hvdtrain.errors import UserError
+
+MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
+
+
+class GradientHook:
+    """DDP's communication hook: what happens to a bucket of gradients once this rank has computed it.
+
+    Divides before it sums, in the gradients' own type, and only then casts to the wire's: DDP's own fp16 hook casts first,
+    so that 100,000 becomes infinity.
+    """
+
+    def __init__(self, group: object, size: int, compression: str, predivide: float, reduction: str):
+        self.group = group
+        self.wire_dtype = torch.float16 if compression == "fp16" else None
+        self.predivide = predivide
+        self.factor_after = predivide / size if reduction == "average" else predivide
+        self.ready = 0.0  # time.perf_counter at which this rank's last gradient was there
+
+    def __call__(self, state: object, bucket) -> torch.futures.Future[Tensor]:
+        if bucket.is_last():
+            self.ready = time.perf_counter()
+        buffer = bucket.buffer()
+        wire = buffer if self.predivide == 1.0 else buffer / self.predivide
+        wire = wire if self.wire_dtype is None else wire.to(self.wire_dtype)
+        future = torch.distributed.all_reduce(wire, group=self.group, async_op=True).get_future()
+
+        def finish(done: torch.futures.Future) -> Tensor:
+            return buffer.copy_(done.value()[0]).mul_(self.factor_after)
+
+        return future.then(finish)
+
+
+class DdpWorld(World):
+    engine = "ddp"
+    reductions = ("sum", "average", "min", "max", "product")
+    lacks: ClassVar[dict[str, tuple | None]] = {"reduction": ("adasum",)}
+
+    def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):
+        self.notes = []
+        self.rank, self.size = rank, size
+        dist = torch.distributed
+        if not dist.is_available():
+            raise UserError("this torch was built without torch.distributed: use --engine horovod or serial")
+        nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        try:
+            dist.init_process_group(
+                # Gloo carries what lives on the CPU (counts, messages), whatever carries the gradients.
+                "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                store=self._meet(rank, size, launcher),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=MEETING_SECONDS),
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            first = str(error).splitlines()[0]
+            raise UserError(
+                f"the ranks did not meet: {first}: check MASTER_ADDR, MASTER_PORT and the network"
+            ) from error
+        hosts = self.gather(socket.gethostname(), "hosts")
+        self.local_rank = Counter(hosts[:rank])[hosts[rank]]
+        self.local_size = Counter(hosts)[hosts[rank]]
+        self.description = "ddp over Gloo"
+        self._hook: GradientHook | None = None
+
+    @staticmethod
+    def _meet(rank: int, size: int, launcher: str):
+        """Return the key-value store at which the ranks find each other; rank 0 serves it."""
+        dist = torch.distributed
+        if size == 1:
+            return dist.HashStore()
+        if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it itself
+                return dist.PrefixStore("hvdtrain", dist.TCPStore(host, port, size, is_master=False))
+        elif launcher.startswith("mpirun"):
+            return DdpWorld._meet_over_mpi(rank, size)
+        elif launcher == "Slurm":
+            host, port = slurm_meeting_point(os.environ)
+        else:
+            raise UserError(f"{launcher} says not where ranks meet: set MASTER_ADDR and MASTER_PORT, or use torchrun")
+        return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timedelta(seconds=MEETING_SECONDS))
+
+    @staticmethod
+    def _meet_over_mpi(rank: int, size: int):
+        """Let the kernel choose a free port on rank 0, and tell the others over MPI, as text: nothing is pickled."""
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise UserError(f"ddp under mpirun needs mpi4py ({error}): pip install mpi4py, or use torchrun") from error
+        dist = torch.distributed
+        timeout = timedelta(seconds=MEETING_SECONDS)
+        world = MPI.COMM_WORLD
+        same_host = world.Split_type(MPI.COMM_TYPE_SHARED).size == size
+        message = bytearray(256)
+        store = None
+        if rank == 0:
+            host = "127.0.0.1" if same_host else socket.gethostname()
+            store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+            told = f"{host} {store.port}".encode()
+            message[: len(told)] = told
+        world.Bcast(message, root=0)
+        if store is None:
+            host, port = message.rstrip(b"\0").decode().split()
+            store = dist.TCPStore(host, int(port), size, is_master=False, timeout=timeout)
+        return store
+
+    def choose_device(self, wanted: str) -> torch.device:
+        gpus = torch.cuda.device_count() if wanted != "cpu" else 0
+        if wanted == "cuda" and gpus == 0:
+            raise UserError(self.NO_GPU)
+        if not gpus:
+            return torch.device("cpu")
+        self.description = "ddp over NCCL"
+        return self.gpu_of_local_rank(gpus)
+
+    def distribute(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        compression: str = "none",
+        predivide: float = 1.0,
+        reduction: str = "average",
+        accumulate: int = 1,
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        replica = nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            # Batch norm's running statistics are averaged before evaluation instead (`average_buffers`).
+            broadcast_buffers=False,
+        )
+        group = torch.distributed.group.WORLD
+        self._hook = GradientHook(group, self.size, compression, predivide, reduction)
+        replica.register_comm_hook(None, self._hook)
+        return replica, optimizer
+
+    @contextlib.contextmanager
+    def backward_pass(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, passes: int
+    ) -> Iterator[None]:
+        # Gradients travel in the last pass only.
+        with model.no_sync() if number < passes - 1 else contextlib.nullcontext():
+            yield
+
+    def gradients_ready(self) -> float:
+        # By the time backward() returns, DDP has waited for the others: what came after the last bucket was that wait.
+        return self._hook.ready if self._hook is not None else time.perf_counter()
+
+    @contextlib.contextmanager
+    def synchronized(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        yield
+
+    def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for name, tensor in model.state_dict().items():
+            self.broadcast_(tensor, name)
+        self.broadcast_optimizer_state(optimizer)
+
+    def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
+        ops = torch.distributed.ReduceOp
+        kind = {"sum": ops.SUM, "average": ops.SUM, "min": ops.MIN, "max": ops.MAX, "product": ops.PRODUCT}[op]
+        torch.distributed.all_reduce(tensor, op=kind)
+        if op == "average":  # Gloo has none of its own
+            tensor.div_(self.size) if tensor.is_floating_point() else tensor.floor_divide_(self.size)
+
+    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, tensor)
+        return torch.stack(parts)
+
+    def broadcast_(self, tensor: Tensor, name: str) -> None:
+        torch.distributed.broadcast(tensor, src=0)
+
+    def shutdown(self) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return the first host of this job step and a port that follows from the job's number."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        nodes = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+    return nodes.split()[0], 20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000

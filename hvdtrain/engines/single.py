@@ -1,0 +1,90 @@
+"""One process: `serial` on one device, `dataparallel` on all GPUs of this machine. The first two rungs of the ladder."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engines.base import World
+from hvdtrain.errors import UserError
+
+
+class SerialWorld(World):
+    """A world of one rank, in which every collective returns what it was given."""
+
+    engine = "serial"
+    reductions = ("sum", "average", "min", "max", "product")
+    lacks: ClassVar[dict[str, tuple | None]] = {
+        "compression": ("fp16",),
+        "reduction": ("sum", "adasum"),
+        "gradient_predivide_factor": None,
+    }
+
+    def __init__(self, *, tuning: bool) -> None:
+        self.notes = []
+        self.description = self.engine
+        self.rank, self.size = 0, 1
+        self.local_rank, self.local_size = 0, 1
+
+    def choose_device(self, wanted: str) -> torch.device:
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise UserError(self.NO_GPU)
+        return torch.device("cuda", 0) if wanted != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+
+    def distribute(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **how: object
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return model, optimizer
+
+    @contextlib.contextmanager
+    def backward_pass(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, passes: int
+    ) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def synchronized(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        yield
+
+    def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
+        pass
+
+    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
+        return tensor.unsqueeze(0)
+
+    def broadcast_(self, tensor: Tensor, name: str) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+class DataParallelWorld(SerialWorld):
+    """`nn.DataParallel`: each batch is split over the GPUs, the gradients are summed on the first.
+
+    `--batch-size` is that of the one rank, over all its GPUs.
+    """
+
+    engine = "dataparallel"
+
+    def choose_device(self, wanted: str) -> torch.device:
+        device = super().choose_device(wanted)
+        gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+        if gpus > 1:
+            self.description = f"dataparallel over {gpus} GPUs"
+        else:
+            self.description = "dataparallel, serially"
+            self.notes.append(f"dataparallel found {gpus} GPU{'s'[: gpus != 1]}: it runs as serial does")
+        return device
+
+    def distribute(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **how: object
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if self.device.type == "cuda" and torch.cuda.device_count() > 1:
+            return nn.DataParallel(model), optimizer
+        return model, optimizer
