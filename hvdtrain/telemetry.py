@@ -115,7 +115,7 @@ class Telemetry:
             f"{world.device.type}, {torch.get_num_threads()} torch thread{'s'[: torch.get_num_threads() > 1]} per rank"
         )
         if world.notes:
-            self.say(f"tuned: {'; '.join(world.notes)}")
+            self.say(f"automatic: {'; '.join(world.notes)}")
         self.event(
             "start", world_size=world.size, engine=world.engine, dataset=dataset, reason=reason, config=config,
             versions=versions(), ranks=ranks, tuned=world.notes,

@@ -4,6 +4,7 @@ Started by torchrun (which says where the ranks meet), or by mpirun or srun (whe
 """
 
 import contextlib
+import inspect
 import os
 import socket
 import subprocess
@@ -36,7 +37,7 @@ class GradientHook:
         self.factor_after = predivide / size if reduction == "average" else predivide
         self.ready = 0.0  # time.perf_counter at which this rank's last gradient was there
 
-    def __call__(self, state: object, bucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, state, bucket) -> torch.futures.Future[Tensor]:
         if bucket.is_last():
             self.ready = time.perf_counter()
         buffer = bucket.buffer()
@@ -143,15 +144,16 @@ class DdpWorld(World):
         reduction: str = "average",
         accumulate: int = 1,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        replica = nn.parallel.DistributedDataParallel(
-            model,
-            device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            # Batch norm's running statistics are averaged before evaluation instead (`average_buffers`).
-            broadcast_buffers=False,
-        )
+        # Batch norm's running statistics are averaged before evaluation (`average_buffers`), not copied in every forward.
+        known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        sync = (
+            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        )  # renamed in torch 2.15
+        devices = [self.device.index] if self.device.type == "cuda" else None
+        replica = nn.parallel.DistributedDataParallel(model, device_ids=devices, **{sync: False})
         group = torch.distributed.group.WORLD
         self._hook = GradientHook(group, self.size, compression, predivide, reduction)
-        replica.register_comm_hook(None, self._hook)
+        replica.register_comm_hook(None, self._hook.reduce)
         return replica, optimizer
 
     @contextlib.contextmanager

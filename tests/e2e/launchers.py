@@ -22,6 +22,7 @@ LAUNCHERS = {
     "horovodrun": "horovodrun -np {ranks}",
     "gloo": "horovodrun --gloo -np {ranks}",
 }
+TORCHRUN = "torchrun --standalone --nproc-per-node {ranks}"  # starts Python itself: no interpreter before -m
 
 
 @dataclass

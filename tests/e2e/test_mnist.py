@@ -80,7 +80,7 @@ def test_options_run_on_three_ranks(flags, tmp_path):
 def test_tuning_is_said_and_can_be_left_off(tmp_path):
     assert "HOROVOD_CYCLE_TIME=0.1" in train("mpirun", 2).stdout
     assert "HOROVOD_CYCLE_TIME=0.1" not in train("mpirun", 2, HOROVOD_CYCLE_TIME="0.5").stdout
-    assert "tuned" not in train("mpirun", 2, "--tuning off").stdout
+    assert "automatic" not in train("mpirun", 2, "--tuning off").stdout
 
 
 def test_loss_curve_does_not_depend_on_the_ranks(tmp_path):
