@@ -5,16 +5,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from hvdtrain import optim
 from hvdtrain.errors import UserError
-from hvdtrain.world import ENGINES
+from hvdtrain.world import ENGINES, refuse_foreign
+
+AMP_DTYPES = {"off": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are UserErrors: one line, not a usage page from every rank."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists every flag)")
+        raise UserError(f"{message} (--help lists every flag)", everywhere=True)
 
     def parse(
         self, argv: Sequence[str] | None, recipes: dict[str, dict[str, object]] | None = None
@@ -24,6 +28,10 @@ class Parser(argparse.ArgumentParser):
         for name, value in (recipes or {}).get(getattr(flags, "recipe", ""), {}).items():
             if getattr(flags, name) is None:
                 setattr(flags, name, value)
+        refuse_foreign(flags.engine, vars(flags))
+        if (getattr(flags, "amp", "off"), getattr(flags, "reduction", "")) == ("fp16", "adasum"):
+            # It steps inside backward(), on gradients that are still scaled and that each rank judges for itself.
+            raise UserError("--amp fp16 cannot go with --reduction adasum: use --amp bf16", everywhere=True)
         return flags
 
 
@@ -46,6 +54,13 @@ def non_negative(text: str) -> float:
 
 def positive(text: str) -> float:
     return _number(text, least=0.0, open_end=True)
+
+
+def accuracy(text: str) -> float:
+    value = _number(text, least=0.0, open_end=True)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from above 0 to 1 (99 % is 0.99)")
+    return value
 
 
 def fraction(text: str) -> float:
@@ -113,7 +128,12 @@ def add_training(group: Parser) -> None:
     group.add_argument("--momentum", type=fraction, help="sgd: momentum; adam, adamw: beta 1")
     group.add_argument("--weight-decay", type=non_negative)
     group.add_argument("--label-smoothing", type=fraction)
-    group.add_argument("--compression", choices=("none", "fp16"), default="none", help="gradients on the wire")
+    group.add_argument(
+        "--compression",
+        choices=("none", "fp16", "auto"),
+        default="none",
+        help="of the gradients on the wire; auto: fp16 between hosts, none within one",
+    )
     group.add_argument(
         "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"
     )
@@ -123,7 +143,19 @@ def add_training(group: Parser) -> None:
         help="divide gradients by this before they are summed over ranks (default: 1; with fp16 the number of ranks)",
     )
     group.add_argument(
-        "--reduction", choices=("average", "sum"), default="average", help="of the gradients, over ranks"
+        "--reduction", choices=("average", "sum", "adasum"), default="average", help="of the gradients, over ranks"
+    )
+    group.add_argument(
+        "--amp",
+        choices=tuple(AMP_DTYPES),
+        default="off",
+        help="compute in this type where it is safe; fp16 scales the loss",
+    )
+    group.add_argument("--weights", type=Path, help="start from the state_dict in this file (.pt or .safetensors)")
+    group.add_argument(
+        "--target-accuracy",
+        type=accuracy,
+        help="stop once the test accuracy (0 to 1) is reached; exit code 3 if it never is",
     )
     group.add_argument(
         "--accumulate", type=positive_int, default=1, help="backward passes per step; their gradients are averaged"

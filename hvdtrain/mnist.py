@@ -26,6 +26,7 @@ from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 from hvdtrain.sharding import epoch_order, shard, steps, steps_per_epoch
 from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
+from hvdtrain.weights import load_weights
 from hvdtrain.world import run, start
 
 RECIPES: dict[str, dict[str, object]] = {
@@ -46,15 +47,19 @@ EVALUATION_BATCH = 1000
 class ConvNet(nn.Sequential):
     """Two blocks of convolution, batch norm, ReLU and pooling, then one linear layer: 29,034 parameters.
 
-    Input float32 [b, 1, 28, 28] in [0, 1], output logits [b, 10].
+    Input float32 [b, 1, 28, 28] in [0, 1], output logits [b, 10]. Without `norm`, training on N ranks is exactly training on
+    one with the whole batch; with it, each rank normalizes by its own samples.
     """
 
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(1, 16, 5, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 5, padding=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(7 * 7 * 32, 10),
-        )  # fmt: skip
+    def __init__(self, norm: bool = True) -> None:
+        def block(inputs: int, outputs: int) -> list[nn.Module]:
+            normalize = [nn.BatchNorm2d(outputs)] if norm else []
+            return [nn.Conv2d(inputs, outputs, 5, padding=2), *normalize, nn.ReLU(), nn.MaxPool2d(2)]
+
+        super().__init__(*block(1, 16), *block(16, 32), nn.Flatten(), nn.Linear(7 * 7 * 32, 10))
+
+
+MODELS = {"convnet": ConvNet, "convnet-nonorm": lambda: ConvNet(norm=False)}
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
@@ -65,7 +70,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--data-dir", type=Path, help="where the data files are, or go")
     parser.add_argument("--train-samples", type=cli.positive_int, help="train on the first so many samples only")
     parser.add_argument("--recipe", choices=tuple(RECIPES), default="fast")
-    parser.add_argument("--model", choices=("convnet",), default="convnet")
+    parser.add_argument("--model", choices=tuple(MODELS), default="convnet")
     cli.add_training(parser)
     cli.add_run(parser)
     return parser.parse(argv, RECIPES)
@@ -92,13 +97,16 @@ def evaluate(world: World, model: nn.Module, images: Tensor, labels: Tensor) -> 
     return loss / count, correct / count, int(count)
 
 
-def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telemetry) -> None:
+def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telemetry) -> int:
     train_images = dataset.train_images[: flags.train_samples].to(world.device)
     train_labels = dataset.train_labels[: flags.train_samples].to(world.device)
     test_images, test_labels = dataset.test_images.to(world.device), dataset.test_labels.to(world.device)
 
     torch.manual_seed(flags.seed)
-    model = ConvNet().to(world.device)
+    model = MODELS[flags.model]().to(world.device)
+    with world.agreement("weights"):
+        if flags.weights is not None and world.rank == 0:
+            load_weights(model, flags.weights)
     peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, world.size, flags.reduction, flags.accumulate)
     optimizer = optim.build(flags.optimizer, model.parameters(), peak_rate, flags.momentum, flags.weight_decay)
     replica, optimizer = world.distribute(
@@ -110,6 +118,8 @@ def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telem
         accumulate=flags.accumulate,
     )
     world.broadcast(model, optimizer)
+    autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
+    scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
 
     steps_in_epoch = steps_per_epoch(len(train_images), world.size, flags.batch_size, flags.accumulate)
     samples_planned = flags.epochs * len(train_images)
@@ -128,14 +138,17 @@ def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telem
                 images, labels = scaled(train_images[batch.indices]), train_labels[batch.indices]
                 clock.mark("loading")
                 with world.backward_pass(replica, optimizer, i, len(step.batches)):
-                    loss = F.cross_entropy(replica(images), labels, label_smoothing=flags.label_smoothing)
-                    (loss * batch.weight).backward()
+                    with autocast:
+                        loss = F.cross_entropy(replica(images), labels, label_smoothing=flags.label_smoothing)
+                    scaler.scale(loss * batch.weight).backward()
                 loss_sum += loss.detach() * batch.local_count
                 local_count += batch.local_count
             clock.mark("compute", at=world.gradients_ready())
             with world.synchronized(optimizer):
                 clock.mark("communication")
-                optimizer.step()
+                # Unscales, and skips the step where a gradient overflowed: summed over ranks, so seen by all of them.
+                scaler.step(optimizer)
+            scaler.update()
             clock.mark("compute")
 
             number += 1
@@ -166,19 +179,36 @@ def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telem
             f"test accuracy {test_accuracy:.2%} of {test_count:,}  {samples / train_seconds:,.0f} samples/s"
         )
 
+        reached = flags.target_accuracy is None or test_accuracy >= flags.target_accuracy
+        if flags.target_accuracy is not None and reached:
+            break
+
     telemetry.end(
         dict(
-            dataset=dataset.name, engine=world.engine, world_size=world.size, epochs=flags.epochs, steps=number,
-            samples=samples, test_accuracy=test_accuracy, test_loss=test_loss, test_count=test_count,
-            train_seconds=train_seconds, total_seconds=seconds_since_process_start(),
-            samples_per_second=samples / train_seconds, parameters_sha256=parameters_sha256(model),
+            dataset=dataset.name,
+            engine=world.engine,
+            world_size=world.size,
+            epochs=epoch + 1,
+            steps=number,
+            samples=samples,
+            test_accuracy=test_accuracy,
+            test_loss=test_loss,
+            test_count=test_count,
+            train_seconds=train_seconds,
+            total_seconds=seconds_since_process_start(),
+            samples_per_second=samples / train_seconds,
+            parameters_sha256=parameters_sha256(model),
         )
-    )  # fmt: skip
+    )
+    if not reached:
+        telemetry.say(f"target accuracy {flags.target_accuracy:.2%} not reached")
+    return 0 if reached else 3
 
 
 def main() -> int:
     flags = parse()
     with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+        flags.compression = world.choose_compression(flags.compression)
         if flags.gradient_predivide_factor is None:
             flags.gradient_predivide_factor = float(world.size) if flags.compression == "fp16" else 1.0
         with world.agreement("start"):
@@ -190,8 +220,7 @@ def main() -> int:
         world.require_equal("dataset", dataset.name, remedy="give every host the same data, or name it with --dataset")
         with telemetry:
             telemetry.start(world, dataset.name, dataset.reason, vars(flags))
-            train(flags, world, dataset, telemetry)
-    return 0
+            return train(flags, world, dataset, telemetry)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ def scaled_rate(rate: float, scaling: str, size: int, reduction: str = "average"
     """Return the peak rate for `size` ranks: `linear` multiplies it by the growth of the global batch.
 
     Source: the linear scaling rule, arXiv:1706.02677, section 2.1. With `sum` the gradient itself has grown `size` times
-    already, and Adasum adapts the sum of the ranks' updates by itself (arXiv:2006.02924): there only the passes that
-    accumulate count.
+    already, and Adasum adapts how the ranks' updates add up (arXiv:2006.02924): there only the passes that accumulate count,
+    as in Horovod's own Adasum examples.
     """
     if scaling == "none":
         return rate

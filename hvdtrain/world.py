@@ -16,6 +16,7 @@ import torch
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 
+LINGER_SECONDS = 2.0
 ENGINES = ("horovod", "ddp", "dataparallel", "serial")
 
 
@@ -67,7 +68,8 @@ def start(engine: str, *, tuning: bool = True, device: str = "auto", threads: in
     if told.launcher != "none" and (told.rank, told.size) != (world.rank, world.size):
         world.shutdown()
         how = remedy(told.launcher, engine)
-        raise UserError(f"{told.launcher} announced {told.size} ranks, but {engine} sees {world.size}: {how}")
+        said = f"{told.launcher} announced {told.size} ranks, but {engine} sees {world.size}: {how}"
+        raise UserError(said, everywhere=True)
     if unbind:
         world.notes.append("mpirun's default binding to one core undone (--bind-to is respected)")
     with world.agreement("device"):
@@ -104,7 +106,8 @@ def refuse_foreign(engine: str, options: Mapping[str, object]) -> None:
                 if (lacked := engine_class(other).lacks.get(name, ())) is not None and value not in lacked
             ]
             flag = f"--{name.replace('_', '-')} {value}"
-            raise UserError(f"{flag} is not for --engine {engine}: leave it out, or use --engine {' or '.join(able)}")
+            how = f"leave it out, or use --engine {' or '.join(able)}"
+            raise UserError(f"{flag} is not for --engine {engine}: {how}", everywhere=True)
 
 
 def remedy(launcher: str, engine: str) -> str:
@@ -164,19 +167,21 @@ def _prefixes(path: str) -> list[str]:
 def run(main: Callable[[], int]) -> NoReturn:
     """Call `main` and exit with its code; a UserError becomes one line on standard error and exit code 2.
 
-    Only rank 0 speaks. The others linger, because mpirun ends a job at the first rank that fails: left at once, one of them
-    could end rank 0 before it has said why.
+    Rank 0 speaks at once. The others linger first, because mpirun ends a job at the first rank that fails: left at once, one
+    of them could end rank 0 before it has said why. Then they say what rank 0 may not know.
     """
     try:
         code = main()
     except UserError as error:
+        script = f"hvdtrain.{Path(sys.argv[0]).stem}"
         try:
             rank = announced().rank
         except UserError:
             rank = 0
-        if rank == 0:
-            print(f"hvdtrain.{Path(sys.argv[0]).stem}: error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(2.0)
+        if rank != 0:
+            time.sleep(LINGER_SECONDS)
+            script += f": rank {rank} on {socket.gethostname()}"
+        if rank == 0 or not error.everywhere:
+            print(f"{script}: error: {error}", file=sys.stderr, flush=True)
         code = 2
     sys.exit(code)

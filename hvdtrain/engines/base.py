@@ -96,6 +96,17 @@ class World(ABC):
     def shutdown(self) -> None:
         """Leave the job in good order. Idempotent."""
 
+    def choose_compression(self, asked: str) -> str:
+        """Return "none" or "fp16": what was `asked`, or, for "auto", what the topology makes the faster."""
+        if asked != "auto":
+            return asked
+        hosts = len(set(self.gather(socket.gethostname(), "compression")))
+        if hosts > 1:
+            self.notes.append(f"compression fp16: gradients travel between {hosts} hosts")
+            return "fp16"
+        self.notes.append("compression none: all ranks are on one host, where casting costs more than it saves")
+        return "none"
+
     def gpu_of_local_rank(self, gpus: int) -> torch.device:
         """Return this rank's own GPU of the `gpus` that it sees, and make it torch's current one."""
         # One GPU visible to each of several local ranks: the scheduler dealt them out already.
@@ -142,7 +153,9 @@ class World(ABC):
             raise failure
         rank, message, user_error, host = failed[0]
         where = "" if len(failed) == self.size else f"rank {rank} on {host}: "
-        raise (UserError if user_error else RuntimeError)(f"{where}{message}") from failure
+        if user_error:
+            raise UserError(f"{where}{message}", everywhere=True) from failure
+        raise RuntimeError(f"{where}{message}")
 
     def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Give every rank rank 0's optimizer state and settings; where rank 0 has none yet, nobody gets any.
@@ -184,9 +197,8 @@ class World(ABC):
         values = self.gather(value, f"equal.{what}")
         for rank, other in enumerate(values):
             if other != values[0]:
-                raise UserError(
-                    f"ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}: {remedy}"
-                )
+                said = f"ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}: {remedy}"
+                raise UserError(said, everywhere=True)
 
     def mean(self, value: Tensor | float, count: int, name: str) -> float:
         """Return the mean over all samples of all ranks, given this rank's mean `value` over its `count` samples."""

@@ -92,8 +92,8 @@ class HorovodWorld(World):
             raise UserError(self.NO_GPU)
         if gpus and not self.hvd.nccl_built():
             if wanted == "cuda":
-                raise UserError("--device cuda, but this Horovod was built without NCCL: run `make setup GPU=1`")
-            self.notes.append("GPU left idle: this Horovod was built without NCCL (run `make setup GPU=1`)")
+                raise UserError("--device cuda, but this Horovod was built without NCCL: run `make setup SETUP=--gpu`")
+            self.notes.append("GPU left idle: this Horovod was built without NCCL (run `make setup SETUP=--gpu`)")
             gpus = 0
         if not gpus:
             return torch.device("cpu")
@@ -111,6 +111,8 @@ class HorovodWorld(World):
         accumulate: int = 1,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         hvd = self.hvd
+        if reduction == "adasum":
+            self._refuse_adasum()
         op = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[reduction]
         compressor = hvd.Compression.fp16 if compression == "fp16" else hvd.Compression.none
         if reduction != "adasum" and (compression == "fp16" or predivide != 1.0):
@@ -132,6 +134,16 @@ class HorovodWorld(World):
         self._passes = accumulate
         self._adasum = reduction == "adasum" and self.size > 1
         return model, optimizer
+
+    def _refuse_adasum(self) -> None:
+        if not self.hvd.mpi_enabled():
+            remedy = "start with mpirun, or horovodrun without --gloo"
+            raise UserError(f"--reduction adasum needs MPI: {remedy}", everywhere=True)
+        if self.size & (self.size - 1):
+            said = (
+                f"--reduction adasum combines ranks in pairs: {self.size} ranks are not a power of two: use -np 2 or 4"
+            )
+            raise UserError(said, everywhere=True)
 
     @contextlib.contextmanager
     def backward_pass(

@@ -101,10 +101,67 @@ def test_predivision_alone_changes_nothing_but_rounding(world):
 def test_fp16_mean_of_large_gradients_is_finite(world):
     net = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    net, optimizer = world.distribute(net, optimizer, compression="fp16", predivide=float(world.size))
-    net(torch.tensor([[40_000.0]])).sum().backward()
+    replica, optimizer = world.distribute(net, optimizer, compression="fp16", predivide=float(world.size))
+    replica(torch.tensor([[40_000.0]])).sum().backward()
     with world.synchronized(optimizer):
         assert net.weight.grad.item() == pytest.approx(40_000.0, rel=1e-3)
+
+
+def test_overflow_on_one_rank_skips_the_step_on_all(world):
+    """Loss scaling (`--amp fp16`): the ranks must take the same decision, or they train on different weights."""
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(net.weight)
+    replica, optimizer = world.distribute(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(2):  # overflows at step 0, on the last rank only
+        optimizer.zero_grad()
+        x = float("inf") if step == 0 and world.rank == world.size - 1 else 0.25
+        with world.backward_pass(replica, optimizer, 0, 1):
+            scaler.scale(replica(torch.tensor([[x]])).sum()).backward()
+        with world.synchronized(optimizer):
+            scaler.step(optimizer)
+        scaler.update()
+        assert net.weight.item() == (1.0 if step == 0 else 0.75)
+        assert scaler.get_scale() == 4.0
+    assert len(set(world.gather(net.weight.item(), "weights"))) == 1
+
+
+def test_autocast_stays_near_full_precision(world):
+    x, y = samples()
+    net = model(1)
+    replica, optimizer = world.distribute(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(replica(x), y)
+    loss.backward()
+    with world.synchronized(optimizer):
+        pass
+    alone = model(1)
+    F.cross_entropy(alone(x), y).backward()
+    for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.1, atol=0.01)
+
+
+def test_adasum_of_equal_updates_is_the_update(world):
+    """Adasum of identical vectors is the vector itself, of orthogonal ones their sum (arXiv:2006.02924, section 3)."""
+    if "adasum" not in world.reductions or not world.hvd.mpi_enabled() or world.size & (world.size - 1):
+        pytest.skip("Adasum needs Horovod over MPI and a power of two of ranks")
+    net = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(net.weight)
+    replica, optimizer = world.distribute(net, torch.optim.SGD(net.parameters(), lr=0.5), reduction="adasum")
+    replica(torch.ones(1, 4)).sum().backward()
+    with world.synchronized(optimizer):
+        optimizer.step()
+    torch.testing.assert_close(net.weight.data, torch.full((1, 4), 0.5))
+
+    optimizer.zero_grad()
+    x = torch.zeros(1, 4)
+    x[0, world.rank] = 1.0
+    replica(x).sum().backward()
+    with world.synchronized(optimizer):
+        optimizer.step()
+    expected = torch.full((1, 4), 0.5)
+    expected[0, : world.size] = 0.0
+    torch.testing.assert_close(net.weight.data, expected)
 
 
 def test_ranks_that_start_apart_end_with_the_same_bits(world):
@@ -117,7 +174,7 @@ def test_ranks_that_start_apart_end_with_the_same_bits(world):
 def test_broadcast_moves_neither_weights_nor_state_of_rank_zero(world, name):
     net = model(1 + world.rank)
     wrapped = optim.build(name, net.parameters(), 0.1, 0.9, 0.1)
-    net, optimizer = world.distribute(net, wrapped)
+    _, optimizer = world.distribute(net, wrapped)
     before = copy.deepcopy(net.state_dict())
     world.broadcast(net, optimizer)
     assert optimizer.state_dict()["state"] == {}
@@ -136,7 +193,7 @@ def before_as_model(state) -> nn.Module:
 def test_rank_without_optimizer_state_receives_it(world, name):
     x, y = samples()
     net = model(1)
-    net, optimizer = world.distribute(net, optim.build(name, net.parameters(), 0.1, 0.9, 0.1))
+    _, optimizer = world.distribute(net, optim.build(name, net.parameters(), 0.1, 0.9, 0.1))
     alone = model(1)
     plain = optim.build(name, alone.parameters(), 0.3, 0.9, 0.1)
     F.cross_entropy(alone(x), y).backward()

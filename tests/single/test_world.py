@@ -1,6 +1,7 @@
 """Who am I: what launchers announce, the share of the cores, the container's quota, one line for users."""
 
 import math
+import socket
 import subprocess
 import sys
 
@@ -102,9 +103,18 @@ def test_user_error_is_one_line_and_code_two():
     assert done.stderr == "hvdtrain.-c: error: no such thing: do this\n"
 
 
-def test_only_rank_zero_says_it():
-    done = run_main("def main(): raise UserError('x')\nrun(main)", RANK="1", WORLD_SIZE="2")
+def test_rank_zero_alone_says_what_every_rank_knows():
+    body = "def main(): raise UserError('x', everywhere=True)\nrun(main)"
+    done = run_main(body, RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stderr) == (2, "")
+    done = run_main(body, RANK="0", WORLD_SIZE="2")
+    assert (done.returncode, done.stderr) == (2, "hvdtrain.-c: error: x\n")
+
+
+def test_what_one_rank_alone_may_know_is_not_lost():
+    done = run_main("def main(): raise UserError('x')\nrun(main)", RANK="1", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert done.stderr == f"hvdtrain.-c: rank 1 on {socket.gethostname()}: error: x\n"
 
 
 def test_exit_code_is_mains():

@@ -1,0 +1,140 @@
+"""One script, four engines: the same global batch, seed and order give the same loss curve, step by step."""
+
+import sys
+
+import pytest
+import torch
+
+from hvdtrain.mnist import ConvNet
+
+from .launchers import LAUNCHERS, TORCHRUN, events, launch, summary, train
+
+STARTS = {
+    ("serial", 1): f"{sys.executable} -m",
+    ("dataparallel", 1): f"{sys.executable} -m",
+    ("horovod", 1): f"{sys.executable} -m",
+    ("horovod", 2): f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} -m",
+    ("ddp", 2): f"{TORCHRUN.format(ranks=2)} -m",
+    ("ddp over mpirun", 2): f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} -m",
+}
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory):
+    """The losses of every step, by engine; without batch norm, which sees each rank's own samples."""
+    found = {}
+    for (name, ranks), start in STARTS.items():
+        directory = tmp_path_factory.mktemp(f"{name.split()[0]}{ranks}")
+        flags = f"--engine {name.split()[0]} --batch-size {64 // ranks} --epochs 2 --log-steps 1 --model convnet-nonorm"
+        flags += f" --dataset digits --optimizer sgd --lr 0.05 --momentum 0.9 --no-progress --output-dir {directory}"
+        done = launch(f"{start} hvdtrain.mnist {flags}")
+        assert done.code == 0, done
+        assert summary(directory)["world_size"] == ranks
+        found[name, ranks] = [line["loss"] for line in events(directory, "train")]
+    return found
+
+
+@pytest.mark.parametrize("engine", [key for key in STARTS if key != ("serial", 1)], ids=str)
+def test_engines_draw_one_loss_curve(engine, curves):
+    assert len(curves["serial", 1]) == 2 * 23  # ceil(1415 / 64) steps an epoch
+    assert curves[engine] == pytest.approx(curves["serial", 1], rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (
+            "--engine serial --compression fp16",
+            "--compression fp16 is not for --engine serial: leave it out, or use --engine",
+        ),
+        ("--engine dataparallel --reduction sum", "--reduction sum is not for --engine dataparallel"),
+        (
+            "--engine ddp --reduction adasum",
+            "--reduction adasum is not for --engine ddp: leave it out, or use --engine horovod",
+        ),
+        ("--engine serial --gradient-predivide-factor 2", "--gradient-predivide-factor 2.0 is not for --engine serial"),
+        ("--reduction adasum --amp fp16", "--amp fp16 cannot go with --reduction adasum"),
+    ],
+)
+def test_options_of_other_engines_are_refused_by_name(flags, complaint):
+    done = train("alone", 1, flags)
+    assert done.code == 2, done
+    assert complaint in done.stderr
+
+
+def test_serial_under_a_launcher_is_refused():
+    done = train("mpirun", 2, "--engine serial")
+    assert done.code == 2, done
+    assert "announced 2 ranks, but serial sees 1: it is one process" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [3])
+def test_adasum_wants_a_power_of_two(ranks):
+    done = train("mpirun", ranks, "--reduction adasum")
+    assert done.code == 2, done
+    assert "3 ranks are not a power of two" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--amp bf16",
+        "--amp fp16 --train-samples 512 --epochs 3",
+        "--accumulate 2 --batch-size 16 --epochs 2",
+        "--compression auto",
+        "--reduction adasum",
+    ],
+)
+def test_mathematics_runs_under_horovod(flags, tmp_path):
+    done = train("mpirun", 2, f"{flags} --output-dir {tmp_path}")
+    assert done.code == 0, done
+    assert summary(tmp_path)["test_accuracy"] > 0.3
+
+
+def test_auto_compression_says_why(tmp_path):
+    assert "compression none: all ranks are on one host" in train("mpirun", 2, "--compression auto").stdout
+
+
+def test_target_accuracy_stops_early_or_fails_with_three(tmp_path):
+    done = train("alone", 1, f"--epochs 50 --target-accuracy 0.5 --output-dir {tmp_path}")
+    assert done.code == 0, done
+    assert summary(tmp_path)["epochs"] < 50
+    done = train("alone", 1, "--target-accuracy 1")
+    assert done.code == 3, done
+    assert "target accuracy 100.00% not reached" in done.stdout
+
+
+def test_starting_weights_come_from_rank_zeros_file(tmp_path):
+    torch.manual_seed(123)
+    start = ConvNet()
+    torch.save(start.state_dict(), tmp_path / "start.pt")
+    for name, flags in {"given": f"--weights {tmp_path}/start.pt", "seeded": ""}.items():
+        done = train("mpirun", 2, f"{flags} --lr 1e-9 --log-steps 1 --output-dir {tmp_path / name}")
+        assert done.code == 0, done
+    first = {name: events(tmp_path / name, "train")[0]["loss"] for name in ("given", "seeded")}
+    assert first["given"] != pytest.approx(first["seeded"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "No such file"),
+        (b"nonsense", "not a file of weights"),
+        (
+            {"0.weight": torch.zeros(1)},
+            "does not fit the model: 0.weight is (1,) in the file, (16, 1, 5, 5) in the model",
+        ),
+        ({}, "the file lacks it"),
+        ([1, 2], "holds list, not a state_dict"),
+    ],
+    ids=["absent", "garbage", "shape", "empty", "list"],
+)
+def test_weights_that_do_not_fit_are_refused(content, complaint, tmp_path):
+    path = tmp_path / "w.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    done = train("alone", 1, f"--engine serial --weights {path}")
+    assert done.code == 2, done
+    assert complaint in done.stderr, done
