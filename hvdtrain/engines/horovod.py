@@ -11,7 +11,7 @@ Horovod 0.28.1; what a comment calls a trap was seen with that version.
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 
+BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's bucket_cap_mb
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
 
 
@@ -33,8 +34,28 @@ def tuned_environment(environment: Mapping[str, str]) -> dict[str, str]:
         "OMPI_MCA_mpi_yield_when_idle": "1",
         # Milliseconds between two looks for new work; Horovod's default of 1 is most of a small model's step.
         "HOROVOD_CYCLE_TIME": "0.1",
+        # Each bucket of gradients travels by itself: fused with whichever others happen to be ready, sums lose their order.
+        "HOROVOD_DISABLE_GROUP_FUSION": "1",
     }
     return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def buckets(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    """Split the trainable `parameters` into groups of at most `limit` bytes (or one parameter), last layer first.
+
+    Backward reaches the last layer first, so its bucket travels while the layers before it are still being computed; a model
+    smaller than `limit` is one bucket.
+    """
+    groups: list[list[nn.Parameter]] = []
+    filled = limit
+    for parameter in reversed([parameter for parameter in parameters if parameter.requires_grad]):
+        size = parameter.numel() * parameter.element_size()
+        if filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(parameter)
+        filled += size
+    return groups
 
 
 class PredividedCompressor:
@@ -127,9 +148,9 @@ class HorovodWorld(World):
             op=op,
             # Horovod adds the passes up and does not average them: the weights of `sharding.Batch` do.
             backward_passes_per_step=accumulate,
-            # One group: gradients are always summed in the same order, so that a run repeats to the bit. Without it they
-            # are fused as they happen to become ready, and three ranks gave three different results in three runs.
-            groups=1 if self.tuning else None,
+            # Fixed buckets: gradients are always summed in the same order, so that a run repeats to the bit. Without them
+            # they are fused as they happen to become ready, and three ranks gave three different results in three runs.
+            groups=buckets(list(model.parameters()), BUCKET_BYTES) if self.tuning else None,
         )
         self._passes = accumulate
         self._adasum = reduction == "adasum" and self.size > 1

@@ -164,6 +164,15 @@ def test_adasum_of_equal_updates_is_the_update(world):
     torch.testing.assert_close(net.weight.data, expected)
 
 
+def test_small_buckets_change_nothing_but_rounding_and_repeat_to_the_bit(world, monkeypatch):
+    monkeypatch.setattr("hvdtrain.engines.horovod.BUCKET_BYTES", 100)
+    ours, _ = train(world, batch_size=3)
+    again, _ = train(world, batch_size=3)
+    theirs, _ = train_alone(batch_size=3 * world.size)
+    assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert_same_weights(ours, again, rtol=0, atol=0)
+
+
 def test_ranks_that_start_apart_end_with_the_same_bits(world):
     net, _ = train(world, batch_size=3, seed=1 + world.rank, name="adamw")
     assert len(set(world.gather(parameters_sha256(net), "hash"))) == 1

@@ -2,16 +2,31 @@
 
 import torch
 
-from hvdtrain.engines.horovod import PredividedCompressor, tuned_environment
+from hvdtrain.engines.horovod import PredividedCompressor, buckets, tuned_environment
 
 
 def test_everything_is_set_where_nothing_was():
-    assert tuned_environment({}) == {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.1"}
+    assert tuned_environment({}) == {
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "HOROVOD_CYCLE_TIME": "0.1",
+        "HOROVOD_DISABLE_GROUP_FUSION": "1",
+    }
 
 
 def test_what_the_user_set_stays():
-    assert tuned_environment({"HOROVOD_CYCLE_TIME": "5"}) == {"OMPI_MCA_mpi_yield_when_idle": "1"}
-    assert tuned_environment({"HOROVOD_CYCLE_TIME": "", "OMPI_MCA_mpi_yield_when_idle": "0"}) == {}
+    assert "HOROVOD_CYCLE_TIME" not in tuned_environment({"HOROVOD_CYCLE_TIME": "5"})
+    mine = {"HOROVOD_CYCLE_TIME": "", "OMPI_MCA_mpi_yield_when_idle": "0", "HOROVOD_DISABLE_GROUP_FUSION": "0"}
+    assert tuned_environment(mine) == {}
+
+
+def test_buckets_hold_every_trainable_parameter_once_last_layer_first():
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5, 2, 100, 1)]
+    parameters[2].requires_grad = False
+    numels = [[p.numel() for p in group] for group in buckets(parameters, limit=6 * 4)]
+    assert numels == [[1], [100], [5], [3]]
+    assert [[p.numel() for p in group] for group in buckets(parameters, limit=8 * 4)] == [[1], [100], [5, 3]]
+    assert len(buckets(parameters, limit=10**6)) == 1
+    assert buckets([], limit=8) == []
 
 
 def test_predivided_fp16_sum_does_not_overflow_where_the_mean_does_not():
