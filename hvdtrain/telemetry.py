@@ -118,7 +118,7 @@ class Telemetry:
             self.say(f"automatic: {'; '.join(world.notes)}")
         self.event(
             "start", world_size=world.size, engine=world.engine, dataset=dataset, reason=reason, config=config,
-            versions=versions(), ranks=ranks, tuned=world.notes,
+            versions=versions(), ranks=ranks, automatic=world.notes,
         )  # fmt: skip
 
     def progress(self, epoch: int, epochs: int, step: int, steps: int, text: str) -> None:
