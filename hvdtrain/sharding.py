@@ -10,13 +10,14 @@ B*s, each rank's gradient is weighted so that the mean over ranks is still the m
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Batch:
     """What one rank takes in one forward and backward pass."""
 
     indices: Tensor  # int64 [b], 1 <= b <= batch_size
@@ -24,7 +25,8 @@ class Batch(NamedTuple):
     local_count: int  # how many of them count: b, or 0 where the data left this rank without a sample
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Step:
     """What one rank takes between two updates of the weights: one batch, or several whose gradients accumulate."""
 
     batches: list[Batch]

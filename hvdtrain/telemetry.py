@@ -14,12 +14,16 @@ import time
 from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    import tqdm
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line of progress in so many seconds
 
@@ -71,7 +75,7 @@ class Telemetry:
         self.speaks = world.rank == 0
         self.output_dir = output_dir if self.speaks else None
         self._file = None
-        self._bar = None
+        self._bar: tqdm.tqdm | None = None
         self._progress = progress and self.speaks
         self._last_line = time.monotonic()
         if self.output_dir is not None:
@@ -131,12 +135,13 @@ class Telemetry:
                 self.say(f"epoch {epoch}/{epochs}  step {step}/{steps}  {text}")
             return
         if self._bar is None:
-            from tqdm import tqdm
+            import tqdm
 
-            self._bar = tqdm(total=steps, unit="step", leave=False, dynamic_ncols=True)
-        self._bar.set_description(f"epoch {epoch}/{epochs}", refresh=False)
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(step - self._bar.n)
+            self._bar = tqdm.tqdm(total=steps, unit="step", leave=False, dynamic_ncols=True)
+        bar = self._bar
+        bar.set_description(f"epoch {epoch}/{epochs}", refresh=False)
+        bar.set_postfix_str(text, refresh=False)
+        bar.update(step - bar.n)
 
     def end(self, summary: dict[str, object]) -> None:
         """Write summary.json (complete or absent) and the `end` event."""

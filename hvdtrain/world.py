@@ -61,10 +61,7 @@ def start(engine: str, *, tuning: bool = True, device: str = "auto", threads: in
     if unbind:
         # The kernel cuts the set down to what the job's own limits allow.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    if engine == "ddp":
-        world = engine_class(engine)(tuning=tuning, rank=told.rank, size=told.size, launcher=told.launcher)
-    else:
-        world = engine_class(engine)(tuning=tuning)
+    world = engine_class(engine)(tuning=tuning, rank=told.rank, size=told.size, launcher=told.launcher)
     if told.launcher != "none" and (told.rank, told.size) != (world.rank, world.size):
         world.shutdown()
         how = remedy(told.launcher, engine)

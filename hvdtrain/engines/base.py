@@ -33,6 +33,12 @@ class World(ABC):
     lacks: ClassVar[dict[str, tuple | None]] = {}  # by flag: the values this engine cannot honour; None: any at all
     notes: list[str]  # what was decided automatically, each with its reason: shown once at the start
 
+    def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
+        """Join the other ranks. `rank`, `size`, `launcher`: what the launcher announced; the engine may know better."""
+        self.notes = []
+        self.tuning = tuning
+        self.rank, self.size = rank, size
+
     NO_GPU = "--device cuda, but torch sees no GPU here: use --device cpu, or a GPU node (in a container: --nv)"
 
     @abstractmethod

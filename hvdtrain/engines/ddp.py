@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,14 @@ class GradientHook:
     so that 100,000 becomes infinity.
     """
 
-    def __init__(self, group: object, size: int, compression: str, predivide: float, reduction: str):
+    def __init__(
+        self,
+        group: Any,
+        size: int,
+        compression: str,
+        predivide: float,
+        reduction: str,
+    ):
         self.group = group
         self.wire_dtype = torch.float16 if compression == "fp16" else None
         self.predivide = predivide
@@ -57,8 +64,7 @@ class DdpWorld(World):
     lacks: ClassVar[dict[str, tuple | None]] = {"reduction": ("adasum",)}
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):
-        self.notes = []
-        self.rank, self.size = rank, size
+        super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
         dist = torch.distributed
         if not dist.is_available():
             raise UserError("this torch was built without torch.distributed: use --engine horovod or serial")
@@ -149,17 +155,17 @@ class DdpWorld(World):
         sync = (
             "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         )  # renamed in torch 2.15
-        devices = [self.device.index] if self.device.type == "cuda" else None
-        replica = nn.parallel.DistributedDataParallel(model, device_ids=devices, **{sync: False})
+        options: dict[str, Any] = {sync: False}
+        if self.device.type == "cuda":
+            options["device_ids"] = [self.device.index]
+        replica = nn.parallel.DistributedDataParallel(model, **options)
         group = torch.distributed.group.WORLD
         self._hook = GradientHook(group, self.size, compression, predivide, reduction)
         replica.register_comm_hook(None, self._hook.reduce)
         return replica, optimizer
 
     @contextlib.contextmanager
-    def backward_pass(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, passes: int
-    ) -> Iterator[None]:
+    def backward_pass(self, model: Any, optimizer: torch.optim.Optimizer, number: int, passes: int) -> Iterator[None]:
         # Gradients travel in the last pass only.
         with model.no_sync() if number < passes - 1 else contextlib.nullcontext():
             yield

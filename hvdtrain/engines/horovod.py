@@ -12,6 +12,7 @@ Horovod 0.28.1; what a comment calls a trap was seen with that version.
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,9 +83,8 @@ class HorovodWorld(World):
     engine = "horovod"
     reductions = ("sum", "average", "adasum", "min", "max", "product")
 
-    def __init__(self, *, tuning: bool):
-        self.notes = []
-        self.tuning = tuning
+    def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):
+        super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
         if tuning:
             self._tune()
 
@@ -167,9 +167,7 @@ class HorovodWorld(World):
             raise UserError(said, everywhere=True)
 
     @contextlib.contextmanager
-    def backward_pass(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, passes: int
-    ) -> Iterator[None]:
+    def backward_pass(self, model: nn.Module, optimizer: Any, number: int, passes: int) -> Iterator[None]:
         if number == 0 and passes != self._passes:
             self._passes = passes
             optimizer.set_backward_passes_per_step(passes)  # the last step of an epoch may have fewer
@@ -181,7 +179,7 @@ class HorovodWorld(World):
         self.broadcast_optimizer_state(optimizer)
 
     @contextlib.contextmanager
-    def synchronized(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def synchronized(self, optimizer: Any) -> Iterator[None]:
         if self._adasum:  # it reduces what the optimizer changed, inside step(), and offers no way to wait before
             yield
             return

@@ -22,10 +22,9 @@ class SerialWorld(World):
         "gradient_predivide_factor": None,
     }
 
-    def __init__(self, *, tuning: bool) -> None:
-        self.notes = []
+    def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
+        super().__init__(tuning=tuning, rank=0, size=1, launcher=launcher)
         self.description = self.engine
-        self.rank, self.size = 0, 1
         self.local_rank, self.local_size = 0, 1
 
     def choose_device(self, wanted: str) -> torch.device:
