@@ -40,37 +40,14 @@ def test_engines_draw_one_loss_curve(engine, curves):
     assert curves[engine] == pytest.approx(curves["serial", 1], rel=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (
-            "--engine serial --compression fp16",
-            "--compression fp16 is not for --engine serial: leave it out, or use --engine",
-        ),
-        ("--engine dataparallel --reduction sum", "--reduction sum is not for --engine dataparallel"),
-        (
-            "--engine ddp --reduction adasum",
-            "--reduction adasum is not for --engine ddp: leave it out, or use --engine horovod",
-        ),
-        ("--engine serial --gradient-predivide-factor 2", "--gradient-predivide-factor 2.0 is not for --engine serial"),
-        ("--reduction adasum --amp fp16", "--amp fp16 cannot go with --reduction adasum"),
-    ],
-)
-def test_options_of_other_engines_are_refused_by_name(flags, complaint):
-    done = train("alone", 1, flags)
-    assert done.code == 2, done
-    assert complaint in done.stderr
-
-
 def test_serial_under_a_launcher_is_refused():
     done = train("mpirun", 2, "--engine serial")
     assert done.code == 2, done
     assert "announced 2 ranks, but serial sees 1: it is one process" in done.stderr
 
 
-@pytest.mark.parametrize("ranks", [3])
-def test_adasum_wants_a_power_of_two(ranks):
-    done = train("mpirun", ranks, "--reduction adasum")
+def test_adasum_wants_a_power_of_two():
+    done = train("mpirun", 3, "--reduction adasum")
     assert done.code == 2, done
     assert "3 ranks are not a power of two" in done.stderr
 
@@ -89,10 +66,7 @@ def test_mathematics_runs_under_horovod(flags, tmp_path):
     done = train("mpirun", 2, f"{flags} --output-dir {tmp_path}")
     assert done.code == 0, done
     assert summary(tmp_path)["test_accuracy"] > 0.3
-
-
-def test_auto_compression_says_why(tmp_path):
-    assert "compression none: all ranks are on one host" in train("mpirun", 2, "--compression auto").stdout
+    assert ("compression none: all ranks are on one host" in done.stdout) == ("auto" in flags), done
 
 
 def test_target_accuracy_stops_early_or_fails_with_three(tmp_path):
@@ -115,26 +89,7 @@ def test_starting_weights_come_from_rank_zeros_file(tmp_path):
     assert first["given"] != pytest.approx(first["seeded"], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (None, "No such file"),
-        (b"nonsense", "not a file of weights"),
-        (
-            {"0.weight": torch.zeros(1)},
-            "does not fit the model: 0.weight is (1,) in the file, (16, 1, 5, 5) in the model",
-        ),
-        ({}, "the file lacks it"),
-        ([1, 2], "holds list, not a state_dict"),
-    ],
-    ids=["absent", "garbage", "shape", "empty", "list"],
-)
-def test_weights_that_do_not_fit_are_refused(content, complaint, tmp_path):
-    path = tmp_path / "w.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        torch.save(content, path)
-    done = train("alone", 1, f"--engine serial --weights {path}")
+def test_weights_that_rank_zero_cannot_read_end_every_rank(tmp_path):
+    done = train("mpirun", 2, f"--weights {tmp_path}/absent.pt", timeout=60)
     assert done.code == 2, done
-    assert complaint in done.stderr, done
+    assert done.stderr.count("hvdtrain.mnist: error: --weights") == 1, done

@@ -5,6 +5,7 @@ import torch
 
 from hvdtrain.errors import UserError
 from hvdtrain.mnist import RECIPES, ConvNet, parse
+from hvdtrain.weights import load_weights
 
 
 def test_convnet_is_the_tutorials():
@@ -63,3 +64,54 @@ def test_bad_flags_are_one_line_with_the_remedy(argv, complaint):
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "--help" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--engine serial --compression fp16", "--compression fp16 is not for --engine serial: leave it out, or use"),
+        ("--engine dataparallel --reduction sum", "--reduction sum is not for --engine dataparallel"),
+        (
+            "--engine ddp --reduction adasum",
+            "--reduction adasum is not for --engine ddp: leave it out, or use --engine",
+        ),
+        ("--engine serial --gradient-predivide-factor 2", "--gradient-predivide-factor 2.0 is not for --engine serial"),
+        ("--reduction adasum --amp fp16", "--amp fp16 cannot go with --reduction adasum"),
+    ],
+)
+def test_options_of_other_engines_are_refused_by_name(flags, complaint):
+    with pytest.raises(UserError) as caught:
+        parse(flags.split())
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "No such file"),
+        (b"nonsense", "not a file of weights"),
+        (
+            {"0.weight": torch.zeros(1)},
+            "does not fit the model: 0.weight is (1,) in the file, (16, 1, 5, 5) in the model",
+        ),
+        ({}, "the file lacks it"),
+        ([1, 2], "holds list, not a state_dict"),
+    ],
+    ids=["absent", "garbage", "shape", "empty", "list"],
+)
+def test_weights_that_do_not_fit_are_refused(content, complaint, tmp_path):
+    path = tmp_path / "w.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(UserError) as caught:
+        load_weights(ConvNet(), path)
+    assert complaint in str(caught.value)
+
+
+def test_weights_from_a_file_are_the_models(tmp_path):
+    saved, model = ConvNet(), ConvNet()
+    torch.save(saved.state_dict(), tmp_path / "w.pt")
+    load_weights(model, tmp_path / "w.pt")
+    assert all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), model.state_dict().values(), strict=True))
