@@ -4,6 +4,7 @@ Started by torchrun (which says where the ranks meet), or by mpirun or srun (whe
 """
 
 import contextlib
+import gc
 import inspect
 import os
 import socket
@@ -30,15 +31,7 @@ class GradientHook:
     so that 100,000 becomes infinity.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        size: int,
-        compression: str,
-        predivide: float,
-        reduction: str,
-    ):
-        self.group = group
+    def __init__(self, size: int, compression: str, predivide: float, reduction: str):
         self.wire_dtype = torch.float16 if compression == "fp16" else None
         self.predivide = predivide
         self.factor_after = predivide / size if reduction == "average" else predivide
@@ -50,7 +43,7 @@ class GradientHook:
         buffer = bucket.buffer()
         wire = buffer if self.predivide == 1.0 else buffer / self.predivide
         wire = wire if self.wire_dtype is None else wire.to(self.wire_dtype)
-        future = torch.distributed.all_reduce(wire, group=self.group, async_op=True).get_future()
+        future = torch.distributed.all_reduce(wire, async_op=True).get_future()
 
         def finish(done: torch.futures.Future) -> Tensor:
             return buffer.copy_(done.value()[0]).mul_(self.factor_after)
@@ -159,8 +152,7 @@ class DdpWorld(World):
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
         replica = nn.parallel.DistributedDataParallel(model, **options)
-        group = torch.distributed.group.WORLD
-        self._hook = GradientHook(group, self.size, compression, predivide, reduction)
+        self._hook = GradientHook(self.size, compression, predivide, reduction)
         replica.register_comm_hook(None, self._hook.reduce)
         return replica, optimizer
 
@@ -199,6 +191,11 @@ class DdpWorld(World):
         torch.distributed.broadcast(tensor, src=0)
 
     def shutdown(self) -> None:
+        # Trap: Gloo's threads release the hook's callbacks after the step that used them. One that does so while Python is
+        # being torn down aborts the process. They are joined when the last reference to the group goes, hence the collection
+        # (DDP keeps one in a cycle); nothing here may hold another.
+        self._hook = None
+        gc.collect()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
