@@ -5,6 +5,7 @@ Started by torchrun (which says where the ranks meet), or by mpirun or srun (whe
 
 import contextlib
 import gc
+import importlib
 import inspect
 import os
 import socket
@@ -62,6 +63,9 @@ class DdpWorld(World):
         if not dist.is_available():
             raise UserError("this torch was built without torch.distributed: use --engine horovod or serial")
         nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        # Optimizers import it. Imported later, its functions would hold the group in their default arguments for ever, and
+        # `shutdown` could not end the group's threads.
+        importlib.import_module("torch.distributed.nn.functional")
         try:
             dist.init_process_group(
                 # Gloo carries what lives on the CPU (counts, messages), whatever carries the gradients.
@@ -191,9 +195,9 @@ class DdpWorld(World):
         torch.distributed.broadcast(tensor, src=0)
 
     def shutdown(self) -> None:
-        # Trap: Gloo's threads release the hook's callbacks after the step that used them. One that does so while Python is
-        # being torn down aborts the process. They are joined when the last reference to the group goes, hence the collection
-        # (DDP keeps one in a cycle); nothing here may hold another.
+        # Trap: Gloo's threads let go of tensors and callbacks only after they have reported a sum as done. One that does so
+        # while Python is being torn down aborts the process. They are joined with the last reference to the group: DDP holds
+        # some in cycles.
         self._hook = None
         gc.collect()
         if torch.distributed.is_initialized():
