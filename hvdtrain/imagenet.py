@@ -25,6 +25,7 @@ from hvdtrain import optim
 from hvdtrain.data.broken import Losses
 from hvdtrain.data.images import open_folder
 from hvdtrain.data.loading import Loaded, Plan, Source, default_workers, start_workers_early
+from hvdtrain.data.shards import open_shards
 from hvdtrain.data.synthetic import open_synthetic
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
@@ -86,21 +87,16 @@ def scaled(images: Tensor, pixels: Tensor, memory_format: torch.memory_format) -
 
 
 def open_source(flags: Namespace, world: World) -> Source:
-    common = dict(side=flags.image_size, batch_size=flags.batch_size)
     if flags.dataset == "synthetic":
         count = flags.train_samples or 100 * flags.batch_size * world.size
-        return open_synthetic(
-            world, **common, classes=flags.classes or 1000, train_count=count, test_count=-(-count // 10)
-        )
-    common |= dict(seed=flags.seed, workers=flags.workers)
-    if flags.dataset == "shards":
-        patterns = (flags.train_shards, flags.test_shards)
-        from hvdtrain.data.shards import open_shards
-
-        return open_shards(
-            world, flags.data_dir, patterns, **common, classes=flags.classes, train_count=flags.train_samples
-        )
-    return open_folder(world, flags.data_dir, **common)
+        return open_synthetic(world, flags.image_size, flags.batch_size, flags.classes or 1000, count, -(-count // 10))
+    prepare = dict(side=flags.image_size, seed=flags.seed, workers=flags.workers)
+    if flags.dataset == "folder":
+        return open_folder(world, flags.data_dir, **prepare)
+    patterns = (flags.train_shards, flags.test_shards)
+    return open_shards(
+        world, flags.data_dir, patterns, classes=flags.classes, train_count=flags.train_samples, **prepare
+    )
 
 
 def evaluate(

@@ -22,9 +22,9 @@ class Broken(NamedTuple):
 
 
 def why(error: Exception) -> str:
-    """Return an error's first line; without the addresses of objects in it, it is the same on every rank."""
-    text = getattr(error, "strerror", None) or str(error).partition("\n")[0].partition(" <")[0]
-    return text or type(error).__name__
+    """Return what an error says, in one line and without addresses of objects, so that every rank says the same."""
+    said = getattr(error, "strerror", None) or str(error.args[0] if error.args else "")
+    return said.partition("\n")[0].partition(" @ ")[0].partition(" <")[0] or type(error).__name__
 
 
 class Losses:

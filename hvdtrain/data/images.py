@@ -33,7 +33,7 @@ class Listing(NamedTuple):
         return bytes(self.names[start : int(self.ends[index])].numpy()).decode(errors="surrogateescape")
 
 
-def open_folder(world: World, data_dir: Path | None, *, side: int, seed: int, batch_size: int, workers: int) -> Source:
+def open_folder(world: World, data_dir: Path | None, *, side: int, seed: int, workers: int) -> Source:
     """Return the training and test set in `data_dir`. A collective. Raises UserError, on every rank alike."""
     with world.agreement("folder"):
         listed = None

@@ -9,9 +9,7 @@ from hvdtrain.engines.base import World
 from hvdtrain.sharding import shard
 
 
-def open_synthetic(
-    world: World, *, side: int, batch_size: int, classes: int, train_count: int, test_count: int
-) -> Source:
+def open_synthetic(world: World, side: int, batch_size: int, classes: int, train_count: int, test_count: int) -> Source:
     """Return a source whose batches all come from the same `batch_size` images, which each rank draws for itself."""
     generator = torch.Generator().manual_seed(world.rank)
     images = torch.randint(0, 256, (batch_size, 3, side, side), dtype=torch.uint8, generator=generator).to(world.device)
