@@ -53,7 +53,7 @@ class Losses:
         found = {each.name: each for each in sorted(met, key=lambda each: each.lost)}  # of two reports the worse
         self._known |= {name: each.lost for name, each in found.items()}
         for number, each in enumerate(found.values()):
-            telemetry.event("broken", **each._asdict())
+            telemetry.event("broken", file=each.name, why=each.why, samples=each.lost)
             if number < SAID_AT_ONCE:
                 telemetry.say(f"skipped: {each.name}: {each.why}")
         if len(found) > SAID_AT_ONCE:

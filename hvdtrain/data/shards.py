@@ -26,7 +26,8 @@ from hvdtrain.data.loading import Loaded, Plan, Prepare, Source, collate, loader
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 
-SHUFFLE_SAMPLES = 1000  # that each reader holds, as files, to draw the next from: about 100 MB of ImageNet
+SHUFFLE_SAMPLES = 1000  # that each reader holds at most, as files, to draw the next from: about 100 MB of ImageNet
+FRUITLESS_SHARDS = 10  # in a row: then a batch goes out as it is
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff", "gif")
 IMAGENET_CLASSES = 1000
 
@@ -212,13 +213,14 @@ class ShardBatches(IterableDataset):
 
         stream = self.endless(units, reader, readers)
         draw = random.Random(mixed_seed(self.seed, "draw", reader))
-        samples = _shuffle(stream, SHUFFLE_SAMPLES, initial=min(SHUFFLE_SAMPLES, 100), rng=draw)
+        held = min(SHUFFLE_SAMPLES, max(1, self.plan.per_epoch // readers))
+        samples = _shuffle(stream, held, initial=min(held, 100), rng=draw)
         for index, (epoch, planned) in enumerate(self.plan):
             if index % workers == number:  # a DataLoader asks its workers in turn
                 yield self.fill(samples, len(planned.indices), epoch)
 
-    def endless(self, units: list, reader: int, readers: int) -> Iterator[Sample]:
-        """Yield this reader's samples, one random order of `units` after the other; end only where nothing can be read."""
+    def endless(self, units: list, reader: int, readers: int) -> Iterator[Sample | None]:
+        """Yield this reader's samples, one random order of `units` after the other; None where many in a row are broken."""
         fruitless = 0
         for position in itertools.count(reader, readers):
             turn, place = divmod(position, len(units))
@@ -228,13 +230,15 @@ class ShardBatches(IterableDataset):
             for sample in self.read(*units[order[place]]):
                 fruitless = 0
                 yield sample
-            if fruitless > len(units):
-                return
+            if fruitless >= FRUITLESS_SHARDS:
+                yield None
 
-    def fill(self, samples: Iterator[Sample], count: int, epoch: int) -> Loaded:
+    def fill(self, samples: Iterator[Sample | None], count: int, epoch: int) -> Loaded:
         """Return a batch of `count` samples; of fewer only where there are no more."""
         good = []
         for sample in samples:
+            if sample is None:  # so that this rank goes on, and is told
+                break
             try:
                 good.append((self.prepare(sample.content, epoch, sample.name), sample.label))
             except Exception as error:  # whatever a decoder raises on bytes that are no image
@@ -246,7 +250,7 @@ class ShardBatches(IterableDataset):
 
     def read(self, shard: Shard, part: int, parts: int) -> Iterator[Sample]:
         """Yield every `parts`-th sample of a shard from number `part`, and note what is broken."""
-        from webdataset.gopen import gopen
+        from webdataset.gopen import Pipe, gopen, set_options
         from webdataset.tariterators import group_by_keys, tar_file_expander
 
         met = 0
@@ -259,19 +263,20 @@ class ShardBatches(IterableDataset):
         stream = None
         try:
             stream = gopen(shard.url)
+            # Else it raises as soon as a command has failed, and drops what that wrote before.
+            set_options(stream, ignore_errors=True)
             files = tar_file_expander([{"url": shard.url, "stream": stream}], handler=on_error)
             for met, sample in enumerate(group_by_keys(files, handler=on_error), start=1):
                 if (met - 1) % parts == part and (taken := self.take(sample)) is not None:
                     yield taken
-            # To the very end: a command that fails half-way through says so only in its exit code.
-            while stream.read(2**20):
+            while stream.read(2**20):  # to the very end: then a command's exit code is its own
                 pass
-            stream.close()
+            if isinstance(stream, Pipe) and (code := stream.proc.wait()) not in stream.ignore_status:
+                failures.append(OSError(f"its command ended with exit code {code}"))
         except Exception as error:
             failures.append(error)
         finally:
             if stream is not None:
-                stream.ignore_errors = True
                 stream.close()
         missing = (shard.samples or 0) - met
         if failures or missing > 0:
