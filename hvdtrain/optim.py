@@ -7,8 +7,9 @@ a schedule has no state to save.
 import math
 
 import torch
+from torch import nn
 
-SCHEDULES = ("constant", "onecycle", "cosine")
+SCHEDULES = ("constant", "onecycle", "cosine", "step")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
@@ -40,12 +41,15 @@ def schedule_factor(schedule: str, progress: float) -> float:
     """Return the factor on the peak rate at `progress` (0 to 1, the share of all samples already taken).
 
     `onecycle`: cosine from 1/25 up to 1 at 30 %, cosine down to 1/250000 (arXiv:1708.07120; the constants of
-    `torch.optim.lr_scheduler.OneCycleLR`). `cosine`: half a cosine from 1 to 0 (arXiv:1608.03983).
+    `torch.optim.lr_scheduler.OneCycleLR`). `cosine`: half a cosine from 1 to 0 (arXiv:1608.03983). `step`: a
+    tenth of it after 30, 60 and 80 of 90 epochs (arXiv:1706.02677, section 5.1).
     """
     if schedule == "constant":
         return 1.0
     if schedule == "cosine":
         return _cosine(1.0, 0.0, progress)
+    if schedule == "step":
+        return 0.1 ** sum(progress >= epochs / 90 for epochs in (30, 60, 80))
     if progress < 0.3:
         return _cosine(1 / 25, 1.0, progress / 0.3)
     return _cosine(1.0, 1 / 25 / 1e4, (progress - 0.3) / 0.7)
@@ -58,6 +62,17 @@ def _cosine(start: float, end: float, progress: float) -> float:
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, object]]:
+    """Return the model's parameters for `build`: matrices and kernels decay; biases and norms, which are vectors, do not.
+
+    Source: arXiv:1706.02677, section 5.1, for batch norm; biases as arXiv:1812.01187, section 3.1.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
+    return [{"params": group, **rate} for group, rate in ((matrices, {}), (vectors, {"weight_decay": 0.0})) if group]
 
 
 def build(name: str, parameters, rate: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:

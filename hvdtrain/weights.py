@@ -43,5 +43,6 @@ def load_weights(model: nn.Module, path: Path) -> None:
             )
         if state[name].shape != expected[name].shape:
             shapes = f"{tuple(state[name].shape)} in the file, {tuple(expected[name].shape)} in the model"
-            raise UserError(f"--weights {path}: does not fit the model: {name} is {shapes}")
+            how = "choose the --model, and data with as many classes, that it was saved from"
+            raise UserError(f"--weights {path}: does not fit the model: {name} is {shapes}: {how}")
     model.load_state_dict(state)

@@ -72,9 +72,14 @@ def start(engine: str, *, tuning: bool = True, device: str = "auto", threads: in
     with world.agreement("device"):
         world.device = world.choose_device(device)
     if threads is not None or tuning:
-        cores = world.gather([socket.gethostname(), sorted(os.sched_getaffinity(0))], "cores")
-        torch.set_num_threads(threads or threads_for(world.rank, cores, cpu_quota()))
+        torch.set_num_threads(threads or cores_of_rank(world))
     return world
+
+
+def cores_of_rank(world: World) -> int:
+    """Return this rank's share of the cores that it may run on, at least one. A collective."""
+    cores = world.gather([socket.gethostname(), sorted(os.sched_getaffinity(0))], "cores")
+    return threads_for(world.rank, cores, cpu_quota())
 
 
 def engine_class(engine: str) -> type[World]:

@@ -1,0 +1,131 @@
+"""Images in folders: `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, as torchvision's ImageFolder has them.
+
+Rank 0 alone lists the folders and sends the list to the others: a million names asked of a shared file system by every rank
+at once is what its operators fear most, and one list cannot differ between ranks.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hvdtrain.data.broken import Broken, why
+from hvdtrain.data.loading import Loaded, Plan, Prepare, Source, collate, loader
+from hvdtrain.engines.base import World
+from hvdtrain.errors import UserError
+from hvdtrain.sharding import shard
+
+TEST_BATCH = 64
+
+
+class Listing(NamedTuple):
+    """The files of one folder. As tensors workers share them; a million Python strings would be copied to each."""
+
+    names: Tensor  # uint8: every file's path below the folder, one after the other, in UTF-8
+    ends: Tensor  # int64 [n]: where in `names` each ends
+    labels: Tensor  # int64 [n]
+
+    def name(self, index: int) -> str:
+        start = int(self.ends[index - 1]) if index else 0
+        return bytes(self.names[start : int(self.ends[index])].numpy()).decode(errors="surrogateescape")
+
+
+def open_folder(world: World, data_dir: Path | None, *, side: int, seed: int, workers: int) -> Source:
+    """Return the training and test set in `data_dir`. A collective. Raises UserError, on every rank alike."""
+    with world.agreement("folder"):
+        listed = None
+        if data_dir is None:
+            raise UserError(
+                "--dataset folder needs --data-dir: the directory that has train/ and val/", everywhere=True
+            )
+        for directory in (data_dir, data_dir / "train", data_dir / "val"):
+            if not directory.is_dir():
+                said = "is not a directory" if directory.exists() else "does not exist"
+                raise UserError(f"--data-dir: {directory} {said}: name the directory that has train/ and val/")
+        if world.rank == 0:
+            classes, train = list_folder(data_dir / "train")
+            test_classes, test = list_folder(data_dir / "val")
+            refuse_other_classes(classes, test_classes)
+            listed = (len(classes), train, test)
+    classes = world.gather(listed[0] if listed else 0, "classes")[0]
+    train, test = (
+        Listing(
+            *(from_rank_zero(world, part, f"{split}.{name}") for name, part in zip(Listing._fields, parts, strict=True))
+        )
+        for split, parts in (("train", listed[1] if listed else EMPTY), ("test", listed[2] if listed else EMPTY))
+    )
+
+    def train_batches(plan: Plan) -> Iterable[Loaded]:
+        jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
+        return loader(
+            FolderBatches(data_dir / "train", train, Prepare(side, seed, train=True)), workers, world.device, jobs
+        )
+
+    def test_batches() -> Iterable[Loaded]:
+        mine = torch.arange(len(test.labels))[shard(len(test.labels), world.rank, world.size)]
+        jobs = [(0, some.tolist()) for some in mine.split(TEST_BATCH) if len(some)]
+        return loader(FolderBatches(data_dir / "val", test, Prepare(side, train=False)), workers, world.device, jobs)
+
+    counts = f"{len(train.labels):,} and {len(test.labels):,} images of {classes:,} classes"
+    return Source("folder", f"{data_dir}: {counts}", classes, len(train.labels), train_batches, test_batches)
+
+
+class FolderBatches(Dataset):
+    """From (epoch, indices) to the batch of those images."""
+
+    def __init__(self, root: Path, listing: Listing, prepare: Prepare):
+        self.root, self.listing, self.prepare = root, listing, prepare
+
+    def __getitem__(self, job: tuple[int, list[int]]) -> Loaded:
+        epoch, indices = job
+        samples, broken = [], []
+        for index in indices:
+            name = self.listing.name(index)
+            try:
+                image = self.prepare((self.root / name).read_bytes(), epoch, name)
+                samples.append((image, int(self.listing.labels[index])))
+            except Exception as error:  # whatever a decoder raises on bytes that are no image
+                broken.append(Broken(str(self.root / name), why(error)))
+        return collate(samples, broken, self.prepare.side)
+
+
+EMPTY = Listing(torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+
+
+def list_folder(root: Path) -> tuple[list[str], Listing]:
+    """Return the class names and the files, in ImageFolder's order. Raises UserError where a class has no images."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
+    try:
+        classes, numbers = find_classes(root)
+        files = make_dataset(str(root), numbers, IMG_EXTENSIONS)
+    except FileNotFoundError as error:  # no class at all, or one without images: torchvision names it
+        raise UserError(f"--data-dir: {str(error).splitlines()[0].rstrip('.')}") from error
+    except OSError as error:
+        raise UserError(f"--data-dir: {error.filename} cannot be read ({error.strerror})") from error
+    names = [path[len(str(root)) + 1 :].encode(errors="surrogateescape") for path, _ in files]
+    ends = torch.tensor([len(name) for name in names]).cumsum(0)
+    labels = torch.tensor([label for _, label in files])
+    return classes, Listing(torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8), ends, labels)
+
+
+def refuse_other_classes(train: list[str], test: list[str]) -> None:
+    for ours, theirs, where in ((train, test, "train"), (test, train, "val")):
+        only = sorted(set(ours) - set(theirs))
+        if only:
+            more = f" and {len(only) - 1} more" if len(only) > 1 else ""
+            raise UserError(
+                f"--data-dir: train/ has {len(train)} classes, val/ has {len(test)}: {only[0]!r}{more} is only in {where}/"
+            )
+
+
+def from_rank_zero(world: World, tensor: Tensor, name: str) -> Tensor:
+    """Return rank 0's `tensor` on every rank; theirs have its type and one dimension, and any length."""
+    length = world.gather(len(tensor), f"{name}.length")[0]
+    if world.rank != 0:
+        tensor = torch.zeros(length, dtype=tensor.dtype)
+    world.broadcast_(tensor, name)
+    return tensor

@@ -1,0 +1,167 @@
+"""What image folders and shards have in common: decoding, seeded augmentation, input workers, and who is broken.
+
+Images travel as uint8 [b, 3, side, side] and are scaled on the device: a quarter of float's bytes between the processes.
+"""
+
+import hashlib
+import io
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import forkserver
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from hvdtrain.data.broken import Broken
+from hvdtrain.sharding import Batch, Step, epoch_order, steps, steps_per_epoch
+
+PREFETCH = 2  # batches that each worker keeps ready
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Loaded(NamedTuple):
+    """One batch of one rank, without its broken samples."""
+
+    images: Tensor  # uint8 [b, 3, side, side]; where every sample is broken, one black image
+    labels: Tensor  # int64 [b]
+    samples: int  # how many of them count: b, or 0
+    broken: list[Broken]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which samples one rank takes, at which step of which epoch (sharding.py), as something that workers can be given."""
+
+    total: int  # samples in the training set
+    per_epoch: int  # of them an epoch takes
+    seed: int
+    epochs: int
+    rank: int
+    size: int
+    batch_size: int
+    accumulate: int = 1
+
+    def epoch(self, epoch: int) -> Iterator[Step]:
+        order = epoch_order(self.total, self.seed, epoch)[: self.per_epoch]
+        return steps(order, self.rank, self.size, self.batch_size, self.accumulate)
+
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(self.per_epoch, self.size, self.batch_size, self.accumulate)
+
+    def __iter__(self) -> Iterator[tuple[int, Batch]]:
+        """Yield (epoch, batch) for the whole of training: loading goes on across the end of an epoch."""
+        for epoch in range(self.epochs):
+            for step in self.epoch(epoch):
+                for batch in step.batches:
+                    yield epoch, batch
+
+
+@dataclass(frozen=True)
+class Source:
+    """A training set and a test set. Each iteration of a loader starts afresh; `train` goes through a whole Plan."""
+
+    name: str
+    reason: str  # one line: which data this is, and why
+    classes: int
+    train_count: int
+    train: Callable[[Plan], Iterable[Loaded]]
+    test: Callable[[], Iterable[Loaded]]  # this rank's part of the test set; over all ranks, each sample once
+
+
+def start_workers_early() -> None:
+    """Start the process that input workers will be forked from. Call it before the engine starts.
+
+    A rank must not fork once MPI or NCCL run in it: the child inherits locks that nobody will release and, with InfiniBand,
+    the parent's registered pages become copy-on-write, so that its own sends read old memory. Started before, and by exec,
+    this server has none of it; and having imported torch once, it forks a worker in hundredths of a second.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hvdtrain.data.loading", "torchvision.transforms.v2", "PIL.JpegImagePlugin"])
+    # Ignored signals stay ignored across exec and fork: launchers and Ctrl-C send them to every process of a job, and when
+    # to stop is the rank's decision. When the rank is gone, its server and the workers go by themselves.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def default_workers(cores: int, device: torch.device) -> int:
+    """Return the input workers for a rank with `cores` of its own: beside a GPU all but one, on a CPU a quarter of them."""
+    return max(1, cores - 1 if device.type == "cuda" else cores // 4)
+
+
+def loader(dataset: Dataset, workers: int, device: torch.device, jobs: Iterable | None = None) -> DataLoader:
+    """Return a DataLoader whose items are whole batches: `dataset[job]`, or what an iterable dataset yields."""
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=jobs,
+        num_workers=workers,
+        prefetch_factor=PREFETCH if workers else None,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # else each pass over the data moves the global one, which dropout draws from
+        multiprocessing_context="forkserver" if workers else None,
+        # The server may have been started while mpirun had this rank bound to one core.
+        worker_init_fn=partial(_begin_worker, os.sched_getaffinity(0)) if workers else None,
+    )
+
+
+def _begin_worker(cores: set[int], worker: int) -> None:
+    os.sched_setaffinity(0, cores)
+    for number in IGNORED_SIGNALS:  # torch gives SIGTERM a handler of its own
+        signal.signal(number, signal.SIG_IGN)
+
+
+def mixed_seed(*parts: object) -> int:
+    """Return 63 bits that depend on all `parts` and on nothing else: not on the process, nor on Python's hash seed."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
+class Prepare:
+    """From an image file's bytes to uint8 [3, side, side].
+
+    Training: a random part of 8 to 100 % of the area, mirrored half the time, by a generator seeded with seed, epoch and
+    name: the same image comes out, whichever worker of whichever rank makes it. Test: the middle seven eighths.
+    """
+
+    def __init__(self, side: int, seed: int = 0, *, train: bool):
+        from torchvision.transforms import v2
+
+        self.side, self.seed, self.train = side, seed, train
+        self.random = v2.Compose([v2.RandomResizedCrop(side, antialias=True), v2.RandomHorizontalFlip()])
+        self.middle = v2.Compose([v2.Resize(side * 8 // 7, antialias=True), v2.CenterCrop(side)])  # 256 for 224
+
+    def __call__(self, content: bytes, epoch: int, name: str) -> Tensor:
+        """Raises what decoders raise where `content` is no image."""
+        image = decode(content)
+        if not self.train:
+            return self.middle(image)
+        with torch.random.fork_rng(devices=[]):  # without workers this is the rank's own process: dropout draws there
+            torch.default_generator.manual_seed(mixed_seed(self.seed, epoch, name))
+            return self.random(image)
+
+
+def decode(content: bytes) -> Tensor:
+    """Return uint8 [3, height, width], RGB."""
+    # Not torchvision.io: a quarter faster with the crop, but deprecated in torchvision 0.29, to be removed.
+    from PIL import Image
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    with Image.open(io.BytesIO(content)) as image:
+        return pil_to_tensor(image.convert("RGB"))
+
+
+def collate(samples: list[tuple[Tensor, int]], broken: list[Broken], side: int) -> Loaded:
+    """Batch what is left; where nothing is, one black image that does not count (batch norm has no answer to none)."""
+    if not samples:
+        return Loaded(torch.zeros(1, 3, side, side, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), 0, broken)
+    images, labels = zip(*samples, strict=True)
+    return Loaded(torch.stack(images), torch.tensor(labels), len(samples), broken)

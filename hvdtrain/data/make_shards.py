@@ -1,0 +1,71 @@
+"""Make shards from an image folder: python -m hvdtrain.data.make_shards FOLDER SHARDS
+
+From FOLDER/train/CLASS/* and FOLDER/val/CLASS/* come SHARDS/train/000000.tar ... and SHARDS/val/000000.tar ..., in random
+order (training reads each shard from end to end), with the number of samples in each and the names of the classes beside
+them (sizes.json, classes.json). The image files go in as they are.
+"""
+
+import json
+from pathlib import Path
+
+from hvdtrain import flags as cli
+from hvdtrain.data.images import list_folder, refuse_other_classes
+from hvdtrain.errors import UserError
+from hvdtrain.sharding import epoch_order
+from hvdtrain.world import run
+
+
+def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
+    """Write the shards of one split, all of nearly the same size; return how many."""
+    from webdataset import TarWriter
+
+    classes, listing = list_folder(root)
+    order = epoch_order(len(listing.labels), seed, 0)
+    count = -(-len(order) // per_shard)
+    target.mkdir(parents=True)
+    sizes = {}
+    for number, indices in enumerate(order.tensor_split(count)):
+        path = target / f"{number:06d}.tar"
+        partial = path.with_suffix(".partial")
+        with TarWriter(str(partial), encoder=False, mtime=0) as tar:
+            for index in indices.tolist():
+                name = Path(listing.name(index))
+                content = (root / name).read_bytes()
+                # webdataset ends the key at the first dot.
+                key = f"{index:08d}-{name.stem.replace('.', '_')}"
+                tar.write(
+                    {"__key__": key, "cls": str(int(listing.labels[index])).encode(), name.suffix[1:].lower(): content}
+                )
+        partial.rename(path)
+        sizes[path.name] = len(indices)
+    (target / "sizes.json").write_text(json.dumps(sizes, indent=0) + "\n")
+    (target / "classes.json").write_text(json.dumps(classes, indent=0) + "\n")
+    return count
+
+
+def main() -> int:
+    parser = cli.parser("data.make_shards", __doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("shards", type=Path, help="a new directory")
+    parser.add_argument("--samples-per-shard", type=cli.positive_int, default=1000, help="at most (default: 1000)")
+    parser.add_argument("--seed", type=cli.seed, default=1, help="of the order (default: 1)")
+    flags = parser.parse_args()
+    for split in ("train", "val"):
+        if not (flags.folder / split).is_dir():
+            raise UserError(f"{flags.folder / split} is not a directory: name the one that has train/ and val/")
+        if (flags.shards / split).exists():
+            raise UserError(f"{flags.shards / split} exists: name a new directory")
+    refuse_other_classes(*(list_folder(flags.folder / split)[0] for split in ("train", "val")))
+    try:
+        for split in ("train", "val"):
+            count = make(flags.folder / split, flags.shards / split, flags.samples_per_shard, flags.seed)
+            print(f"{flags.shards / split}: {count} shards")
+    except ImportError as error:
+        raise UserError(f"making shards needs webdataset ({error}): pip install webdataset") from error
+    except OSError as error:
+        raise UserError(f"{error.filename or flags.shards}: {error.strerror}") from error
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

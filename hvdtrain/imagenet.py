@@ -1,0 +1,285 @@
+"""Train a torchvision classifier on images: ResNet-50 on ImageNet, or any model on any folder.
+
+python -m hvdtrain.imagenet --data-dir DIR                          one process; DIR has train/CLASS/*.jpg and val/
+mpirun -np 8 python -m hvdtrain.imagenet --data-dir DIR             eight ranks, one GPU each
+torchrun --nproc-per-node 8 -m hvdtrain.imagenet --engine ddp --data-dir DIR
+
+--dataset shards --data-dir DIR     tar files, DIR/train/*.tar and DIR/val/*.tar (hvdtrain.data.shards makes them)
+--dataset synthetic                 random images, made once on the device
+--model resnet18 --image-size 64    any torchvision classifier, any size
+--amp bf16 --compile                mixed precision, torch.compile
+--recipe goyal                      the schedule of arXiv:1706.02677
+--output-dir OUT                    metrics.jsonl and summary.json
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hvdtrain import flags as cli
+from hvdtrain import optim
+from hvdtrain.data.broken import Losses
+from hvdtrain.data.images import open_folder
+from hvdtrain.data.loading import Loaded, Plan, Source, default_workers, start_workers_early
+from hvdtrain.data.shards import open_shards
+from hvdtrain.data.synthetic import open_synthetic
+from hvdtrain.engines.base import World
+from hvdtrain.errors import UserError
+from hvdtrain.models import build_model
+from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
+from hvdtrain.weights import load_weights
+from hvdtrain.world import cores_of_rank, run, start
+
+# Without --lr: 0.1 for every 256 images of the global batch (arXiv:1706.02677, section 2.1).
+RECIPES: dict[str, dict[str, object]] = {
+    # What most ResNet-50 results of today share: cosine, label smoothing.
+    "cosine": dict(
+        epochs=90, batch_size=64, lr_scaling="linear", lr_schedule="cosine", warmup_epochs=5.0,
+        optimizer="sgd", momentum=0.9, weight_decay=5e-5, label_smoothing=0.1,
+    ),
+    # As in arXiv:1706.02677: a tenth after 30, 60 and 80 epochs.
+    "goyal": dict(
+        epochs=90, batch_size=32, lr_scaling="linear", lr_schedule="step", warmup_epochs=5.0,
+        optimizer="sgd", momentum=0.9, weight_decay=1e-4, label_smoothing=0.0,
+    ),
+}  # fmt: skip
+MEMORY_FORMATS = {"channels_last": "channels_last", "contiguous": "contiguous_format"}
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels, from 0 to 1: red, green, blue
+
+
+def parse(argv: Sequence[str] | None = None) -> Namespace:
+    parser = cli.parser("imagenet", __doc__)
+    parser.add_argument("--dataset", choices=("folder", "shards", "synthetic"), default="folder")
+    parser.add_argument("--data-dir", type=Path, help="has train/ and val/, of folders or of shards")
+    parser.add_argument("--train-shards", help="a glob, a brace pattern, a URL or pipe:COMMAND, in place of --data-dir")
+    parser.add_argument("--test-shards", help="the same for the test set")
+    parser.add_argument("--train-samples", type=cli.positive_int, help="an epoch takes so many (default: all)")
+    parser.add_argument(
+        "--classes", type=cli.positive_int, help="for shards and synthetic (default: shards' own, or 1000)"
+    )
+    parser.add_argument("--image-size", type=cli.positive_int, default=224, help="pixels (default: 224)")
+    parser.add_argument("--workers", type=cli.count, help="input processes per rank (default: from this rank's cores)")
+    parser.add_argument(
+        "--max-broken",
+        type=cli.non_negative,
+        default=0.001,
+        help="stop when more samples cannot be read: below 1 a share of them all, else a number (default: 0.001)",
+    )
+    parser.add_argument("--recipe", choices=tuple(RECIPES), default="cosine")
+    parser.add_argument("--model", default="resnet50", help="any torchvision classifier (default: resnet50)")
+    parser.add_argument("--memory-format", choices=tuple(MEMORY_FORMATS), default="channels_last")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    cli.add_training(parser)
+    cli.add_run(parser)
+    flags = parser.parse(argv, RECIPES)
+    flags.lr = flags.lr or 0.1 * flags.batch_size / 256
+    return flags
+
+
+def scaled(images: Tensor, pixels: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """uint8 [b, 3, side, side], on the host or not, to float32 of mean 0 and deviation 1 on the device of `pixels`."""
+    images = images.to(pixels.device, non_blocking=True).to(torch.float32, memory_format=memory_format)
+    return images.sub_(pixels[0]).div_(pixels[1])
+
+
+def open_source(flags: Namespace, world: World) -> Source:
+    if flags.dataset == "synthetic":
+        count = flags.train_samples or 100 * flags.batch_size * world.size
+        return open_synthetic(world, flags.image_size, flags.batch_size, flags.classes or 1000, count, -(-count // 10))
+    prepare = dict(side=flags.image_size, seed=flags.seed, workers=flags.workers)
+    if flags.dataset == "folder":
+        return open_folder(world, flags.data_dir, **prepare)
+    patterns = (flags.train_shards, flags.test_shards)
+    return open_shards(
+        world, flags.data_dir, patterns, classes=flags.classes, train_count=flags.train_samples, **prepare
+    )
+
+
+def evaluate(
+    world: World, model: nn.Module, forward: Callable[[Tensor], Tensor], batches: Iterable[Loaded], losses: Losses
+) -> tuple[float, float, float, int]:
+    """Return mean loss, top-1 and top-5 accuracy (0 to 1) and count over the test set, each sample once over all ranks."""
+    world.average_buffers(model)
+    sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, in the first, in the first five, count
+    model.eval()
+    with torch.inference_mode():
+        for batch in batches:
+            losses.note(batch.broken)
+            if batch.samples == 0:
+                continue
+            truth = batch.labels.to(world.device)
+            logits = forward(batch.images).float()
+            hits = logits.topk(min(5, logits.shape[1])).indices == truth[:, None]
+            sums[0] += F.cross_entropy(logits, truth, reduction="sum")
+            sums[1] += hits[:, 0].sum()
+            sums[2] += hits.sum()
+            sums[3] += batch.samples
+    model.train()
+    loss, first, five, count = world.sum(sums.cpu(), "evaluate").tolist()
+    if count == 0:
+        raise UserError(
+            "the test set has not one image that can be read: see --test-shards, --data-dir", everywhere=True
+        )
+    return loss / count, first / count, five / count, int(count)
+
+
+def train(flags: Namespace, world: World, source: Source, telemetry: Telemetry) -> int:
+    memory_format = getattr(torch, MEMORY_FORMATS[flags.memory_format])
+    pixels = torch.tensor([MEAN, DEVIATION], device=world.device).view(2, 3, 1, 1) * 255
+
+    torch.manual_seed(flags.seed)
+    # The weights stay contiguous, and so their gradients: Horovod refuses tensors in channels_last. The images alone decide
+    # in which format the layers compute.
+    model = build_model(flags.model, source.classes, flags.image_size).to(world.device)
+    with world.agreement("weights"):
+        if flags.weights is not None and world.rank == 0:
+            load_weights(model, flags.weights)
+    peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, world.size, flags.reduction, flags.accumulate)
+    optimizer = optim.build(flags.optimizer, optim.decay_groups(model), peak_rate, flags.momentum, flags.weight_decay)
+    replica, optimizer = world.distribute(
+        model,
+        optimizer,
+        compression=flags.compression,
+        predivide=flags.gradient_predivide_factor,
+        reduction=flags.reduction,
+        accumulate=flags.accumulate,
+    )
+    world.broadcast(model, optimizer)
+    autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
+    scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
+    compiled = torch.compile(replica, dynamic=False) if flags.compile else replica
+
+    def test_forward(images: Tensor) -> Tensor:
+        with autocast:
+            return model(scaled(images, pixels, memory_format))
+
+    plan = Plan(
+        source.train_count, min(flags.train_samples or source.train_count, source.train_count), flags.seed, flags.epochs,
+        world.rank, world.size, flags.batch_size, flags.accumulate,
+    )  # fmt: skip
+    batches = iter(source.train(plan))  # the batches of the plan below, in its order: workers run ahead of it
+    losses = Losses(flags.max_broken, source.train_count)
+    steps_in_epoch = plan.steps_per_epoch()
+    samples_planned = flags.epochs * plan.per_epoch
+    number = samples = 0
+    train_seconds = 0.0
+    for epoch in range(flags.epochs):
+        clock = Clock()
+        for step in plan.epoch(epoch):
+            rate = peak_rate * optim.schedule_factor(flags.lr_schedule, samples / samples_planned)
+            rate *= optim.warmup_factor(samples / plan.per_epoch, flags.warmup_epochs, world.size, flags.lr_scaling)
+            optim.set_rate(optimizer, rate)
+            optimizer.zero_grad()
+            loss_sum, local_count = torch.zeros((), device=world.device), 0
+            for i, batch in enumerate(step.batches):
+                loaded = next(batches)
+                losses.note(loaded.broken)
+                images, labels = scaled(loaded.images, pixels, memory_format), loaded.labels.to(world.device)
+                # Broken samples add nothing: the others keep the weight that they had beside them.
+                count = min(batch.local_count, loaded.samples)
+                weight = batch.weight * count / max(batch.local_count, 1)
+                clock.mark("loading")
+                with world.backward_pass(replica, optimizer, i, len(step.batches)):
+                    with autocast:
+                        loss = F.cross_entropy(compiled(images), labels, label_smoothing=flags.label_smoothing)
+                    scaler.scale(loss * weight).backward()
+                loss_sum += loss.detach() * count
+                local_count += count
+            clock.mark("compute", at=world.gradients_ready())
+            with world.synchronized(optimizer):
+                clock.mark("communication")
+                # Unscales, and skips the step where a gradient overflowed: summed over ranks, so seen by all of them.
+                scaler.step(optimizer)
+            scaler.update()
+            clock.mark("compute")
+
+            number += 1
+            samples += step.count
+            clock.count(step.count, local_count)
+            if number == 1 or number % flags.log_steps == 0 or number % steps_in_epoch == 0:
+                losses.settle(world, telemetry)
+                mean_loss = world.mean(loss_sum / max(local_count, 1), local_count, "loss")
+                telemetry.event(
+                    "train",
+                    epoch=epoch + 1,
+                    step=number,
+                    samples=samples,
+                    loss=mean_loss,
+                    loss_rank0=loss_sum.item() / max(local_count, 1),
+                    learning_rate=rate,
+                    broken=losses.total(),
+                    **clock.rates(),
+                )
+                telemetry.progress(
+                    epoch + 1, flags.epochs, number, flags.epochs * steps_in_epoch, f"loss {mean_loss:.4f}"
+                )
+                clock.mark("reporting")
+        train_seconds += clock.total()
+
+        test_loss, test_accuracy, top5, test_count = evaluate(world, model, test_forward, source.test(), losses)
+        losses.settle(world, telemetry)
+        telemetry.event(
+            "evaluate", epoch=epoch + 1, loss=test_loss, accuracy=test_accuracy, accuracy_top5=top5, count=test_count,
+            broken=losses.total(),
+        )  # fmt: skip
+        telemetry.say(
+            f"epoch {epoch + 1}/{flags.epochs}  train loss {mean_loss:.4f}  test loss {test_loss:.4f}  "
+            f"test accuracy {test_accuracy:.2%} (top 5 {top5:.2%}) of {test_count:,}  "
+            f"{samples / train_seconds:,.0f} samples/s"
+        )
+
+        reached = flags.target_accuracy is None or test_accuracy >= flags.target_accuracy
+        if flags.target_accuracy is not None and reached:
+            break
+
+    telemetry.end(
+        dict(
+            dataset=source.name,
+            engine=world.engine,
+            world_size=world.size,
+            epochs=epoch + 1,
+            steps=number,
+            samples=samples,
+            broken=losses.total(),
+            test_accuracy=test_accuracy,
+            test_accuracy_top5=top5,
+            test_loss=test_loss,
+            test_count=test_count,
+            train_seconds=train_seconds,
+            total_seconds=seconds_since_process_start(),
+            samples_per_second=samples / train_seconds,
+            parameters_sha256=parameters_sha256(model),
+        )
+    )
+    if not reached:
+        telemetry.say(f"target accuracy {flags.target_accuracy:.2%} not reached")
+    return 0 if reached else 3
+
+
+def main() -> int:
+    flags = parse()
+    if flags.dataset != "synthetic" and flags.workers != 0:
+        start_workers_early()
+    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+        flags.compression = world.choose_compression(flags.compression)
+        if flags.gradient_predivide_factor is None:
+            flags.gradient_predivide_factor = float(world.size) if flags.compression == "fp16" else 1.0
+        if flags.workers is None:
+            flags.workers = default_workers(cores_of_rank(world), world.device)
+        with world.agreement("start"):
+            telemetry = Telemetry(world, flags.output_dir, progress=not flags.no_progress)
+        with telemetry:
+            source = open_source(flags, world)
+            if source.train_count < world.size:
+                count = source.train_count
+                raise UserError(f"{count} samples but {world.size} ranks: use -np {count} or fewer", everywhere=True)
+            telemetry.start(world, source.name, source.reason, vars(flags))
+            return train(flags, world, source, telemetry)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,437 @@
+"""Image folders, shards and synthetic images in one process: who gets which sample, and what of broken ones."""
+
+import io
+import json
+import shutil
+import tarfile
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+pytest.importorskip("webdataset")
+
+from PIL import Image
+
+from hvdtrain import imagenet, models, optim
+from hvdtrain.data import images, loading, make_shards, shards, synthetic
+from hvdtrain.data.broken import Broken, Losses
+from hvdtrain.data.shards import Shard, ShardBatches
+from hvdtrain.engines.single import SerialWorld
+from hvdtrain.errors import UserError
+from tests import image_set
+
+SIDE = 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return image_set.write(tmp_path_factory.mktemp("folder"), train=48, test=31)
+
+
+@pytest.fixture(scope="module")
+def tars(folder, tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("shards")
+    assert make_shards.make(folder / "train", target / "train", per_shard=12, seed=1) == 4
+    assert make_shards.make(folder / "val", target / "val", per_shard=11, seed=1) == 3
+    return target
+
+
+@pytest.fixture
+def world() -> SerialWorld:
+    world = SerialWorld(tuning=True)
+    world.device = torch.device("cpu")
+    return world
+
+
+@pytest.fixture
+def own_tars(tars, tmp_path) -> Path:
+    return Path(shutil.copytree(tars, tmp_path / "tars"))
+
+
+def shard_list(directory: Path) -> list[Shard]:
+    sizes = json.loads((directory / "sizes.json").read_text())
+    return [Shard(str(directory / name), size) for name, size in sorted(sizes.items())]
+
+
+class Names:
+    """In place of `Prepare`: notes whose image was asked for, and decodes nothing."""
+
+    side = 1
+
+    def __init__(self):
+        self.seen: Counter[str] = Counter()
+
+    def __call__(self, content: bytes, epoch: int, name: str) -> torch.Tensor:
+        self.seen[name] += 1
+        return torch.zeros(3, 1, 1, dtype=torch.uint8)
+
+
+def read(directory, rank, size, monkeypatch, *, workers=1, plan=None, prepare=None, classes=6):
+    """Return the batches of each worker of one rank, read in this process."""
+    prepare = prepare or Names()
+    batches = []
+    for worker in range(workers):
+        monkeypatch.setattr(shards, "get_worker_info", lambda w=worker: SimpleNamespace(id=w, num_workers=workers))
+        batches += ShardBatches(shard_list(directory), prepare, classes, 1, rank, size, plan)
+    return batches
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_every_test_sample_of_shards_once_over_all_ranks_and_workers(size, workers, tars, monkeypatch):
+    names = Names()
+    batches = [read(tars / "val", r, size, monkeypatch, workers=workers, prepare=names) for r in range(size)]
+    assert len(names.seen) == 31
+    assert set(names.seen.values()) == {1}
+    assert sum(batch.samples for each in batches for batch in each) == 31
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 1), (2, 1), (2, 2), (3, 2), (5, 3)])
+def test_every_rank_gets_the_training_batches_it_is_asked_for(size, workers, tars, monkeypatch):
+    names = Names()
+    for rank in range(size):
+        plan = loading.Plan(48, 48, 1, epochs=10, rank=rank, size=size, batch_size=6)
+        batches = read(tars / "train", rank, size, monkeypatch, workers=workers, plan=plan, prepare=names)
+        wanted = Counter(len(batch.indices) for _, batch in plan)
+        assert Counter(batch.samples for batch in batches) == wanted
+    assert len(names.seen) == 48  # none is left out
+    if (size * workers) in (1, 2, 4):  # 4 shards divide evenly: 10 times each, but for what waits to be drawn
+        print(names.seen)
+        assert all(6 <= times <= 14 for times in names.seen.values())
+
+
+def test_training_streams_repeat_and_depend_on_the_seed(tars):
+    def order(seed: int) -> list[str]:
+        names = Names()
+        plan = loading.Plan(48, 48, seed, epochs=1, rank=0, size=2, batch_size=6)
+        list(ShardBatches(shard_list(tars / "train"), names, 6, seed, 0, 2, plan))
+        return list(names.seen)
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+def test_batches_of_a_folder_follow_the_order_of_the_interface(folder, world):
+    source = images.open_folder(world, folder, side=SIDE, seed=3, workers=0)
+    plan = loading.Plan(48, 48, 3, epochs=2, rank=1, size=2, batch_size=7)
+    got = [batch.labels.tolist() for batch in source.train(plan)]
+    labels = torch.tensor([label for label in range(6) for _ in range(8)])  # in order of class
+    expected = []
+    for epoch in range(2):
+        mine = labels[torch.randperm(48, generator=torch.Generator().manual_seed(3 + epoch))[1::2]]
+        expected += [some.tolist() for some in mine.split(7)]
+    assert got == expected
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards"])
+def test_images_do_not_depend_on_workers_and_change_with_the_epoch(kind, folder, tars, world):
+    def batches(workers: int, size: int = 1) -> list[torch.Tensor]:
+        if kind == "folder":
+            source = images.open_folder(world, folder, side=SIDE, seed=1, workers=workers)
+        else:
+            options = dict(side=SIDE, seed=1, workers=workers, classes=None, train_count=None)
+            source = shards.open_shards(world, tars, (None, None), **options)
+        plan = loading.Plan(48, 48, 1, epochs=2, rank=0, size=size, batch_size=8)
+        return [batch.images for batch in source.train(plan)]
+
+    def pictures(some: list[torch.Tensor]) -> Counter[bytes]:
+        return Counter(image.numpy().tobytes() for batch in some for image in batch)
+
+    state = torch.get_rng_state()
+    alone = batches(0)
+    assert torch.equal(torch.get_rng_state(), state)  # dropout's draws are not ours
+    assert all(torch.equal(a, b) for a, b in zip(alone, batches(0), strict=True))
+    if kind == "folder":
+        assert all(torch.equal(a, b) for a, b in zip(alone, batches(2), strict=True))
+        assert not pictures(alone[:6]) & pictures(alone[6:])  # the second epoch cuts other parts
+    else:  # the readers are others, so the order is; an image of an epoch looks the same
+        assert sum((pictures(alone) & pictures(batches(2))).values()) > 24
+
+
+def jpeg(mode: str = "RGB", kind: str = "JPEG") -> bytes:
+    file = io.BytesIO()
+    Image.effect_noise((40, 30), 100).convert(mode).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG"), ("P", "PNG"), ("RGB", "BMP")]
+)
+def test_every_kind_of_image_becomes_rgb(mode, kind):
+    image = loading.decode(jpeg(mode, kind))
+    assert (image.dtype, image.shape) == (torch.uint8, (3, 30, 40))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no image", jpeg()[:400], jpeg()[:-30]], ids=["empty", "text", "head", "cut"]
+)
+def test_what_is_no_image_raises(content):
+    with pytest.raises((ValueError, OSError, RuntimeError)):
+        loading.decode(content)
+
+
+def test_broken_files_of_a_folder_are_named_and_the_others_stay(folder, world, tmp_path):
+    root = Path(shutil.copytree(folder, tmp_path / "copy"))
+    victims = sorted((root / "val" / "red").iterdir())[:3]
+    victims[0].write_bytes(b"")
+    victims[1].write_bytes(victims[1].read_bytes()[:-200])
+    source = images.open_folder(world, root, side=SIDE, seed=1, workers=0)
+    victims[2].unlink()
+    batches = list(source.test())
+    assert sum(batch.samples for batch in batches) == 28
+    assert all(len(batch.images) == len(batch.labels) == batch.samples for batch in batches)
+    broken = {each.name: each.why for batch in batches for each in batch.broken}
+    assert set(broken) == {str(path) for path in victims}
+    assert broken[str(victims[2])] == "No such file or directory"
+
+
+def test_a_batch_of_nothing_but_broken_images_does_not_count():
+    batch = loading.collate([], [Broken("a", "b")], SIDE)
+    assert (batch.samples, batch.images.shape, len(batch.labels)) == (0, (1, 3, SIDE, SIDE), 1)
+
+
+def cut(path: Path, keep: float) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep)])
+
+
+def at_a_boundary(path: Path) -> None:
+    """Cut before the sixth sample: the tar format itself cannot tell."""
+    with tarfile.open(path) as tar:
+        offset = tar.getmembers()[10].offset
+    path.write_bytes(path.read_bytes()[:offset])
+
+
+DAMAGES = {
+    "cut": (lambda path: cut(path, 0.5), "unexpected end of data"),
+    "cut between samples": (at_a_boundary, "5 samples of 10"),
+    "no tar": (lambda path: path.write_bytes(b"x" * 4000), ""),
+    "empty": (lambda path: path.write_bytes(b""), ""),
+    "gone": (lambda path: path.unlink(), "No such file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_damaged_shard_is_named_and_every_sample_is_accounted_for(
+    damage, size, own_tars, monkeypatch, world, telemetry
+):
+    spoil, reason = DAMAGES[damage]
+    spoil(own_tars / "val" / "000001.tar")
+    losses, samples = Losses(100, 31), 0
+    for rank in range(size):
+        for batch in read(own_tars / "val", rank, size, monkeypatch):
+            samples += batch.samples
+            losses.note(batch.broken)
+    losses.settle(world, telemetry)
+    assert losses.total() + samples == 31
+    assert samples >= 20
+    told = next(line for line in telemetry.lines if "000001.tar: " in line and reason in line)
+    assert "0x" not in told  # an object's address differs between ranks
+    assert len(told.splitlines()) == 1
+
+
+@pytest.fixture
+def telemetry():
+    lines: list[str] = []
+    return SimpleNamespace(lines=lines, say=lines.append, event=lambda name, **fields: None)
+
+
+def test_training_goes_on_where_no_shard_can_be_read(own_tars, monkeypatch):
+    for path in (own_tars / "train").glob("*.tar"):
+        path.write_bytes(b"")
+    plan = loading.Plan(48, 48, 1, epochs=1, rank=0, size=2, batch_size=5)
+    batches = read(own_tars / "train", 0, 2, monkeypatch, plan=plan)
+    assert len(batches) == len(list(plan))
+    assert sum(batch.samples for batch in batches) == 0
+    assert {each.name: each.lost for batch in batches for each in batch.broken} == {
+        str(path): 12 for path in (own_tars / "train").glob("*.tar")
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "samples", "complaint"),
+    [
+        ("cat {}", 11, None),
+        ("cat {}; exit 3", 11, "exit code 3"),
+        ("head -c 9000 {}", None, "unexpected end of data"),
+        ("cat {}.no 2>/dev/null", 0, ""),
+    ],
+)
+def test_shards_from_a_command(command, samples, complaint, tars):
+    names = Names()
+    url = f"pipe:{command.format(tars / 'val' / '000000.tar')}"
+    batches = list(ShardBatches([Shard(url, None)], names, 6, 1, 0, 1, None))
+    broken = [each for batch in batches for each in batch.broken if each.name == url]
+    assert samples is None or sum(batch.samples for batch in batches) == samples
+    if complaint is None:
+        assert broken == []
+    else:
+        assert complaint in broken[0].why
+
+
+def test_samples_without_image_or_class_are_named(tmp_path, telemetry):
+    path = tmp_path / "odd.tar"
+    files = {"a.jpg": jpeg(), "a.cls": b"1", "b.cls": b"1", "c.jpg": jpeg(), "d.jpg": jpeg(), "d.cls": b"6"}
+    files |= {"e.jpg": jpeg(), "e.cls": b"cat"}
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    assert shards.headers_count(path) == 5
+    (batch,) = ShardBatches([Shard(str(path), 5)], Names(), 6, 1, 0, 1, None)
+    assert batch.samples == 1
+    assert {each.name[-1]: each.why[:10] for each in batch.broken} == {
+        "b": "no image i", "c": "no class (", "d": "class 6 of", "e": "no class (",
+    }  # fmt: skip
+
+
+def test_losses_count_a_name_once_and_stop_over_the_limit(world, telemetry):
+    losses = Losses(0.1, 30)
+    for _ in range(3):
+        losses.note([Broken("a", "cut"), Broken("b", "cut", lost=2)])
+        losses.settle(world, telemetry)
+    assert (losses.total(), losses.limit) == (3, 3)
+    assert telemetry.lines == ["skipped: a: cut", "skipped: b: cut"]
+    losses.note([Broken("c", "empty")])
+    with pytest.raises(UserError, match=r"4 samples cannot be read, such as c \(empty\): --max-broken allows 3: mend"):
+        losses.settle(world, telemetry)
+
+
+def test_patterns(tars, monkeypatch):
+    monkeypatch.chdir(tars)
+    two = [str(tars / "train" / f"00000{number}.tar") for number in (1, 2)]
+    assert shards.find("train", "train/{000001..000002}.tar", None) == two
+    assert shards.find("train", "train/00000[12].tar", None) == two
+    assert shards.find("train", "http://host/{a,b}.tar", None) == ["http://host/a.tar", "http://host/b.tar"]
+    assert shards.find("train", "pipe:cat x*.tar", None) == ["pipe:cat x*.tar"]
+    assert len(shards.find("val", None, tars)) == 3
+    for pattern in ("train/{000003..000009}.tar", "nothing*.tar"):
+        with pytest.raises(UserError, match="--train-shards: no file"):
+            shards.find("train", pattern, None)
+
+
+def test_counts_come_from_sizes_json_or_the_headers(own_tars, world):
+    urls = shards.find("train", None, own_tars)
+    announced = shards.count_samples(world, urls, needed=True)
+    (own_tars / "train" / "sizes.json").unlink()
+    assert shards.count_samples(world, urls, needed=True) == announced
+    assert sum(shard.samples for shard in announced) == 48
+    with pytest.raises(UserError, match="--train-samples N is needed"):
+        shards.count_samples(world, ["pipe:cat x"], needed=True)
+
+
+def test_synthetic_batches_have_the_planned_sizes(world):
+    source = synthetic.open_synthetic(world, SIDE, 8, classes=5, train_count=20, test_count=11)
+    plan = loading.Plan(20, 20, 1, epochs=1, rank=0, size=1, batch_size=8)
+    batches = list(source.train(plan))
+    assert [batch.samples for batch in batches] == [8, 8, 4]
+    assert batches[0].images.data_ptr() == batches[1].images.data_ptr()
+    assert sum(batch.samples for batch in source.test()) == 11
+    assert int(batches[0].labels.max()) < 5
+
+
+REFUSALS = {
+    "no directory": ("", "--dataset folder needs --data-dir"),
+    "not there": ("--data-dir {tmp}/nowhere", "{tmp}/nowhere does not exist: name the directory"),
+    "wrong directory": ("--data-dir {folder}/train", "{folder}/train/train does not exist"),
+    "class without images": ("--data-dir {empty}", "Found no valid file for the classes white"),
+    "other classes": ("--data-dir {other}", "train/ has 6 classes, val/ has 5: 'yellow' is only in train/"),
+    "weights of another model": (
+        "--data-dir {folder} --weights {tmp}/w.pt --model shufflenet_v2_x0_5",
+        "fc.weight is (1000, 1024) in the file, (6, 1024) in the model: choose the --model, and data with as many",
+    ),
+    "no such model": ("--dataset synthetic --model resnet51", "--model resnet51: torchvision has no such classifier"),
+    "model of another size": ("--dataset synthetic --model vit_b_16 --image-size 33", "--image-size 33"),
+    "shards nowhere": ("--dataset shards --data-dir {tmp}/nowhere", "{tmp}/nowhere does not exist"),
+    "folder as shards": ("--dataset shards --data-dir {folder}", "has neither train/*.tar nor train-*.tar"),
+    "not these classes": ("--dataset shards --data-dir {tars} --classes 7", "--classes 7, but"),
+    "negative workers": ("--workers -1", "'-1' is not a whole number of at least 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_in_one_line(case, folder, tars, tmp_path, monkeypatch):
+    empty, other = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("empty", "other"))
+    (empty / "train" / "white").mkdir()
+    shutil.rmtree(other / "val" / "yellow")
+    if "weights" in case:
+        torch.save(models.build_model("shufflenet_v2_x0_5", 1000, 224).state_dict(), tmp_path / "w.pt")
+    names = dict(tmp=tmp_path, folder=folder, tars=tars, empty=empty, other=other)
+    flags, complaint = (text.format(**names) for text in REFUSALS[case])
+    monkeypatch.setattr(
+        "sys.argv", ["imagenet", "--engine", "serial", "--workers", "0", "--no-progress", *flags.split()]
+    )
+    with pytest.raises(UserError) as refused:
+        imagenet.main()
+    assert complaint in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_shards_are_made_once_and_from_the_same_classes(folder, tars, tmp_path, monkeypatch):
+    for arguments, complaint in (
+        ([tars, tmp_path / "new"], "train is not a directory|no folder|Found no|Couldn't find"),
+        ([folder, tars], "exists: name a new directory"),
+        ([folder / "nowhere", tmp_path / "new"], "is not a directory"),
+    ):
+        monkeypatch.setattr("sys.argv", ["make_shards", *map(str, arguments)])
+        with pytest.raises(UserError, match=complaint):
+            make_shards.main()
+
+
+def test_every_classifier_of_torchvision_can_be_built():
+    from torchvision.models import list_models
+
+    known = list_models(module=__import__("torchvision").models)
+    assert len(known) >= 80
+    for name in known:
+        if name.startswith("regnet") and name != "regnet_y_400mf":  # one of them will do: these want real memory
+            continue
+        with torch.device("cpu" if name.startswith("regnet") else "meta"):
+            model = models.build_model(name, classes=7, side=224)
+        last = [module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)][-1]
+        assert last.weight.shape[0] == 7, name
+
+
+@pytest.mark.parametrize(("name", "side"), [("googlenet", 64), ("vit_b_32", 64), ("resnet18", SIDE)])
+def test_models_give_one_output_in_training(name, side):
+    model = models.build_model(name, classes=7, side=side)
+    assert model(torch.zeros(2, 3, side, side)).shape == (2, 7)
+
+
+def test_evaluation_counts_the_first_and_the_first_five(world):
+    logits = torch.eye(8)[[3, 3, 0]] + torch.arange(8, 0, -1) / 100  # best, then 0, 1, 2, ...
+    labels = torch.tensor([3, 2, 7])  # first; among the first five; neither
+    batches = [
+        loading.Loaded(logits[:2], labels[:2], 2, []),
+        loading.Loaded(logits[2:], labels[2:], 1, []),
+        loading.Loaded(logits[:1], labels[:1], 0, [Broken("x", "y")]),
+    ]
+    _, first, five, count = imagenet.evaluate(world, torch.nn.Identity(), lambda images: images, batches, Losses(1, 9))
+    assert (first, five, count) == (pytest.approx(1 / 3), pytest.approx(2 / 3), 3)
+
+
+def test_biases_and_norms_do_not_decay():
+    model = models.build_model("resnet18", 5, SIDE)
+    built = optim.build("sgd", optim.decay_groups(model), 0.1, 0.9, 5e-5)
+    decay = {id(p): group["weight_decay"] for group in built.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        norm_or_bias = "bn" in name or "downsample.1" in name or name.endswith("bias")
+        assert decay[id(parameter)] == (0.0 if norm_or_bias else 5e-5), name
+    assert len(decay) == len(list(model.parameters()))
+
+
+def test_steps_of_the_rate():
+    at = [optim.schedule_factor("step", epoch / 90) for epoch in (0, 29, 30, 59, 60, 79, 80, 89)]
+    assert at == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+
+
+def test_default_workers():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [loading.default_workers(cores, gpu) for cores in (1, 2, 8)] == [1, 1, 7]
+    assert [loading.default_workers(cores, cpu) for cores in (1, 2, 8)] == [1, 1, 2]
