@@ -179,6 +179,9 @@ def train(flags: Namespace, world: World, source: Source, telemetry: Telemetry) 
                 loaded = next(batches)
                 losses.note(loaded.broken)
                 images, labels = scaled(loaded.images, pixels, memory_format), loaded.labels.to(world.device)
+                if len(labels) == 1 < flags.batch_size:
+                    # An uneven end may leave one image, of which batch norm has no variance: twice, it has the same mean.
+                    images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)
                 # Broken samples add nothing: the others keep the weight that they had beside them.
                 count = min(batch.local_count, loaded.samples)
                 weight = batch.weight * count / max(batch.local_count, 1)
