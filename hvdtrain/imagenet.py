@@ -29,7 +29,7 @@ from hvdtrain.data.shards import open_shards
 from hvdtrain.data.synthetic import open_synthetic
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
-from hvdtrain.models import build_model
+from hvdtrain.models import build_model, require_torchvision
 from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.weights import load_weights
 from hvdtrain.world import cores_of_rank, run, start
@@ -179,6 +179,9 @@ def train(flags: Namespace, world: World, source: Source, telemetry: Telemetry) 
                 loaded = next(batches)
                 losses.note(loaded.broken)
                 images, labels = scaled(loaded.images, pixels, memory_format), loaded.labels.to(world.device)
+                if len(labels) == 1 < flags.batch_size:
+                    # An uneven end may leave one image, of which batch norm has no variance: twice, it has the same mean.
+                    images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)
                 # Broken samples add nothing: the others keep the weight that they had beside them.
                 count = min(batch.local_count, loaded.samples)
                 weight = batch.weight * count / max(batch.local_count, 1)
@@ -271,6 +274,7 @@ def main() -> int:
         if flags.workers is None:
             flags.workers = default_workers(cores_of_rank(world), world.device)
         with world.agreement("start"):
+            require_torchvision()
             telemetry = Telemetry(world, flags.output_dir, progress=not flags.no_progress)
         with telemetry:
             source = open_source(flags, world)

@@ -5,6 +5,17 @@ from torch import nn
 from hvdtrain.errors import UserError
 
 
+def require_torchvision() -> None:
+    """Raise UserError where torchvision is not there, or is not this torch's."""
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # RuntimeError: "operator torchvision::nms does not exist"
+        said = str(error).partition("\n")[0]
+        raise UserError(
+            f"torchvision cannot be used ({said}): pip install the torchvision made for your torch"
+        ) from error
+
+
 def build_model(name: str, classes: int, side: int) -> nn.Module:
     """Return torchvision's classifier `name` with random weights. Raises UserError where there is none for such images."""
     from torchvision import models

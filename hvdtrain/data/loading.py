@@ -3,6 +3,7 @@
 Images travel as uint8 [b, 3, side, side] and are scaled on the device: a quarter of float's bytes between the processes.
 """
 
+import atexit
 import hashlib
 import io
 import multiprocessing
@@ -91,6 +92,13 @@ def start_workers_early() -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    atexit.register(_end_workers)
+
+
+def _end_workers() -> None:
+    """Kill the workers that are left where a rank fails: multiprocessing would send the signal they ignore, and wait."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def default_workers(cores: int, device: torch.device) -> int:

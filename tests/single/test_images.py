@@ -373,6 +373,14 @@ def test_refused_in_one_line(case, folder, tars, tmp_path, monkeypatch):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("module", "flags"), [("torchvision", ""), ("webdataset", "--dataset shards")])
+def test_what_is_not_installed_is_named(module, flags, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    monkeypatch.setattr("sys.argv", f"imagenet --engine serial --workers 0 --data-dir . {flags}".split())
+    with pytest.raises(UserError, match=f"{module}.*: pip install"):
+        imagenet.main()
+
+
 def test_shards_are_made_once_and_from_the_same_classes(folder, tars, tmp_path, monkeypatch):
     for arguments, complaint in (
         ([tars, tmp_path / "new"], "train is not a directory|no folder|Found no|Couldn't find"),

@@ -1,0 +1,173 @@
+"""`hvdtrain.imagenet` under real launchers: it learns, from folders and from shards; each image counts once; broken ones."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchvision")
+pytest.importorskip("webdataset")
+
+from tests import image_set
+
+from .launchers import LAUNCHERS, MARK, ROOT, TORCHRUN, environment, events, kill, launch, members, summary
+
+SCRIPT = "hvdtrain.imagenet --no-progress --model shufflenet_v2_x0_5 --image-size 32 --batch-size 8"
+SCRIPT += " --optimizer adam --lr 0.01 --lr-scaling none --warmup-epochs 0"
+MPIRUN = f"{LAUNCHERS['mpirun']} {sys.executable} -m {SCRIPT}"
+STARTS = {"horovod": MPIRUN, "ddp": f"{TORCHRUN} -m {SCRIPT} --engine ddp"}
+ALONE = f"{sys.executable} -m {SCRIPT} --engine serial"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("data")
+    image_set.write(root / "folder")
+    done = launch(f"{sys.executable} -m hvdtrain.data.make_shards {root}/folder {root}/shards --samples-per-shard 60")
+    assert done.code == 0, done
+    assert done.stdout.splitlines() == [f"{root}/shards/train: 4 shards", f"{root}/shards/val: 2 shards"]
+    return {kind: root / kind for kind in ("folder", "shards")}
+
+
+def accuracy(engine: str, kind: str, data: dict[str, Path], directory: Path) -> float:
+    start = STARTS[engine].format(ranks=2)
+    done = launch(f"{start} --dataset {kind} --data-dir {data[kind]} --epochs 4 --output-dir {directory}")
+    assert done.code == 0, done
+    result = summary(directory)
+    assert (result["engine"], result["world_size"], result["dataset"]) == (engine, 2, kind)
+    assert (result["steps"], result["samples"]) == (4 * 15, 4 * image_set.TRAIN)
+    assert (result["test_count"], result["broken"]) == (image_set.TEST, 0)
+    assert result["test_accuracy"] <= result["test_accuracy_top5"] <= 1
+    return result["test_accuracy"]
+
+
+@pytest.mark.parametrize("engine", STARTS)
+def test_two_ranks_learn_the_same_from_a_folder_and_from_shards(engine, data, tmp_path):
+    from_folder = accuracy(engine, "folder", data, tmp_path / "folder")
+    from_shards = accuracy(engine, "shards", data, tmp_path / "shards")
+    assert min(from_folder, from_shards) > 0.45  # chance is 0.17
+    assert abs(from_folder - from_shards) < 0.25  # of 101 images one seed's spread is about 0.07
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("kind", ["folder", "shards"])
+def test_each_test_image_counts_once(kind, ranks, data, tmp_path):
+    """At 3 ranks of 2 workers there are more readers than shards."""
+    start = MPIRUN.format(ranks=ranks) if ranks > 1 else ALONE
+    workers = 2 if ranks > 1 else 0
+    flags = f"--dataset {kind} --data-dir {data[kind]} --epochs 1 --train-samples 50 --workers {workers}"
+    done = launch(f"{start} {flags} --output-dir {tmp_path}")
+    assert done.code == 0, done
+    result = summary(tmp_path)
+    assert (result["test_count"], result["samples"], result["broken"]) == (image_set.TEST, 50, 0)
+
+
+@pytest.mark.parametrize(("limit", "code"), [(40, 0), (2, 2)])
+@pytest.mark.parametrize("kind", ["folder", "shards"])
+def test_broken_data_is_named_and_counted_up_to_the_limit(kind, limit, code, data, tmp_path):
+    root = Path(shutil.copytree(data[kind], tmp_path / "data"))
+    if kind == "folder":
+        broken = [*sorted((root / "train" / "red").iterdir())[:3], sorted((root / "val" / "cyan").iterdir())[0]]
+        lost = len(broken)
+    else:
+        broken = [root / "train" / "000002.tar", root / "val" / "000001.tar"]
+        lost = None
+    for path in broken:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
+    flags = f"--dataset {kind} --data-dir {root} --epochs 2 --max-broken {limit} --log-steps 1"
+    done = launch(f"{MPIRUN.format(ranks=2)} {flags} --output-dir {tmp_path / 'out'}")
+    assert done.code == code, done
+    if code == 2:
+        ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.imagenet: error: ")]
+        assert len(ours) == 1, done
+        assert "samples cannot be read, such as " in ours[0]
+        assert "--max-broken allows 2: mend the data, or raise it" in ours[0]
+        assert "Traceback" not in done.stderr, done
+        return
+    result = summary(tmp_path / "out")
+    told = {line["file"]: line["samples"] for line in events(tmp_path / "out", "broken")}
+    assert {str(path) for path in broken} <= set(told)
+    assert all(f"skipped: {path}: " in done.stdout for path in broken)
+    assert result["broken"] == sum(told.values()) == (lost or result["broken"])
+    assert (result["samples"], result["steps"]) == (2 * image_set.TRAIN, 2 * 15)
+    in_test = sum(samples for file, samples in told.items() if f"{root}/val/" in file)
+    assert result["test_count"] + in_test == image_set.TEST
+
+
+def test_shards_from_commands(data, tmp_path):
+    train, val = (f"pipe:cat {data['shards']}/{split}/00000{{0..1}}.tar" for split in ("train", "val"))
+    flags = f"--dataset shards --train-shards '{train}' --test-shards '{val}' --classes 6 --train-samples 64 --epochs 1"
+    done = launch(f"{MPIRUN.format(ranks=2)} {flags} --output-dir {tmp_path}")
+    assert done.code == 0, done
+    assert summary(tmp_path)["test_count"] == image_set.TEST
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--accumulate 2 --compression fp16 --amp bf16 --memory-format contiguous",
+        "--recipe goyal --optimizer sgd --reduction sum --label-smoothing 0.1",
+    ],
+)
+def test_synthetic_images_with_the_mathematics(flags, tmp_path):
+    flags += " --dataset synthetic --classes 4 --train-samples 44 --epochs 2 --log-steps 1"
+    done = launch(f"{MPIRUN.format(ranks=2)} {flags} --output-dir {tmp_path}")
+    assert done.code == 0, done
+    result = summary(tmp_path)
+    assert (result["samples"], result["test_count"]) == (88, 5)
+    assert all(line["compute_seconds"] > 0 for line in events(tmp_path, "train"))
+
+
+def test_compiled_and_not_reached(tmp_path):
+    flags = (
+        "--dataset synthetic --classes 4 --train-samples 16 --epochs 1 --target-accuracy 1 --compile --model alexnet"
+    )
+    done = launch(f"{ALONE} {flags} --image-size 64", timeout=200)
+    assert done.code in (0, 3), done
+    assert (done.code == 3) == ("target accuracy 100.00% not reached" in done.stdout), done
+
+
+def test_refused_once_on_two_ranks(tmp_path):
+    done = launch(f"{MPIRUN.format(ranks=2)} --data-dir {tmp_path}", timeout=60)
+    assert done.code == 2, done
+    ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.imagenet: error: ")]
+    assert ours == [
+        f"hvdtrain.imagenet: error: --data-dir: {tmp_path}/train does not exist: name the directory that has train/ and val/"
+    ]
+
+
+def test_a_rank_that_raises_ends_the_job_though_workers_run(data):
+    body = "import hvdtrain.imagenet as m, hvdtrain.world as w; rank = w.announced().rank; real = m.evaluate; "
+    body += "m.evaluate = lambda *a: real(*a) if rank != 1 else 1 / 0; w.run(m.main)"
+    start = f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} -c '{body}' {SCRIPT.partition(' ')[2]}"
+    done = launch(f"{start} --data-dir {data['folder']} --epochs 3 --workers 2 --train-samples 32", timeout=60)
+    assert done.code not in (0, 2), done
+    assert "ZeroDivisionError" in done.stderr, done
+
+
+def test_a_killed_rank_leaves_no_worker_behind(data, tmp_path):
+    job = f"killed-imagenet-{os.getpid()}"
+    command = f"{MPIRUN.format(ranks=2)} --data-dir {data['folder']} --epochs 10000 --log-steps 1 --workers 2"
+    process = subprocess.Popen(
+        [*command.split(), "--output-dir", str(tmp_path)], cwd=ROOT, env=environment(**{MARK: job}),
+        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "metrics.jsonl").exists() or not events(tmp_path, "train"):
+            assert time.monotonic() < until, "training did not begin within a minute"
+            time.sleep(0.1)
+        assert len(members(job)) >= 1 + 2 * (1 + 1 + 2)  # mpirun; per rank itself, its fork server, two workers
+        os.kill(events(tmp_path, "start")[0]["ranks"][1]["pid"], signal.SIGKILL)
+        killed = time.monotonic()
+        assert process.wait(timeout=10) != 0
+        while members(job):
+            assert time.monotonic() - killed < 15, f"left behind: {members(job)}"
+            time.sleep(0.1)
+    finally:
+        kill(job)
