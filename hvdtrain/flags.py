@@ -89,8 +89,8 @@ def parser(name: str, description: str) -> Parser:
     )
 
 
-def add_run(group: Parser) -> None:
-    """Flags about the run: ranks, devices, output."""
+def add_world(group: Parser) -> None:
+    """Flags that `world.start` takes: ranks, devices, threads."""
     group.add_argument(
         "--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)"
     )
@@ -106,6 +106,11 @@ def add_run(group: Parser) -> None:
         default="auto",
         help="auto sets what makes Horovod and MPI fast where you have not set it; off leaves every default",
     )
+
+
+def add_run(group: Parser) -> None:
+    """Flags about a training run: ranks, devices, seed, output."""
+    add_world(group)
     group.add_argument(
         "--seed", type=seed, default=1, help="seeds the weights and the order of the samples (default: 1)"
     )
