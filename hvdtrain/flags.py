@@ -121,6 +121,19 @@ def add_run(group: Parser) -> None:
     group.add_argument("--no-progress", action="store_true", help="no progress bar, no progress lines")
 
 
+def add_wire(group: Parser) -> None:
+    """Flags about how gradients travel."""
+    group.add_argument(
+        "--compression",
+        choices=("none", "fp16", "auto"),
+        default="none",
+        help="of the gradients on the wire; auto: fp16 between hosts, none within one",
+    )
+    group.add_argument(
+        "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"
+    )
+
+
 def add_training(group: Parser) -> None:
     """Flags about the mathematics; those left out come from the recipe."""
     group.add_argument("--epochs", type=positive_int)
@@ -133,15 +146,7 @@ def add_training(group: Parser) -> None:
     group.add_argument("--momentum", type=fraction, help="sgd: momentum; adam, adamw: beta 1")
     group.add_argument("--weight-decay", type=non_negative)
     group.add_argument("--label-smoothing", type=fraction)
-    group.add_argument(
-        "--compression",
-        choices=("none", "fp16", "auto"),
-        default="none",
-        help="of the gradients on the wire; auto: fp16 between hosts, none within one",
-    )
-    group.add_argument(
-        "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"
-    )
+    add_wire(group)
     group.add_argument(
         "--gradient-predivide-factor",
         type=positive,

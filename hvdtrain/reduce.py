@@ -9,7 +9,6 @@ Bandwidths are those of nccl-tests, doc/PERFORMANCE.md: S bytes reduced in t sec
 2(n-1)/n it is the bus bandwidth, which for any n can be compared with what the wire, or the memory, can do. GB: 10^9 bytes.
 """
 
-import json
 import socket
 import statistics
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from hvdtrain import flags as cli
-from hvdtrain import plotting
+from hvdtrain import measuring, plotting
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 from hvdtrain.telemetry import versions
@@ -101,20 +100,14 @@ def demonstrate(world: World, op: str, dtype: str) -> None:
         print("\n".join(f"after {rank} data {after}" for rank, (_, after) in enumerate(held)), flush=True)
 
 
-def settle(world: World) -> None:
-    """Wait until the device has done what was queued."""
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-
-
 def block_seconds(world: World, tensor: torch.Tensor, op: str, name: str, times: int) -> float:
     """Return the seconds that one of `times` all-reduces took on the slowest rank."""
     world.barrier()
-    settle(world)
+    measuring.settle(world.device)
     began = time.perf_counter()
     for _ in range(times):
         world.all_reduce_(tensor, op, name)
-    settle(world)
+    measuring.settle(world.device)
     mine = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64)
     world.all_reduce_(mine, "max", "block")
     return mine.item()
@@ -176,7 +169,7 @@ def sweep(world: World, flags: Namespace) -> None:
     with world.agreement("output"):
         if world.rank == 0 and flags.output_dir is not None:
             plotting.require_matplotlib()
-            make_directory(flags.output_dir)
+            measuring.make_directory(flags.output_dir)
     dtypes = [flags.dtype] if flags.dtype else SWEPT
     for dtype in dtypes:
         refuse_dtype(world, flags.op, dtype)
@@ -197,20 +190,11 @@ def sweep(world: World, flags: Namespace) -> None:
     if world.rank == 0 and flags.output_dir is not None:
         result = dict(
             title=about, engine=world.engine, description=world.description, world_size=world.size, hosts=hosts,
-            device=str(world.device), config=vars(flags), automatic=world.notes, versions=versions(), rows=rows,
+            device=str(world.device), config=vars(flags), automatic=world.notes, hardware=measuring.hardware(),
+            versions=versions(), rows=rows,
         )  # fmt: skip
-        (flags.output_dir / "reduce.json").write_text(json.dumps(result, indent=2, default=str) + "\n")
+        measuring.write_json(flags.output_dir / "reduce.json", result)
         draw(about, rows, flags.output_dir / "reduce.png")
-
-
-def make_directory(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / ".written").touch()
-        (directory / ".written").unlink()
-    except OSError as error:
-        said = f"--output-dir {directory} cannot be written ({error.strerror}): name another, or make room"
-        raise UserError(said) from error
 
 
 def draw(about: str, rows: list[dict], path: Path) -> None:
