@@ -95,8 +95,8 @@ def parser(name: str, description: str) -> Parser:
     )
 
 
-def add_run(group: Parser) -> None:
-    """Flags about the run: ranks, devices, output."""
+def add_world(group: Parser) -> None:
+    """Flags that `world.start` takes: ranks, devices, threads."""
     group.add_argument(
         "--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)"
     )
@@ -112,6 +112,11 @@ def add_run(group: Parser) -> None:
         default="auto",
         help="auto sets what makes Horovod and MPI fast where you have not set it; off leaves every default",
     )
+
+
+def add_run(group: Parser) -> None:
+    """Flags about a training run: ranks, devices, seed, output."""
+    add_world(group)
     group.add_argument(
         "--seed", type=seed, default=1, help="seeds the weights and the order of the samples (default: 1)"
     )
@@ -120,6 +125,19 @@ def add_run(group: Parser) -> None:
         "--log-steps", type=positive_int, default=50, help="steps between two train events (default: 50)"
     )
     group.add_argument("--no-progress", action="store_true", help="no progress bar, no progress lines")
+
+
+def add_wire(group: Parser) -> None:
+    """Flags about how gradients travel."""
+    group.add_argument(
+        "--compression",
+        choices=("none", "fp16", "auto"),
+        default="none",
+        help="of the gradients on the wire; auto: fp16 between hosts, none within one",
+    )
+    group.add_argument(
+        "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"
+    )
 
 
 def add_training(group: Parser) -> None:
@@ -134,15 +152,7 @@ def add_training(group: Parser) -> None:
     group.add_argument("--momentum", type=fraction, help="sgd: momentum; adam, adamw: beta 1")
     group.add_argument("--weight-decay", type=non_negative)
     group.add_argument("--label-smoothing", type=fraction)
-    group.add_argument(
-        "--compression",
-        choices=("none", "fp16", "auto"),
-        default="none",
-        help="of the gradients on the wire; auto: fp16 between hosts, none within one",
-    )
-    group.add_argument(
-        "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"
-    )
+    add_wire(group)
     group.add_argument(
         "--gradient-predivide-factor",
         type=positive,

@@ -184,7 +184,8 @@ class DdpWorld(World):
         kind = {"sum": ops.SUM, "average": ops.SUM, "min": ops.MIN, "max": ops.MAX, "product": ops.PRODUCT}[op]
         torch.distributed.all_reduce(tensor, op=kind)
         if op == "average":  # Gloo has none of its own
-            tensor.div_(self.size) if tensor.is_floating_point() else tensor.floor_divide_(self.size)
+            exact = tensor.is_floating_point() or tensor.is_complex()
+            tensor.div_(self.size) if exact else tensor.floor_divide_(self.size)
 
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]

@@ -189,6 +189,8 @@ class HorovodWorld(World):
 
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
         hvd = self.hvd
+        if op == "adasum":
+            self._refuse_adasum()
         ops = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}
         ops |= {"min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
         hvd.allreduce_(tensor, op=ops[op], name=name)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from hvdtrain.mnist import ConvNet
+from hvdtrain.convnet import ConvNet
 
 from .launchers import LAUNCHERS, TORCHRUN, events, launch, summary, train
 

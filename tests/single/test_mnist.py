@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from hvdtrain.convnet import ConvNet
 from hvdtrain.errors import UserError
-from hvdtrain.mnist import RECIPES, ConvNet, parse
+from hvdtrain.mnist import RECIPES, parse
 from hvdtrain.weights import load_weights
 
 

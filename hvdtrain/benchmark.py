@@ -1,0 +1,275 @@
+"""Measure one configuration: how many samples a second, and where the time of each sample goes.
+
+python -m hvdtrain.benchmark --engine serial                          ResNet-50, batch 32, synthetic images
+horovodrun -np 2 python -m hvdtrain.benchmark --amp bf16 --channels-last
+mpirun -np 2 python -m hvdtrain.benchmark --model convnet --batch-size 64 --output-dir OUT
+torchrun --nproc-per-node 2 -m hvdtrain.benchmark --engine ddp --no-communication
+
+--input synthetic (default)   random uint8 images on the device, gathered and scaled to each batch
+--input mock                  the same finished batch for ever: compute and communication alone
+--input real                  the files in --data-dir: MNIST for convnet, train/CLASS/*.jpg for torchvision's models
+
+Samples per second are those of all ranks over the slowest rank's time. docs/benchmarks.md says how all of it is measured.
+"""
+
+import copy
+import resource
+import shutil
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hvdtrain import convnet, measuring
+from hvdtrain import flags as cli
+from hvdtrain.data import idx
+from hvdtrain.data.endless import Batches, open_endless
+from hvdtrain.engines.base import World
+from hvdtrain.engines.single import SerialWorld
+from hvdtrain.errors import UserError
+from hvdtrain.models import build_model
+from hvdtrain.telemetry import Clock, versions
+from hvdtrain.world import run, start
+
+
+class Repeat(NamedTuple):
+    """What one rank measured in one repeat. Seconds of the phases are per sample of this rank."""
+
+    seconds: float
+    samples: int
+    loading: float
+    compute: float
+    communication: float
+
+
+def parse(argv: Sequence[str] | None = None) -> Namespace:
+    parser = cli.parser("benchmark", __doc__)
+    parser.add_argument("--model", default="resnet50", help="convnet or any torchvision classifier (default: resnet50)")
+    parser.add_argument("--batch-size", type=cli.positive_int, help="samples per rank (default: convnet 64, others 32)")
+    parser.add_argument(
+        "--image-size", type=cli.positive_int, help="pixels (default: 224; inception_v3 299; convnet 28)"
+    )
+    parser.add_argument(
+        "--amp", choices=tuple(cli.AMP_DTYPES), default="off", help="compute in this type where it is safe"
+    )
+    parser.add_argument("--channels-last", action="store_true", help="images in memory as height, width, channel")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--input", choices=("synthetic", "mock", "real"), default="synthetic")
+    parser.add_argument("--dataset", choices=idx.NAMES, default="auto", help="with --input real and convnet")
+    parser.add_argument("--data-dir", type=Path, help="with --input real")
+    parser.add_argument("--workers", type=cli.positive_int, default=2, help="with image folders: decoders (default: 2)")
+    parser.add_argument("--no-communication", action="store_true", help="every rank trains for itself: the upper bound")
+    parser.add_argument("--warmup-steps", type=cli.positive_int, default=5, help="not counted (default: 5)")
+    parser.add_argument("--repeats", type=cli.positive_int, default=10, help="their mean is the result (default: 10)")
+    parser.add_argument("--steps", type=cli.positive_int, help="per repeat (default: as many as take a second)")
+    parser.add_argument("--seed", type=cli.seed, default=1)
+    parser.add_argument("--output-dir", type=Path, help="write benchmark.json there (default: nowhere)")
+    cli.add_wire(parser)
+    cli.add_world(parser)
+    flags = parser.parse(argv)
+    small = flags.model in convnet.MODELS
+    if small and flags.image_size not in (None, 28):
+        raise UserError(f"--model {flags.model} takes images of 28 pixels: leave out --image-size", everywhere=True)
+    flags.image_size = flags.image_size or (28 if small else 299 if flags.model == "inception_v3" else 224)
+    flags.batch_size = flags.batch_size or (64 if small else 32)
+    return flags
+
+
+def count_flops(model: nn.Module, shape: Sequence[int]) -> int | None:
+    """Return the floating-point operations of forward and backward for one image of `shape` (channels, side, side).
+
+    A multiplication and an addition are two. Counted by torch.utils.flop_counter on meta tensors, which compute nothing; it
+    knows convolutions, matrix products and attention, not the rest. None where the model cannot be counted.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    try:
+        model = copy.deepcopy(model).to("meta")
+        with FlopCounterMode(display=False) as counter:
+            model(torch.empty(2, *shape, device="meta")).sum().backward()  # two: batch norm wants more than one value
+    except (RuntimeError, NotImplementedError):
+        return None
+    return counter.get_total_flops() // 2 or None
+
+
+def measure(flags: Namespace, world: World, model: nn.Module, batches: Batches) -> tuple[list[list[Repeat]], int]:
+    """Train; return, per repeat and rank, what was measured, and the number of steps in each repeat. A collective."""
+    others: World = world
+    if flags.no_communication:
+        others = SerialWorld(tuning=False, rank=0, size=1, launcher="none")
+        others.device = world.device
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    predivide = float(world.size) if flags.compression == "fp16" else 1.0
+    replica, optimizer = others.distribute(model, optimizer, compression=flags.compression, predivide=predivide)
+    others.broadcast(model, optimizer)
+    forward = torch.compile(replica, dynamic=False) if flags.compile else replica
+    autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
+    scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
+
+    def repeat(steps: int, apart: bool) -> Repeat:
+        """Train `steps` steps. apart: wait for the device after each phase, so that its work is booked where it was done."""
+        world.barrier()
+        measuring.settle(world.device)
+        clock = Clock()
+        began = time.perf_counter()
+        for _ in range(steps):
+            images, labels = next(batches)
+            mark(clock, "loading", apart)
+            optimizer.zero_grad()
+            with others.backward_pass(replica, optimizer, 0, 1):
+                with autocast:
+                    loss = F.cross_entropy(forward(images), labels)
+                scaler.scale(loss).backward()
+            if apart:
+                measuring.settle(world.device)
+            clock.mark("compute", at=others.gradients_ready())
+            with others.synchronized(optimizer):
+                mark(clock, "communication", apart)
+                scaler.step(optimizer)
+            scaler.update()
+            mark(clock, "compute", apart)
+            clock.count(flags.batch_size * world.size, flags.batch_size)
+        measuring.settle(world.device)
+        clock.mark("compute")
+        seconds = time.perf_counter() - began
+        rates = clock.rates()
+        return Repeat(seconds, steps * flags.batch_size, *(rates[f"{phase}_seconds"] for phase in Clock.PHASES))
+
+    def mark(clock: Clock, phase: str, apart: bool) -> None:
+        if apart:
+            measuring.settle(world.device)
+        clock.mark(phase)
+
+    repeat(flags.warmup_steps, False)
+    steps = flags.steps
+    if steps is None:
+        trial = repeat(2, False).seconds / 2
+        steps = max(1, round(1 / max(world.gather(trial, "trial"))))  # the slowest rank's word, so alike on all
+    # A GPU works on while the host goes on: there the phases are measured in repeats of their own, which do not count.
+    phases_apart = world.device.type == "cuda"
+    timed = [repeat(steps, False) for _ in range(flags.repeats)]
+    if phases_apart:
+        timed = [
+            fast._replace(loading=slow.loading, compute=slow.compute, communication=slow.communication)
+            for fast, slow in zip(timed, [repeat(steps, True) for _ in timed], strict=True)
+        ]
+    by_rank = world.gather(timed, "repeats")
+    return [[Repeat(*rank[number]) for rank in by_rank] for number in range(flags.repeats)], steps
+
+
+def throughput(repeat: Sequence[Repeat]) -> float:
+    """Return the samples per second of all ranks: the sum of their samples over the slowest rank's time."""
+    return sum(rank.samples for rank in repeat) / max(rank.seconds for rank in repeat)
+
+
+def phases(repeats: Sequence[Repeat]) -> dict[str, float]:
+    """Return seconds per sample by phase, over the samples of all `repeats` (of one rank, or of all)."""
+    samples = sum(repeat.samples for repeat in repeats)
+    return {
+        phase: sum(getattr(repeat, phase) * repeat.samples for repeat in repeats) / samples for phase in Clock.PHASES
+    }
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Return the most bytes of memory that this process had: resident, and allocated on the GPU."""
+    peak = {"resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # Linux counts in KiB
+    if device.type == "cuda":
+        peak["cuda_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
+    return peak
+
+
+def summarize(flags: Namespace, world: World, repeats: list[list[Repeat]], steps: int, flops: int | None) -> dict:
+    """Return benchmark.json's content. A collective."""
+    facts = dict(rank=world.rank, host=socket.gethostname(), device=str(world.device), threads=torch.get_num_threads())
+    facts |= dict(peak=peak_memory(world.device), hardware=measuring.hardware())
+    ranks = world.gather(facts, "facts")
+    for rank in ranks:
+        mine = [repeat[rank["rank"]] for repeat in repeats]
+        rank["seconds_per_sample"] = phases(mine)
+        rank["samples_per_second"] = sum(one.samples for one in mine) / sum(one.seconds for one in mine)
+    rates = [throughput(repeat) for repeat in repeats]
+    mean = measuring.mean(rates)
+    return dict(
+        model=flags.model, batch_size_per_rank=flags.batch_size, engine=world.engine, description=world.description,
+        communicates=not flags.no_communication, world_size=world.size, hosts=len({rank["host"] for rank in ranks}),
+        input=flags.input, amp=flags.amp, channels_last=flags.channels_last, compile=flags.compile, steps=steps,
+        samples_per_second=mean._asdict(), samples_per_second_repeats=rates,
+        seconds_per_sample=phases([one for repeat in repeats for one in repeat]),
+        flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
+        peak={name: max(rank["peak"][name] for rank in ranks) for name in ranks[0]["peak"]},
+        ranks=ranks, automatic=world.notes, config=vars(flags), versions=versions(),
+    )  # fmt: skip
+
+
+def block(result: dict) -> str:
+    """Return the result as people read it."""
+    size, rate, peak = result["world_size"], result["samples_per_second"], result["peak"]
+    how = [result["amp"] if result["amp"] != "off" else "float32"]
+    how += [name for name in ("channels_last", "compile") if result[name]]
+    how += [f"{result['input']} input"] + ["no communication"] * (not result["communicates"])
+    spread = f"95 %: {rate['low']:,.1f} to {rate['high']:,.1f}, " if rate["n"] > 1 else ""
+    threads = result["ranks"][0]["threads"]
+    lines = [
+        f"{result['model']}, batch {result['batch_size_per_rank']} per rank, {', '.join(how)}",
+        f"{size} rank{'s'[: size > 1]} on {result['hosts']} host{'s'[: result['hosts'] > 1]}, {result['description']}, "
+        f"{result['ranks'][0]['device'].split(':')[0]}, {threads} torch thread{'s'[: threads > 1]} per rank",
+        f"  throughput       {rate['mean']:,.1f} samples/s ({spread}n = {rate['n']} of {result['steps']} steps)",
+        f"  us per sample    {_phases(result['seconds_per_sample'])}",
+    ]
+    if size > 1:
+        lines += [
+            f"  rank {rank['rank']:<11} {_phases(rank['seconds_per_sample'])}  {rank['samples_per_second']:,.1f} samples/s"
+            for rank in result["ranks"]
+        ]
+    memory = f"{peak['resident_bytes'] / 2**20:,.0f} MiB resident"
+    if "cuda_allocated_bytes" in peak:
+        memory += f", {peak['cuda_allocated_bytes'] / 2**20:,.0f} MiB on the GPU"
+    lines.append(f"  peak memory      {memory}, on the rank that had most")
+    if result["flops_per_sample"]:
+        each, all_ = result["flops_per_sample"] / 1e9, result["flops_per_second"] / 1e9
+        lines.append(
+            f"  GFLOP/s          {all_:,.1f} over all ranks ({each:.4g} GFLOP per sample, forward and backward)"
+        )
+    return "\n".join(lines)
+
+
+def _phases(seconds: dict[str, float]) -> str:
+    total = sum(seconds.values())
+    return "  ".join(f"{phase} {value * 1e6:,.1f} ({value / total:.0%})" for phase, value in seconds.items())
+
+
+def main() -> int:
+    flags = parse()
+    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+        flags.compression = world.choose_compression(flags.compression)
+        small = flags.model in convnet.MODELS
+        channels, classes = (1, 10) if small else (3, 1000)
+        shape = (channels, flags.image_size, flags.image_size)
+        with world.agreement("start"):
+            if flags.compile and world.device.type == "cpu" and not shutil.which("g++"):
+                raise UserError("--compile on a CPU needs a C++ compiler: install g++, or leave it out")
+            if world.rank == 0 and flags.output_dir is not None:
+                measuring.make_directory(flags.output_dir)
+            torch.manual_seed(flags.seed)
+            # The weights stay contiguous whatever the images are: Horovod refuses gradients in channels_last.
+            model = convnet.MODELS[flags.model]() if small else build_model(flags.model, classes, flags.image_size)
+            flops = count_flops(model, shape)
+            model = model.to(world.device)
+            batches = open_endless(flags, world, classes, shape)
+        repeats, steps = measure(flags, world, model, batches)
+        result = summarize(flags, world, repeats, steps, flops)
+        if world.rank == 0:
+            print(block(result), flush=True)
+            if flags.output_dir is not None:
+                measuring.write_json(flags.output_dir / "benchmark.json", result)
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

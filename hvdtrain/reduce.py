@@ -1,0 +1,232 @@
+"""The all-reduce, alone: what each rank held before and after; or, with --sweep, how fast it is at which size.
+
+mpirun -np 4 python -m hvdtrain.reduce                                each rank starts with its rank + 1: 4 ranks get 10
+horovodrun -np 4 python -m hvdtrain.reduce --reduction average --dtype float16
+torchrun --nproc-per-node 4 -m hvdtrain.reduce --engine ddp
+mpirun -np 4 python -m hvdtrain.reduce --sweep --output-dir OUT       table, reduce.json and reduce.png
+
+Bandwidths are those of nccl-tests, doc/PERFORMANCE.md: S bytes reduced in t seconds are an algorithm bandwidth of S/t; times
+2(n-1)/n it is the bus bandwidth, which for any n can be compared with what the wire, or the memory, can do. GB: 10^9 bytes.
+"""
+
+import socket
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hvdtrain import flags as cli
+from hvdtrain import measuring, plotting
+from hvdtrain.engines.base import World
+from hvdtrain.errors import UserError
+from hvdtrain.telemetry import versions
+from hvdtrain.world import ENGINES, engine_class, run, start
+
+REDUCTIONS = ("sum", "average", "min", "max", "product", "adasum")
+DTYPES = (
+    "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "int8", "int16", "int32", "int64", "uint8", "bool", "complex64", "complex128",
+)  # fmt: skip
+SWEPT = ("float32", "float16")
+BLOCKS = 5  # each size is timed in so many blocks; their median counts, their range shows the noise
+MOST_IN_BLOCK = 1000
+
+
+def parse(argv: Sequence[str] | None = None) -> Namespace:
+    parser = cli.parser("reduce", __doc__)
+    # dest: `--reduction` of gradients is refused by rules of its own (`refuse_foreign`).
+    parser.add_argument("--reduction", dest="op", choices=REDUCTIONS, default="sum")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float32; with --sweep float32 and float16")
+    parser.add_argument(
+        "--sweep", action="store_true", help="time it, from --min-bytes to --max-bytes in powers of two"
+    )
+    parser.add_argument("--min-bytes", type=cli.positive_int, default=4, help="default: 4")
+    parser.add_argument("--max-bytes", type=cli.positive_int, default=256 * 2**20, help="default: 268435456 (256 MiB)")
+    parser.add_argument(
+        "--seconds-per-size", type=cli.positive, default=0.5, help="about so long each size is timed (default: 0.5)"
+    )
+    parser.add_argument("--output-dir", type=Path, help="with --sweep: write reduce.json and reduce.png there")
+    cli.add_world(parser)
+    flags = parser.parse(argv)
+    if flags.op not in engine_class(flags.engine).reductions:
+        able = " or ".join(engine for engine in ENGINES if flags.op in engine_class(engine).reductions)
+        said = f"--reduction {flags.op} is not for --engine {flags.engine}: use --engine {able}"
+        raise UserError(said, everywhere=True)
+    if flags.min_bytes > flags.max_bytes:
+        said = f"--min-bytes {flags.min_bytes} is more than --max-bytes {flags.max_bytes}: exchange them"
+        raise UserError(said, everywhere=True)
+    return flags
+
+
+def refusal(world: World, op: str, dtype: str) -> str | None:
+    """Reduce one number for a trial; return why this engine cannot, or None. A collective."""
+    try:
+        number = torch.ones(1, device=world.device).to(getattr(torch, dtype))
+        world.all_reduce_(number, op, f"trial.{op}.{dtype}")
+    except UserError:
+        raise
+    except Exception as error:  # each engine and each library under it has its own
+        return str(error).splitlines()[0]
+    return None
+
+
+def refuse_dtype(world: World, op: str, dtype: str) -> None:
+    """Raise UserError on every rank where the engine cannot reduce `dtype`, naming those that it can. A collective."""
+    why = refusal(world, op, dtype)
+    if why is not None:
+        able = ", ".join(other for other in DTYPES if refusal(world, op, other) is None)
+        said = f"--dtype {dtype} with --reduction {op} is not for {world.description} ({why}): use {able}"
+        raise UserError(said, everywhere=True)
+
+
+def text(number: torch.Tensor) -> str:
+    """Return the one element of `number` as people write it: 10, not 10.0."""
+    value = number.item()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def demonstrate(world: World, op: str, dtype: str) -> None:
+    """Reduce rank + 1 over all ranks and print, in rank order, what each rank held before and after."""
+    refuse_dtype(world, op, dtype)
+    number = torch.tensor([world.rank + 1], device=world.device).to(getattr(torch, dtype))
+    before = text(number)
+    world.all_reduce_(number, op, "data")
+    held = world.gather([before, text(number)], "held")  # to rank 0, which alone prints: lines of ranks would mix
+    if world.rank == 0:
+        print("\n".join(f"before {rank} data {before}" for rank, (before, _) in enumerate(held)))
+        print("\n".join(f"after {rank} data {after}" for rank, (_, after) in enumerate(held)), flush=True)
+
+
+def block_seconds(world: World, tensor: torch.Tensor, op: str, name: str, times: int) -> float:
+    """Return the seconds that one of `times` all-reduces took on the slowest rank."""
+    world.barrier()
+    measuring.settle(world.device)
+    began = time.perf_counter()
+    for _ in range(times):
+        world.all_reduce_(tensor, op, name)
+    measuring.settle(world.device)
+    mine = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64)
+    world.all_reduce_(mine, "max", "block")
+    return mine.item()
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.element_size() == 1 else tensor  # float8 knows no comparison
+
+
+def measure(world: World, op: str, dtype: str, count: int, seconds: float) -> dict[str, object]:
+    """Time all-reduces of `count` elements for about `seconds`; return one row of the table.
+
+    Raises RuntimeError where the result is wrong: a fast wrong answer is no answer.
+    """
+    kind = getattr(torch, dtype)
+    name = f"sweep.{dtype}.{count}"
+    tensor = torch.full((count,), world.rank + 1, device=world.device, dtype=kind)
+    one = tensor[:1].clone()
+    world.all_reduce_(one, op, name + ".one")
+    world.all_reduce_(tensor, op, name)  # also the first of the warm-up
+    if not torch.isclose(comparable(tensor), comparable(one), rtol=0.01).all():
+        raise RuntimeError(f"{world.description}: wrong {op} of {count} {dtype}")
+    tensor.zero_()  # so that sums stay finite, however often they are repeated
+
+    first = max(block_seconds(world, tensor, op, name, 1), 1e-9)
+    first = max(block_seconds(world, tensor, op, name, min(10, max(1, int(0.1 * seconds / first)))), 1e-9)
+    times = min(MOST_IN_BLOCK, max(1, round(seconds / BLOCKS / first)))  # alike on all ranks: `first` is
+    blocks = [block_seconds(world, tensor, op, name, times) for _ in range(BLOCKS)]
+    taken, size = statistics.median(blocks), count * tensor.element_size()
+    algorithm = size / max(taken, 1e-12)
+    return dict(
+        bytes=size,
+        count=count,
+        dtype=dtype,
+        reduction=op,
+        seconds=taken,
+        seconds_least=min(blocks),
+        seconds_most=max(blocks),
+        repeats=times * BLOCKS,
+        algorithm_bytes_per_second=algorithm,
+        bus_bytes_per_second=algorithm * 2 * (world.size - 1) / world.size,
+    )
+
+
+HEADER = (
+    f"{'bytes':>11} {'count':>11} {'dtype':>9} {'time us':>11} {'least':>11} {'most':>11} {'repeats':>8} "
+    f"{'algbw GB/s':>11} {'busbw GB/s':>11}"
+)
+
+
+def line(row: dict) -> str:
+    times = " ".join(f"{row[name] * 1e6:11.2f}" for name in ("seconds", "seconds_least", "seconds_most"))
+    speeds = " ".join(f"{row[f'{kind}_bytes_per_second'] / 1e9:11.4g}" for kind in ("algorithm", "bus"))
+    return f"{row['bytes']:11d} {row['count']:11d} {row['dtype']:>9} {times} {row['repeats']:8d} {speeds}"
+
+
+def sweep(world: World, flags: Namespace) -> None:
+    """Measure every size and dtype, print the table as it grows, and write JSON and picture to --output-dir."""
+    with world.agreement("output"):
+        if world.rank == 0 and flags.output_dir is not None:
+            plotting.require_matplotlib()
+            measuring.make_directory(flags.output_dir)
+    dtypes = [flags.dtype] if flags.dtype else SWEPT
+    for dtype in dtypes:
+        refuse_dtype(world, flags.op, dtype)
+    hosts = len(set(world.gather(socket.gethostname(), "hosts")))
+    about = f"{world.size} rank{'s'[: world.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {world.description}"
+    about += f", {world.device.type}, {flags.op}"
+    rows = []
+    if world.rank == 0:
+        print(f"{about}\n{HEADER}", flush=True)
+    for dtype in dtypes:
+        element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+        size = flags.min_bytes
+        while size <= flags.max_bytes:
+            rows.append(measure(world, flags.op, dtype, max(1, size // element), flags.seconds_per_size))
+            if world.rank == 0:
+                print(line(rows[-1]), flush=True)
+            size *= 2
+    if world.rank == 0 and flags.output_dir is not None:
+        result = dict(
+            title=about, engine=world.engine, description=world.description, world_size=world.size, hosts=hosts,
+            device=str(world.device), config=vars(flags), automatic=world.notes, hardware=measuring.hardware(),
+            versions=versions(), rows=rows,
+        )  # fmt: skip
+        measuring.write_json(flags.output_dir / "reduce.json", result)
+        draw(about, rows, flags.output_dir / "reduce.png")
+
+
+def draw(about: str, rows: list[dict], path: Path) -> None:
+    """Draw time and bus bandwidth over size, one curve per dtype, with the range over blocks behind it."""
+    figure, (left, right) = plotting.panels(["time of one all-reduce", "bus bandwidth"])
+    figure.suptitle(about, fontsize=10)
+    for index, dtype in enumerate(dict.fromkeys(row["dtype"] for row in rows)):
+        mine = [row for row in rows if row["dtype"] == dtype]
+        style = dict(color=plotting.COLOURS[index], marker=plotting.MARKERS[index], markersize=3.5, label=dtype)
+        sizes = [row["bytes"] for row in mine]
+        left.plot(sizes, [row["seconds"] * 1e6 for row in mine], **style)
+        least, most = ([row[f"seconds_{end}"] * 1e6 for row in mine] for end in ("least", "most"))
+        left.fill_between(sizes, least, most, color=style["color"], alpha=0.15, linewidth=0)
+        right.plot(sizes, [row["bus_bytes_per_second"] / 1e9 for row in mine], **style)
+    for axis, unit in ((left, "microseconds"), (right, "GB/s")):
+        plotting.byte_axis(axis, [row["bytes"] for row in rows])
+        axis.set_ylabel(unit)
+        axis.legend(frameon=False)
+    left.set_yscale("log")
+    right.set_ylim(bottom=0)
+    plotting.save(figure, path)
+
+
+def main() -> int:
+    flags = parse()
+    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+        if flags.sweep:
+            sweep(world, flags)
+        else:
+            demonstrate(world, flags.op, flags.dtype or "float32")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

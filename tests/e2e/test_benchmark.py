@@ -1,0 +1,36 @@
+"""`hvdtrain.benchmark` under real launchers."""
+
+import json
+import sys
+
+import pytest
+
+from .launchers import LAUNCHERS, TORCHRUN, launch
+
+SMALL = "--model convnet --batch-size 8 --warmup-steps 1 --repeats 3 --steps 3"
+HOROVOD = f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} -m hvdtrain.benchmark {SMALL}"
+DDP = f"{TORCHRUN.format(ranks=2)} -m hvdtrain.benchmark --engine ddp {SMALL}"
+
+
+@pytest.mark.parametrize(
+    ("command", "engine", "communicates"), [(HOROVOD, "horovod", True), (f"{DDP} --no-communication", "ddp", False)]
+)
+def test_two_ranks(command, engine, communicates, tmp_path):
+    done = launch(f"{command} --output-dir {tmp_path}", timeout=90)
+    assert done.code == 0, done
+    result = json.loads((tmp_path / "benchmark.json").read_text())
+    assert (result["engine"], result["world_size"], result["communicates"]) == (engine, 2, communicates)
+    assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
+    # Of all ranks, over the slowest one's time: never more than what the ranks made each for itself.
+    assert result["samples_per_second"]["mean"] <= sum(rank["samples_per_second"] for rank in result["ranks"]) * 1.001
+    seconds = result["seconds_per_sample"]
+    share = seconds["communication"] / sum(seconds.values())
+    assert (share > 0.005) == communicates, share
+    assert done.stdout.count("samples/s") == 3, done  # one block, from rank 0, with a line for each rank
+
+
+def test_what_one_rank_cannot_do_ends_them_all(tmp_path):
+    done = launch(f"{HOROVOD} --model resnet5", timeout=90)
+    assert done.code == 2, done
+    assert done.stderr.count("torchvision has no such classifier") == 1, done
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,141 @@
+"""The benchmark's arithmetic, its input, its flags."""
+
+import itertools
+
+import pytest
+import torch
+
+from hvdtrain import benchmark
+from hvdtrain.benchmark import Repeat, count_flops, parse, phases, throughput
+from hvdtrain.convnet import ConvNet
+from hvdtrain.data.endless import open_endless
+from hvdtrain.engines.single import SerialWorld
+from hvdtrain.errors import UserError
+
+
+@pytest.fixture
+def world():
+    world = SerialWorld(tuning=False, rank=0, size=1, launcher="none")
+    world.device = torch.device("cpu")
+    return world
+
+
+def test_throughput_is_all_samples_over_the_slowest_ranks_time():
+    fast, slow = Repeat(1.0, 100, 0, 0, 0), Repeat(2.0, 60, 0, 0, 0)
+    assert throughput([fast, slow]) == throughput([slow, fast]) == 80
+
+
+def test_phases_are_weighted_by_samples():
+    few, many = Repeat(1.0, 10, 0.1, 0.2, 0.3), Repeat(1.0, 30, 0.5, 0.6, 0.7)
+    assert phases([few, many]) == pytest.approx({"loading": 0.4, "compute": 0.5, "communication": 0.6})
+
+
+def test_flops_are_those_of_the_layers():
+    first, second, last = 28 * 28 * 16 * 25, 14 * 14 * 32 * 16 * 25, 1568 * 10  # multiplications, and as many additions
+    forward_and_backward = 3 * (first + second + last) - first  # nobody asks for the images' gradient
+    assert count_flops(ConvNet(), (1, 28, 28)) == 2 * forward_and_backward
+
+
+def test_what_cannot_be_counted_is_none():
+    class Reads(torch.nn.Module):
+        def forward(self, images):
+            return images * images.sum().item()  # no value is there to be read
+
+    assert count_flops(Reads(), (1, 2, 2)) is None
+    assert count_flops(torch.nn.BatchNorm2d(1), (1, 2, 2)) is None  # nothing that the counter knows
+
+
+def batches(world, flags, number, shape=(1, 28, 28)):
+    return list(itertools.islice(open_endless(parse(flags.split()), world, 10, shape), number))
+
+
+def test_mock_is_one_batch_for_ever(world):
+    (images, labels), (again, _) = batches(world, "--model convnet --batch-size 4 --input mock", 2)
+    assert (images.shape, images.dtype, labels.shape) == ((4, 1, 28, 28), torch.float32, (4,))
+    assert 0 <= images.min() < images.max() <= 1
+    assert again is images
+
+
+def test_synthetic_is_another_batch_each_time_and_the_same_for_a_seed(world):
+    flags = "--model convnet --batch-size 4 --channels-last"
+    mine, same = (batches(world, flags, 9) for _ in range(2))
+    assert not torch.equal(mine[0][0], mine[1][0])
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(mine, same, strict=True))
+    assert mine[0][0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_real_digits_are_scaled_pixels(world):
+    (images, labels), *_ = batches(world, "--model convnet --batch-size 8 --input real --dataset digits", 1)
+    assert (images.shape, images.max().item()) == ((8, 1, 28, 28), 1.0)
+    assert set(labels.tolist()) <= set(range(10))
+
+
+def test_image_folders_are_decoded_for_ever(world, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for index in range(6):
+        directory = tmp_path / f"train/class{index % 2}"
+        directory.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (40, 30), (index * 40, 0, 255)).save(directory / f"{index}.jpg")
+    flags = f"--batch-size 3 --image-size 16 --input real --data-dir {tmp_path} --workers 1"
+    for images, labels in batches(world, flags, 3, (3, 16, 16)):  # the third begins another epoch
+        assert images.shape == (3, 3, 16, 16)
+        assert images[:, 2].min() > 0.9
+        assert set(labels.tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--input real", "--input real needs --data-dir"),
+        ("--input real --data-dir {tmp}", "has no train/"),
+        ("--model convnet --input real --dataset digits --batch-size 5000", "1415 samples per rank are not one batch"),
+    ],
+)
+def test_input_that_is_not_there(flags, complaint, world, tmp_path):
+    with pytest.raises(UserError) as caught:
+        batches(world, flags.format(tmp=tmp_path), 1)
+    assert complaint in str(caught.value)
+
+
+def test_defaults_follow_the_model():
+    assert [getattr(parse([]), name) for name in ("model", "batch_size", "image_size")] == ["resnet50", 32, 224]
+    small = parse(["--model", "convnet"])
+    assert (small.batch_size, small.image_size) == (64, 28)
+    assert parse(["--model", "inception_v3"]).image_size == 299
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--model convnet --image-size 32", "takes images of 28 pixels"),
+        ("--engine serial --compression fp16", "--compression fp16 is not for --engine serial"),
+        ("--steps 0", "'0' is not a whole number"),
+    ],
+)
+def test_bad_flags(flags, complaint):
+    with pytest.raises(UserError) as caught:
+        parse(flags.split())
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", ["--amp bf16 --channels-last", "--amp fp16 --batch-size 2", "--no-communication"])
+def test_measure_and_summary_agree(flags, world):
+    flags = parse(
+        f"--engine serial --model convnet --warmup-steps 1 --repeats 3 --steps 2 --input mock {flags}".split()
+    )
+    world.size = 1
+    stream = open_endless(flags, world, 10, (1, 28, 28))
+    repeats, steps = benchmark.measure(flags, world, ConvNet(), stream)
+    result = benchmark.summarize(flags, world, repeats, steps, 1000)
+    assert [len(repeat) for repeat in repeats] == [1, 1, 1]
+    for (mine,) in repeats:
+        assert mine.samples == 2 * flags.batch_size
+        # The three phases are all of the time: nothing is lost, nothing counted twice.
+        booked = (mine.loading + mine.compute + mine.communication) * mine.samples
+        assert booked == pytest.approx(mine.seconds, rel=0.02)
+    rate = result["samples_per_second"]
+    assert rate["mean"] == pytest.approx(sum(result["samples_per_second_repeats"]) / 3)
+    assert result["flops_per_second"] == pytest.approx(1000 * rate["mean"])
+    assert result["communicates"] == (not flags.no_communication)
+    assert result["peak"]["resident_bytes"] > 50 * 2**20
+    assert f"{rate['mean']:,.1f} samples/s" in benchmark.block(result)
