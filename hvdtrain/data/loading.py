@@ -9,6 +9,7 @@ import io
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -85,7 +86,7 @@ def start_workers_early() -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hvdtrain.data.loading", "torchvision.transforms.v2", "PIL.JpegImagePlugin"])
     # Ignored signals stay ignored across exec and fork: launchers and Ctrl-C send them to every process of a job, and when
-    # to stop is the rank's decision. When the rank is gone, its server and the workers go by themselves.
+    # to stop is the rank's decision. When the rank is gone, its workers end themselves, and so the server.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}
     try:
         forkserver.ensure_running()
@@ -123,9 +124,18 @@ def loader(dataset: Dataset, workers: int, device: torch.device, jobs: Iterable 
 
 
 def _begin_worker(cores: set[int], worker: int) -> None:
+    # torch looks whether the parent lives, but that is the server, which in turn lives as long as its workers.
+    threading.Thread(target=_end_with_rank, daemon=True).start()
     os.sched_setaffinity(0, cores)
     for number in IGNORED_SIGNALS:  # torch gives SIGTERM a handler of its own
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_with_rank() -> None:
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        rank.join()
+        os._exit(1)
 
 
 def mixed_seed(*parts: object) -> int:
