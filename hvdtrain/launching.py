@@ -114,11 +114,12 @@ def is_launcher(arguments: Sequence[str]) -> bool:
 @contextlib.contextmanager
 def interrupts_ignored():
     """A second Ctrl-C must not stop the cleaning up after the first."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end(process: subprocess.Popen, job: str) -> None:
