@@ -45,7 +45,7 @@ def settle(device: torch.device) -> None:
 
 
 def hardware() -> dict[str, object]:
-    """Return what this process runs on: processor, the cores it may use, memory in bytes, GPU."""
+    """Return what this process runs on: processor, the cores it may use, memory in bytes, GPU, and how busy it is."""
     names = [
         line.partition(":")[2].strip() for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")
     ]
@@ -53,6 +53,7 @@ def hardware() -> dict[str, object]:
         processor=names[0] if names else platform.processor(),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        load_average=os.getloadavg()[0],  # of the last minute: processes that ran, or would have
     )
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()

@@ -322,6 +322,9 @@ def main() -> int:
     names = ", ".join(str(which) for which in planned)
     threads = f"{flags.threads} torch thread{'s'[: flags.threads > 1]} per rank"
     print(f"{len(planned)} configurations, {flags.rounds} rounds, {threads}: {names}", flush=True)
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 4:
+        print(f"this machine is busy (load average {load:.1f}, {cores} cores): expect wide spreads", flush=True)
     rounds: Rounds = []
     failed: dict[Configuration, str] = {}
     code = 0
