@@ -23,16 +23,16 @@ class Mean(NamedTuple):
     """The mean of n repeats, and the 95 % confidence interval of the true mean, as far as repeats are independent."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     n: int
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Return the mean of `values` and its 95 % interval; of one value, nobody knows it: low and high are not a number."""
+    """Return the mean of `values` and its 95 % interval; of one value, nobody knows it: None."""
     middle, n = statistics.fmean(values), len(values)
     if n < 2:
-        return Mean(middle, float("nan"), float("nan"), n)
+        return Mean(middle, None, None, n)
     # Beyond 30 degrees of freedom that of 30: a little too wide, never too narrow.
     half = STUDENT_T[min(n - 1, len(STUDENT_T)) - 1] * statistics.stdev(values) / n**0.5
     return Mean(middle, middle - half, middle + half, n)
