@@ -7,7 +7,7 @@ torchrun --nproc-per-node 2 -m hvdtrain.benchmark --engine ddp --no-communicatio
 
 --input synthetic (default)   random uint8 images on the device, gathered and scaled to each batch
 --input mock                  the same finished batch for ever: compute and communication alone
---input real                  the files in --data-dir: MNIST for convnet, train/CLASS/*.jpg for torchvision's models
+--input real                  the files in --data-dir: MNIST for convnet, image folders for torchvision's models
 
 Samples per second are those of all ranks over the slowest rank's time. docs/benchmarks.md says how all of it is measured.
 """
@@ -29,13 +29,14 @@ from torch import nn
 from hvdtrain import convnet, measuring
 from hvdtrain import flags as cli
 from hvdtrain.data import idx
-from hvdtrain.data.endless import Batches, open_endless
+from hvdtrain.data.endless import Batches, open_endless, reads_folders
+from hvdtrain.data.loading import default_workers, start_workers_early
 from hvdtrain.engines.base import World
 from hvdtrain.engines.single import SerialWorld
 from hvdtrain.errors import UserError
-from hvdtrain.models import build_model
+from hvdtrain.models import build_model, require_torchvision
 from hvdtrain.telemetry import Clock, versions
-from hvdtrain.world import run, start
+from hvdtrain.world import cores_of_rank, run, start
 
 
 class Repeat(NamedTuple):
@@ -63,7 +64,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--input", choices=("synthetic", "mock", "real"), default="synthetic")
     parser.add_argument("--dataset", choices=idx.NAMES, default="auto", help="with --input real and convnet")
     parser.add_argument("--data-dir", type=Path, help="with --input real")
-    parser.add_argument("--workers", type=cli.positive_int, default=2, help="with image folders: decoders (default: 2)")
+    parser.add_argument("--workers", type=cli.count, help="with image folders: input processes per rank")
     parser.add_argument("--no-communication", action="store_true", help="every rank trains for itself: the upper bound")
     parser.add_argument("--warmup-steps", type=cli.positive_int, default=5, help="not counted (default: 5)")
     parser.add_argument("--repeats", type=cli.positive_int, default=10, help="their mean is the result (default: 10)")
@@ -246,8 +247,12 @@ def _phases(seconds: dict[str, float]) -> str:
 
 def main() -> int:
     flags = parse()
+    if reads_folders(flags) and flags.workers != 0:
+        start_workers_early()
     with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
         flags.compression = world.choose_compression(flags.compression)
+        if flags.workers is None:
+            flags.workers = default_workers(cores_of_rank(world), world.device)
         small = flags.model in convnet.MODELS
         channels, classes = (1, 10) if small else (3, 1000)
         shape = (channels, flags.image_size, flags.image_size)
@@ -256,12 +261,14 @@ def main() -> int:
                 raise UserError("--compile on a CPU needs a C++ compiler: install g++, or leave it out")
             if world.rank == 0 and flags.output_dir is not None:
                 measuring.make_directory(flags.output_dir)
+            if not small:
+                require_torchvision()
             torch.manual_seed(flags.seed)
             # The weights stay contiguous whatever the images are: Horovod refuses gradients in channels_last.
             model = convnet.MODELS[flags.model]() if small else build_model(flags.model, classes, flags.image_size)
             flops = count_flops(model, shape)
             model = model.to(world.device)
-            batches = open_endless(flags, world, classes, shape)
+        batches = open_endless(flags, world, classes, shape)
         repeats, steps = measure(flags, world, model, batches)
         result = summarize(flags, world, repeats, steps, flops)
         if world.rank == 0:

@@ -23,16 +23,16 @@ class Mean(NamedTuple):
     """The mean of n repeats, and the 95 % confidence interval of the true mean, as far as repeats are independent."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     n: int
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Return the mean of `values` and its 95 % interval; of one value, nobody knows it: low and high are not a number."""
+    """Return the mean of `values` and its 95 % interval; of one value, nobody knows it: None."""
     middle, n = statistics.fmean(values), len(values)
     if n < 2:
-        return Mean(middle, float("nan"), float("nan"), n)
+        return Mean(middle, None, None, n)
     # Beyond 30 degrees of freedom that of 30: a little too wide, never too narrow.
     half = STUDENT_T[min(n - 1, len(STUDENT_T)) - 1] * statistics.stdev(values) / n**0.5
     return Mean(middle, middle - half, middle + half, n)
@@ -45,7 +45,7 @@ def settle(device: torch.device) -> None:
 
 
 def hardware() -> dict[str, object]:
-    """Return what this process runs on: processor, the cores it may use, memory in bytes, GPU."""
+    """Return what this process runs on: processor, the cores it may use, memory in bytes, GPU, and how busy it is."""
     names = [
         line.partition(":")[2].strip() for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")
     ]
@@ -53,6 +53,7 @@ def hardware() -> dict[str, object]:
         processor=names[0] if names else platform.processor(),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        load_average=os.getloadavg()[0],  # of the last minute: processes that ran, or would have
     )
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()

@@ -8,13 +8,15 @@ from torch import Tensor
 
 from hvdtrain.convnet import MODELS
 from hvdtrain.data import idx
+from hvdtrain.data.images import open_folder
+from hvdtrain.data.loading import Plan
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 
 POOL_BATCHES = 4  # synthetic input draws from so many batches' worth of images
-Batches = Iterator[
-    tuple[Tensor, Tensor]
-]  # images float32 [b, channels, side, side] and labels int64 [b], on the device
+FOR_EVER = 1_000_000_000  # epochs
+# Images float32 [b, channels, side, side] and labels int64 [b], on the device.
+Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 def scaled(images: Tensor, memory_format: torch.memory_format) -> Tensor:
@@ -22,26 +24,33 @@ def scaled(images: Tensor, memory_format: torch.memory_format) -> Tensor:
 
 
 def open_endless(flags: Namespace, world: World, classes: int, shape: Sequence[int]) -> Batches:
-    """Return the batches that this rank trains on, without end. Raises UserError where `--input real` has no data."""
+    """Return the batches that this rank trains on, without end. A collective.
+
+    Raises UserError, on every rank alike, where `--input real` has no data, or not enough.
+    """
     memory_format = torch.channels_last if flags.channels_last else torch.contiguous_format
-    generator = torch.Generator().manual_seed(flags.seed + world.rank)
-    if flags.input == "real" and flags.model in MODELS:
-        dataset = idx.load(flags.dataset, flags.data_dir, say=print if world.rank == 0 else None)
-        images, labels = (part[world.rank :: world.size] for part in (dataset.train_images, dataset.train_labels))
-    elif flags.input == "real":
-        return folder_batches(flags, world.device, memory_format, generator)
-    else:
-        count = flags.batch_size * (1 if flags.input == "mock" else POOL_BATCHES)
-        images = torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=generator)
-        labels = torch.randint(0, classes, (count,), generator=generator)
-    if len(images) < flags.batch_size:
-        raise UserError(
-            f"{len(images)} samples per rank are not one batch: use --batch-size {len(images)} or fewer ranks"
-        )
-    images, labels = images.to(world.device), labels.to(world.device)
+    if reads_folders(flags):
+        return folder_batches(flags, world, memory_format)
+    with world.agreement("input"):
+        generator = torch.Generator().manual_seed(flags.seed + world.rank)
+        if flags.input == "real":
+            dataset = idx.load(flags.dataset, flags.data_dir, say=print if world.rank == 0 else None)
+            images, labels = (part[world.rank :: world.size] for part in (dataset.train_images, dataset.train_labels))
+        else:
+            count = flags.batch_size * (1 if flags.input == "mock" else POOL_BATCHES)
+            images = torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=generator)
+            labels = torch.randint(0, classes, (count,), generator=generator)
+        if len(images) < flags.batch_size:
+            said = f"{len(images)} samples per rank are not one batch: use --batch-size {len(images)} or fewer ranks"
+            raise UserError(said)
+        images, labels = images.to(world.device), labels.to(world.device)
     if flags.input == "mock":
         return same_batch(scaled(images, memory_format), labels)
     return gathered_batches(images, labels, flags.batch_size, memory_format, generator)
+
+
+def reads_folders(flags: Namespace) -> bool:
+    return flags.input == "real" and flags.model not in MODELS
 
 
 def same_batch(images: Tensor, labels: Tensor) -> Batches:
@@ -59,35 +68,23 @@ def gathered_batches(
             yield scaled(images[indices], memory_format), labels[indices]
 
 
-def folder_batches(
-    flags: Namespace, device: torch.device, memory_format: torch.memory_format, generator: torch.Generator
-) -> Batches:
-    """Decode, crop and flip the images below --data-dir/train, with torchvision's own ImageFolder and torch's DataLoader."""
-    from torchvision import datasets
-    from torchvision.transforms import v2
-
-    if flags.data_dir is None:
-        raise UserError("--input real needs --data-dir: the directory that has train/")
-    if not (flags.data_dir / "train").is_dir():
-        raise UserError(f"--data-dir {flags.data_dir} has no train/: name the directory that has")
-    steps = [v2.PILToTensor(), v2.RandomResizedCrop(flags.image_size, antialias=True), v2.RandomHorizontalFlip()]
-    try:
-        dataset = datasets.ImageFolder(flags.data_dir / "train", v2.Compose(steps))
-    except FileNotFoundError as error:
-        raise UserError(f"--data-dir {flags.data_dir}: {str(error).splitlines()[0]}") from error
-    if len(dataset) < flags.batch_size:
-        raise UserError(
-            f"--data-dir {flags.data_dir} has {len(dataset)} images: use --batch-size {len(dataset)} or less"
-        )
-    loader = torch.utils.data.DataLoader(
-        dataset, flags.batch_size, shuffle=True, drop_last=True, num_workers=flags.workers, generator=generator,
-        pin_memory=device.type == "cuda", persistent_workers=True,
-        multiprocessing_context="forkserver",  # a process that speaks MPI must not fork
-    )  # fmt: skip
+def folder_batches(flags: Namespace, world: World, memory_format: torch.memory_format) -> Batches:
+    """Read whole batches from image folders, as imagenet.py does. A collective. Raises UserError on every rank alike."""
+    source = open_folder(world, flags.data_dir, side=flags.image_size, seed=flags.seed, workers=flags.workers)
+    count = source.train_count
+    plan = Plan(count, count, flags.seed, FOR_EVER, world.rank, world.size, flags.batch_size)
+    if count < flags.batch_size * world.size:
+        said = f"{count} images are not one batch per rank: use a smaller --batch-size, or fewer ranks"
+        raise UserError(said, everywhere=True)
 
     def batches() -> Batches:
-        while True:
-            for images, labels in loader:
-                yield scaled(images.to(device, non_blocking=True), memory_format), labels.to(device, non_blocking=True)
+        missed = 0  # smaller ones in a row: the last of an epoch, or what broken images left
+        for loaded in source.train(plan):
+            missed = 0 if loaded.samples == flags.batch_size else missed + 1
+            if missed > plan.steps_per_epoch():
+                raise UserError(f"--data-dir {flags.data_dir}: a whole epoch had not one full batch of readable images")
+            if missed == 0:
+                images = loaded.images.to(world.device, non_blocking=True)
+                yield scaled(images, memory_format), loaded.labels.to(world.device, non_blocking=True)
 
     return batches()

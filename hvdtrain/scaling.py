@@ -1,0 +1,346 @@
+"""Measure how training scales: hvdtrain.benchmark over engines and rank counts, against two bounds of the same run.
+
+python -m hvdtrain.scaling                                            here: horovod and ddp, the ConvNet, 1 to all cores
+python -m hvdtrain.scaling --engines horovod,ddp,horovod-gloo --ranks 1,2,4,8 --rounds 7 --output-dir OUT
+python -m hvdtrain.scaling --ranks 1,4,8 --hosts a:4,b:4              two hosts
+python -m hvdtrain.scaling -- --model resnet50 --amp bf16             what follows -- goes to hvdtrain.benchmark
+
+Bounds: one rank alone, times N; and N ranks that train side by side without communicating, which share cores, caches and
+memory as those that do communicate. Each round runs every configuration once, in an order of its own; ratios are taken
+within a round, so that what changes on the machine meanwhile touches both sides. The median over rounds counts; least and
+most show the spread. --output-dir gets scaling.csv, scaling.json, scaling.png and every run's log.
+
+Exit codes: 1 where a configuration failed (it is said, and the others go on); 130 after Ctrl-C, which ends the running job
+and keeps what was measured.
+"""
+
+import csv
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdtrain import flags as cli
+from hvdtrain import measuring, plotting
+from hvdtrain.errors import UserError
+from hvdtrain.launching import VARIANTS, command, run_job, slots
+from hvdtrain.telemetry import versions
+from hvdtrain.world import announced, run
+
+ALONE, APART = "alone", "apart"  # the bounds
+QUICK = ["--model", "convnet", "--repeats", "5"]  # of hvdtrain.benchmark; flags after -- come later, and win
+INTERRUPTED = 130  # as shells say it: 128 + SIGINT
+
+
+class Configuration(NamedTuple):
+    """What is measured together: `name` is an engine's variant or a bound."""
+
+    name: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.ranks} rank{'s'[: self.ranks > 1]}"
+
+
+Rounds = list[dict[Configuration, dict]]  # per round, what benchmark.json says of each configuration that succeeded
+
+
+def variants(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in VARIANTS:
+            raise ArgumentTypeError(f"{name!r} is not one of {', '.join(VARIANTS)}")
+    return list(dict.fromkeys(names))
+
+
+def rank_counts(text: str) -> list[int]:
+    return sorted({cli.positive_int(number) for number in text.split(",")})
+
+
+def parse(argv: Sequence[str] | None = None) -> Namespace:
+    parser = cli.parser("scaling", __doc__)
+    parser.add_argument(
+        "--engines", type=variants, default=["horovod", "ddp"], help=f"of {','.join(VARIANTS)} (default: horovod,ddp)"
+    )
+    parser.add_argument("--ranks", type=rank_counts, help="default: 1, 2, 4, ... up to the cores or GPUs, at least 2")
+    parser.add_argument("--rounds", type=cli.positive_int, default=3, help="each runs everything once (default: 3)")
+    parser.add_argument("--hosts", help="NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
+    parser.add_argument(
+        "--threads", type=cli.positive_int, help="torch threads of every rank (default: cores / most ranks on a host)"
+    )
+    parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds a run may take (default: 600)")
+    parser.add_argument("--seed", type=cli.seed, default=1, help="of the order within rounds (default: 1)")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/scaling"), help="default: runs/scaling")
+    parser.add_argument("benchmark", nargs="*", metavar="-- FLAGS", help="flags of hvdtrain.benchmark")
+    flags = parser.parse_args(argv)
+    cores = len(os.sched_getaffinity(0))
+    total = slots(flags.hosts) if flags.hosts else None
+    most = total or max(2, devices(cores))
+    flags.ranks = flags.ranks or [2**power for power in range(most.bit_length())]
+    if total is not None and flags.ranks[-1] > total:
+        raise UserError(f"--ranks {flags.ranks[-1]}, but --hosts {flags.hosts} has {total} slots: add hosts or slots")
+    if flags.threads is None:
+        hosts = flags.hosts.split(",") if flags.hosts else []
+        per_host = max((int(host.rpartition(":")[2]) for host in hosts), default=flags.ranks[-1])
+        flags.threads = max(1, cores // min(per_host, flags.ranks[-1]))
+    return flags
+
+
+def devices(cores: int) -> int:
+    """Return how many ranks this host has room for: one per GPU, or one per core."""
+    import torch
+
+    return torch.cuda.device_count() or cores
+
+
+def configurations(engines: Sequence[str], ranks: Sequence[int]) -> list[Configuration]:
+    """Return the bounds, then each engine at each number of ranks; an engine of one process has only one."""
+    found = [Configuration(ALONE, 1)] + [Configuration(APART, count) for count in ranks if count > 1]
+    for engine in engines:
+        alone = VARIANTS[engine][0] == ""
+        found += [Configuration(engine, count) for count in ([1] if alone else ranks)]
+    return found
+
+
+def command_of(which: Configuration, flags: Namespace, directory: Path) -> list[str]:
+    bound = which.name in (ALONE, APART)
+    variant = "ddp" if bound else which.name  # while nobody communicates, Gloo's threads sleep; Horovod's never do
+    benchmark = [*QUICK, *flags.benchmark, "--threads", str(flags.threads), "--output-dir", str(directory.absolute())]
+    benchmark += ["--no-communication"] * bound
+    return command(variant, which.ranks, "hvdtrain.benchmark", benchmark, flags.hosts)
+
+
+def measure(which: Configuration, flags: Namespace, directory: Path) -> dict | str:
+    """Run one configuration once; return what benchmark.json says, or why there is none."""
+    directory.mkdir(parents=True, exist_ok=True)
+    log, result = directory / "log", directory / "benchmark.json"
+    result.unlink(missing_ok=True)  # an earlier measurement's
+    try:
+        ended = run_job(command_of(which, flags, directory), flags.timeout, log)
+    except UserError as error:
+        return str(error)
+    if ended.code is None:
+        return f"not over after {flags.timeout:g} s, killed; see {log}"
+    if ended.code != 0:
+        # The script's own line says more than what the launcher says after it.
+        lines = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]
+        return f"exit code {ended.code}{f': {lines[0].strip()}' if lines else ''}; see {log}"
+    if not result.exists():
+        return f"wrote no {result}: is --output-dir shared with the first of --hosts?"
+    return json.loads(result.read_text())
+
+
+def measure_all(
+    flags: Namespace, planned: list[Configuration], rounds: Rounds, failed: dict[Configuration, str]
+) -> None:
+    """Fill `rounds` and `failed`, run by run, so that an interruption loses nothing. What failed once is not tried again."""
+    order = random.Random(flags.seed)
+    for number in range(flags.rounds):
+        rounds.append({})
+        for which in order.sample(planned, len(planned)):
+            if which in failed:
+                continue
+            directory = flags.output_dir / "runs" / f"{which.name}-{which.ranks}-round{number + 1}"
+            outcome = measure(which, flags, directory)
+            said = f"round {number + 1}/{flags.rounds}  {which!s:28}"
+            if isinstance(outcome, str):
+                failed[which] = outcome
+                print(f"{said} FAILED: {outcome}", flush=True)
+            else:
+                rounds[-1][which] = outcome
+                print(f"{said} {outcome['samples_per_second']['mean']:12,.1f} samples/s", flush=True)
+
+
+class Spread(NamedTuple):
+    """Over rounds."""
+
+    median: float
+    least: float
+    most: float
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    return Spread(statistics.median(values), min(values), max(values)) if values else None
+
+
+def rate(result: dict) -> float:
+    return result["samples_per_second"]["mean"]
+
+
+def summarize(rounds: Rounds, planned: list[Configuration]) -> list[dict]:
+    """Return one row per configuration that succeeded at least once.
+
+    speed_up: over one rank alone; efficiency_alone: that over N; efficiency_apart: over N ranks that do not communicate.
+    Each is taken within a round, and None where no round has both.
+    """
+    rows = []
+    for which in planned:
+        here = [results for results in rounds if which in results]
+        if not here:
+            continue
+        alone, apart = Configuration(ALONE, 1), Configuration(APART if which.ranks > 1 else ALONE, which.ranks)
+        speed_up = [rate(results[which]) / rate(results[alone]) for results in here if alone in results]
+        beside = [rate(results[which]) / rate(results[apart]) for results in here if apart in results]
+        rows.append(
+            dict(
+                name=which.name,
+                ranks=which.ranks,
+                rounds=len(here),
+                samples_per_second=spread([rate(results[which]) for results in here]),
+                speed_up=spread(speed_up),
+                efficiency_alone=spread([value / which.ranks for value in speed_up]),
+                efficiency_apart=spread(beside),
+                **{
+                    f"{phase}_seconds": statistics.median(
+                        results[which]["seconds_per_sample"][phase] for results in here
+                    )
+                    for phase in ("loading", "compute", "communication")
+                },
+            )
+        )
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Return the rows as a Markdown table: median, and least to most."""
+
+    def cell(value: Spread | None, pattern: str) -> str:
+        if value is None:
+            return "-"
+        return f"{value.median:{pattern}} ({value.least:{pattern}} to {value.most:{pattern}})"
+
+    lines = [
+        "| | ranks | samples/s | speed-up | of one alone x N | of N apart | communication |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        seconds = [row[f"{phase}_seconds"] for phase in ("loading", "compute", "communication")]
+        cells = [
+            row["name"],
+            str(row["ranks"]),
+            cell(row["samples_per_second"], ",.0f"),
+            cell(row["speed_up"], ".2f"),
+            cell(row["efficiency_alone"], ".2f"),
+            cell(row["efficiency_apart"], ".2f"),
+            f"{seconds[2] / sum(seconds):.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write(flags: Namespace, rows: list[dict], rounds: Rounds, failed: dict[Configuration, str]) -> None:
+    """Write scaling.csv, scaling.json and scaling.png."""
+    spreads = ("samples_per_second", "speed_up", "efficiency_alone", "efficiency_apart")
+    with (flags.output_dir / "scaling.csv").open("w", newline="") as file:
+        flat = [
+            {key: value for key, value in row.items() if key not in spreads}
+            | {f"{key}_{part}": getattr(row[key], part, "") for key in spreads for part in Spread._fields}
+            for row in rows
+        ]
+        writer = csv.DictWriter(file, list(flat[0]))
+        writer.writeheader()
+        writer.writerows(flat)
+    named = [row | {key: row[key] and row[key]._asdict() for key in spreads} for row in rows]
+    runs = [dict(round=number, name=which.name, **result) for number, results in enumerate(rounds, 1)
+            for which, result in results.items()]  # fmt: skip
+    measuring.write_json(
+        flags.output_dir / "scaling.json",
+        dict(
+            config=vars(flags), hardware=measuring.hardware(), versions=versions(), rows=named,
+            failed={str(which): why for which, why in failed.items()}, runs=runs,
+        ),
+    )  # fmt: skip
+    draw(rows, title(rounds), flags.output_dir / "scaling.png")
+
+
+def title(rounds: Rounds) -> str:
+    result = next(result for results in rounds for result in results.values())
+    rank = result["ranks"][0]
+    how = f"{result['model']}, batch {result['batch_size_per_rank']} per rank, {rank['device'].split(':')[0]}"
+    return f"{how}, {rank['threads']} thread{'s'[: rank['threads'] > 1]} per rank; n = {len(rounds)}"
+
+
+def draw(rows: list[dict], about: str, path: Path) -> None:
+    """Draw throughput and the share of the second bound over ranks; bars from least to most."""
+    figure, (left, right) = plotting.panels(["throughput", "share of ranks that do not communicate"])
+    figure.suptitle(about, fontsize=10)
+    counts = sorted({row["ranks"] for row in rows})
+    alone = [row for row in rows if row["name"] == ALONE]
+    if alone:
+        one = alone[0]["samples_per_second"].median
+        left.plot(
+            counts,
+            [one * count for count in counts],
+            color="black",
+            linewidth=1,
+            linestyle=":",
+            label="one alone x N",
+        )
+    names = [name for name in dict.fromkeys(row["name"] for row in rows) if name not in (ALONE, APART)]
+    bound = [row for row in rows if row["name"] in (ALONE, APART)]
+    if len(bound) > 1:
+        bars(left, bound, "samples_per_second", color="grey", marker="x", linestyle="--", label="no communication")
+    for index, name in enumerate(names):
+        mine = [row for row in rows if row["name"] == name]
+        style = dict(color=plotting.COLOURS[index % 6], marker=plotting.MARKERS[index % 6], label=name)
+        bars(left, mine, "samples_per_second", **style)
+        bars(right, mine, "efficiency_apart", **style)
+    right.axhline(1, color="grey", linewidth=1, linestyle="--")
+    for axis, unit in ((left, "samples/s, all ranks"), (right, "share")):
+        axis.set(xlabel="ranks", ylabel=unit, ylim=(0, None))
+        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.legend(frameon=False)
+    plotting.save(figure, path)
+
+
+def bars(axes, rows: list[dict], key: str, **style: object) -> None:
+    drawn = [row for row in rows if row[key] is not None]
+    middle = [row[key].median for row in drawn]
+    below = [row[key].median - row[key].least for row in drawn]
+    above = [row[key].most - row[key].median for row in drawn]
+    axes.errorbar([row["ranks"] for row in drawn], middle, yerr=[below, above], capsize=3, markersize=5, **style)
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    flags = parse()
+    if announced().size > 1:
+        raise UserError("hvdtrain.scaling starts the launchers by itself: start it without one")
+    plotting.require_matplotlib()
+    measuring.make_directory(flags.output_dir)
+    signal.signal(signal.SIGTERM, interrupt)  # a batch system's end is an end like Ctrl-C
+    planned = configurations(flags.engines, flags.ranks)
+    names = ", ".join(str(which) for which in planned)
+    threads = f"{flags.threads} torch thread{'s'[: flags.threads > 1]} per rank"
+    print(f"{len(planned)} configurations, {flags.rounds} rounds, {threads}: {names}", flush=True)
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 4:
+        print(f"this machine is busy (load average {load:.1f}, {cores} cores): expect wide spreads", flush=True)
+    rounds: Rounds = []
+    failed: dict[Configuration, str] = {}
+    code = 0
+    try:
+        measure_all(flags, planned, rounds, failed)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        print("interrupted: the running job was ended, what was measured is kept", file=sys.stderr, flush=True)
+    rows = summarize(rounds, planned)
+    if rows:
+        write(flags, rows, rounds, failed)
+        print(f"\n{table(rows)}\n\n{flags.output_dir}: scaling.csv, scaling.json, scaling.png", flush=True)
+    for which, why in failed.items():
+        print(f"hvdtrain.scaling: error: {which}: {why}", file=sys.stderr, flush=True)
+    return code or bool(failed)
+
+
+if __name__ == "__main__":
+    run(main)

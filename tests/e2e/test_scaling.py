@@ -1,0 +1,64 @@
+"""`hvdtrain.scaling` with real launchers."""
+
+import csv
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+from .launchers import MARK, ROOT, environment, kill, launch, members
+
+TINY = "--batch-size 4 --repeats 2 --steps 2 --warmup-steps 1"
+
+
+def rows(directory):
+    with (directory / "scaling.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_one_that_fails_does_not_stop_the_others(tmp_path):
+    flags = f"--engines serial,horovod --ranks 2 --rounds 1 --timeout 60 --output-dir {tmp_path}"
+    done = launch(f"{sys.executable} -m hvdtrain.scaling {flags} -- {TINY} --compression fp16", timeout=150)
+    assert done.code == 1, done
+    assert "error: serial, 1 rank: exit code 2" in done.stderr, done
+    assert "--compression fp16 is not for --engine serial" in done.stderr, done
+    found = {(row["name"], row["ranks"]): row for row in rows(tmp_path)}
+    assert set(found) == {("alone", "1"), ("apart", "2"), ("horovod", "2")}
+    horovod = found["horovod", "2"]
+    share = float(horovod["samples_per_second_median"]) / float(found["apart", "2"]["samples_per_second_median"])
+    assert abs(float(horovod["efficiency_apart_median"]) - share) < 1e-6
+    assert float(horovod["communication_seconds"]) > float(found["apart", "2"]["communication_seconds"])
+    assert "| horovod | 2 |" in done.stdout
+    assert (tmp_path / "scaling.png").stat().st_size > 5000
+
+
+def test_ctrl_c_leaves_no_process_and_keeps_what_was_measured(tmp_path):
+    flags = f"--engines horovod --ranks 2 --rounds 9 --output-dir {tmp_path}"
+    job = uuid.uuid4().hex
+    process = subprocess.Popen(
+        shlex.split(f"{sys.executable} -m hvdtrain.scaling {flags} -- {TINY}"), cwd=ROOT, text=True,
+        env=environment(**{MARK: job}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        before = process.stdout.readline() + process.stdout.readline()  # what is planned; the first result
+        deadline = time.monotonic() + 60
+        while len(members(job)) < 4 and time.monotonic() < deadline:  # the driver, a launcher, two ranks
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        left = members(job)
+        kill(job)
+    assert process.returncode == 130, before + stdout + stderr
+    assert left == []
+    assert "interrupted" in stderr
+    assert "Traceback" not in stderr
+    assert len(rows(tmp_path)) >= 1
+
+
+def test_it_is_not_for_many_ranks():
+    done = launch(f"{sys.executable} -m hvdtrain.scaling", timeout=60, RANK="0", WORLD_SIZE="2")
+    assert done.code == 2, done
+    assert "starts the launchers by itself" in done.stderr

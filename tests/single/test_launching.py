@@ -1,0 +1,78 @@
+"""Command lines as text, and jobs that leave nothing behind."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import launching
+from hvdtrain.errors import UserError
+from hvdtrain.launching import command, run_job, slots
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks", "hosts", "line"),
+    [
+        ("horovod", 2, None, "horovodrun -np 2 python -m M --engine horovod -x"),
+        ("horovod-gloo", 8, "a:4,b:4", "horovodrun --gloo -np 8 -H a:4,b:4 python -m M --engine horovod -x"),
+        ("horovod-untuned", 1, None, "horovodrun -np 1 python -m M --engine horovod --tuning off -x"),
+        ("ddp", 4, None, "python -m torch.distributed.run --standalone --nproc-per-node 4 -m M --engine ddp -x"),
+        ("ddp", 4, "a:4", "mpirun -np 4 -H a:4 -x PATH python -m M --engine ddp -x"),
+        ("serial", 1, None, "python -m M --engine serial -x"),
+    ],
+)
+def test_command_lines(variant, ranks, hosts, line, monkeypatch):
+    monkeypatch.setattr(launching, "program", lambda name: name)
+    monkeypatch.setattr(sys, "executable", "python")
+    monkeypatch.setattr(launching.os, "environ", {"PATH": "/bin"})
+    assert " ".join(command(variant, ranks, "M", ["-x"], hosts)) == line
+
+
+def test_slots_of_hosts():
+    assert slots("a:4,b:8") == 12
+
+
+@pytest.mark.parametrize("hosts", ["a", "a:0", "a:4,,b:4", "a:x", ":4"])
+def test_hosts_that_are_not_name_and_slots(hosts):
+    with pytest.raises(UserError, match="is not NAME:SLOTS"):
+        slots(hosts)
+
+
+def test_a_missing_launcher_is_one_line():
+    with pytest.raises(UserError, match="horovodrum is neither beside"):
+        launching.program("horovodrum")
+
+
+def contents(path):
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended meanwhile
+        return b""
+
+
+def test_a_job_past_its_time_is_killed_with_all_that_it_started(tmp_path):
+    """Also what has left its session and ignores SIGTERM, as a hung rank may."""
+    child = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
+    )
+    parent = "import subprocess, sys, time; subprocess.Popen([*sys.argv[1:]], start_new_session=True); time.sleep(99)"
+    began = time.monotonic()
+    ended = run_job([sys.executable, "-c", parent, sys.executable, "-c", child], 2, tmp_path / "log")
+    assert ended.code is None
+    assert time.monotonic() - began < 30
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"print('up'" in contents(path)]
+    assert (tmp_path / "log").read_text() == "up\n"
+
+
+def test_a_job_gives_its_exit_code_and_output(tmp_path):
+    ended = run_job(["/bin/sh", "-c", "echo said; echo complained >&2; exit 3"], 20, tmp_path / "log")
+    assert ended.code == 3
+    assert (tmp_path / "log").read_text() == "said\ncomplained\n"
+
+
+def test_one_process_is_not_told_of_the_batch_system_around_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    run_job(["/bin/sh", "-c", "env"], 20, tmp_path / "log")
+    assert "SLURM_NTASKS" not in (tmp_path / "log").read_text()
