@@ -15,7 +15,8 @@ choose_transport
 if ((remote)); then
     # Without a name, Horovod looks for the interface with services that unpickle what they receive (docs/launching.md).
     [[ -n $interface ]] || refuse "-H $hosts needs --interface NAME: the interface that joins the hosts"
-    command+=("--$transport" --network-interfaces "$interface")
+    [[ $transport == gloo ]] || refuse "--transport mpi between hosts: use mpirun.sh"
+    command+=(--gloo --network-interfaces "$interface")
     # Horovod writes `cd DIRECTORY` into a remote shell without quotes.
     [[ $PWD =~ ^[A-Za-z0-9_./@%+=:,-]+$ ]] || refuse "$PWD: Horovod's launcher breaks on such a directory name: use mpirun.sh"
 elif [[ $asked != auto ]]; then

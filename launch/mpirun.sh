@@ -30,6 +30,7 @@ open_mpi() { # MAJOR VERSION
     local name control=--mca
     command=(mpirun -np "$ranks")
     [[ -z $hosts ]] || command+=(-H "$hosts")
+    ((!remote)) || command[0]=$(command -v mpirun) # by its path, Open MPI looks for itself in the same place on every host
     # Threads of torch and of Horovod beside MPI's: bound to one core per rank, they would take turns on it.
     command+=(--bind-to none --map-by slot)
     (($1 < 5)) || control=--prtemca # what the daemons talk over; since version 5 a project of its own
