@@ -141,9 +141,10 @@ class Cluster:
             self._command(self._first[name], command), env=environment(**{MARK: self.job, **(extra or {})}), **options
         )
 
-    def start(self, name: str, command: list[str], **extra: str) -> subprocess.Popen:
-        """Start a command on host `name`; `extra`: variables."""
-        return self._popen(name, command, extra, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    def start(self, name: str, command: list[str], *, quiet: bool = False, **extra: str) -> subprocess.Popen:
+        """Start a command on host `name`; `extra`: variables. Unless `quiet`, its output waits for `finish`."""
+        output = subprocess.DEVNULL if quiet else subprocess.PIPE
+        return self._popen(name, command, extra, stdout=output, stderr=output)
 
     def run(self, name: str, command: list[str], *, timeout: float = 60, **extra: str) -> Done:
         return self.finish({name: self.start(name, command, **extra)}, timeout)[name]
