@@ -45,14 +45,14 @@ needs_ssh = pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd: apt ins
 class Cluster:
     """Hosts by name, at 10.77.0.1 and following, on `eth0`; `rate` (in tc's words, "100mbit") shapes what each sends."""
 
-    def __init__(self, directory: Path, names: list[str], *, rate: str = "", ssh: bool = False):
+    def __init__(self, directory: Path, names: list[str], *, rate: str = "", ssh: bool = False, domain: str = ""):
         self.directory = directory / "cluster"
         self.directory.mkdir()
         self.names = names
         self.job = uuid.uuid4().hex
         self._first: dict[str, int] = {}  # the first process in each host's namespaces
         self._holders: list[subprocess.Popen] = []
-        self._rate, self._ssh = rate, ssh
+        self._rate, self._ssh, self._domain = rate, ssh, domain
 
     def __enter__(self) -> "Cluster":
         try:
@@ -71,6 +71,9 @@ class Cluster:
     def address(self, name: str) -> str:
         return f"10.77.0.{self.names.index(name) + 1}"
 
+    def _port(self, name: str) -> str:
+        return f"port{self.names.index(name)}"  # of the switch
+
     def _hold(self, label: str) -> int:
         """Return the process that keeps a new set of namespaces alive."""
         holder = subprocess.Popen(
@@ -87,7 +90,8 @@ class Cluster:
 
     def _build(self) -> None:
         hosts = self.directory / "hosts"
-        hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{self.address(name)} {name}\n" for name in self.names))
+        lines = [f"{self.address(name)} {name} {name}.{self._domain}\n" for name in self.names]
+        hosts.write_text("".join(["127.0.0.1 localhost\n", *lines]))
         if self._ssh:
             self._write_ssh()
         switch = self._hold("the switch")
@@ -95,7 +99,19 @@ class Cluster:
         for name in self.names:
             first = self._first[name] = self._hold(name)
             # In our own process namespace, where the two have these numbers.
-            cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", name, "netns", str(switch)]
+            cable = [
+                "ip",
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                self._port(name),
+                "netns",
+                str(switch),
+            ]
             subprocess.run(["nsenter", "--target", str(first), "--net", *cable], check=True, timeout=20)
             shape = (
                 f"tc qdisc add dev eth0 root tbf rate {self._rate} burst 64kb latency 100ms" if self._rate else "true"
@@ -106,7 +122,7 @@ class Cluster:
                 f"ip link set dev eth0 up && {shape} && mount --bind '{hosts}' /etc/hosts && "
                 "mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /run && mkdir /run/sshd",
             )
-            self._sh(switch, f"ip link set dev {name} master br0 && ip link set dev {name} up")
+            self._sh(switch, f"ip link set dev {self._port(name)} master br0 && ip link set dev {self._port(name)} up")
             if self._ssh:
                 self._sh(first, f"mount --bind '{self.directory}/ssh_config' /etc/ssh/ssh_config")
                 self._popen(name, [SSHD, "-D", "-e", "-f", f"{self.directory}/sshd_config"], stderr=subprocess.DEVNULL)
@@ -164,7 +180,7 @@ class Cluster:
 
     def cut(self, name: str) -> None:
         """Pull the cable of host `name`: nothing arrives there, nothing comes back, and nobody is told."""
-        self._sh(self._switch, f"ip link set dev {name} down")
+        self._sh(self._switch, f"ip link set dev {self._port(name)} down")
 
     def vanish(self, name: str) -> None:
         """Cut the cable, then end every process of the host."""
