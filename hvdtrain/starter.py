@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,10 +162,10 @@ def environment(rank: int, hosts: list[str], address: str, port: int, interface:
     }
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the starter's own options, and the rest: what to run."""
     parser = cli.parser("starter", __doc__)
-    parser.usage = "python -m hvdtrain.starter [OPTIONS] (-m MODULE | FILE) ARGUMENTS"
+    parser.usage = "hvdtrain.starter [OPTIONS] (-m MODULE | FILE) ARGUMENTS"
     parser.add_argument("--interface", help="of the job (default: the one that leads to rank 0)")
     parser.add_argument(
         "--port", type=cli.positive_int, help="of the meeting point (default: MASTER_PORT, or by the job)"
@@ -174,13 +174,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     end = 0
     while end < len(argv) and argv[end].startswith("--"):
         end += 1 if "=" in argv[end] or argv[end] == "--help" else 2
-    return parser.parse_args(argv[:end]), argv[end:]
+    return parser.parse_args(argv[:end]), list(argv[end:])
 
 
 def main() -> int:
     options, program = parse(sys.argv[1:])
     if not program or program == ["-m"]:
-        raise UserError("nothing to run: python -m hvdtrain.starter -m hvdtrain.mnist", everywhere=True)
+        raise UserError("nothing to run: name a module, as in `-m hvdtrain.mnist`, or a file", everywhere=True)
     told = announced()
     if told.launcher == "horovodrun":
         raise UserError("horovodrun has started Horovod already: leave hvdtrain.starter out", everywhere=True)

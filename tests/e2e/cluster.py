@@ -151,6 +151,10 @@ class Cluster:
         done = subprocess.run(self._command(first, ["sh", "-c", script]), capture_output=True, text=True, timeout=20)
         assert done.returncode == 0, f"{script}: {done.stderr}"
 
+    def sh(self, name: str, script: str) -> None:
+        """Run a shell script on host `name`, as its administrator would."""
+        self._sh(self._first[name], script)
+
     def _popen(self, name: str, command: list[str], extra: dict[str, str] | None = None, **options) -> subprocess.Popen:
         options = dict(cwd=ROOT, stdin=subprocess.DEVNULL, text=True, start_new_session=True) | options
         return subprocess.Popen(
