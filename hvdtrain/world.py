@@ -117,7 +117,7 @@ def remedy(launcher: str, engine: str) -> str:
     if engine in ("serial", "dataparallel"):
         return "it is one process; start it without a launcher, or use --engine ddp or horovod"
     if launcher == "Slurm":
-        return "start with `srun --mpi=pmix` (see `srun --mpi=list`), or with mpirun inside sbatch"
+        return "start with `srun --mpi=pmix` (see `srun --mpi=list`), or srun python -m hvdtrain.starter -m ..."
     if launcher == "torchrun":
         return "start with horovodrun or mpirun, or use --engine ddp"
     return "this Horovod was built for another MPI, or for none; run `make setup`, or start with `horovodrun --gloo`"

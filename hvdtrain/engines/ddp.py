@@ -9,10 +9,9 @@ import importlib
 import inspect
 import os
 import socket
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import World
+from hvdtrain.engines.rendezvous import meeting_point
 from hvdtrain.errors import UserError
 
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
@@ -93,15 +93,13 @@ class DdpWorld(World):
         if size == 1:
             return dist.HashStore()
         if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            host, port = meeting_point(os.environ, launcher)
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it itself
                 return dist.PrefixStore("hvdtrain", dist.TCPStore(host, port, size, is_master=False))
         elif launcher.startswith("mpirun"):
             return DdpWorld._meet_over_mpi(rank, size)
-        elif launcher == "Slurm":
-            host, port = slurm_meeting_point(os.environ)
         else:
-            raise UserError(f"{launcher} says not where ranks meet: set MASTER_ADDR and MASTER_PORT, or use torchrun")
+            host, port = meeting_point(os.environ, launcher)
         return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timedelta(seconds=MEETING_SECONDS))
 
     @staticmethod
@@ -203,13 +201,3 @@ class DdpWorld(World):
         gc.collect()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the first host of this job step and a port that follows from the job's number."""
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        nodes = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=10
-        ).stdout
-    return nodes.split()[0], 20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000

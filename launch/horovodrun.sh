@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Train with Horovod's own launcher. Inside one host over MPI if Horovod has it; several hosts over Gloo, started by ssh.
+set -euo pipefail
+# shellcheck source=launch/options.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/options.sh"
+usage='launch/horovodrun.sh [OPTIONS] [--] PROGRAM...
+  launch/horovodrun.sh -np 8 python -m hvdtrain.mnist
+  launch/horovodrun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.mnist'
+read_options "$@"
+
+command=(horovodrun -np "$ranks")
+[[ -z $hosts ]] || command+=(-H "$hosts")
+asked=$transport
+choose_transport
+if ((remote)); then
+    # Without a name, Horovod looks for the interface with services that unpickle what they receive (docs/launching.md).
+    [[ -n $interface ]] || refuse "-H $hosts needs --interface NAME: the interface that joins the hosts"
+    [[ $transport == gloo ]] || refuse "--transport mpi between hosts: use mpirun.sh"
+    command+=(--gloo --network-interfaces "$interface")
+    # Horovod writes `cd DIRECTORY` into a remote shell without quotes.
+    [[ $PWD =~ ^[A-Za-z0-9_./@%+=:,-]+$ ]] || refuse "$PWD: Horovod's launcher breaks on such a directory name: use mpirun.sh"
+elif [[ $asked != auto ]]; then
+    command+=("--$transport") # else Horovod's own choice: MPI if it was built with it
+fi
+[[ -z $fusion_mb ]] || command+=(--fusion-threshold-mb "$fusion_mb")
+[[ -z $cycle_ms ]] || command+=(--cycle-time-ms "$cycle_ms")
+[[ -z $timeline ]] || command+=(--timeline-filename "$timeline")
+[[ -z $autotune ]] || command+=(--autotune --autotune-log-file "$autotune")
+
+split_environment
+run_without_dropped "${command[@]}" "${program[@]}"

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Train under the mpirun that comes first on PATH: Open MPI 4 or 5, MPICH or Intel MPI, each in its own words.
+set -euo pipefail
+# shellcheck source=launch/options.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/options.sh"
+usage='launch/mpirun.sh [OPTIONS] [--] PROGRAM...
+  launch/mpirun.sh -np 8 python -m hvdtrain.mnist
+  launch/mpirun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.mnist'
+read_options "$@"
+choose_transport
+
+settings=() # NAME=VALUE, for every rank
+if [[ $transport == gloo ]]; then # mpirun starts the processes, hvdtrain.starter brings them together
+    [[ ${#program[@]} -gt 1 && ${program[0]} =~ (^|/)python[0-9.]*$ ]] ||
+        refuse "--transport gloo starts Python programs: python -m MODULE, or python FILE (or use --transport mpi)"
+    [[ -n $interface ]] || ! ((remote)) || refuse "-H $hosts needs --interface NAME: the interface that joins the hosts"
+    program=("${program[0]}" -m hvdtrain.starter --interface "${interface:-lo}" "${program[@]:1}")
+    settings+=("MASTER_ADDR=${host_names[0]:-localhost}" "MASTER_PORT=$port")
+elif ((${#host_names[@]} > 1)); then
+    settings+=(HOROVOD_CPU_OPERATIONS=mpi)
+fi
+[[ -z $interface ]] || settings+=("NCCL_SOCKET_IFNAME=$interface")
+[[ -z $fusion_mb ]] || settings+=("HOROVOD_FUSION_THRESHOLD=$((fusion_mb * 1024 * 1024))")
+[[ -z $cycle_ms ]] || settings+=("HOROVOD_CYCLE_TIME=$cycle_ms")
+[[ -z $timeline ]] || settings+=("HOROVOD_TIMELINE=$timeline")
+[[ -z $autotune ]] || settings+=(HOROVOD_AUTOTUNE=1 "HOROVOD_AUTOTUNE_LOG=$autotune")
+split_environment
+
+open_mpi() { # MAJOR VERSION
+    local name control=--mca
+    command=(mpirun -np "$ranks")
+    [[ -z $hosts ]] || command+=(-H "$hosts")
+    ((!remote)) || command[0]=$(command -v mpirun) # by its path, Open MPI looks for itself in the same place on every host
+    # Threads of torch and of Horovod beside MPI's: bound to one core per rank, they would take turns on it.
+    command+=(--bind-to none --map-by slot)
+    (($1 < 5)) || control=--prtemca # what the daemons talk over; since version 5 a project of its own
+    if [[ -n $interface ]]; then
+        command+=(--mca btl_tcp_if_include "$interface" "$control" oob_tcp_if_include "$interface")
+    elif ! ((remote)); then
+        command+=(--mca btl '^tcp') # shared memory only
+    fi
+    for name in "${passed[@]}"; do # names only; ranks on this host have the rest from mpirun itself
+        [[ $name =~ $own_host ]] || command+=(-x "$name")
+    done
+    for name in "${settings[@]}"; do command+=(-x "$name"); done
+}
+
+hydra() { # mpich or intel
+    local name names list=''
+    command=(mpirun -np "$ranks")
+    if [[ -n $hosts ]]; then
+        [[ -n $slots_each ]] || refuse "-H $hosts: $1's -hosts takes the same number of slots on every host"
+        printf -v names '%s,' "${host_names[@]}"
+        command+=(-hosts "${names%,}" -ppn "$slots_each")
+    fi
+    [[ -z $interface ]] || command+=(-iface "$interface")
+    [[ $1 == intel ]] || command+=(-bind-to none) # Intel MPI gives each rank its share of the cores by itself
+    for name in "${passed[@]}"; do
+        ((remote)) && [[ $name =~ $own_host ]] || list+=${list:+,}$name
+    done
+    command+=(-genvlist "$list")
+    for name in "${settings[@]}"; do command+=(-genv "${name%%=*}" "${name#*=}"); done
+}
+
+version=$(mpirun --version 2>/dev/null) || refuse "no mpirun on PATH: activate the environment, or load the MPI module"
+case $version in
+*'(Open MPI) '*) major=${version#*'(Open MPI) '} && open_mpi "${major%%.*}" ;;
+*'Intel(R) MPI'*) hydra intel ;;
+*HYDRA* | *MPICH*) hydra mpich ;;
+*) refuse "unknown MPI (mpirun --version says: ${version%%$'\n'*}): use Open MPI, MPICH or Intel MPI" ;;
+esac
+run_without_dropped "${command[@]}" "${program[@]}"

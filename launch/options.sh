@@ -1,0 +1,129 @@
+# What horovodrun.sh and mpirun.sh have in common: options, the environment that goes along, the dry run. Sourced by both.
+# shellcheck shell=bash disable=SC2016,SC2034,SC2154  # variables that are set here are read there, and the other way round
+
+options_help='
+  -np N               ranks (default: the slots of -H)
+  -H A:4,B:4          hosts and the ranks that each may take (default: this host)
+  --interface NAME    network interface of the job, the same name on every host (`ip -br addr` lists them)
+  --pass NAME         let this variable through to the ranks as well; again for each one
+  --transport NAME    what carries CPU tensors: mpi or gloo (default: MPI inside a host, Gloo between hosts)
+  --port N            where ranks meet on the first host, for Gloo under mpirun (default: 9000)
+  --fusion-mb N       most megabytes that Horovod puts into one message
+  --cycle-ms N        milliseconds between two looks for new work
+  --timeline FILE     write what every tensor did when (chrome://tracing)
+  --autotune FILE     let Horovod look for fusion and cycle itself, and log its tries
+
+DRY_RUN=1 prints the command, quoted for bash, and runs nothing.'
+
+# The only variables that reach a rank; everything else, tokens too, stays in the shell that starts the job. Each is here
+# because a program cannot be found, cannot write or talks another language without it. SLURM_JWT is a password.
+passed_names=(
+    PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TERM TMPDIR LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH PYTHONUNBUFFERED
+    XDG_CACHE_HOME OMP_NUM_THREADS MKL_NUM_THREADS CUDA_VISIBLE_DEVICES CUDA_HOME SSH_AUTH_SOCK
+)
+passed_prefixes=(HOROVOD_ HVDTRAIN_ NCCL_ GLOO_ OMPI_ OPAL_ PMIX_ PRTE_ UCX_ FI_ I_MPI_ MPICH_ HYDRA_ SLURM_)
+kept_back=(SLURM_JWT HOROVOD_SECRET_KEY)
+# Of these, none goes to another host: they describe this one, or belong to the launcher itself.
+own_host='^(SSH_AUTH_SOCK|CUDA_VISIBLE_DEVICES|(OMPI|OPAL|PMIX|PRTE|HYDRA|SLURM)_.*)$'
+
+refuse() { # MESSAGE: one line and exit code 2
+    printf '%s: error: %s\n' "${0##*/}" "$1" >&2
+    exit 2
+}
+
+read_options() { # ARGUMENTS...: sets the variables below, and `program` to what follows the options
+    ranks='' hosts='' interface='' transport=auto fusion_mb='' cycle_ms='' timeline='' autotune='' port=9000
+    while (($#)); do
+        case $1 in
+        --) shift && break ;;
+        -h | --help) printf '%s\n%s\n' "$usage" "$options_help" && exit 0 ;;
+        -np | -n | -H | --interface | --pass | --transport | --port | --fusion-mb | --cycle-ms | --timeline | --autotune)
+            (($# > 1)) || refuse "$1 needs a value (--help)"
+            case $1 in
+            -np | -n) ranks=$2 ;;
+            -H) hosts=$2 ;;
+            --interface) interface=$2 ;;
+            --pass) passed_names+=("$2") ;;
+            --transport) transport=$2 ;;
+            --port) port=$2 ;;
+            --fusion-mb) fusion_mb=$2 ;;
+            --cycle-ms) cycle_ms=$2 ;;
+            --timeline) timeline=$2 ;;
+            --autotune) autotune=$2 ;;
+            esac
+            shift 2
+            ;;
+        -*) refuse "unknown option $1 (--help lists them; the program comes after --)" ;;
+        *) break ;;
+        esac
+    done
+    program=("$@")
+    check_options
+}
+
+check_options() {
+    local number='^[0-9]+([.][0-9]+)?$' name='^[A-Za-z_][A-Za-z0-9_]*$' host='[A-Za-z0-9_][A-Za-z0-9_.-]*(:[1-9][0-9]*)?'
+    ((${#program[@]})) || refuse "nothing to run: end with, for example, python -m hvdtrain.mnist"
+    # Horovod's launcher and ssh put these on command lines unquoted.
+    [[ -z $hosts || $hosts =~ ^$host(,$host)*$ ]] || refuse "-H $hosts: write names and slots, as in -H a:4,b:4"
+    [[ -z $interface || $interface =~ ^[A-Za-z0-9_.-]+$ ]] || refuse "--interface $interface: not the name of an interface"
+    [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || refuse "-np $ranks: not a whole number of at least 1"
+    [[ $port =~ ^[1-9][0-9]{3,4}$ && $port -ge 1024 && $port -lt 65536 ]] || refuse "--port $port: not a port from 1024 to 65535"
+    [[ -z $fusion_mb || $fusion_mb =~ ^[0-9]+$ ]] || refuse "--fusion-mb $fusion_mb: not a whole number"
+    [[ -z $cycle_ms || $cycle_ms =~ $number ]] || refuse "--cycle-ms $cycle_ms: not a number"
+    [[ $transport =~ ^(auto|mpi|gloo)$ ]] || refuse "--transport $transport: choose auto, mpi or gloo"
+    local passed
+    for passed in "${passed_names[@]}"; do
+        [[ $passed =~ $name ]] || refuse "--pass $passed: give the name of a variable, not its value"
+    done
+    count_hosts
+    [[ -n $ranks ]] || ranks=$slots
+    ((ranks <= slots)) || [[ -z $hosts ]] || refuse "-np $ranks, but -H $hosts has $slots slots: use fewer ranks or more slots"
+}
+
+count_hosts() { # sets host_names, slots (in all), slots_each ('' where they differ), remote (0 or 1)
+    local entry count before=''
+    host_names=() slots=0 slots_each='' remote=0
+    [[ -n $hosts ]] || { slots=${ranks:-1} && return; }
+    for entry in ${hosts//,/ }; do # a checked list: no blanks, no wildcards
+        [[ $entry == *:* ]] && count=${entry##*:} || count=1
+        host_names+=("${entry%%:*}")
+        slots=$((slots + count))
+        [[ -z $before ]] && slots_each=$count
+        [[ -z $before || $before == "$count" ]] || slots_each=''
+        before=$count
+        [[ ${entry%%:*} =~ ^(localhost|127\.0\.0\.1)$ || ${entry%%:*} == "${HOSTNAME:-}" ]] || remote=1
+    done
+    ((${#host_names[@]} < 2)) || remote=1
+}
+
+choose_transport() { # replaces auto: MPI's shared memory is faster inside a host, Gloo between hosts (docs/launching.md)
+    [[ $transport == auto ]] || return 0
+    if ((${#host_names[@]} > 1)); then transport=gloo; else transport=mpi; fi
+}
+
+is_passed() { # NAME
+    local item
+    for item in "${kept_back[@]}"; do [[ $1 != "$item" ]] || return 1; done
+    for item in "${passed_names[@]}"; do [[ $1 != "$item" ]] || return 0; done
+    for item in "${passed_prefixes[@]}"; do [[ $1 != "$item"* ]] || return 0; done
+    return 1
+}
+
+split_environment() { # sets `passed` and `dropped`, names only, sorted: no value ever stands on a command line of ours
+    local entry
+    passed=() dropped=()
+    while IFS= read -r -d '' entry; do
+        if is_passed "${entry%%=*}"; then passed+=("${entry%%=*}"); else dropped+=("${entry%%=*}"); fi
+    done < <(env -u _ -u SHLVL -u PWD -u OLDPWD -u DRY_RUN -0 | LC_ALL=C sort -z)
+}
+
+run_without_dropped() { # COMMAND...: run it, or print exactly it; with only the variables that may pass
+    local name clean=(env)
+    for name in "${dropped[@]}"; do clean+=(-u "$name"); done
+    ((${#dropped[@]})) || clean=()
+    [[ ${DRY_RUN:-0} != 0 ]] || exec "${clean[@]}" "$@"
+    local quoted
+    printf -v quoted '%q ' "${clean[@]}" "$@"
+    printf '%s\n' "${quoted% }"
+}

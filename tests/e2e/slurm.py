@@ -1,0 +1,105 @@
+"""A Slurm of two nodes for tests: Debian's own, in the namespaces of cluster.py, with a key and files of its own."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from .cluster import Cluster
+from .launchers import Done
+
+PACKAGES = ["slurm-wlm", "munge", "libpmix-dev"]  # Slurm opens libpmix.so, which Debian ships with the headers
+CONF = """
+ClusterName=test
+SlurmctldHost=a
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=cred_expire=5
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=5
+StateSaveLocation={directory}/state
+SlurmdSpoolDir=/run/slurmd
+TmpFS=/dev/shm
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd-%h.log
+NodeName=a,b CPUs=4 State=UNKNOWN
+PartitionName=test Nodes=ALL Default=YES State=UP
+"""
+
+
+def why_not() -> str:
+    """Install Slurm where that is asked for; return why there is none, or an empty string."""
+    missing = [tool for tool in ("slurmctld", "slurmd", "munged") if shutil.which(tool) is None]
+    if missing and os.environ.get("HVDTRAIN_TEST_INSTALL") and os.geteuid() == 0 and shutil.which("apt-get"):
+        install(PACKAGES)
+        missing = []
+    wanted = f"as root, apt install {' '.join(PACKAGES)}, or HVDTRAIN_TEST_INSTALL=1"
+    return f"no {', '.join(missing)}: {wanted}" if missing else ""
+
+
+def install(packages: list[str]) -> None:
+    """Install Debian packages. Where a policy-rc.d or no init is there, as in containers, none of them starts a service."""
+    env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update", "-q"], ["install", "-qy", "--no-install-recommends", *packages]):
+        subprocess.run(["apt-get", *command], env=env, check=True, timeout=240, stdout=subprocess.DEVNULL)
+
+
+class Slurm:
+    """Slurm on hosts a and b of `cluster`; its processes end with the hosts."""
+
+    def __init__(self, cluster: Cluster, directory: Path):
+        self.cluster, self.directory = cluster, directory / "slurm"
+        (self.directory / "state").mkdir(parents=True)
+        (self.directory / "slurm.conf").write_text(CONF.format(directory=self.directory))
+        key = self.directory / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        for host in cluster.names:
+            # --force: the directory belongs to a test, not to a user called munge.
+            munged = f"mkdir -p /run/munge && munged --force --key-file={key} --log-file=/run/munge.log"
+            munged += " --seed-file=/run/munge.seed --pid-file=/run/munge.pid"
+            assert self(host, "sh", "-c", munged).code == 0
+        self.start("a", "slurmctld", "-D")
+        for host in cluster.names:
+            self.start(host, "slurmd", "-D")
+        until = time.monotonic() + 30
+        while "idle" not in (nodes := self("a", "sinfo", "-h", "-o", "%T").stdout) or nodes.count("\n") > 1:
+            assert time.monotonic() < until, f"{nodes}\n{self.logs()}"
+            time.sleep(0.2)
+
+    def __call__(self, host: str, *command: str, timeout: float = 60, **extra: str) -> Done:
+        return self.cluster.run(
+            host, list(command), timeout=timeout, SLURM_CONF=f"{self.directory}/slurm.conf", **extra
+        )
+
+    def start(self, host: str, *command: str) -> None:
+        self.cluster.start(host, list(command), quiet=True, SLURM_CONF=f"{self.directory}/slurm.conf")
+
+    def logs(self) -> str:
+        return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in self.directory.glob("*.log"))
+
+    def batch(self, script: Path, timeout: float, **extra: str) -> tuple[str, str]:
+        """Submit `script`, wait for its end; return its last state in Slurm's words and its log."""
+        done = self("a", "sbatch", "--parsable", str(script), **extra)
+        assert done.code == 0, done
+        job = done.stdout.strip()
+        log, until = script.parent / f"hvdtrain-{job}.log", time.monotonic() + timeout
+        while (state := self.state(job)) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"):
+            if time.monotonic() > until:
+                raise AssertionError(
+                    f"{state} after {timeout:.0f} s:\n{log.read_text() if log.exists() else self.logs()}"
+                )
+            time.sleep(0.3)
+        return state, log.read_text()
+
+    def state(self, job: str) -> str:
+        shown = self("a", "scontrol", "-o", "show", "job", job).stdout
+        return shown.partition("JobState=")[2].split(" ")[0]

@@ -1,0 +1,113 @@
+"""`hvdtrain.doctor`: silent where all is well, and each fault found where it is made."""
+
+import json
+import sys
+
+import pytest
+
+from .cluster import Cluster, needs_hosts
+from .launchers import LAUNCHERS, Done, launch
+
+DOCTOR = [sys.executable, "-m", "hvdtrain.doctor"]
+
+
+def faults(done: Done) -> list[str]:
+    """Return warnings and problems, each with its reason and remedy, from `--json`."""
+    findings = json.loads(done.stdout[done.stdout.index("{") :])["findings"]
+    for finding in findings:
+        assert finding["what"]
+        assert (finding["level"] == "ok") == (finding["why"] == "") == (finding["do"] == ""), finding
+    return [f"{f['level']}: {f['what']}: {f['do']}" for f in findings if f["level"] != "ok"]
+
+
+def test_alone():
+    done = launch(" ".join(DOCTOR))
+    assert done.code == 0, done
+    assert "started alone; launchers on PATH: horovodrun, mpirun" in done.stdout
+    assert "0 problems" in done.stdout
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_ranks(launcher, tmp_path):
+    start = LAUNCHERS[launcher].format(ranks=2)
+    done = launch(f"{start} {' '.join(DOCTOR)} --output-dir {tmp_path}", OMP_NUM_THREADS="1")
+    assert done.code == 0, done
+    transport = "Gloo" if launcher == "gloo" else "MPI"
+    for expected in (f"all-reduce, horovod over {transport}", "every rank alike: ", "seen by all", "ranks: 2 on "):
+        assert done.stdout.count(expected) == 1, done
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "expected"),
+    [
+        ("--data-dir /nowhere", {}, "problem: --data-dir: /nowhere does not exist: name the directory that has the data"),
+        ("", {"HOROVOD_GLOO_IFACE": "ib9"}, "problem: HOROVOD_GLOO_IFACE=ib9: no such interface here: name one of "),
+        ("", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "problem: Slurm announced 2 ranks, but horovod sees 1: start with"),
+    ],
+)  # fmt: skip
+def test_a_fault_on_one_host(flags, variables, expected):
+    done = launch(f"{' '.join(DOCTOR)} --json {flags}", timeout=60, **variables)
+    assert done.code == 1, done
+    assert any(expected in fault for fault in faults(done)), done
+
+
+def test_ranks_that_differ():
+    body = "import sys, torch, hvdtrain.world as w, hvdtrain.doctor as d; "
+    body += "torch.__version__ = f'2.{w.announced().rank}'; w.run(d.main)"
+    done = launch(f'mpirun --oversubscribe -np 2 {sys.executable} -c "{body}" --json')
+    assert done.code == 1, done
+    assert any("problem: torch differs: rank 0 has 2.0, rank 1 has 2.1" in fault for fault in faults(done)), done
+
+
+def test_more_threads_than_cores_is_a_warning():
+    done = launch(
+        f"mpirun --oversubscribe --bind-to none -np 2 taskset -c 0 {' '.join(DOCTOR)} --json", OMP_NUM_THREADS="1"
+    )
+    assert done.code == 0, done
+    assert any("warning: cores: 1; ranks on this host: 2" in fault for fault in faults(done)), done
+
+
+@needs_hosts
+def test_faults_between_hosts(tmp_path):
+    """A directory that only one host has, a host that does not know the other's name, a name without an address."""
+    with Cluster(tmp_path, ["a", "b"]) as cluster:
+
+        def doctor(*flags: str, **variables: str) -> dict[str, Done]:
+            command = [
+                sys.executable,
+                "-m",
+                "hvdtrain.starter",
+                "--wait",
+                "20",
+                "-m",
+                "hvdtrain.doctor",
+                "--json",
+                *flags,
+            ]
+            told = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "9000", "WORLD_SIZE": "2"} | variables
+            started = {host: cluster.start(host, command, RANK=str(rank), **told) for rank, host in enumerate("ab")}
+            return cluster.finish(started, 60)
+
+        done = doctor("--output-dir", str(tmp_path))
+        assert {rank.code for rank in done.values()} == {0}, done
+        assert faults(done["a"]) == [], done
+
+        cluster.sh("b", "mkdir -p /run/out && mount -t tmpfs tmpfs /dev/shm -o size=64m")
+        done = doctor("--output-dir", "/run/out")
+        assert {rank.code for rank in done.values()} == {0}, done
+        assert any("ranks [1] do not see what rank 0 writes there" in fault for fault in faults(done["a"])), done
+        assert any("warning: /dev/shm is 64 MiB" in fault for fault in faults(done["a"])), done
+
+        (tmp_path / "only-b").write_text("127.0.0.1 localhost\n127.0.1.1 b\n")
+        cluster.sh("b", f"mount --bind {tmp_path}/only-b /etc/hosts")
+        done = doctor()
+        assert {rank.code for rank in done.values()} == {1}, done
+        found = faults(done["a"])
+        assert any("problem: b takes itself for 127.0.1.1" in fault for fault in found), found
+        assert any("problem: a does not resolve on b" in fault for fault in found), found
+
+        (tmp_path / "only-b").write_text("127.0.0.1 localhost\n")
+        nameless = cluster.run("b", [*DOCTOR, "--json"])
+        assert nameless.code == 1, nameless
+        assert any("this host's name b does not resolve" in fault for fault in faults(nameless)), nameless

@@ -1,0 +1,49 @@
+"""The starter's arithmetic: places among hosts, and which words of the command line are its own."""
+
+import pytest
+
+from hvdtrain.engines.rendezvous import meeting_point
+from hvdtrain.errors import UserError
+from hvdtrain.starter import Place, parse, place
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        (["a"], [(0, 1, 0, 1)]),
+        (["a", "a", "b", "b"], [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]),
+        (["b", "a", "b", "a"], [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]),  # Slurm's cyclic distribution
+        (["a", "b", "b"], [(0, 1, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1)]),
+    ],
+)
+def test_places(hosts, expected):
+    assert [place(rank, hosts) for rank in range(len(hosts))] == [Place(*values) for values in expected]
+
+
+def test_places_agree_with_horovods_own_launcher():
+    hosts = pytest.importorskip("horovod.runner.common.util.hosts")
+    slots = hosts.get_host_assignments(hosts.parse_hosts("a:1,b:3,c:2"), 6)
+    names = [slot.hostname for slot in slots]
+    for slot in slots:
+        assert place(slot.rank, names) == (slot.local_rank, slot.local_size, slot.cross_rank, slot.cross_size)
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        ("-m hvdtrain.mnist --wait 3 -m x", "-m hvdtrain.mnist --wait 3 -m x"),
+        ("--port 9000 --wait=3 -m hvdtrain.mnist --port 1", "-m hvdtrain.mnist --port 1"),
+        ("--interface eth0 train.py --interface x", "train.py --interface x"),
+    ],
+)
+def test_own_options_end_where_the_program_begins(words, program):
+    options, rest = parse(words.split())
+    assert rest == program.split()
+    assert options.port == (9000 if "9000" in words else None)
+
+
+def test_meeting_point():
+    assert meeting_point({"MASTER_ADDR": "a", "MASTER_PORT": "9000"}, "Slurm") == ("a", 9000)
+    assert meeting_point({"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "10007"}, "Slurm") == ("n1", 20007)
+    with pytest.raises(UserError, match="set MASTER_ADDR and MASTER_PORT"):
+        meeting_point({"MASTER_ADDR": "a"}, "torchrun")
