@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 
 from hvdtrain import optim
+from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 from hvdtrain.world import ENGINES, refuse_foreign
 
@@ -124,6 +125,18 @@ def add_run(group: Parser) -> None:
     group.add_argument(
         "--log-steps", type=positive_int, default=50, help="steps between two train events (default: 50)"
     )
+    group.add_argument(
+        "--checkpoint-steps",
+        type=positive_int,
+        help="steps between two checkpoints in --output-dir (default: one at the end of each epoch, which there is anyway)",
+    )
+    group.add_argument("--keep", type=positive_int, default=3, help="newest checkpoints kept; the best stays too")
+    group.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="auto: go on with the run in --output-dir, if there is one; PATH: with that checkpoint (default: auto)",
+    )
     group.add_argument("--no-progress", action="store_true", help="no progress bar, no progress lines")
 
 
@@ -176,3 +189,16 @@ def add_training(group: Parser) -> None:
     group.add_argument(
         "--accumulate", type=positive_int, default=1, help="backward passes per step; their gradients are averaged"
     )
+
+
+def require_equal(world: World, flags: argparse.Namespace) -> None:
+    """Raise UserError on every rank where the ranks were given different flags. --data-dir may differ from host to host."""
+    mine = {name: str(value) for name, value in vars(flags).items() if name != "data_dir"}
+    everyone = world.gather(mine, "flags")
+    for rank, theirs in enumerate(everyone):
+        if unlike := [name for name in mine if theirs.get(name) != everyone[0].get(name)]:
+            pairs = (f"--{name.replace('_', '-')} {everyone[0].get(name)} and {theirs.get(name)}" for name in unlike)
+            said = (
+                f"ranks 0 and {rank} have different flags ({'; '.join(pairs)}): start every rank with the same command"
+            )
+            raise UserError(said, everywhere=True)
