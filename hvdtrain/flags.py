@@ -137,6 +137,24 @@ def add_run(group: Parser) -> None:
         metavar="auto|never|PATH",
         help="auto: go on with the run in --output-dir, if there is one; PATH: with that checkpoint (default: auto)",
     )
+    group.add_argument(
+        "--check-steps",
+        type=count,
+        default=100,
+        help="steps between two comparisons of the ranks' weights, which must be the same bits (default: 100; 0: never)",
+    )
+    group.add_argument(
+        "--max-skipped",
+        type=count,
+        help="steps in a row to leave out because their gradients are not finite (default: 0; 20 with --amp fp16)",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=non_negative,
+        metavar="SECONDS",
+        help="without a step for so long, the rank that hangs is named and all end (default: 30, or 20 times the longest "
+        "step so far; the first may take 10 minutes, or 10 times as long; 0: wait for ever)",
+    )
     group.add_argument("--no-progress", action="store_true", help="no progress bar, no progress lines")
 
 

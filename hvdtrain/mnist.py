@@ -24,9 +24,10 @@ from hvdtrain import optim
 from hvdtrain.convnet import MODELS
 from hvdtrain.data import idx
 from hvdtrain.engines.base import World
-from hvdtrain.errors import UserError
+from hvdtrain.errors import Failure, UserError
+from hvdtrain.guard import Guard
 from hvdtrain.resume import Checkpoints
-from hvdtrain.sharding import epoch_order, passes_per_step, shard, steps
+from hvdtrain.sharding import Batch, epoch_order, passes_per_step, shard, steps
 from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.weights import load_weights
 from hvdtrain.world import run, start
@@ -81,7 +82,9 @@ def evaluate(world: World, model: nn.Module, images: Tensor, labels: Tensor) -> 
     return loss / count, correct / count, int(count)
 
 
-def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telemetry, checkpoints: Checkpoints) -> int:
+def train(
+    flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telemetry, checkpoints: Checkpoints, guard: Guard
+) -> int:
     at = checkpoints.begin(telemetry)  # where training stands: at the beginning, or where an earlier run left off
     begun = checkpoints.begun  # the rates and the global batch follow from this, also on other ranks than then
     train_images = dataset.train_images[: flags.train_samples].to(world.device)
@@ -108,6 +111,16 @@ def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telem
     scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
     checkpoints.restore(model, optimizer, scaler)
 
+    def loss_of(batch: Batch) -> Tensor:
+        """Compute a loss again, outside of training: for the guard, to find the layer that went wrong."""
+        with autocast:
+            logits = model(scaled(train_images[batch.indices]))
+            return F.cross_entropy(logits, train_labels[batch.indices], label_smoothing=flags.label_smoothing)
+
+    def save() -> None:
+        guard.compare_replicas(at, model)  # no checkpoint of weights that one rank has alone
+        checkpoints.save(at, model, optimizer, scaler)
+
     steps_in_epoch = -(-len(train_images) // begun.global_batch)
     samples_planned = flags.epochs * len(train_images)
     mean_loss = float("nan")
@@ -117,6 +130,7 @@ def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telem
         clock = Clock()
         order = epoch_order(len(train_images), flags.seed, epoch)[at.taken :]
         for step in steps(order, world.rank, world.size, flags.batch_size, global_batch=begun.global_batch):
+            guard.begin_step(at, model)
             rate = peak_rate * optim.schedule_factor(flags.lr_schedule, at.samples / samples_planned)
             progress = at.samples / len(train_images)
             rate *= optim.warmup_factor(progress, flags.warmup_epochs, begun.ranks, flags.lr_scaling)
@@ -136,7 +150,8 @@ def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telem
             with world.synchronized(optimizer):
                 clock.mark("communication")
                 # Unscales, and skips the step where a gradient overflowed: summed over ranks, so seen by all of them.
-                scaler.step(optimizer)
+                if guard.finite(at, model, loss_of, step.batches) or scaler.is_enabled():
+                    scaler.step(optimizer)
             scaler.update()
             clock.mark("compute")
 
@@ -158,20 +173,24 @@ def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telem
                     epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, f"loss {mean_loss:.4f}"
                 )
                 clock.mark("reporting")
-            if checkpoints.due(at.step):
+            stops = guard.stops(at)
+            if stops or checkpoints.due(at.step):
                 at.train_seconds += clock.lap()
-                checkpoints.save(at, model, optimizer, scaler)
+                save()
+            if stops:
+                return guard.leave(at, checkpoints)
         at.train_seconds += clock.lap()
 
         test_loss, test_accuracy, test_count = evaluate(world, model, test_images, test_labels)
         at.end_epoch(loss=test_loss, accuracy=test_accuracy, count=test_count)
-        checkpoints.save(at, model, optimizer, scaler)
+        save()
         telemetry.event("evaluate", epoch=epoch + 1, **at.evaluation)
         telemetry.say(
             f"epoch {epoch + 1}/{flags.epochs}  train loss {mean_loss:.4f}  test loss {test_loss:.4f}  "
             f"test accuracy {test_accuracy:.2%} of {test_count:,}  {at.samples / at.train_seconds:,.0f} samples/s"
         )
 
+    unsaved = checkpoints.close(guard.tick)
     telemetry.end(
         dict(
             dataset=dataset.name,
@@ -189,7 +208,8 @@ def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telem
             parameters_sha256=parameters_sha256(model),
         )
     )
-    checkpoints.close()
+    if unsaved:
+        raise Failure(unsaved)
     if flags.target_accuracy is not None and not reached(flags.target_accuracy, at.evaluation):
         telemetry.say(f"target accuracy {flags.target_accuracy:.2%} not reached")
         return 3
@@ -219,9 +239,9 @@ def main() -> int:
                 world, flags.output_dir, progress=not flags.no_progress, continued=checkpoints.continues
             )
         world.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
-        with telemetry:
+        with telemetry, Guard(world, flags, telemetry) as guard:
             telemetry.start(world, dataset.name, dataset.reason, vars(flags))
-            return train(flags, world, dataset, telemetry, checkpoints)
+            return train(flags, world, dataset, telemetry, checkpoints, guard)
 
 
 if __name__ == "__main__":

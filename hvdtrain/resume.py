@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hvdtrain import checkpoint
 from hvdtrain.engines.base import World
-from hvdtrain.errors import Failure, UserError
+from hvdtrain.errors import UserError
 from hvdtrain.telemetry import Telemetry
 
 # Flags that may change between two parts of one run: where and how it runs, what it shows, when it ends early.
@@ -271,17 +271,15 @@ class Checkpoints:
         print(f"warning: {line}", file=sys.stderr, flush=True)
         self.telemetry.event("error", kind="checkpoint", message=line)
 
-    def close(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until the last snapshot is on the disk. Raises Failure on every rank where it could not be written."""
+    def close(self, tick: Callable[[], None] = lambda: None) -> str | None:
+        """Wait until the last snapshot is on the disk; return, on every rank, why it could not be written, if so."""
         message = None
         if self._writer is not None:
             self._writer.flush(tick)
             if self._writer.failed is not None:
                 reason = self._writer.failed.strerror or self._writer.failed
                 message = f"the last checkpoint could not be written to {self.directory} ({reason}): make room there"
-        message = self.world.gather(message, "checkpoint.close")[0]
-        if message is not None:
-            raise Failure(message)
+        return self.world.gather(message, "checkpoint.close")[0]
 
 
 def plain(value: object) -> object:
