@@ -69,12 +69,13 @@ class Guard:
             self._buffers = [buffer.clone() for buffer in model.buffers()]
 
     def finite(
-        self, at: Position, model: nn.Module, loss_of: Callable[[Batch], Tensor], batches: Sequence[Batch]
+        self, at: Position, model: nn.Module, loss: Tensor, loss_of: Callable[[Batch], Tensor], batches: Sequence[Batch]
     ) -> bool:
         """Tell, on all ranks alike, whether the reduced gradients are finite; if not, the step must be left out.
 
         They are the same on all ranks, and one rank's NaN or infinity is in all of them. Raises Failure on every rank where
-        too many steps in a row were left out. loss_of: the loss of a batch, computed on the bare model.
+        too many steps in a row were left out. loss: of this rank's part of the step. loss_of: that of one batch, computed on
+        the bare model: the culprit is found by computing the step again.
         """
         tensors = [p if self.adasum else p.grad for p in model.parameters() if p.grad is not None]
         if bool(torch.stack([tensor.detach().sum(dtype=torch.float32) for tensor in tensors]).isfinite().all()):
@@ -83,7 +84,7 @@ class Guard:
         at.skipped += 1
         give_up = at.skipped > self.max_skipped or self.adasum
         if give_up or not self.scaled:  # a loss scaler overflows now and then: that is how it finds its scale
-            message = f"step {at.step + 1}: gradients are not finite: {self._culprit(model, loss_of, batches)}"
+            message = f"step {at.step + 1}: gradients are not finite: {self._culprit(model, loss, loss_of, batches)}"
             message += f"; {at.skipped} step{'s'[: at.skipped > 1]} in a row, --max-skipped {self.max_skipped}"
             if give_up:
                 raise Failure(message)
@@ -93,11 +94,16 @@ class Guard:
             buffer.copy_(before)
         return False
 
-    def _culprit(self, model: nn.Module, loss_of: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> str:
-        """Name rank, host and first layer, by computing the step again. A collective."""
-        found = self.world.gather(first_non_finite(model, loss_of, batches), "guard.culprit")
+    def _culprit(
+        self, model: nn.Module, loss: Tensor, loss_of: Callable[[Batch], Tensor], batches: Sequence[Batch]
+    ) -> str:
+        """Name rank, host and first layer. A collective."""
+        here = first_non_finite(model, loss_of, batches)
+        if here is None and not bool(loss.isfinite().all()):
+            here = "a loss that is finite when computed again: check that host's memory"
+        found = self.world.gather(here, "guard.culprit")
         ranks = [f"rank {rank} on {self._watchdog.host(rank)}, {what}" for rank, what in enumerate(found) if what]
-        return " and ".join(ranks) or "on no single rank: their sum overflows"
+        return " and ".join(ranks) or "each rank's own are, their sum over ranks is not"
 
     def compare_replicas(self, at: Position, model: nn.Module) -> None:
         """Raise Failure on every rank where the parameters are not the same bits on all. A collective."""

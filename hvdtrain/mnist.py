@@ -150,7 +150,7 @@ def train(
             with world.synchronized(optimizer):
                 clock.mark("communication")
                 # Unscales, and skips the step where a gradient overflowed: summed over ranks, so seen by all of them.
-                if guard.finite(at, model, loss_of, step.batches) or scaler.is_enabled():
+                if guard.finite(at, model, loss_sum, loss_of, step.batches) or scaler.is_enabled():
                     scaler.step(optimizer)
             scaler.update()
             clock.mark("compute")

@@ -90,12 +90,17 @@ class Checkpoints:
         self._last_good: str | None = None
         self._writer: checkpoint.Writer | None = None
         self.telemetry: Telemetry | None = None
+        self._lock_handle: int | None = None
         if world.rank == 0:
-            self._open(flags)
+            try:
+                self._open(flags)
+            except UserError:
+                self._unlock()
+                raise
 
     def _open(self, flags: Namespace) -> None:
-        if self.directory is not None and self.directory.is_dir():
-            self._lock(self.directory)
+        if self.directory is not None:
+            self._lock(self.directory.parent)
             checkpoint.remove_temporaries(self.directory)
         if flags.resume == "auto" and self.directory is not None:
             self._found = checkpoint.newest(self.directory, self._warn)
@@ -124,11 +129,15 @@ class Checkpoints:
 
     def _lock(self, directory: Path) -> None:
         """Hold the directory until this process ends: two runs in one place would mix. The kernel drops it with us."""
-        handle = os.open(directory, os.O_RDONLY)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock_handle = os.open(directory, os.O_RDONLY)
+        except OSError:  # nothing can be written there: telemetry says so
+            return
         until = time.monotonic() + LOCK_SECONDS
         while True:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock_handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 if time.monotonic() > until:
@@ -137,6 +146,11 @@ class Checkpoints:
                 time.sleep(0.2)
             except OSError:  # a file system without locks
                 return
+
+    def _unlock(self) -> None:
+        if self._lock_handle is not None:
+            os.close(self._lock_handle)
+            self._lock_handle = None
 
     def _move_aside(self, directory: Path) -> None:
         number = 1
@@ -279,6 +293,7 @@ class Checkpoints:
             if self._writer.failed is not None:
                 reason = self._writer.failed.strerror or self._writer.failed
                 message = f"the last checkpoint could not be written to {self.directory} ({reason}): make room there"
+        self._unlock()
         return self.world.gather(message, "checkpoint.close")[0]
 
 

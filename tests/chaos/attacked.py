@@ -2,7 +2,7 @@
 
 ATTACK='{"rank": 1, "point": "backward", "count": 7, "kind": "kill"}' mpirun -np 2 python tests/chaos/attacked.py ...
 
-The rank carries out the fault the `count`-th time (from 1) it comes to the point. SAMPLES names a directory where each rank
+The rank carries out the fault the `count`-th time (from 1) it comes to the point. TAKEN names a directory where each rank
 logs the index of every sample that it takes, step by step.
 """
 
@@ -21,7 +21,8 @@ from hvdtrain.engines.base import World
 from hvdtrain.engines.horovod import HorovodWorld
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
-SAMPLES = os.environ.get("SAMPLES")
+TAKEN = os.environ.get("TAKEN")
+ATTEMPT = os.environ.get("ATTEMPT", "0")  # higher in later jobs
 RANK = world.announced().rank
 SIGNALS = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT, usr1=signal.SIGUSR1,
                segv=signal.SIGSEGV)  # fmt: skip
@@ -80,7 +81,8 @@ before(checkpoint, "sync_directory", "directory")
 before(checkpoint, "prune", "prune")
 
 real_fsync, real_replace, real_scaled, real_steps = os.fsync, Path.replace, mnist.scaled, mnist.steps
-real_synchronized = HorovodWorld.synchronized
+real_synchronized, real_epoch_order = HorovodWorld.synchronized, mnist.epoch_order
+epoch_now = 0
 
 
 def fsync(handle: int) -> None:
@@ -98,7 +100,7 @@ def replace(self: Path, target: Path) -> Path:
 
 
 def scaled(images: torch.Tensor) -> torch.Tensor:
-    wrong = come_to("load")
+    wrong = come_to("load") or (ATTACK.get("lasts") and ATTACK["rank"] == RANK and reached >= ATTACK["count"])
     return real_scaled(images) * (float("nan") if wrong and ATTACK["kind"] == "nan" else 1.0)
 
 
@@ -112,16 +114,26 @@ def synchronized(self: World, optimizer: torch.optim.Optimizer):
         yield
 
 
+def epoch_order(n: int, seed: int, epoch: int) -> torch.Tensor:
+    global epoch_now
+    epoch_now = epoch
+    return real_epoch_order(n, seed, epoch)
+
+
 def steps(order, rank, size, *args, **kwargs):
+    """Log what each step takes, under its epoch and the number of samples still to come in it."""
+    left = len(order)
     for step in real_steps(order, rank, size, *args, **kwargs):
-        if SAMPLES:
+        if TAKEN:
             taken = [index for batch in step.batches if batch.local_count for index in batch.indices.tolist()]
-            with (Path(SAMPLES) / f"{size}.{rank}.{os.getpid()}").open("a") as log:
-                log.write(json.dumps([time.time(), step.count, taken]) + "\n")
+            with (Path(TAKEN) / f"{ATTEMPT}.{rank}").open("a") as log:
+                log.write(json.dumps([epoch_now, left, taken]) + "\n")
+        left -= step.count
         yield step
 
 
 os.fsync, Path.replace, mnist.scaled, mnist.steps = fsync, replace, scaled, steps
+mnist.epoch_order = epoch_order
 HorovodWorld.synchronized = synchronized
 sys.argv[0] = "hvdtrain/mnist.py"
 world.run(mnist.main)
