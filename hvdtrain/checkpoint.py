@@ -18,6 +18,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from hvdtrain.errors import UserError
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
+PATIENCE_SECONDS = 600.0
 TEMPORARY = re.compile(r"\.step-\d{8,}\.safetensors\.\d+")
 
 
@@ -188,11 +190,18 @@ class Writer:
             self._condition.notify_all()
 
     def flush(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Return once nothing waits or is being written; `tick` is called about once a second meanwhile."""
+        """Return once nothing waits or is being written; `tick` is called about once a second meanwhile.
+
+        A file system that hangs is waited for no longer than PATIENCE_SECONDS: then `failed` says so.
+        """
+        until = time.monotonic() + PATIENCE_SECONDS
         with self._condition:
             while self._waiting is not None or self._busy:
                 self._condition.wait(1.0)
                 tick()
+                if time.monotonic() > until:
+                    self.failed = OSError(f"not written within {PATIENCE_SECONDS:.0f} s")
+                    return
 
     def _run(self) -> None:
         while True:
@@ -211,12 +220,11 @@ class Writer:
         self.failed = None
         try:
             write(path, facts, tensors)
+            prune(self.directory, self.keep)
         except OSError as error:
             self.failed = error
-        except Exception as error:  # whatever the library makes of it: training must not end in silence here
-            self.failed = OSError(str(error))
-        if self.failed is None:
-            prune(self.directory, self.keep)
+        except Exception as error:  # whatever the library makes of it: this thread must not end in silence
+            self.failed = OSError(repr(error))
         self.done(path, self.failed)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import World
-from hvdtrain.errors import Failure
+from hvdtrain.errors import Failure, UserError
 from hvdtrain.resume import Checkpoints, Position
 from hvdtrain.sharding import Batch
 from hvdtrain.telemetry import Telemetry
@@ -53,7 +53,8 @@ class Guard:
             self.world.barrier()  # until then, who does not come is still missed
         elif isinstance(error, Failure):
             self.telemetry.event("error", kind="failure", message=str(error))
-        self._watchdog.close(None if error is None else f"{type(error).__name__}: {error}")
+        agreed = error is None or isinstance(error, Failure) or (isinstance(error, UserError) and error.everywhere)
+        self._watchdog.close(None if agreed else f"{type(error).__name__}: {error}")
 
     def tick(self) -> None:
         """Tell the watchdog that this rank makes progress, outside of steps."""

@@ -192,6 +192,10 @@ class Watchdog:
         """Take leave of the others, with what went wrong here if this rank leaves them alone."""
         if self._closing:
             return
+        if failure is not None:
+            time.sleep(0.2)  # what failed here may be that another rank has just died
+            for rank in self._gone:
+                sys.stderr.write(f"hvdtrain: error: rank {rank} on {self._hosts[rank]} {self._gone[rank][1]}\n")
         self._closing = True
         self._send_all(**({"bye": True} if failure is None else {"failed": failure}))
         with contextlib.suppress(OSError):
