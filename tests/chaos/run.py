@@ -5,6 +5,7 @@ make chaos CHAOS="--attacks 200 --seed 7"
 """
 
 import argparse
+import contextlib
 import random
 import re
 import sys
@@ -69,7 +70,12 @@ def damage(chance: random.Random, directory: Path) -> str:
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """Return the segments in /dev/shm that no live process has mapped."""
+    mapped = ""
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped += "".join(line for line in path.read_text().splitlines() if "/dev/shm/" in line)
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name not in mapped}
 
 
 def strike(chance: random.Random, directory: Path, wholes: dict[int, dict]) -> Outcome:
@@ -104,11 +110,7 @@ def strike(chance: random.Random, directory: Path, wholes: dict[int, dict]) -> O
         return Outcome(label, False, False, 0, 0, detected, 0.0, left, "never came to its end")
     lost, repeated = tally(directory)
     temporary = [path for path in (directory / "checkpoints").iterdir() if path.name.startswith(".")]
-    # OpenMPI's and Gloo's segments carry these names; other programs share the directory.
-    segments = [
-        name for name in shared_memory() - shared if name.startswith(("vader", "sem.", "psm", "gloo", "torch_"))
-    ]
-    leftovers = left + len(temporary) + len(segments)
+    leftovers = left + len(temporary) + len(shared_memory() - shared)
     return Outcome(label, True, results(directory) == wholes[ranks], lost, repeated, detected, seconds, leftovers)
 
 
