@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from hvdtrain.engines.base import World
 from hvdtrain.errors import Failure, UserError
 from hvdtrain.resume import Checkpoints, Position
-from hvdtrain.sharding import Batch
 from hvdtrain.telemetry import Telemetry
 from hvdtrain.watchdog import Watchdog
 
+Part = TypeVar("Part")  # whatever a script computes a loss from
 STOPPED = 75  # exit code: EX_TEMPFAIL of sysexits.h; Slurm and Kubernetes can tell it from a failure
 OVERFLOWS = 20  # steps in a row that the loss scaler may skip: from 65536 it can halve 16 times before it reaches 1
 
@@ -70,13 +71,13 @@ class Guard:
             self._buffers = [buffer.clone() for buffer in model.buffers()]
 
     def finite(
-        self, at: Position, model: nn.Module, loss: Tensor, loss_of: Callable[[Batch], Tensor], batches: Sequence[Batch]
+        self, at: Position, model: nn.Module, loss: Tensor, loss_of: Callable[[Part], Tensor], parts: Sequence[Part]
     ) -> bool:
         """Tell, on all ranks alike, whether the reduced gradients are finite; if not, the step must be left out.
 
         They are the same on all ranks, and one rank's NaN or infinity is in all of them. Raises Failure on every rank where
-        too many steps in a row were left out. loss: of this rank's part of the step. loss_of: that of one batch, computed on
-        the bare model: the culprit is found by computing the step again.
+        too many steps in a row were left out. loss: of this rank's batches. loss_of: computes that of one of the step's
+        `parts` again, on the bare model, to find the culprit.
         """
         tensors = [p if self.adasum else p.grad for p in model.parameters() if p.grad is not None]
         if bool(torch.stack([tensor.detach().sum(dtype=torch.float32) for tensor in tensors]).isfinite().all()):
@@ -85,7 +86,7 @@ class Guard:
         at.skipped += 1
         give_up = at.skipped > self.max_skipped or self.adasum
         if give_up or not self.scaled:  # a loss scaler overflows now and then: that is how it finds its scale
-            message = f"step {at.step + 1}: gradients are not finite: {self._culprit(model, loss, loss_of, batches)}"
+            message = f"step {at.step + 1}: gradients are not finite: {self._culprit(model, loss, loss_of, parts)}"
             message += f"; {at.skipped} step{'s'[: at.skipped > 1]} in a row, --max-skipped {self.max_skipped}"
             if give_up:
                 raise Failure(message)
@@ -95,11 +96,9 @@ class Guard:
             buffer.copy_(before)
         return False
 
-    def _culprit(
-        self, model: nn.Module, loss: Tensor, loss_of: Callable[[Batch], Tensor], batches: Sequence[Batch]
-    ) -> str:
+    def _culprit(self, model: nn.Module, loss: Tensor, loss_of: Callable[[Part], Tensor], parts: Sequence[Part]) -> str:
         """Name rank, host and first layer. A collective."""
-        here = first_non_finite(model, loss_of, batches)
+        here = first_non_finite(model, loss_of, parts)
         if here is None and not bool(loss.isfinite().all()):
             here = "a loss that is finite when computed again: check that host's memory"
         found = self.world.gather(here, "guard.culprit")
@@ -164,7 +163,7 @@ def checksum(parameter: Tensor) -> Tensor:
     return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
 
 
-def first_non_finite(model: nn.Module, loss_of: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> str | None:
+def first_non_finite(model: nn.Module, loss_of: Callable[[Part], Tensor], parts: Sequence[Part]) -> str | None:
     """Return what this rank's own forward or backward pass first computes that is not finite; None if nothing is."""
     found: list[str] = []
 
@@ -180,8 +179,8 @@ def first_non_finite(model: nn.Module, loss_of: Callable[[Batch], Tensor], batch
     hooks = [module.register_forward_hook(look(name, module)) for name, module in leaves]
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     try:
-        for batch in batches:
-            loss = loss_of(batch)
+        for part in parts:
+            loss = loss_of(part)
             if found:
                 break
             gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)

@@ -125,7 +125,7 @@ def train(
     samples_planned = flags.epochs * len(train_images)
     mean_loss = float("nan")
     for epoch in range(at.epoch, flags.epochs):
-        if reached(flags.target_accuracy, at.evaluation):
+        if at.reached(flags.target_accuracy):
             break
         clock = Clock()
         order = epoch_order(len(train_images), flags.seed, epoch)[at.taken :]
@@ -210,14 +210,10 @@ def train(
     )
     if unsaved:
         raise Failure(unsaved)
-    if flags.target_accuracy is not None and not reached(flags.target_accuracy, at.evaluation):
+    if flags.target_accuracy is not None and not at.reached(flags.target_accuracy):
         telemetry.say(f"target accuracy {flags.target_accuracy:.2%} not reached")
         return 3
     return 0
-
-
-def reached(target: float | None, evaluation: dict) -> bool:
-    return target is not None and evaluation.get("accuracy", -1.0) >= target
 
 
 def main() -> int:

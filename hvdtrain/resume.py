@@ -47,6 +47,9 @@ class Position:
         self.taken += samples
         self.samples += samples
 
+    def reached(self, target_accuracy: float | None) -> bool:
+        return target_accuracy is not None and self.evaluation.get("accuracy", -1.0) >= target_accuracy
+
     def end_epoch(self, **evaluation: float) -> None:
         self.epoch += 1
         self.taken = 0

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import checkpoint, mnist
+from hvdtrain import checkpoint, imagenet, mnist
+from hvdtrain.data.loading import Plan
 from hvdtrain.errors import UserError
 
 
@@ -163,3 +164,35 @@ def test_stop_signal_saves_and_leaves_with_75(tmp_path, monkeypatch):
     assert stop["step"] == 2
     assert alone(tmp_path / "out") == 0
     assert results(tmp_path / "out") == results(whole)
+
+
+def test_imagenet_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    """With dropout, whose draws follow from the position."""
+    flags = (
+        "imagenet --dataset synthetic --engine serial --model mobilenet_v3_small --image-size 32 --classes 10 --lr 0.1 "
+    )
+    flags += "--train-samples 24 --batch-size 4 --epochs 2 --workers 0 --no-progress --checkpoint-steps 2 --output-dir "
+    begin_step = imagenet.Guard.begin_step
+
+    def stop_at_the_fourth(self, at, model):
+        begin_step(self, at, model)
+        if at.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+    for name, codes in (("whole", [0]), ("apart", [75, 0])):
+        for code in codes:
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "argv", f"{flags}{tmp_path / name}".split())
+                if code == 75:
+                    patch.setattr(imagenet.Guard, "begin_step", stop_at_the_fourth)
+                assert imagenet.main() == code
+    assert events(tmp_path / "apart", "resume")[0]["step"] == 4
+    assert results(tmp_path / "apart") == results(tmp_path / "whole")
+
+
+def test_a_plan_that_goes_on_is_the_rest_of_the_plan():
+    whole = Plan(50, 45, 1, epochs=3, rank=1, size=2, batch_size=4)
+    later = Plan(50, 45, 1, epochs=3, rank=1, size=2, batch_size=4, first_epoch=1, taken=16)
+    expected = [(epoch, batch.indices.tolist()) for epoch, batch in whole][6 + 2 :]
+    assert [(epoch, batch.indices.tolist()) for epoch, batch in later] == expected
