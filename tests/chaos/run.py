@@ -78,7 +78,7 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if path.name not in mapped}
 
 
-def strike(chance: random.Random, directory: Path, wholes: dict[int, dict]) -> Outcome:
+def strike(chance: random.Random, directory: Path, wholes: dict[tuple[str, int], dict]) -> Outcome:
     """One run: attacked once or twice, perhaps with its newest checkpoint spoiled, and started until it ends."""
     ranks = chance.choice(tuple(BATCH))
     launcher = chance.choice(("mpirun", "mpirun", "gloo"))
@@ -110,8 +110,12 @@ def strike(chance: random.Random, directory: Path, wholes: dict[int, dict]) -> O
         return Outcome(label, False, False, 0, 0, detected, 0.0, left, "never came to its end")
     lost, repeated = tally(directory)
     temporary = [path for path in (directory / "checkpoints").iterdir() if path.name.startswith(".")]
-    leftovers = left + len(temporary) + len(shared_memory() - shared)
-    return Outcome(label, True, results(directory) == wholes[ranks], lost, repeated, detected, seconds, leftovers)
+    segments = shared_memory() - shared
+    leftovers = left + len(temporary) + len(segments)
+    note = f"left behind: {left} processes, {temporary}, {segments}" if leftovers else ""
+    return Outcome(
+        label, True, results(directory) == wholes[launcher, ranks], lost, repeated, detected, seconds, leftovers, note
+    )
 
 
 def main() -> int:
@@ -123,10 +127,12 @@ def main() -> int:
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as scratch:
         wholes = {}
-        for ranks, batch in BATCH.items():
-            done = attacked(Path(scratch) / f"whole{ranks}", ranks=ranks, batch=batch)
-            assert done.code == 0, done
-            wholes[ranks] = results(Path(scratch) / f"whole{ranks}")
+        for launcher in ("mpirun", "gloo"):  # which sum three numbers in different orders
+            for ranks, batch in BATCH.items():
+                whole = Path(scratch) / f"{launcher}{ranks}"
+                done = attacked(whole, ranks=ranks, batch=batch, launcher=launcher)
+                assert done.code == 0, done
+                wholes[launcher, ranks] = results(whole)
         for number in range(1, flags.attacks + 1):
             directory = Path(scratch) / str(number)
             outcome = strike(chance, directory, wholes)
