@@ -125,6 +125,24 @@ def add_run(group: Parser) -> None:
     group.add_argument(
         "--log-steps", type=positive_int, default=50, help="steps between two train events (default: 50)"
     )
+    group.add_argument("--no-progress", action="store_true", help="no progress bar, no progress lines")
+
+
+def add_wire(group: Parser) -> None:
+    """Flags about how gradients travel."""
+    group.add_argument(
+        "--compression",
+        choices=("none", "fp16", "auto"),
+        default="none",
+        help="of the gradients on the wire; auto: fp16 between hosts, none within one",
+    )
+    group.add_argument(
+        "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"
+    )
+
+
+def add_surviving(group: Parser) -> None:
+    """Flags about checkpoints, restarts and what ends a run (docs/surviving.md)."""
     group.add_argument(
         "--checkpoint-steps",
         type=positive_int,
@@ -154,20 +172,6 @@ def add_run(group: Parser) -> None:
         metavar="SECONDS",
         help="without a step for so long, the rank that hangs is named and all end (default: 30, or 20 times the longest "
         "step so far; the first may take 10 minutes, or 10 times as long; 0: wait for ever)",
-    )
-    group.add_argument("--no-progress", action="store_true", help="no progress bar, no progress lines")
-
-
-def add_wire(group: Parser) -> None:
-    """Flags about how gradients travel."""
-    group.add_argument(
-        "--compression",
-        choices=("none", "fp16", "auto"),
-        default="none",
-        help="of the gradients on the wire; auto: fp16 between hosts, none within one",
-    )
-    group.add_argument(
-        "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"
     )
 
 

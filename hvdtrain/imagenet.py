@@ -77,6 +77,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--memory-format", choices=tuple(MEMORY_FORMATS), default="channels_last")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     cli.add_training(parser)
+    cli.add_surviving(parser)
     cli.add_run(parser)
     flags = parser.parse(argv, RECIPES)
     flags.lr = flags.lr or 0.1 * flags.batch_size / 256

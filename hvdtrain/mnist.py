@@ -57,6 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--recipe", choices=tuple(RECIPES), default="fast")
     parser.add_argument("--model", choices=tuple(MODELS), default="convnet")
     cli.add_training(parser)
+    cli.add_surviving(parser)
     cli.add_run(parser)
     return parser.parse(argv, RECIPES)
 
