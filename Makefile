@@ -1,10 +1,11 @@
 # Each target sets up whatever is missing first, and at once when nothing is.
 # make setup PYTHON=python3.12 SETUP="--mpi system --gpu"     options are remembered; launch/setup --help lists them
 # make run NP=8 RUN="--dataset digits"
+# make chaos CHAOS="--attacks 200"       kill, stop, corrupt; start again; compare the bits and count the samples
 
 PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 NP ?= 2
-.PHONY: setup run test lint bench
+.PHONY: setup run test lint bench chaos
 
 # Open MPI refuses root unless told twice; containers and CI are root. Nobody else gets this.
 ifeq ($(shell id -u),0)
@@ -23,6 +24,9 @@ test: setup
 
 lint: setup
 	. .venv/bin/activate && ruff check . && ruff format --check . && mypy && MYPYPATH=launch mypy launch/*.py launch/setup
+
+chaos: setup
+	. .venv/bin/activate && python -m tests.chaos.run $(CHAOS)
 
 bench: setup
 	. .venv/bin/activate && python -m hvdtrain.scaling $(BENCH)

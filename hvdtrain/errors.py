@@ -1,4 +1,4 @@
-"""The one exception that users cause."""
+"""The exceptions that end a run in one line, without a traceback."""
 
 
 class UserError(Exception):
@@ -7,6 +7,15 @@ class UserError(Exception):
     everywhere: every rank is sure to raise it too (the same flags, or agreed between them), so that rank 0 alone says it.
     """
 
+    exit_code = 2
+
     def __init__(self, message: str, *, everywhere: bool = False):
         super().__init__(message)
         self.everywhere = everywhere
+
+
+class Failure(Exception):
+    """Training cannot go on, and every rank knows it and raises this: rank 0 says why in one line. Exit code 1."""
+
+    exit_code = 1
+    everywhere = True

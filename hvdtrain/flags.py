@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 
 from hvdtrain import optim
+from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 from hvdtrain.world import ENGINES, refuse_foreign
 
@@ -140,6 +141,40 @@ def add_wire(group: Parser) -> None:
     )
 
 
+def add_surviving(group: Parser) -> None:
+    """Flags about checkpoints, restarts and what ends a run (docs/surviving.md)."""
+    group.add_argument(
+        "--checkpoint-steps",
+        type=positive_int,
+        help="steps between two checkpoints in --output-dir (default: one at the end of each epoch, which there is anyway)",
+    )
+    group.add_argument("--keep", type=positive_int, default=3, help="newest checkpoints kept; the best stays too")
+    group.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="auto: go on with the run in --output-dir, if there is one; PATH: with that checkpoint (default: auto)",
+    )
+    group.add_argument(
+        "--check-steps",
+        type=count,
+        default=100,
+        help="steps between two comparisons of the ranks' weights, which must be the same bits (default: 100; 0: never)",
+    )
+    group.add_argument(
+        "--max-skipped",
+        type=count,
+        help="steps in a row to leave out because their gradients are not finite (default: 0; 20 with --amp fp16)",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=non_negative,
+        metavar="SECONDS",
+        help="without a step for so long, the rank that hangs is named and all end (default: 30, or 20 times the longest "
+        "step so far; the first may take 10 minutes, or 10 times as long; 0: wait for ever)",
+    )
+
+
 def add_training(group: Parser) -> None:
     """Flags about the mathematics; those left out come from the recipe."""
     group.add_argument("--epochs", type=positive_int)
@@ -176,3 +211,16 @@ def add_training(group: Parser) -> None:
     group.add_argument(
         "--accumulate", type=positive_int, default=1, help="backward passes per step; their gradients are averaged"
     )
+
+
+def require_equal(world: World, flags: argparse.Namespace) -> None:
+    """Raise UserError on every rank where the ranks were given different flags. --data-dir may differ from host to host."""
+    mine = {name: str(value) for name, value in vars(flags).items() if name != "data_dir"}
+    everyone = world.gather(mine, "flags")
+    for rank, theirs in enumerate(everyone):
+        if unlike := [name for name in mine if theirs.get(name) != everyone[0].get(name)]:
+            pairs = (f"--{name.replace('_', '-')} {everyone[0].get(name)} and {theirs.get(name)}" for name in unlike)
+            said = (
+                f"ranks 0 and {rank} have different flags ({'; '.join(pairs)}): start every rank with the same command"
+            )
+            raise UserError(said, everywhere=True)

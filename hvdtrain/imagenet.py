@@ -9,7 +9,7 @@ torchrun --nproc-per-node 8 -m hvdtrain.imagenet --engine ddp --data-dir DIR
 --model resnet18 --image-size 64    any torchvision classifier, any size
 --amp bf16 --compile                mixed precision, torch.compile
 --recipe goyal                      the schedule of arXiv:1706.02677
---output-dir OUT                    metrics.jsonl and summary.json
+--output-dir OUT                    metrics.jsonl, summary.json and checkpoints; started again, the run goes on from there
 """
 
 from argparse import Namespace
@@ -24,12 +24,15 @@ from hvdtrain import flags as cli
 from hvdtrain import optim
 from hvdtrain.data.broken import Losses
 from hvdtrain.data.images import open_folder
-from hvdtrain.data.loading import Loaded, Plan, Source, default_workers, start_workers_early
+from hvdtrain.data.loading import Loaded, Plan, Source, default_workers, mixed_seed, start_workers_early
 from hvdtrain.data.shards import open_shards
 from hvdtrain.data.synthetic import open_synthetic
 from hvdtrain.engines.base import World
-from hvdtrain.errors import UserError
+from hvdtrain.errors import Failure, UserError
+from hvdtrain.guard import Guard
 from hvdtrain.models import build_model, require_torchvision
+from hvdtrain.resume import Checkpoints
+from hvdtrain.sharding import passes_per_step
 from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.weights import load_weights
 from hvdtrain.world import cores_of_rank, run, start
@@ -74,6 +77,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--memory-format", choices=tuple(MEMORY_FORMATS), default="channels_last")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     cli.add_training(parser)
+    cli.add_surviving(parser)
     cli.add_run(parser)
     flags = parser.parse(argv, RECIPES)
     flags.lr = flags.lr or 0.1 * flags.batch_size / 256
@@ -100,7 +104,12 @@ def open_source(flags: Namespace, world: World) -> Source:
 
 
 def evaluate(
-    world: World, model: nn.Module, forward: Callable[[Tensor], Tensor], batches: Iterable[Loaded], losses: Losses
+    world: World,
+    model: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    batches: Iterable[Loaded],
+    losses: Losses,
+    tick: Callable[[], None] = lambda: None,
 ) -> tuple[float, float, float, int]:
     """Return mean loss, top-1 and top-5 accuracy (0 to 1) and count over the test set, each sample once over all ranks."""
     world.average_buffers(model)
@@ -108,6 +117,7 @@ def evaluate(
     model.eval()
     with torch.inference_mode():
         for batch in batches:
+            tick()
             losses.note(batch.broken)
             if batch.samples == 0:
                 continue
@@ -127,7 +137,11 @@ def evaluate(
     return loss / count, first / count, five / count, int(count)
 
 
-def train(flags: Namespace, world: World, source: Source, telemetry: Telemetry) -> int:
+def train(
+    flags: Namespace, world: World, source: Source, telemetry: Telemetry, checkpoints: Checkpoints, guard: Guard
+) -> int:
+    at = checkpoints.begin(telemetry)  # where training stands: at the beginning, or where an earlier run left off
+    begun = checkpoints.begun  # the rates and the global batch follow from this, also on other ranks than then
     memory_format = getattr(torch, MEMORY_FORMATS[flags.memory_format])
     pixels = torch.tensor([MEAN, DEVIATION], device=world.device).view(2, 3, 1, 1) * 255
 
@@ -138,7 +152,7 @@ def train(flags: Namespace, world: World, source: Source, telemetry: Telemetry) 
     with world.agreement("weights"):
         if flags.weights is not None and world.rank == 0:
             load_weights(model, flags.weights)
-    peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, world.size, flags.reduction, flags.accumulate)
+    peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, begun.ranks, flags.reduction, begun.accumulate)
     optimizer = optim.build(flags.optimizer, optim.decay_groups(model), peak_rate, flags.momentum, flags.weight_decay)
     replica, optimizer = world.distribute(
         model,
@@ -146,11 +160,12 @@ def train(flags: Namespace, world: World, source: Source, telemetry: Telemetry) 
         compression=flags.compression,
         predivide=flags.gradient_predivide_factor,
         reduction=flags.reduction,
-        accumulate=flags.accumulate,
+        accumulate=passes_per_step(begun.global_batch, world.size, flags.batch_size),
     )
     world.broadcast(model, optimizer)
     autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
     scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
+    checkpoints.restore(model, optimizer, scaler)
     compiled = torch.compile(replica, dynamic=False) if flags.compile else replica
 
     def test_forward(images: Tensor) -> Tensor:
@@ -159,19 +174,34 @@ def train(flags: Namespace, world: World, source: Source, telemetry: Telemetry) 
 
     plan = Plan(
         source.train_count, min(flags.train_samples or source.train_count, source.train_count), flags.seed, flags.epochs,
-        world.rank, world.size, flags.batch_size, flags.accumulate,
+        world.rank, world.size, flags.batch_size, flags.accumulate, begun.global_batch, at.epoch, at.taken,
     )  # fmt: skip
     batches = iter(source.train(plan))  # the batches of the plan below, in its order: workers run ahead of it
     losses = Losses(flags.max_broken, source.train_count)
     steps_in_epoch = plan.steps_per_epoch()
     samples_planned = flags.epochs * plan.per_epoch
-    number = samples = 0
-    train_seconds = 0.0
-    for epoch in range(flags.epochs):
+    mean_loss = float("nan")
+
+    def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute a loss again, outside of training: for the guard, to find the layer that went wrong."""
+        images, labels = batch
+        with autocast:
+            return F.cross_entropy(model(images), labels, label_smoothing=flags.label_smoothing)
+
+    def save() -> None:
+        guard.compare_replicas(at, model)  # no checkpoint of weights that one rank has alone
+        checkpoints.save(at, model, optimizer, scaler)
+
+    for epoch in range(at.epoch, flags.epochs):
+        if at.reached(flags.target_accuracy):
+            break
         clock = Clock()
         for step in plan.epoch(epoch):
-            rate = peak_rate * optim.schedule_factor(flags.lr_schedule, samples / samples_planned)
-            rate *= optim.warmup_factor(samples / plan.per_epoch, flags.warmup_epochs, world.size, flags.lr_scaling)
+            guard.begin_step(at, model)
+            torch.manual_seed(mixed_seed(flags.seed, at.samples, world.rank))  # dropout: the same again after a restart
+            rate = peak_rate * optim.schedule_factor(flags.lr_schedule, at.samples / samples_planned)
+            progress = at.samples / plan.per_epoch
+            rate *= optim.warmup_factor(progress, flags.warmup_epochs, begun.ranks, flags.lr_scaling)
             optim.set_rate(optimizer, rate)
             optimizer.zero_grad()
             loss_sum, local_count = torch.zeros((), device=world.device), 0
@@ -196,21 +226,21 @@ def train(flags: Namespace, world: World, source: Source, telemetry: Telemetry) 
             with world.synchronized(optimizer):
                 clock.mark("communication")
                 # Unscales, and skips the step where a gradient overflowed: summed over ranks, so seen by all of them.
-                scaler.step(optimizer)
+                if guard.finite(at, model, loss_sum, loss_of, [(images, labels)]) or scaler.is_enabled():
+                    scaler.step(optimizer)
             scaler.update()
             clock.mark("compute")
 
-            number += 1
-            samples += step.count
+            at.advance(step.count)
             clock.count(step.count, local_count)
-            if number == 1 or number % flags.log_steps == 0 or number % steps_in_epoch == 0:
+            if at.step == 1 or at.step % flags.log_steps == 0 or at.taken == plan.per_epoch:
                 losses.settle(world, telemetry)
                 mean_loss = world.mean(loss_sum / max(local_count, 1), local_count, "loss")
                 telemetry.event(
                     "train",
                     epoch=epoch + 1,
-                    step=number,
-                    samples=samples,
+                    step=at.step,
+                    samples=at.samples,
                     loss=mean_loss,
                     loss_rank0=loss_sum.item() / max(local_count, 1),
                     learning_rate=rate,
@@ -218,56 +248,65 @@ def train(flags: Namespace, world: World, source: Source, telemetry: Telemetry) 
                     **clock.rates(),
                 )
                 telemetry.progress(
-                    epoch + 1, flags.epochs, number, flags.epochs * steps_in_epoch, f"loss {mean_loss:.4f}"
+                    epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, f"loss {mean_loss:.4f}"
                 )
                 clock.mark("reporting")
-        train_seconds += clock.total()
+            stops = guard.stops(at)
+            if stops or checkpoints.due(at.step):
+                at.train_seconds += clock.lap()
+                save()
+            if stops:
+                return guard.leave(at, checkpoints)
+        at.train_seconds += clock.lap()
 
-        test_loss, test_accuracy, top5, test_count = evaluate(world, model, test_forward, source.test(), losses)
+        test_loss, test_accuracy, top5, test_count = evaluate(
+            world, model, test_forward, source.test(), losses, guard.tick
+        )
         losses.settle(world, telemetry)
-        telemetry.event(
-            "evaluate", epoch=epoch + 1, loss=test_loss, accuracy=test_accuracy, accuracy_top5=top5, count=test_count,
-            broken=losses.total(),
-        )  # fmt: skip
+        at.end_epoch(loss=test_loss, accuracy=test_accuracy, accuracy_top5=top5, count=test_count)
+        save()
+        telemetry.event("evaluate", epoch=epoch + 1, **at.evaluation, broken=losses.total())
         telemetry.say(
             f"epoch {epoch + 1}/{flags.epochs}  train loss {mean_loss:.4f}  test loss {test_loss:.4f}  "
             f"test accuracy {test_accuracy:.2%} (top 5 {top5:.2%}) of {test_count:,}  "
-            f"{samples / train_seconds:,.0f} samples/s"
+            f"{at.samples / at.train_seconds:,.0f} samples/s"
         )
 
-        reached = flags.target_accuracy is None or test_accuracy >= flags.target_accuracy
-        if flags.target_accuracy is not None and reached:
-            break
-
+    unsaved = checkpoints.close(guard.tick)
     telemetry.end(
         dict(
             dataset=source.name,
             engine=world.engine,
             world_size=world.size,
-            epochs=epoch + 1,
-            steps=number,
-            samples=samples,
+            epochs=at.epoch,
+            steps=at.step,
+            samples=at.samples,
             broken=losses.total(),
-            test_accuracy=test_accuracy,
-            test_accuracy_top5=top5,
-            test_loss=test_loss,
-            test_count=test_count,
-            train_seconds=train_seconds,
+            test_accuracy=at.evaluation["accuracy"],
+            test_accuracy_top5=at.evaluation["accuracy_top5"],
+            test_loss=at.evaluation["loss"],
+            test_count=at.evaluation["count"],
+            train_seconds=at.train_seconds,
             total_seconds=seconds_since_process_start(),
-            samples_per_second=samples / train_seconds,
+            samples_per_second=at.samples / at.train_seconds,
             parameters_sha256=parameters_sha256(model),
         )
     )
-    if not reached:
+    if unsaved:
+        raise Failure(unsaved)
+    if flags.target_accuracy is not None and not at.reached(flags.target_accuracy):
         telemetry.say(f"target accuracy {flags.target_accuracy:.2%} not reached")
-    return 0 if reached else 3
+        return 3
+    return 0
 
 
 def main() -> int:
     flags = parse()
+    asked = dict(vars(flags))
     if flags.dataset != "synthetic" and flags.workers != 0:
         start_workers_early()
     with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+        cli.require_equal(world, flags)
         flags.compression = world.choose_compression(flags.compression)
         if flags.gradient_predivide_factor is None:
             flags.gradient_predivide_factor = float(world.size) if flags.compression == "fp16" else 1.0
@@ -275,14 +314,21 @@ def main() -> int:
             flags.workers = default_workers(cores_of_rank(world), world.device)
         with world.agreement("start"):
             require_torchvision()
-            telemetry = Telemetry(world, flags.output_dir, progress=not flags.no_progress)
-        with telemetry:
-            source = open_source(flags, world)
-            if source.train_count < world.size:
-                count = source.train_count
-                raise UserError(f"{count} samples but {world.size} ranks: use -np {count} or fewer", everywhere=True)
+        source = open_source(flags, world)
+        if source.train_count < world.size:
+            count = source.train_count
+            raise UserError(f"{count} samples but {world.size} ranks: use -np {count} or fewer", everywhere=True)
+        data = dict(
+            dataset=source.name, train_samples=flags.train_samples or source.train_count, classes=source.classes
+        )
+        with world.agreement("output"):
+            checkpoints = Checkpoints(world, flags, asked, data)
+            telemetry = Telemetry(
+                world, flags.output_dir, progress=not flags.no_progress, continued=checkpoints.continues
+            )
+        with telemetry, Guard(world, flags, telemetry) as guard:
             telemetry.start(world, source.name, source.reason, vars(flags))
-            return train(flags, world, source, telemetry)
+            return train(flags, world, source, telemetry, checkpoints, guard)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ horovodrun -np 8 -H a:4,b:4 python -m hvdtrain.mnist      two hosts
 
 --dataset mnist --data-dir DIR      the IDX files in DIR, compressed or not
 --recipe classic --epochs 10        plain SGD at a constant rate, as tutorials do
---output-dir OUT                    metrics.jsonl and summary.json
+--output-dir OUT                    metrics.jsonl, summary.json and checkpoints; started again, the run goes on from there
 """
 
 from argparse import Namespace
@@ -24,8 +24,10 @@ from hvdtrain import optim
 from hvdtrain.convnet import MODELS
 from hvdtrain.data import idx
 from hvdtrain.engines.base import World
-from hvdtrain.errors import UserError
-from hvdtrain.sharding import epoch_order, shard, steps, steps_per_epoch
+from hvdtrain.errors import Failure, UserError
+from hvdtrain.guard import Guard
+from hvdtrain.resume import Checkpoints
+from hvdtrain.sharding import Batch, epoch_order, passes_per_step, shard, steps
 from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.weights import load_weights
 from hvdtrain.world import run, start
@@ -55,6 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--recipe", choices=tuple(RECIPES), default="fast")
     parser.add_argument("--model", choices=tuple(MODELS), default="convnet")
     cli.add_training(parser)
+    cli.add_surviving(parser)
     cli.add_run(parser)
     return parser.parse(argv, RECIPES)
 
@@ -80,7 +83,11 @@ def evaluate(world: World, model: nn.Module, images: Tensor, labels: Tensor) -> 
     return loss / count, correct / count, int(count)
 
 
-def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telemetry) -> int:
+def train(
+    flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telemetry, checkpoints: Checkpoints, guard: Guard
+) -> int:
+    at = checkpoints.begin(telemetry)  # where training stands: at the beginning, or where an earlier run left off
+    begun = checkpoints.begun  # the rates and the global batch follow from this, also on other ranks than then
     train_images = dataset.train_images[: flags.train_samples].to(world.device)
     train_labels = dataset.train_labels[: flags.train_samples].to(world.device)
     test_images, test_labels = dataset.test_images.to(world.device), dataset.test_labels.to(world.device)
@@ -90,7 +97,7 @@ def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telem
     with world.agreement("weights"):
         if flags.weights is not None and world.rank == 0:
             load_weights(model, flags.weights)
-    peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, world.size, flags.reduction, flags.accumulate)
+    peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, begun.ranks, flags.reduction, begun.accumulate)
     optimizer = optim.build(flags.optimizer, model.parameters(), peak_rate, flags.momentum, flags.weight_decay)
     replica, optimizer = world.distribute(
         model,
@@ -98,22 +105,36 @@ def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telem
         compression=flags.compression,
         predivide=flags.gradient_predivide_factor,
         reduction=flags.reduction,
-        accumulate=flags.accumulate,
+        accumulate=passes_per_step(begun.global_batch, world.size, flags.batch_size),
     )
     world.broadcast(model, optimizer)
     autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
     scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
+    checkpoints.restore(model, optimizer, scaler)
 
-    steps_in_epoch = steps_per_epoch(len(train_images), world.size, flags.batch_size, flags.accumulate)
+    def loss_of(batch: Batch) -> Tensor:
+        """Compute a loss again, outside of training: for the guard, to find the layer that went wrong."""
+        with autocast:
+            logits = model(scaled(train_images[batch.indices]))
+            return F.cross_entropy(logits, train_labels[batch.indices], label_smoothing=flags.label_smoothing)
+
+    def save() -> None:
+        guard.compare_replicas(at, model)  # no checkpoint of weights that one rank has alone
+        checkpoints.save(at, model, optimizer, scaler)
+
+    steps_in_epoch = -(-len(train_images) // begun.global_batch)
     samples_planned = flags.epochs * len(train_images)
-    number = samples = 0
-    train_seconds = 0.0
-    for epoch in range(flags.epochs):
+    mean_loss = float("nan")
+    for epoch in range(at.epoch, flags.epochs):
+        if at.reached(flags.target_accuracy):
+            break
         clock = Clock()
-        order = epoch_order(len(train_images), flags.seed, epoch)
-        for step in steps(order, world.rank, world.size, flags.batch_size, flags.accumulate):
-            rate = peak_rate * optim.schedule_factor(flags.lr_schedule, samples / samples_planned)
-            rate *= optim.warmup_factor(samples / len(train_images), flags.warmup_epochs, world.size, flags.lr_scaling)
+        order = epoch_order(len(train_images), flags.seed, epoch)[at.taken :]
+        for step in steps(order, world.rank, world.size, flags.batch_size, global_batch=begun.global_batch):
+            guard.begin_step(at, model)
+            rate = peak_rate * optim.schedule_factor(flags.lr_schedule, at.samples / samples_planned)
+            progress = at.samples / len(train_images)
+            rate *= optim.warmup_factor(progress, flags.warmup_epochs, begun.ranks, flags.lr_scaling)
             optim.set_rate(optimizer, rate)
             optimizer.zero_grad()
             loss_sum, local_count = torch.zeros((), device=world.device), 0
@@ -130,67 +151,77 @@ def train(flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telem
             with world.synchronized(optimizer):
                 clock.mark("communication")
                 # Unscales, and skips the step where a gradient overflowed: summed over ranks, so seen by all of them.
-                scaler.step(optimizer)
+                if guard.finite(at, model, loss_sum, loss_of, step.batches) or scaler.is_enabled():
+                    scaler.step(optimizer)
             scaler.update()
             clock.mark("compute")
 
-            number += 1
-            samples += step.count
+            at.advance(step.count)
             clock.count(step.count, local_count)
-            if number == 1 or number % flags.log_steps == 0 or number % steps_in_epoch == 0:
+            if at.step == 1 or at.step % flags.log_steps == 0 or at.taken == len(train_images):
                 mean_loss = world.mean(loss_sum / max(local_count, 1), local_count, "loss")
                 telemetry.event(
                     "train",
                     epoch=epoch + 1,
-                    step=number,
-                    samples=samples,
+                    step=at.step,
+                    samples=at.samples,
                     loss=mean_loss,
                     loss_rank0=loss_sum.item() / max(local_count, 1),
                     learning_rate=rate,
                     **clock.rates(),
                 )
                 telemetry.progress(
-                    epoch + 1, flags.epochs, number, flags.epochs * steps_in_epoch, f"loss {mean_loss:.4f}"
+                    epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, f"loss {mean_loss:.4f}"
                 )
                 clock.mark("reporting")
-        train_seconds += clock.total()
+            stops = guard.stops(at)
+            if stops or checkpoints.due(at.step):
+                at.train_seconds += clock.lap()
+                save()
+            if stops:
+                return guard.leave(at, checkpoints)
+        at.train_seconds += clock.lap()
 
         test_loss, test_accuracy, test_count = evaluate(world, model, test_images, test_labels)
-        telemetry.event("evaluate", epoch=epoch + 1, loss=test_loss, accuracy=test_accuracy, count=test_count)
+        at.end_epoch(loss=test_loss, accuracy=test_accuracy, count=test_count)
+        save()
+        telemetry.event("evaluate", epoch=epoch + 1, **at.evaluation)
         telemetry.say(
             f"epoch {epoch + 1}/{flags.epochs}  train loss {mean_loss:.4f}  test loss {test_loss:.4f}  "
-            f"test accuracy {test_accuracy:.2%} of {test_count:,}  {samples / train_seconds:,.0f} samples/s"
+            f"test accuracy {test_accuracy:.2%} of {test_count:,}  {at.samples / at.train_seconds:,.0f} samples/s"
         )
 
-        reached = flags.target_accuracy is None or test_accuracy >= flags.target_accuracy
-        if flags.target_accuracy is not None and reached:
-            break
-
+    unsaved = checkpoints.close(guard.tick)
     telemetry.end(
         dict(
             dataset=dataset.name,
             engine=world.engine,
             world_size=world.size,
-            epochs=epoch + 1,
-            steps=number,
-            samples=samples,
-            test_accuracy=test_accuracy,
-            test_loss=test_loss,
-            test_count=test_count,
-            train_seconds=train_seconds,
+            epochs=at.epoch,
+            steps=at.step,
+            samples=at.samples,
+            test_accuracy=at.evaluation["accuracy"],
+            test_loss=at.evaluation["loss"],
+            test_count=at.evaluation["count"],
+            train_seconds=at.train_seconds,
             total_seconds=seconds_since_process_start(),
-            samples_per_second=samples / train_seconds,
+            samples_per_second=at.samples / at.train_seconds,
             parameters_sha256=parameters_sha256(model),
         )
     )
-    if not reached:
+    if unsaved:
+        raise Failure(unsaved)
+    if flags.target_accuracy is not None and not at.reached(flags.target_accuracy):
         telemetry.say(f"target accuracy {flags.target_accuracy:.2%} not reached")
-    return 0 if reached else 3
+        return 3
+    return 0
 
 
 def main() -> int:
     flags = parse()
+    asked = dict(vars(flags))
     with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+        cli.require_equal(world, flags)
         flags.compression = world.choose_compression(flags.compression)
         if flags.gradient_predivide_factor is None:
             flags.gradient_predivide_factor = float(world.size) if flags.compression == "fp16" else 1.0
@@ -199,11 +230,15 @@ def main() -> int:
             train_samples = min(flags.train_samples or len(dataset.train_images), len(dataset.train_images))
             if train_samples < world.size:
                 raise UserError(f"{train_samples} samples but {world.size} ranks: use -np {train_samples} or fewer")
-            telemetry = Telemetry(world, flags.output_dir, progress=not flags.no_progress)
-        world.require_equal("dataset", dataset.name, remedy="give every host the same data, or name it with --dataset")
-        with telemetry:
+            data = dict(dataset=dataset.name, train_samples=train_samples, test_samples=len(dataset.test_images))
+            checkpoints = Checkpoints(world, flags, asked, data)
+            telemetry = Telemetry(
+                world, flags.output_dir, progress=not flags.no_progress, continued=checkpoints.continues
+            )
+        world.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
+        with telemetry, Guard(world, flags, telemetry) as guard:
             telemetry.start(world, dataset.name, dataset.reason, vars(flags))
-            return train(flags, world, dataset, telemetry)
+            return train(flags, world, dataset, telemetry, checkpoints, guard)
 
 
 if __name__ == "__main__":

@@ -43,25 +43,37 @@ def steps_per_epoch(n: int, size: int, batch_size: int, accumulate: int = 1) -> 
     return -(-n // (batch_size * size * accumulate))
 
 
+def passes_per_step(global_batch: int, size: int, batch_size: int) -> int:
+    """Return how many passes of at most `batch_size` samples on each of `size` ranks make up the global batch."""
+    return -(-global_batch // (batch_size * size))
+
+
 def shard(n: int, rank: int, size: int) -> slice:
     """Return the positions that `rank` takes of n, unpadded; over all ranks they are disjoint and cover 0..n-1."""
     return slice(rank, n, size)
 
 
-def steps(order: Tensor, rank: int, size: int, batch_size: int, accumulate: int = 1) -> Iterator[Step]:
+def steps(
+    order: Tensor, rank: int, size: int, batch_size: int, accumulate: int = 1, global_batch: int | None = None
+) -> Iterator[Step]:
     """Yield this rank's part of each step through `order` (int64 [n]); every rank sees the same number of steps and passes.
+
+    A step takes `global_batch` samples (default: batch_size * size * accumulate), in as many passes as that needs: a run
+    that goes on with other ranks keeps it, also where it does not divide. To go on inside an epoch, give the rest of its
+    order.
 
     A rank that the last pass leaves without a sample repeats that pass's first one at weight 0: it still takes part in every
     collective, and adds nothing (batch norm has no answer to an empty batch).
     """
     n = len(order)
-    local = order[shard(n, rank, size)]
     per_pass = batch_size * size
-    for first in range(0, n, per_pass * accumulate):
-        count = min(per_pass * accumulate, n - first)
+    per_step = global_batch or per_pass * accumulate
+    for first in range(0, n, per_step):
+        count = min(per_step, n - first)
         passes = []
         for start in range(first, first + count, per_pass):
-            indices = local[start // size : start // size + batch_size]
+            together = order[start : min(start + per_pass, first + count)]  # what all ranks take in this pass
+            indices = together[shard(len(together), rank, size)]
             local_count = len(indices)
             if local_count == 0:
                 indices = order[start : start + 1]

@@ -63,15 +63,19 @@ class Clock:
         self._open_window()
         return rates
 
-    def total(self) -> float:
-        """Return the seconds since this clock was made."""
-        return time.perf_counter() - self._began
+    def lap(self) -> float:
+        """Return the seconds since this clock was made, or since the last lap."""
+        began, self._began = self._began, time.perf_counter()
+        return self._began - began
 
 
 class Telemetry:
-    """Owns a run's output. Raises UserError where `output_dir` cannot be written."""
+    """Owns a run's output. Raises UserError where `output_dir` cannot be written.
 
-    def __init__(self, world: World, output_dir: Path | None, *, progress: bool):
+    continued: the run in `output_dir` goes on, and so does its metrics.jsonl; else that is kept under another name.
+    """
+
+    def __init__(self, world: World, output_dir: Path | None, *, progress: bool, continued: bool = False):
         self.speaks = world.rank == 0
         self.output_dir = output_dir if self.speaks else None
         self._file = None
@@ -79,17 +83,19 @@ class Telemetry:
         self._progress = progress and self.speaks
         self._last_line = time.monotonic()
         if self.output_dir is not None:
-            self._file = self._open(self.output_dir)
+            self._file = self._open(self.output_dir, continued)
 
     @staticmethod
-    def _open(directory: Path):
+    def _open(directory: Path, continued: bool):
         path = directory / "metrics.jsonl"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if path.exists():  # an earlier run's: nothing is lost
+            if continued and path.exists():
+                _drop_half_a_line(path)
+            elif path.exists():  # an earlier run's: nothing is lost
                 path.rename(_free_name(directory))
             (directory / "summary.json").unlink(missing_ok=True)
-            return path.open("w")
+            return path.open("a")
         except OSError as error:
             message = f"--output-dir {directory} cannot be written ({error.strerror}): name another, or make room"
             raise UserError(message) from error
@@ -104,9 +110,16 @@ class Telemetry:
 
     def event(self, name: str, **fields: object) -> None:
         """Append one JSON object to metrics.jsonl."""
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps({"event": name, "time": time.time(), **fields}, default=str) + "\n")
             self._file.flush()
+        except OSError as error:  # a full disk: what is lost is a line of the record, not the training
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+            print(f"warning: {self.output_dir}/metrics.jsonl ends here ({error.strerror})", file=sys.stderr, flush=True)
 
     def start(self, world: World, dataset: str, reason: str, config: dict[str, object]) -> None:
         """Say what is about to run and why: first the data, then the ranks and each automatic choice."""
@@ -148,8 +161,12 @@ class Telemetry:
         self.event("end", **summary)
         if self.output_dir is not None:
             temporary = self.output_dir / f".summary.json.{os.getpid()}"
-            temporary.write_text(json.dumps(summary, indent=2) + "\n")
-            temporary.replace(self.output_dir / "summary.json")
+            try:
+                temporary.write_text(json.dumps(summary, indent=2) + "\n")
+                temporary.replace(self.output_dir / "summary.json")
+            except OSError as error:
+                said = f"warning: {self.output_dir}/summary.json not written ({error.strerror}): {json.dumps(summary)}"
+                print(said, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -164,6 +181,12 @@ class Telemetry:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _drop_half_a_line(path: Path) -> None:
+    """Cut what a killed writer left after the last complete line."""
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _free_name(directory: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from hvdtrain.engines.base import World
-from hvdtrain.errors import UserError
+from hvdtrain.errors import Failure, UserError
 
 LINGER_SECONDS = 2.0
 ENGINES = ("horovod", "ddp", "dataparallel", "serial")
@@ -167,14 +167,14 @@ def _prefixes(path: str) -> list[str]:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Call `main` and exit with its code; a UserError becomes one line on standard error and exit code 2.
+    """Call `main` and exit with its code; a UserError or Failure becomes one line on standard error and its exit code.
 
     Rank 0 speaks at once. The others linger first, because mpirun ends a job at the first rank that fails: left at once, one
     of them could end rank 0 before it has said why. Then they say what rank 0 may not know.
     """
     try:
         code = main()
-    except UserError as error:
+    except (UserError, Failure) as error:
         script = f"hvdtrain.{Path(sys.argv[0]).stem}"
         try:
             rank = announced().rank
@@ -185,5 +185,5 @@ def run(main: Callable[[], int]) -> NoReturn:
             script += f": rank {rank} on {socket.gethostname()}"
         if rank == 0 or not error.everywhere:
             print(f"{script}: error: {error}", file=sys.stderr, flush=True)
-        code = 2
+        code = error.exit_code
     sys.exit(code)

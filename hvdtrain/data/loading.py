@@ -48,17 +48,23 @@ class Plan:
     size: int
     batch_size: int
     accumulate: int = 1
+    global_batch: int | None = None  # samples a step over all ranks, where it is not the product of the three above
+    first_epoch: int = 0  # where a resumed run goes on,
+    taken: int = 0  # and how many samples of that epoch it has behind it
 
     def epoch(self, epoch: int) -> Iterator[Step]:
         order = epoch_order(self.total, self.seed, epoch)[: self.per_epoch]
-        return steps(order, self.rank, self.size, self.batch_size, self.accumulate)
+        rest = order[self.taken :] if epoch == self.first_epoch else order
+        return steps(rest, self.rank, self.size, self.batch_size, self.accumulate, self.global_batch)
 
     def steps_per_epoch(self) -> int:
+        if self.global_batch is not None:
+            return -(-self.per_epoch // self.global_batch)
         return steps_per_epoch(self.per_epoch, self.size, self.batch_size, self.accumulate)
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         """Yield (epoch, batch) for the whole of training: loading goes on across the end of an epoch."""
-        for epoch in range(self.epochs):
+        for epoch in range(self.first_epoch, self.epochs):
             for step in self.epoch(epoch):
                 for batch in step.batches:
                     yield epoch, batch

@@ -215,6 +215,10 @@ class ShardBatches(IterableDataset):
         draw = random.Random(mixed_seed(self.seed, "draw", reader))
         held = min(SHUFFLE_SAMPLES, max(1, self.plan.per_epoch // readers))
         samples = _shuffle(stream, held, initial=min(held, 100), rng=draw)
+        # A resumed run reads on in the same epoch's order of shards, past as many samples as were taken: near enough, and no
+        # more, for a stream that other runs have shuffled and stretched across the ends of epochs.
+        for _ in itertools.islice(samples, self.plan.taken // readers):
+            pass
         for index, (epoch, planned) in enumerate(self.plan):
             if index % workers == number:  # a DataLoader asks its workers in turn
                 yield self.fill(samples, len(planned.indices), epoch)
@@ -222,7 +226,8 @@ class ShardBatches(IterableDataset):
     def endless(self, units: list, reader: int, readers: int) -> Iterator[Sample | None]:
         """Yield this reader's samples, one random order of `units` after the other; None where many in a row are broken."""
         fruitless = 0
-        for position in itertools.count(reader, readers):
+        first_epoch = self.plan.first_epoch if self.plan is not None else 0
+        for position in itertools.count(reader + readers * -(-first_epoch * len(units) // readers), readers):
             turn, place = divmod(position, len(units))
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, "shards", turn))
             order = torch.randperm(len(units), generator=generator)

@@ -94,6 +94,10 @@ class World(ABC):
         """Return when (`time.perf_counter`) this rank's own last gradient was computed; call it right after backward."""
         return time.perf_counter()
 
+    def waits(self) -> bool:
+        """Tell, from any thread, whether this rank has done its part of a backward pass and may be waiting inside it."""
+        return False
+
     @abstractmethod
     def synchronized(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
         """Wait until the gradients are reduced; inside, they may be inspected or changed and the optimizer stepped."""

@@ -160,9 +160,14 @@ class DdpWorld(World):
 
     @contextlib.contextmanager
     def backward_pass(self, model: Any, optimizer: torch.optim.Optimizer, number: int, passes: int) -> Iterator[None]:
+        if self._hook is not None:
+            self._hook.ready = 0.0
         # Gradients travel in the last pass only.
         with model.no_sync() if number < passes - 1 else contextlib.nullcontext():
             yield
+
+    def waits(self) -> bool:
+        return self._hook is not None and self._hook.ready > 0.0
 
     def gradients_ready(self) -> float:
         # By the time backward() returns, DDP has waited for the others: what came after the last bucket was that wait.

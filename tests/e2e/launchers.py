@@ -31,6 +31,7 @@ class Done:
     stdout: str
     stderr: str
     seconds: float
+    left_behind: int = 0  # processes that outlived the launcher by more than five seconds
 
     def __str__(self) -> str:
         return f"exit code {self.code} after {self.seconds:.1f} s\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
@@ -55,13 +56,17 @@ def launch(command: str, *, timeout: float = 120, cwd: Path = ROOT, **extra: str
     )  # fmt: skip
     try:
         stdout, stderr = process.communicate(timeout=timeout)
+        seconds = time.monotonic() - began
+        until = time.monotonic() + 5
+        while (left := len(members(job))) and time.monotonic() < until:
+            time.sleep(0.1)
     except subprocess.TimeoutExpired:
         kill(job)
         stdout, stderr = process.communicate()
         raise AssertionError(f"not over after {timeout:.0f} s: {command}\n{stdout}\n{stderr}") from None
     finally:
         kill(job)
-    return Done(process.returncode, stdout, stderr, time.monotonic() - began)
+    return Done(process.returncode, stdout, stderr, seconds, left)
 
 
 def members(job: str) -> list[int]:

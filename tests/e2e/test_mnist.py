@@ -125,9 +125,10 @@ def test_metrics_hold_what_the_interface_promises(tmp_path):
 
 def test_an_earlier_runs_metrics_are_kept(tmp_path):
     for _ in range(3):
-        assert train("alone", 1, f"--train-samples 64 --output-dir {tmp_path}").code == 0
+        assert train("alone", 1, f"--train-samples 64 --resume never --output-dir {tmp_path}").code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl", "summary.json",
+        "checkpoints", "checkpoints.1", "checkpoints.2", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl",
+        "summary.json",
     ]  # fmt: skip
 
 

@@ -1,0 +1,139 @@
+"""`hvdtrain.mnist` with one fault inside, at a chosen point of a chosen rank. It changes nothing but what the fault does.
+
+ATTACK='{"rank": 1, "point": "backward", "count": 7, "kind": "kill"}' mpirun -np 2 python tests/chaos/attacked.py ...
+
+The rank carries out the fault the `count`-th time (from 1) it comes to the point. TAKEN names a directory where each rank
+logs the index of every sample that it takes, step by step.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from hvdtrain import checkpoint, mnist, resume, world
+from hvdtrain.engines.base import World
+from hvdtrain.engines.horovod import HorovodWorld
+
+ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
+TAKEN = os.environ.get("TAKEN")
+ATTEMPT = os.environ.get("ATTEMPT", "0")  # higher in later jobs
+RANK = world.announced().rank
+SIGNALS = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT, usr1=signal.SIGUSR1,
+               segv=signal.SIGSEGV)  # fmt: skip
+reached = 0
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def come_to(point: str) -> bool:
+    """Carry out the fault if this is its point, rank and count; tell whether a caller must carry it out itself."""
+    global reached
+    if ATTACK.get("point") != point or ATTACK["rank"] not in (RANK, "all"):
+        return False
+    reached += 1
+    if reached != ATTACK["count"]:
+        return False
+    kind = ATTACK["kind"]
+    print(f"attack: rank {RANK} {kind} at {point} {reached}, time {time.time():.3f}", flush=True)
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
+    elif kind == "raise":
+        raise ZeroDivisionError("attack")
+    elif kind == "spin":
+        spin()
+    elif kind == "sleep":  # deaf and dumb, holding Python's lock
+        import ctypes
+
+        ctypes.PyDLL(None).sleep(10_000)
+    elif kind == "full":
+        raise OSError(28, "No space left on device")
+    return True
+
+
+def before(owner: object, name: str, point: str) -> None:
+    """Come to `point` before each call of `owner.name`."""
+    real = getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+        come_to(point)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+before(mnist, "start", "start")
+before(HorovodWorld, "broadcast", "broadcast")
+before(torch.Tensor, "backward", "backward")
+before(mnist, "evaluate", "evaluate")
+before(resume.Checkpoints, "save", "snapshot")
+before(resume.Checkpoints, "restore", "restore")
+before(checkpoint, "digest", "digest")
+before(checkpoint, "sync_directory", "directory")
+before(checkpoint, "prune", "prune")
+
+real_fsync, real_replace, real_scaled, real_steps = os.fsync, Path.replace, mnist.scaled, mnist.steps
+real_synchronized, real_epoch_order = HorovodWorld.synchronized, mnist.epoch_order
+epoch_now = 0
+
+
+def fsync(handle: int) -> None:
+    come_to("fsync")
+    if ATTACK.get("point") == "half" and reached + 1 == ATTACK["count"] and os.fstat(handle).st_size > 1000:
+        os.ftruncate(handle, os.fstat(handle).st_size // 2)  # as if only half had been written yet
+    come_to("half")
+    real_fsync(handle)
+
+
+def replace(self: Path, target: Path) -> Path:
+    if "step-" in str(target):
+        come_to("rename")
+    return real_replace(self, target)
+
+
+def scaled(images: torch.Tensor) -> torch.Tensor:
+    wrong = come_to("load") or (ATTACK.get("lasts") and ATTACK["rank"] == RANK and reached >= ATTACK["count"])
+    return real_scaled(images) * (float("nan") if wrong and ATTACK["kind"] == "nan" else 1.0)
+
+
+@contextlib.contextmanager
+def synchronized(self: World, optimizer: torch.optim.Optimizer):
+    come_to("allreduce")
+    with real_synchronized(self, optimizer):
+        if come_to("update") and ATTACK["kind"] == "flip":
+            weights = optimizer.param_groups[0]["params"][ATTACK.get("parameter", 0)].data.view(torch.int32).view(-1)
+            weights[3] ^= 1 << ATTACK.get("bit", 3)
+        yield
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> torch.Tensor:
+    global epoch_now
+    epoch_now = epoch
+    return real_epoch_order(n, seed, epoch)
+
+
+def steps(order, rank, size, *args, **kwargs):
+    """Log what each step takes, under its epoch and the number of samples still to come in it."""
+    left = len(order)
+    for step in real_steps(order, rank, size, *args, **kwargs):
+        if TAKEN:
+            taken = [index for batch in step.batches if batch.local_count for index in batch.indices.tolist()]
+            with (Path(TAKEN) / f"{ATTEMPT}.{rank}").open("a") as log:
+                log.write(json.dumps([epoch_now, left, taken]) + "\n")
+        left -= step.count
+        yield step
+
+
+os.fsync, Path.replace, mnist.scaled, mnist.steps = fsync, replace, scaled, steps
+mnist.epoch_order = epoch_order
+HorovodWorld.synchronized = synchronized
+sys.argv[0] = "hvdtrain/mnist.py"
+world.run(mnist.main)

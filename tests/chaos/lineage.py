@@ -1,0 +1,59 @@
+"""Runs with faults in them, and the count of what they took: shared by tests/e2e and `make chaos`."""
+
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.e2e.launchers import LAUNCHERS, ROOT, Done, launch, summary
+
+# Eight steps of 64 an epoch, the last with 52 samples; checkpoints at 3, 6, 9, 12, 15 and after each epoch (8, 16).
+SAMPLES, EPOCHS = 500, 2
+FLAGS = f"--dataset digits --train-samples {SAMPLES} --epochs {EPOCHS} --checkpoint-steps 3 --no-progress"
+RESULTS = ("parameters_sha256", "test_loss", "test_accuracy", "samples", "steps", "epochs")
+
+
+def attacked(
+    directory: Path, *, ranks: int = 2, batch: int = 32, flags: str = "", attack: dict | None = None,
+    launcher: str = "mpirun", timeout: float = 90,
+) -> Done:  # fmt: skip
+    """Train on `ranks` ranks with at most one fault, and log each sample that is taken in `directory`/taken."""
+    (directory / "taken").mkdir(parents=True, exist_ok=True)
+    start = LAUNCHERS[launcher].format(ranks=ranks)
+    command = f"{start} {sys.executable} {ROOT}/tests/chaos/attacked.py {FLAGS} --batch-size {batch} {flags}"
+    extra = {
+        "PYTHONPATH": str(ROOT),
+        "ATTACK": json.dumps(attack or {}),
+        "TAKEN": str(directory / "taken"),
+        "ATTEMPT": str(time.time_ns()),
+    }
+    return launch(f"{command} --output-dir {directory}", timeout=timeout, **extra)
+
+
+def results(directory: Path) -> dict:
+    return {key: summary(directory)[key] for key in RESULTS}
+
+
+def tally(directory: Path, epochs: int = EPOCHS) -> tuple[int, int]:
+    """Return how many samples the surviving run took not at all and how many more than once, over all epochs.
+
+    Steps that were lost with their process and taken again count once, with what the last attempt took.
+    """
+    last: dict[tuple[int, int], tuple[int, dict[str, list[int]]]] = {}
+    for path in (directory / "taken").iterdir():
+        attempt, _, rank = path.name.partition(".")
+        for line in path.read_text().splitlines():
+            epoch, step, indices = json.loads(line)
+            newest, by_rank = last.get((epoch, step), (0, {}))
+            if int(attempt) > newest:
+                newest, by_rank = int(attempt), {}
+            if int(attempt) == newest:
+                by_rank[rank] = indices
+            last[epoch, step] = newest, by_rank
+    lost = repeated = 0
+    for epoch in range(epochs):
+        seen = Counter(i for (e, _), (_, ranks) in last.items() if e == epoch for some in ranks.values() for i in some)
+        lost += sum(seen[i] == 0 for i in range(SAMPLES))
+        repeated += sum(count - 1 for count in seen.values() if count > 1)
+    return lost, repeated

@@ -1,0 +1,205 @@
+"""Stop signals, gradients that are not finite, flipped bits, ranks that hang or die: real launchers, bounded time."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.lineage import attacked
+
+from .launchers import LAUNCHERS, MARK, ROOT, environment, events, kill, launch, members
+
+
+def seconds_since_attack(done, ended: float) -> float:
+    return ended - float(re.search(r"attack: .* time ([\d.]+)", done.stdout)[1])
+
+
+@pytest.mark.parametrize(
+    ("attack", "blame"),
+    [
+        (dict(rank=1, point="backward", kind="stop"), "rank 1 on {host} does not answer"),
+        (dict(rank=1, point="load", kind="spin"), "rank 1 on {host} keeps the others waiting, at "),
+        (dict(rank=0, point="load", kind="stop"), "rank 0 on {host} does not answer"),
+    ],
+    ids=["stopped", "spinning", "rank 0 stopped"],
+)
+def test_a_hung_rank_is_named_and_ends_the_job(attack, blame, tmp_path):
+    done = attacked(tmp_path, flags="--step-timeout 4 --epochs 200", attack={**attack, "count": 5})
+    took = seconds_since_attack(done, time.time())
+    assert done.code not in (0, 2, 75), done
+    assert blame.format(host=os.uname().nodename) in done.stderr, done
+    # And where the others stood. 4 s of silence, 3 s for answers (9 s more before rank 0 is doubted), the launcher's end.
+    assert f"rank {1 - attack['rank']} on " in done.stderr, done
+    assert "waits at horovod.py" in done.stderr, done
+    assert took < (35 if attack["rank"] == 0 else 25), done
+
+
+def test_no_false_alarm_while_a_rank_is_only_slow(tmp_path):
+    """Stopped for less than the time-out, then continued."""
+    body = "import hvdtrain.mnist as m, hvdtrain.world as w, os, subprocess; real = m.evaluate; rank = w.announced().rank; "
+    body += "pause = lambda: rank == 1 and (subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}']), "
+    body += "os.kill(os.getpid(), 19)); m.evaluate = lambda *a: (pause(), real(*a))[1]; w.run(m.main)"
+    command = (
+        f'mpirun --oversubscribe -np 2 {sys.executable} -c "{body}" --dataset digits --no-progress --step-timeout 8'
+    )
+    done = launch(command, timeout=60)
+    assert done.code == 0, done
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "does not answer")])
+def test_without_a_launcher_the_others_end_too(number, said, tmp_path):
+    """DistributedDataParallel, each rank started by hand: nobody but the ranks themselves can end the job."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = f"{sys.executable} -m hvdtrain.mnist --engine ddp --dataset digits --epochs 100000 --no-progress"
+    ranks = [
+        subprocess.Popen(
+            [*command.split(), "--step-timeout", "4", "--output-dir", str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE,
+            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port), text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        wait_for_training(tmp_path)
+        ranks[1].send_signal(number)
+        _, errors = ranks[0].communicate(timeout=25)
+        assert ranks[0].returncode == 1, errors
+        assert f"rank 1 on {os.uname().nodename} {said}" in errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_gradients_that_are_not_finite_name_step_rank_and_layer(skipped, tmp_path):
+    attack = dict(rank=1, point="load", count=5, kind="nan", lasts=not skipped)
+    done = attacked(tmp_path, flags=f"--max-skipped {skipped} --epochs 1", attack=attack)
+    assert done.code == (0 if skipped else 1), done
+    said = [line["message"] for line in events(tmp_path, "error")]
+    assert len(said) == 1, done
+    assert "step 5: gradients are not finite: rank 1 on " in said[0]
+    assert ("computed again" if skipped else "input of 0 (Conv2d)") in said[0]
+    if skipped:
+        assert events(tmp_path, "end")[0]["test_loss"] < 100  # no NaN, in the running statistics either
+
+
+def test_a_flipped_bit_is_found_within_one_interval_and_its_rank_named(tmp_path):
+    attack = dict(rank=2, point="update", count=5, kind="flip", bit=0, parameter=4)
+    done = attacked(tmp_path, ranks=3, flags="--check-steps 4 --epochs 200", attack=attack)
+    assert done.code == 1, done
+    assert "rank 2 on " in done.stderr, done
+    assert "has other weights than the rest: first in 4.weight, between steps " in done.stderr, done
+    assert int(re.search(r"between steps \d+ and (\d+)", done.stderr)[1]) in range(5, 9), done
+    steps = [line["step"] for line in events(tmp_path, "checkpoint")]
+    assert max(steps) < 5  # none with the wrong weights
+
+
+def start(launcher: str, directory: Path, job: str, flags: str = "") -> subprocess.Popen:
+    """Begin a long run and return once it trains."""
+    command = [*LAUNCHERS[launcher].format(ranks=2).split(), sys.executable, "-m", "hvdtrain.mnist", "--no-progress"]
+    command += ["--dataset", "digits", "--epochs", "100000", "--output-dir", str(directory), *flags.split()]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    wait_for_training(directory)
+    return process
+
+
+def wait_for_training(directory: Path) -> None:
+    until = time.monotonic() + 60
+    while not (directory / "metrics.jsonl").exists() or not events(directory, "train"):
+        assert time.monotonic() < until, "training did not begin within a minute"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "whom", "code"),
+    [
+        ("mpirun", signal.SIGUSR1, "the launcher", 75),  # mpirun passes it on to every rank
+        ("mpirun", signal.SIGTERM, "rank 1", 75),
+        ("mpirun", signal.SIGINT, "both ranks", 75),
+        ("gloo", signal.SIGTERM, "rank 1", 1),  # horovodrun has 1 for every failure of its ranks
+    ],
+)
+def test_stop_signals_save_the_same_step_and_leave(launcher, number, whom, code, tmp_path):
+    job = f"stop-{os.getpid()}-{time.time_ns()}"
+    process = start(launcher, tmp_path, job)
+    try:
+        ranks = [rank["pid"] for rank in events(tmp_path, "start")[0]["ranks"]]
+        targets = {"the launcher": [process.pid], "rank 1": ranks[1:], "both ranks": ranks}[whom]
+        for pid in targets:
+            os.kill(pid, number)
+        signalled = time.time()
+        output, _ = process.communicate(timeout=20)
+        assert process.returncode == code, output
+        (stop,) = events(tmp_path, "stop")
+        assert stop["time"] - signalled < 5
+        assert stop["reason"].startswith(f"{number.name} on rank"), stop
+        assert events(tmp_path, "checkpoint")[-1]["step"] == stop["step"]
+        assert f"saved after step {stop['step']}: start me again" in output
+        assert members(job) == []
+    finally:
+        kill(job)
+
+
+def test_a_second_interrupt_leaves_at_once(tmp_path):
+    """Also where the first can never be obeyed, because a rank hangs and the time-out is long."""
+    job = f"twice-{os.getpid()}"
+    process = start("mpirun", tmp_path, job, "--step-timeout 1000")
+    try:
+        ranks = [rank["pid"] for rank in events(tmp_path, "start")[0]["ranks"]]
+        os.kill(ranks[1], signal.SIGSTOP)
+        time.sleep(1)
+        for _ in range(2):
+            os.kill(ranks[0], signal.SIGINT)
+            time.sleep(0.3)
+        output, _ = process.communicate(timeout=10)
+        assert process.returncode == 130, output
+    finally:
+        kill(job)
+
+
+def test_ranks_with_different_flags_are_refused():
+    command = f"{sys.executable} -m hvdtrain.mnist --dataset digits --lr"
+    done = launch(f"mpirun --oversubscribe -np 1 {command} 0.1 : -np 1 {command} 0.2", timeout=60)
+    assert done.code == 2, done
+    assert (
+        "ranks 0 and 1 have different flags (--lr 0.1 and 0.2): start every rank with the same command" in done.stderr
+    )
+
+
+def test_strangers_cannot_connect():
+    """Someone who does not know the job's secret is turned away, and does not delay the ranks."""
+    import socket
+    import threading
+
+    from hvdtrain.watchdog import accept, say_hello
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, key = listener.getsockname(), bytes(32)
+    got: dict = {}
+    server = threading.Thread(target=lambda: got.update(accept(listener, key, 2)))
+    server.start()
+    with socket.create_connection(address) as stranger:
+        stranger.recv(32)
+        stranger.sendall(bytes(68))
+        assert stranger.recv(32) == b""
+    with pytest.raises(OSError, match=r"closed|reset|not rank 0"):
+        say_hello(address, b"wrong" * 7, 1)
+    connection = say_hello(address, key, 1)
+    server.join(5)
+    assert list(got) == [1]
+    connection.sendall(json.dumps({"stop": "x"}).encode() + b"\n")
+    assert got[1].receive() == [{"stop": "x"}]
+    for each in (connection, got[1].socket, listener):
+        each.close()

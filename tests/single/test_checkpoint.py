@@ -1,0 +1,235 @@
+"""The checkpoint's format: what is written comes back, and what was damaged in any way never does."""
+
+import errno
+import json
+import os
+import random
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hvdtrain import checkpoint
+
+TENSORS = {
+    "model.weight": torch.arange(12, dtype=torch.float32).view(3, 4) / 7,
+    "model.half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "model.steps": torch.tensor(7),
+    "optimizer.0.exp_avg": torch.zeros(3, 4),
+    "buffers": torch.rand(2, 5, generator=torch.Generator().manual_seed(1)),
+    "model.empty": torch.zeros(0),
+}
+FACTS = {"format": 1, "position": {"epoch": 1, "step": 12}, "accuracy": None, "config": {"lr": 0.1, "name": "ä"}}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("sound") / checkpoint.name_of(12)
+    checkpoint.write(path, FACTS, TENSORS)
+    return path.read_bytes()
+
+
+def refused(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    with pytest.raises(checkpoint.Damaged) as caught:
+        checkpoint.read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_written_comes_back(tmp_path):
+    path = tmp_path / "new" / checkpoint.name_of(12)
+    checkpoint.write(path, FACTS, TENSORS)
+    facts, tensors = checkpoint.read(path)
+    assert facts == FACTS
+    assert set(tensors) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_every_truncation_is_refused(sound, tmp_path):
+    for length in range(len(sound)):
+        refused(tmp_path / "cut", sound[:length])
+
+
+def test_every_flipped_bit_of_every_byte_is_refused(sound, tmp_path):
+    for place in range(len(sound)):
+        damaged = bytearray(sound)
+        damaged[place] ^= 1 << (place % 8)
+        refused(tmp_path / "flipped", bytes(damaged))
+
+
+# What means the same is no damage: the one slack is white space that pads the header.
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32), kind=st.sampled_from(["cut out", "put in", "overwrite", "exchange", "append", "zeros"])
+)
+def test_random_damage_is_refused(sound, tmp_path, seed, kind):
+    random_ = random.Random(seed)
+    first, second = sorted(random_.sample(range(len(sound)), 2))
+    some = random_.randbytes(random_.randint(1, 64))
+    damaged = {
+        "cut out": sound[:first] + sound[second:],
+        "put in": sound[:first] + some + sound[first:],
+        "overwrite": sound[:first] + some + sound[first + len(some) :],
+        "exchange": sound[second:] + sound[first:second] + sound[:first],
+        "append": sound + some,
+        "zeros": sound[:first] + bytes(second - first) + sound[second:],
+    }[kind]
+    if damaged != sound:
+        refused(tmp_path / "damaged", damaged)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=300))
+def test_any_bytes_are_refused(tmp_path, data):
+    refused(tmp_path / "garbage", data)
+
+
+def test_sizes_that_lie_are_refused_without_taking_the_memory(sound, tmp_path):
+    refused(tmp_path / "header", struct.pack("<Q", 2**62) + sound[8:])
+    header = json.dumps({"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+    refused(tmp_path / "tensor", struct.pack("<Q", len(header)) + header)
+
+
+def test_parts_of_two_sound_files_do_not_make_one(sound, tmp_path):
+    other = tmp_path / "other"
+    checkpoint.write(other, FACTS, {**TENSORS, "buffers": TENSORS["buffers"] + 1})
+    header = 8 + struct.unpack("<Q", sound[:8])[0]
+    refused(tmp_path / "mixed", sound[:header] + other.read_bytes()[header:])
+
+
+@pytest.mark.parametrize("change", ["renamed tensor", "no tensor", "another position", "another format", "no checksum"])
+def test_wrong_keys_are_refused(change, tmp_path):
+    from safetensors.torch import save_file
+
+    tensors, facts = dict(TENSORS), json.dumps(FACTS)
+    metadata = {"facts": facts, "sha256": checkpoint.digest(facts, tensors)}
+    if change == "renamed tensor":
+        tensors["model.other"] = tensors.pop("model.weight")
+    if change == "no tensor":
+        tensors = {}
+    if change == "another position":
+        metadata["facts"] = facts.replace("12", "13")
+    if change == "another format":
+        metadata["facts"] = facts.replace('"format": 1', '"format": 2')
+        metadata["sha256"] = checkpoint.digest(metadata["facts"], tensors)
+    if change == "no checksum":
+        del metadata["sha256"]
+    save_file(tensors, tmp_path / "x", metadata)
+    with pytest.raises(checkpoint.Damaged):
+        checkpoint.read(tmp_path / "x")
+
+
+def test_a_pickle_is_refused_and_not_run(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    torch.save({"model": Trap()}, tmp_path / "trap")
+    with pytest.raises(checkpoint.Damaged):
+        checkpoint.read(tmp_path / "trap")
+    assert not (tmp_path / "ran").exists()
+
+
+def write_some(directory: Path, steps, accuracy=lambda step: None) -> None:
+    for step in steps:
+        checkpoint.write(
+            directory / checkpoint.name_of(step), {**FACTS, "accuracy": accuracy(step), "at": step}, TENSORS
+        )
+
+
+def test_newest_falls_back_to_the_newest_sound_one_and_says_so(tmp_path):
+    write_some(tmp_path, (5, 100, 20, 99_999_999, 100_000_000))  # by number, not as text
+    for step, data in ((100_000_000, b""), (99_999_999, (tmp_path / checkpoint.name_of(100)).read_bytes()[:-1])):
+        (tmp_path / checkpoint.name_of(step)).write_bytes(data)
+    said: list[str] = []
+    found = checkpoint.newest(tmp_path, said.append)
+    assert found is not None
+    assert found[0]["at"] == 100
+    assert len(said) == 2
+    assert f"{checkpoint.name_of(100_000_000)} is damaged" in said[0]
+    assert (tmp_path / (checkpoint.name_of(100_000_000) + ".damaged")).exists()  # nothing is thrown away
+    assert checkpoint.newest(tmp_path / "nowhere", said.append) is None
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path):
+    write_some(tmp_path, range(1, 8), accuracy=lambda step: {2: 0.9, 3: 0.8, 4: None}.get(step, 0.1))
+    checkpoint.prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name_of(step) for step in (2, 6, 7)]
+
+
+CALLS = ["open", "write", "fsync", "replace", "directory"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_failing_system_call_leaves_the_last_good_one_alone(call, code, tmp_path, monkeypatch):
+    path = tmp_path / checkpoint.name_of(1)
+    checkpoint.write(path, FACTS, TENSORS)
+    before = path.read_bytes()
+
+    def fail(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, data):
+            self.file.write(data[: len(data) // 2])
+            fail()
+
+    real_open = Path.open
+    if call == "open":
+        monkeypatch.setattr(Path, "open", fail)
+    elif call == "write":
+        monkeypatch.setattr(Path, "open", lambda self, *mode: Full(real_open(self, *mode)))
+    elif call == "directory":
+        monkeypatch.setattr(checkpoint, "sync_directory", fail)
+    else:
+        monkeypatch.setattr(*{"fsync": (os, "fsync"), "replace": (Path, "replace")}[call], fail)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        checkpoint.write(path, {**FACTS, "at": 2}, TENSORS)
+    monkeypatch.undo()
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]  # no half a file left
+    checkpoint.read(path)
+    assert call == "directory" or path.read_bytes() == before
+
+
+def test_writer_goes_on_after_a_failure_and_says_it(tmp_path):
+    told: list[tuple[str, object]] = []
+    directory = tmp_path / "file" / "checkpoints"
+    writer = checkpoint.Writer(directory, 2, lambda path, error: told.append((path.name, error and error.errno)))
+    (tmp_path / "file").write_text("in the way")
+    writer.put({**FACTS, "position": {"step": 1}}, TENSORS)
+    writer.flush()
+    assert isinstance(writer.failed, OSError)
+    (tmp_path / "file").unlink()
+    for step in (2, 3, 4):
+        writer.put({**FACTS, "position": {"step": step}}, TENSORS)
+        writer.flush()
+    assert writer.failed is None
+    assert [name for name, _ in told] == [checkpoint.name_of(step) for step in (1, 2, 3, 4)]
+    assert [error is None for _, error in told] == [False, True, True, True]
+    assert [path.name for path in checkpoint.listed(directory)] == [checkpoint.name_of(4), checkpoint.name_of(3)]
+
+
+def test_export_gives_the_models_own_weights(tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    path = tmp_path / checkpoint.name_of(12)
+    checkpoint.write(path, FACTS, TENSORS)
+    assert checkpoint.main([str(path), "--export", str(tmp_path / "w.safetensors")]) == 0
+    assert set(load_file(tmp_path / "w.safetensors")) == {"weight", "half", "steps", "empty"}
+    assert json.loads(capsys.readouterr().out)["position"] == {"epoch": 1, "step": 12}

@@ -1,0 +1,198 @@
+"""What --output-dir, --resume, --checkpoint-steps and --keep do, in one process."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import checkpoint, imagenet, mnist
+from hvdtrain.data.loading import Plan
+from hvdtrain.errors import UserError
+
+
+def alone(directory: Path, flags: str = "") -> int:
+    command = (
+        f"mnist --dataset digits --engine serial --no-progress --train-samples 128 --epochs 2 --output-dir {directory}"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", f"{command} {flags}".split())
+        return mnist.main()
+
+
+def results(directory: Path) -> dict:
+    summary = json.loads((directory / "summary.json").read_text())
+    return {k: v for k, v in summary.items() if "second" not in k}
+
+
+def events(directory: Path, name: str) -> list[dict]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == name]
+
+
+def test_a_finished_run_started_again_says_the_same(tmp_path, capsys):
+    assert alone(tmp_path) == 0
+    before = results(tmp_path)
+    capsys.readouterr()
+    assert alone(tmp_path) == 0
+    assert results(tmp_path) == before
+    assert "epoch 2/2" not in capsys.readouterr().out  # nothing was trained
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("finished")
+    assert alone(directory, "--checkpoint-steps 1 --keep 2") == 0
+    return directory
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "copy")
+
+
+def test_keep_keeps_so_many_and_the_best(finished):
+    names = [path.name for path in checkpoint.listed(finished / "checkpoints")]
+    assert names[:2] == [checkpoint.name_of(4), checkpoint.name_of(3)]
+    first, second = (line["accuracy"] for line in events(finished, "evaluate"))
+    assert names[2:] == ([checkpoint.name_of(2)] if first > second else [])
+
+
+def test_another_configuration_is_refused_with_the_flags_named(copy):
+    before = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    with pytest.raises(UserError) as refused:
+        alone(copy, "--lr 0.5 --seed 3 --train-samples 100")
+    assert "--lr: 0.01 there, 0.5 now" in str(refused.value)
+    assert "--seed: 1 there, 3 now" in str(refused.value)
+    assert "train_samples: 128 there, 100 now" in str(refused.value)
+    assert "--resume never" in str(refused.value)
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == before
+
+
+def test_damaged_checkpoints_are_skipped_with_a_warning(copy, capfd):
+    expected = results(copy)
+    newest = checkpoint.listed(copy / "checkpoints")[0]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert alone(copy, "--checkpoint-steps 1 --keep 2") == 0
+    assert f"{checkpoint.name_of(4)} is damaged" in capfd.readouterr().err
+    assert results(copy) == expected
+    assert events(copy, "resume")[0]["step"] == 3
+
+
+def test_where_none_is_sound_training_starts_anew_and_says_so(copy, capfd):
+    expected = results(copy)
+    for path in checkpoint.listed(copy / "checkpoints"):
+        path.write_bytes(b"")
+    assert alone(copy) == 0
+    assert "no checkpoint is sound: training starts from the beginning" in capfd.readouterr().err
+    assert results(copy) == expected
+
+
+def test_half_a_line_of_metrics_is_dropped(copy):
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "tra')
+    assert alone(copy) == 0
+    assert len(events(copy, "end")) == 2
+
+
+def test_a_named_checkpoint_is_continued_elsewhere(copy, tmp_path):
+    named = checkpoint.listed(copy / "checkpoints")[1]
+    assert alone(tmp_path / "new", f"--resume {named}") == 0
+    assert results(tmp_path / "new") == results(copy)
+    for wrong, complaint in ((tmp_path / "none", "No such file"), (copy / "metrics.jsonl", "name a sound checkpoint")):
+        with pytest.raises(UserError, match=complaint):
+            alone(tmp_path / "new", f"--resume {wrong}")
+
+
+def test_never_keeps_the_earlier_run(copy):
+    assert alone(copy, "--resume never --lr 0.5") == 0
+    assert len(checkpoint.listed(copy / "checkpoints.1")) >= 2
+    assert events(copy, "resume") == []
+
+
+def test_two_runs_cannot_write_in_one_place(copy, monkeypatch):
+    monkeypatch.setattr("hvdtrain.resume.LOCK_SECONDS", 0.3)
+    handle = os.open(copy, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another run writes to"):
+            alone(copy)
+    finally:
+        os.close(handle)
+
+
+def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):
+    evaluate = mnist.evaluate
+
+    def remove(*arguments):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(mnist, "evaluate", remove)
+    assert alone(tmp_path / "out") == 0
+    checkpoint.read(tmp_path / "out" / "checkpoints" / checkpoint.name_of(4))
+
+
+def test_checkpoint_steps_need_a_place():
+    with pytest.raises(UserError, match="--checkpoint-steps needs --output-dir"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["mnist", "--dataset", "digits", "--engine", "serial", "--checkpoint-steps", "5"])
+        mnist.main()
+
+
+def test_stop_signal_saves_and_leaves_with_75(tmp_path, monkeypatch):
+    steps = mnist.steps
+
+    def stop_at_the_second(*arguments, **options):
+        for number, step in enumerate(steps(*arguments, **options)):
+            yield step
+            if number == 0:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.3)
+
+    whole = tmp_path / "whole"
+    assert alone(whole) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(mnist, "steps", stop_at_the_second)
+        assert alone(tmp_path / "out") == 75
+    (stop,) = events(tmp_path / "out", "stop")
+    assert stop["reason"].startswith("SIGUSR1 on rank 0")
+    assert stop["step"] == 2
+    assert alone(tmp_path / "out") == 0
+    assert results(tmp_path / "out") == results(whole)
+
+
+def test_imagenet_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    """With dropout, whose draws follow from the position."""
+    flags = (
+        "imagenet --dataset synthetic --engine serial --model mobilenet_v3_small --image-size 32 --classes 10 --lr 0.1 "
+    )
+    flags += "--train-samples 24 --batch-size 4 --epochs 2 --workers 0 --no-progress --checkpoint-steps 2 --output-dir "
+    begin_step = imagenet.Guard.begin_step
+
+    def stop_at_the_fourth(self, at, model):
+        begin_step(self, at, model)
+        if at.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+    for name, codes in (("whole", [0]), ("apart", [75, 0])):
+        for code in codes:
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "argv", f"{flags}{tmp_path / name}".split())
+                if code == 75:
+                    patch.setattr(imagenet.Guard, "begin_step", stop_at_the_fourth)
+                assert imagenet.main() == code
+    assert events(tmp_path / "apart", "resume")[0]["step"] == 4
+    assert results(tmp_path / "apart") == results(tmp_path / "whole")
+
+
+def test_a_plan_that_goes_on_is_the_rest_of_the_plan():
+    whole = Plan(50, 45, 1, epochs=3, rank=1, size=2, batch_size=4)
+    later = Plan(50, 45, 1, epochs=3, rank=1, size=2, batch_size=4, first_epoch=1, taken=16)
+    expected = [(epoch, batch.indices.tolist()) for epoch, batch in whole][6 + 2 :]
+    assert [(epoch, batch.indices.tolist()) for epoch, batch in later] == expected
