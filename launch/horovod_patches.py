@@ -108,6 +108,38 @@ PATCHES = (
         "['-bind-to none', '-map-by slot']",
         "['--bind-to none', '--map-by slot']",
     ),
+    Patch(
+        "ssh checks host keys as the user's own configuration says, and fails where it would ask (horovodrun)",
+        "horovod/runner/util/remote.py",
+        "ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no",
+        "ssh -o BatchMode=yes",
+    ),
+    Patch(
+        "the working directory may have blanks and worse in its name on other hosts too (horovodrun --gloo)",
+        "horovod/runner/gloo_run.py",
+        ".format(pwd=os.getcwd(), command=command))",
+        ".format(pwd=quote(os.getcwd()), command=command))",
+    ),
+    Patch(
+        "the rendezvous server, which knows no passwords, can listen on one address",
+        "horovod/runner/http/http_server.py",
+        """    def start(self, handler_cls=RendezvousHandler):
+        self._httpd, port = find_port(
+            lambda addr: RendezvousHTTPServer(
+                addr, handler_cls, self._verbose))
+""",
+        """    def start(self, handler_cls=RendezvousHandler, address=''):
+        self._httpd, port = find_port(
+            lambda addr: RendezvousHTTPServer(
+                (address, addr[1]), handler_cls, self._verbose))
+""",
+    ),
+    Patch(
+        "and it listens on the address that the ranks are told (horovodrun --gloo)",
+        "horovod/runner/gloo_run.py",
+        "    global_rendezv_port = rendezvous.start()\n    rendezvous.init(host_alloc_plan)",
+        "    global_rendezv_port = rendezvous.start(address=server_ip)\n    rendezvous.init(host_alloc_plan)",
+    ),
 )
 
 

@@ -100,7 +100,9 @@ class DdpWorld(World):
             return DdpWorld._meet_over_mpi(rank, size)
         else:
             host, port = meeting_point(os.environ, launcher)
-        return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timedelta(seconds=MEETING_SECONDS))
+        if rank == 0:
+            return serve(host, port, size, wait_for_workers=True)
+        return dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=MEETING_SECONDS))
 
     @staticmethod
     def _meet_over_mpi(rank: int, size: int):
@@ -117,7 +119,7 @@ class DdpWorld(World):
         store = None
         if rank == 0:
             host = "127.0.0.1" if same_host else socket.gethostname()
-            store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+            store = serve(host, 0, size, wait_for_workers=False)
             told = f"{host} {store.port}".encode()
             message[: len(told)] = told
         world.Bcast(message, root=0)
@@ -206,3 +208,20 @@ class DdpWorld(World):
         gc.collect()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def serve(host: str, port: int, size: int, *, wait_for_workers: bool):
+    """Return a key-value store served at `host`'s address; port 0: a free one. Raises OSError where it cannot be had.
+
+    The store knows no passwords, and would listen on every interface; so it gets a socket that listens on one.
+    """
+    listener = socket.create_server((host, port))
+    return torch.distributed.TCPStore(
+        host,
+        listener.getsockname()[1],
+        size,
+        is_master=True,
+        wait_for_workers=wait_for_workers,
+        timeout=timedelta(seconds=MEETING_SECONDS),
+        master_listen_fd=listener.detach(),
+    )

@@ -155,6 +155,15 @@ class Cluster:
         """Run a shell script on host `name`, as its administrator would."""
         self._sh(self._first[name], script)
 
+    def listening(self, name: str) -> set[tuple[str, str]]:
+        """Return the local address and the program of every socket that listens on host `name`."""
+        command = self._command(self._first[name], ["ss", "-Hltunp"])
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+        return {
+            (line.split()[4].rpartition(":")[0], line.partition('(("')[2].partition('"')[0])
+            for line in shown.splitlines()
+        }
+
     def _popen(self, name: str, command: list[str], extra: dict[str, str] | None = None, **options) -> subprocess.Popen:
         options = dict(cwd=ROOT, stdin=subprocess.DEVNULL, text=True, start_new_session=True) | options
         return subprocess.Popen(
