@@ -43,6 +43,7 @@ class Repeat(NamedTuple):
     """What one rank measured in one repeat. Seconds of the phases are per sample of this rank."""
 
     seconds: float
+    cpu_seconds: float  # of all threads: what the work costs, whatever else runs on the machine
     samples: int
     loading: float
     compute: float
@@ -118,7 +119,7 @@ def measure(flags: Namespace, world: World, model: nn.Module, batches: Batches) 
         world.barrier()
         measuring.settle(world.device)
         clock = Clock()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         for _ in range(steps):
             images, labels = next(batches)
             mark(clock, "loading", apart)
@@ -138,9 +139,10 @@ def measure(flags: Namespace, world: World, model: nn.Module, batches: Batches) 
             clock.count(flags.batch_size * world.size, flags.batch_size)
         measuring.settle(world.device)
         clock.mark("compute")
-        seconds = time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         rates = clock.rates()
-        return Repeat(seconds, steps * flags.batch_size, *(rates[f"{phase}_seconds"] for phase in Clock.PHASES))
+        phase_seconds = [rates[f"{phase}_seconds"] for phase in Clock.PHASES]
+        return Repeat(seconds, cpu_seconds, steps * flags.batch_size, *phase_seconds)
 
     def mark(clock: Clock, phase: str, apart: bool) -> None:
         if apart:
@@ -177,6 +179,11 @@ def phases(repeats: Sequence[Repeat]) -> dict[str, float]:
     }
 
 
+def cpu_seconds(repeats: Sequence[Repeat]) -> float:
+    """Return CPU seconds per sample, over all threads."""
+    return sum(repeat.cpu_seconds for repeat in repeats) / sum(repeat.samples for repeat in repeats)
+
+
 def peak_memory(device: torch.device) -> dict[str, int]:
     """Return the most bytes of memory that this process had: resident, and allocated on the GPU."""
     peak = {"resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # Linux counts in KiB
@@ -193,6 +200,7 @@ def summarize(flags: Namespace, world: World, repeats: list[list[Repeat]], steps
     for rank in ranks:
         mine = [repeat[rank["rank"]] for repeat in repeats]
         rank["seconds_per_sample"] = phases(mine)
+        rank["cpu_seconds_per_sample"] = cpu_seconds(mine)
         rank["samples_per_second"] = sum(one.samples for one in mine) / sum(one.seconds for one in mine)
     rates = [throughput(repeat) for repeat in repeats]
     mean = measuring.mean(rates)
@@ -202,6 +210,7 @@ def summarize(flags: Namespace, world: World, repeats: list[list[Repeat]], steps
         input=flags.input, amp=flags.amp, channels_last=flags.channels_last, compile=flags.compile, steps=steps,
         samples_per_second=mean._asdict(), samples_per_second_repeats=rates,
         seconds_per_sample=phases([one for repeat in repeats for one in repeat]),
+        cpu_seconds_per_sample=cpu_seconds([one for repeat in repeats for one in repeat]),
         flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
         peak={name: max(rank["peak"][name] for rank in ranks) for name in ranks[0]["peak"]},
         ranks=ranks, automatic=world.notes, config=vars(flags), versions=versions(),
@@ -228,6 +237,9 @@ def block(result: dict) -> str:
             f"  rank {rank['rank']:<11} {_phases(rank['seconds_per_sample'])}  {rank['samples_per_second']:,.1f} samples/s"
             for rank in result["ranks"]
         ]
+    lines.append(
+        f"  CPU time         {result['cpu_seconds_per_sample'] * 1e6:,.1f} us per sample, over all threads of a rank"
+    )
     memory = f"{peak['resident_bytes'] / 2**20:,.0f} MiB resident"
     if "cuda_allocated_bytes" in peak:
         memory += f", {peak['cuda_allocated_bytes'] / 2**20:,.0f} MiB on the GPU"

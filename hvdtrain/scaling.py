@@ -319,7 +319,7 @@ def main() -> int:
     measuring.make_directory(flags.output_dir)
     signal.signal(signal.SIGTERM, interrupt)  # a batch system's end is an end like Ctrl-C
     planned = configurations(flags.engines, flags.ranks)
-    names = ", ".join(str(which) for which in planned)
+    names = "; ".join(str(which) for which in planned)
     threads = f"{flags.threads} torch thread{'s'[: flags.threads > 1]} per rank"
     print(f"{len(planned)} configurations, {flags.rounds} rounds, {threads}: {names}", flush=True)
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))

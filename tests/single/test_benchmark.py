@@ -21,13 +21,14 @@ def world():
 
 
 def test_throughput_is_all_samples_over_the_slowest_ranks_time():
-    fast, slow = Repeat(1.0, 100, 0, 0, 0), Repeat(2.0, 60, 0, 0, 0)
+    fast, slow = Repeat(1.0, 0, 100, 0, 0, 0), Repeat(2.0, 0, 60, 0, 0, 0)
     assert throughput([fast, slow]) == throughput([slow, fast]) == 80
 
 
 def test_phases_are_weighted_by_samples():
-    few, many = Repeat(1.0, 10, 0.1, 0.2, 0.3), Repeat(1.0, 30, 0.5, 0.6, 0.7)
+    few, many = Repeat(1.0, 5.0, 10, 0.1, 0.2, 0.3), Repeat(1.0, 3.0, 30, 0.5, 0.6, 0.7)
     assert phases([few, many]) == pytest.approx({"loading": 0.4, "compute": 0.5, "communication": 0.6})
+    assert benchmark.cpu_seconds([few, many]) == pytest.approx(0.2)
 
 
 def test_flops_are_those_of_the_layers():
@@ -129,6 +130,7 @@ def test_measure_and_summary_agree(flags, world):
     result = benchmark.summarize(flags, world, repeats, steps, 1000)
     assert [len(repeat) for repeat in repeats] == [1, 1, 1]
     for (mine,) in repeats:
+        assert mine.cpu_seconds > 0
         assert mine.samples == 2 * flags.batch_size
         # The three phases are all of the time: nothing is lost, nothing counted twice.
         booked = (mine.loading + mine.compute + mine.communication) * mine.samples
