@@ -134,7 +134,9 @@ def newest(directory: Path, warn: Callable[[str], None]) -> tuple[dict, dict[str
     for path in listed(directory):
         try:
             return read(path)
-        except (Damaged, OSError) as error:
+        except OSError as error:  # perhaps only for now
+            warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the one before")
+        except Damaged as error:
             aside = path.with_name(path.name + ".damaged")
             try:
                 path.rename(aside)

@@ -264,8 +264,8 @@ def train(
         )
         losses.settle(world, telemetry)
         at.end_epoch(loss=test_loss, accuracy=test_accuracy, accuracy_top5=top5, count=test_count)
-        save()
         telemetry.event("evaluate", epoch=epoch + 1, **at.evaluation, broken=losses.total())
+        save()
         telemetry.say(
             f"epoch {epoch + 1}/{flags.epochs}  train loss {mean_loss:.4f}  test loss {test_loss:.4f}  "
             f"test accuracy {test_accuracy:.2%} (top 5 {top5:.2%}) of {test_count:,}  "

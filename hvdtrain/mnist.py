@@ -184,8 +184,8 @@ def train(
 
         test_loss, test_accuracy, test_count = evaluate(world, model, test_images, test_labels)
         at.end_epoch(loss=test_loss, accuracy=test_accuracy, count=test_count)
-        save()
         telemetry.event("evaluate", epoch=epoch + 1, **at.evaluation)
+        save()
         telemetry.say(
             f"epoch {epoch + 1}/{flags.epochs}  train loss {mean_loss:.4f}  test loss {test_loss:.4f}  "
             f"test accuracy {test_accuracy:.2%} of {test_count:,}  {at.samples / at.train_seconds:,.0f} samples/s"

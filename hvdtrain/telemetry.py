@@ -10,6 +10,7 @@ import os
 import platform
 import socket
 import sys
+import threading
 import time
 from collections import defaultdict
 from importlib import metadata
@@ -77,6 +78,7 @@ class Telemetry:
 
     def __init__(self, world: World, output_dir: Path | None, *, progress: bool, continued: bool = False):
         self.speaks = world.rank == 0
+        self._lock = threading.Lock()
         self.output_dir = output_dir if self.speaks else None
         self._file = None
         self._bar: tqdm.tqdm | None = None
@@ -110,10 +112,15 @@ class Telemetry:
 
     def event(self, name: str, **fields: object) -> None:
         """Append one JSON object to metrics.jsonl."""
+        line = json.dumps({"event": name, "time": time.time(), **fields}, default=str) + "\n"
+        with self._lock:  # checkpoints are written, and hung ranks noticed, in threads of their own
+            self._write(line)
+
+    def _write(self, line: str) -> None:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps({"event": name, "time": time.time(), **fields}, default=str) + "\n")
+            self._file.write(line)
             self._file.flush()
         except OSError as error:  # a full disk: what is lost is a line of the record, not the training
             with contextlib.suppress(OSError):

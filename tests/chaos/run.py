@@ -70,12 +70,16 @@ def damage(chance: random.Random, directory: Path) -> str:
 
 
 def shared_memory() -> set[str]:
-    """Return the segments in /dev/shm that no live process has mapped."""
+    """Return the segments in /dev/shm that no live process has mapped; semaphores of input workers are none of ours."""
     mapped = ""
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             mapped += "".join(line for line in path.read_text().splitlines() if "/dev/shm/" in line)
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name not in mapped}
+    return {
+        path.name
+        for path in Path("/dev/shm").iterdir()
+        if path.name not in mapped and not path.name.startswith("sem.mp-")
+    }
 
 
 def strike(chance: random.Random, directory: Path, wholes: dict[tuple[str, int], dict]) -> Outcome:

@@ -144,26 +144,30 @@ def test_checkpoint_steps_need_a_place():
         mnist.main()
 
 
+def signalled(script, number: signal.Signals, after: int):
+    """Return a Guard.begin_step that sends this process a signal before the step `after` + 1, and waits until it is seen."""
+    begin_step = script.Guard.begin_step
+
+    def begin(self, at, model):
+        begin_step(self, at, model)
+        if at.step == after:
+            os.kill(os.getpid(), number)
+            while not self._watchdog.stop_reason:
+                time.sleep(0.01)
+
+    return begin
+
+
 def test_stop_signal_saves_and_leaves_with_75(tmp_path, monkeypatch):
-    steps = mnist.steps
-
-    def stop_at_the_second(*arguments, **options):
-        for number, step in enumerate(steps(*arguments, **options)):
-            yield step
-            if number == 0:
-                os.kill(os.getpid(), signal.SIGUSR1)
-                time.sleep(0.3)
-
-    whole = tmp_path / "whole"
-    assert alone(whole) == 0
+    assert alone(tmp_path / "whole") == 0
     with monkeypatch.context() as patch:
-        patch.setattr(mnist, "steps", stop_at_the_second)
+        patch.setattr(mnist.Guard, "begin_step", signalled(mnist, signal.SIGUSR1, 1))
         assert alone(tmp_path / "out") == 75
     (stop,) = events(tmp_path / "out", "stop")
     assert stop["reason"].startswith("SIGUSR1 on rank 0")
     assert stop["step"] == 2
     assert alone(tmp_path / "out") == 0
-    assert results(tmp_path / "out") == results(whole)
+    assert results(tmp_path / "out") == results(tmp_path / "whole")
 
 
 def test_imagenet_goes_on_to_the_same_bits(tmp_path, monkeypatch):
@@ -172,20 +176,12 @@ def test_imagenet_goes_on_to_the_same_bits(tmp_path, monkeypatch):
         "imagenet --dataset synthetic --engine serial --model mobilenet_v3_small --image-size 32 --classes 10 --lr 0.1 "
     )
     flags += "--train-samples 24 --batch-size 4 --epochs 2 --workers 0 --no-progress --checkpoint-steps 2 --output-dir "
-    begin_step = imagenet.Guard.begin_step
-
-    def stop_at_the_fourth(self, at, model):
-        begin_step(self, at, model)
-        if at.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.3)
-
     for name, codes in (("whole", [0]), ("apart", [75, 0])):
         for code in codes:
             with monkeypatch.context() as patch:
                 patch.setattr(sys, "argv", f"{flags}{tmp_path / name}".split())
                 if code == 75:
-                    patch.setattr(imagenet.Guard, "begin_step", stop_at_the_fourth)
+                    patch.setattr(imagenet.Guard, "begin_step", signalled(imagenet, signal.SIGTERM, 3))
                 assert imagenet.main() == code
     assert events(tmp_path / "apart", "resume")[0]["step"] == 4
     assert results(tmp_path / "apart") == results(tmp_path / "whole")
