@@ -301,7 +301,7 @@ def check_all_reduce(found: Findings, world: World) -> None:
             medians.append(max(world.gather(statistics.median(seconds), f"{name}.seconds")))
         carried = world.description if device == world.device else f"{world.engine}, CPU tensors"
         bandwidth = LARGE * 4 / medians[1] / 1e9
-        found.ok(f"all-reduce, {carried}: {medians[0] * 1e6:.0f} us for 4 B, {bandwidth:.2f} GB/s for 16 MiB (median)")
+        found.ok(f"all-reduce, {carried}: {medians[0] * 1e6:.0f} us for 4 B, {bandwidth:.3g} GB/s for 16 MiB (median)")
 
 
 # ------------------------------------------------------------------------------------------------------------- report

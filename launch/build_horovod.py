@@ -282,7 +282,11 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
         env["PATH"] = f"{env['CUDA_HOME']}/bin{os.pathsep}{env['PATH']}"
     sdist = sdist or fetch_sdist(options.cache_dir, pip, env)
     with tarfile.open(sdist) as archive:
-        archive.extractall(scratch, filter="data")
+        # Debian 12's Python 3.11.2 has no filters yet; the archive's checksum is ours.
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(scratch, filter="data")
+        else:
+            archive.extractall(scratch)
     source = scratch / f"horovod-{patches.VERSION}"
     patches.apply(source, target.torch)
     return compile_wheel(source, env, scratch / "build.log")

@@ -111,3 +111,18 @@ def test_faults_between_hosts(tmp_path):
         nameless = cluster.run("b", [*DOCTOR, "--json"])
         assert nameless.code == 1, nameless
         assert any("this host's name b does not resolve" in fault for fault in faults(nameless)), nameless
+
+
+@needs_hosts
+@pytest.mark.parametrize("megabits", [100, 1000])
+def test_bandwidth_is_that_of_the_wire(megabits, tmp_path):
+    """Two hosts whose cable carries so much: the doctor can see no more, whatever else the machine is doing."""
+    with Cluster(tmp_path, ["a", "b"], rate=f"{megabits}mbit") as cluster:
+        command = [sys.executable, "-m", "hvdtrain.starter", "-m", "hvdtrain.doctor"]
+        told = {"MASTER_ADDR": "a", "MASTER_PORT": "9000", "WORLD_SIZE": "2"}
+        done = cluster.finish({h: cluster.start(h, command, RANK=str(r), **told) for r, h in enumerate("ab")}, 60)["a"]
+    assert done.code == 0, done
+    line = next(line for line in done.stdout.splitlines() if "all-reduce, horovod over Gloo" in line)
+    measured = float(line.partition(" for 4 B, ")[2].split()[0]) * 8000  # GB/s -> Mbit/s
+    # Of 2 ranks each sends S bytes: S/t is at most the wire. The first 64 kB of a burst are free.
+    assert 0 < measured < 1.02 * megabits, done
