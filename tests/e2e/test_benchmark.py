@@ -1,6 +1,7 @@
 """`hvdtrain.benchmark` under real launchers."""
 
 import json
+import statistics
 import sys
 
 import pytest
@@ -21,8 +22,9 @@ def test_two_ranks(command, engine, communicates, tmp_path):
     result = json.loads((tmp_path / "benchmark.json").read_text())
     assert (result["engine"], result["world_size"], result["communicates"]) == (engine, 2, communicates)
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
-    # Of all ranks, over the slowest one's time: never more than what the ranks made each for itself.
-    assert result["samples_per_second"]["mean"] <= sum(rank["samples_per_second"] for rank in result["ranks"]) * 1.001
+    # Of all ranks, over the slowest one's time: never more than what the ranks made each for itself, over all repeats.
+    over_all = statistics.harmonic_mean(result["samples_per_second_repeats"])
+    assert over_all <= sum(rank["samples_per_second"] for rank in result["ranks"]) * 1.001
     seconds = result["seconds_per_sample"]
     share = seconds["communication"] / sum(seconds.values())
     assert (share > 0.005) == communicates, share
