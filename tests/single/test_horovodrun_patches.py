@@ -14,8 +14,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
-import build_horovod  # noqa: E402
-import horovod_patches  # noqa: E402
+import build_horovod
+import horovod_patches
 
 # As the console script does; the check for Gloo would load the extension, which a source tree does not have.
 HOROVODRUN = "from horovod.runner import launch; launch.gloo_built = lambda **_: True; launch.run_commandline()"
