@@ -32,6 +32,55 @@ set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
 set(CMAKE_INSTALL_RPATH "$ENV{HVDTRAIN_RPATH}")
 """
 
+_FAILURE_CLASS = """class RankFailure(RuntimeError):
+    def __init__(self, slot, exit_code):
+        self.exit_code = exit_code if exit_code >= 0 else 128 - exit_code
+        names = {128 + number: ' (%s)' % number.name for number in signal.Signals}
+        super().__init__('rank %d on %s ended the job with exit code %d%s'
+                         % (slot.rank, slot.hostname, self.exit_code, names.get(self.exit_code, '')))
+
+
+def _pad_rank(rank, size):
+"""
+
+_FAILURE = """        if exit_code != 0:
+            raise RuntimeError('Horovod detected that one or more processes exited with non-zero '
+                               'status, thus causing the job to be terminated. The first process '
+                               'to do so was:\\nProcess name: {name}\\nExit code: {code}\\n'
+                               .format(name=name, code=exit_code))
+"""
+
+_EXIT = """    try:
+        _run(args)
+    except RankFailure as failure:
+        print(f'horovodrun: {failure}', file=sys.stderr)
+        sys.exit(failure.exit_code)
+"""
+
+_TERMINATE_CHILDREN = """    for child in p.children():
+        try:
+            child.terminate()
+        except psutil.NoSuchProcess:
+            pass
+
+    # Wait for graceful termination.
+    gone, alive = psutil.wait_procs(p.children(), timeout=GRACEFUL_TERMINATION_TIME_S)
+"""
+
+_TERMINATE_COMMAND = """    try:
+        started = p.children() if os.path.samefile(p.exe(), '/bin/sh') else [p]
+    except (psutil.Error, OSError):
+        started = [p]
+    for child in started:
+        try:
+            child.terminate()
+        except psutil.NoSuchProcess:
+            pass
+
+    # Wait for graceful termination.
+    gone, alive = psutil.wait_procs(started, timeout=GRACEFUL_TERMINATION_TIME_S)
+"""
+
 PATCHES = (
     Patch(
         "torch's headers need a newer C++ standard than 14",
@@ -139,6 +188,56 @@ PATCHES = (
         "horovod/runner/gloo_run.py",
         "    global_rendezv_port = rendezvous.start()\n    rendezvous.init(host_alloc_plan)",
         "    global_rendezv_port = rendezvous.start(address=server_ip)\n    rendezvous.init(host_alloc_plan)",
+    ),
+    Patch(
+        "the shell becomes the rank: no shell that says 'Terminated' for each",
+        "horovod/runner/gloo_run.py",
+        "shell='env',",
+        "shell='exec env',",
+    ),
+    # horovodrun --gloo: over MPI, mpirun's exit code is the first failed rank's; so it is here.
+    Patch(
+        "the rank that ended the job has a class of its own; horovod.run() raises it: it is a RuntimeError as before",
+        "horovod/runner/gloo_run.py",
+        "def _pad_rank(rank, size):\n",
+        _FAILURE_CLASS,
+    ),
+    Patch(
+        "the rank that ended the job is named with its host (not the elastic driver's: it counts otherwise)",
+        "horovod/runner/gloo_run.py",
+        _FAILURE,
+        "        if exit_code != 0:\n            raise RankFailure(host_alloc_plan[name], exit_code)\n",
+    ),
+    Patch(
+        "horovodrun --gloo ends with that rank's exit code and one line, not with 1 and its own traceback",
+        "horovod/runner/launch.py",
+        "    _run(args)\n\n\nif __name__",
+        f"{_EXIT}\n\nif __name__",
+    ),
+    Patch(
+        "horovodrun --gloo ends with that rank's exit code and one line (import)",
+        "horovod/runner/launch.py",
+        "from horovod.runner.gloo_run import gloo_run, gloo_run_elastic\n",
+        "from horovod.runner.gloo_run import RankFailure, gloo_run, gloo_run_elastic\n",
+    ),
+    Patch(
+        "ranks stopped because another ended the job are not reported as if they had failed",
+        "horovod/runner/gloo_run.py",
+        "            if exit_code != 0:\n                print('Process",
+        "            if exit_code != 0 and (settings.verbose or settings.elastic):\n                print('Process",
+    ),
+    Patch(
+        "that the other ranks are stopped is said with the rank that ended the job",
+        "horovod/runner/gloo_run.py",
+        "            if not any(ev.is_set() for ev in all_events):\n",
+        "            if settings.verbose and not any(ev.is_set() for ev in all_events):\n",
+    ),
+    Patch(
+        # bash (/bin/sh on Red Hat) becomes a single command that it is given. Such a rank was frozen, then killed after 5 s.
+        "horovodrun --gloo tells ranks to end, and gives them 5 s to save, whatever /bin/sh is",
+        "horovod/runner/common/util/safe_shell_exec.py",
+        _TERMINATE_CHILDREN,
+        _TERMINATE_COMMAND,
     ),
 )
 

@@ -128,7 +128,7 @@ def wait_for_training(directory: Path) -> None:
         ("mpirun", signal.SIGUSR1, "the launcher", 75),  # mpirun passes it on to every rank
         ("mpirun", signal.SIGTERM, "rank 1", 75),
         ("mpirun", signal.SIGINT, "both ranks", 75),
-        ("gloo", signal.SIGTERM, "rank 1", 1),  # horovodrun has 1 for every failure of its ranks
+        ("gloo", signal.SIGTERM, "rank 1", 75),
     ],
 )
 def test_stop_signals_save_the_same_step_and_leave(launcher, number, whom, code, tmp_path):

@@ -1,0 +1,113 @@
+"""Horovod's own launcher as our patches leave it, run from its source: how `horovodrun --gloo` ends. No build needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
+
+import build_horovod
+import horovod_patches
+
+# As the console script does; the check for Gloo would load the extension, which a source tree does not have.
+HOROVODRUN = "from horovod.runner import launch; launch.gloo_built = lambda **_: True; launch.run_commandline()"
+
+RANK = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+open(os.environ["READY"] + os.environ["HOROVOD_RANK"], "w").close()
+while not all(os.path.exists(os.environ["READY"] + rank) for rank in "01"):
+    time.sleep(0.05)
+if os.environ["HOROVOD_RANK"] == "1":
+    exec(sys.argv[1])
+time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The patched release; skipped where only its wheel was needed so far."""
+    sdist = build_horovod.default_cache() / "sources" / horovod_patches.SDIST
+    if not sdist.is_file():
+        pytest.skip("Horovod's source is not in the cache: the wheel was")
+    directory = tmp_path_factory.mktemp("source")
+    with tarfile.open(build_horovod.checked_sdist(sdist)) as archive:
+        archive.extractall(directory, filter="data")
+    root = directory / f"horovod-{horovod_patches.VERSION}"
+    horovod_patches.apply(root, "2.15.0")
+    return root
+
+
+def horovodrun(source: Path, tmp_path: Path, what: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOROVODRUN, "--gloo", "-np", "2", sys.executable, "-c", RANK, what]
+    env = os.environ | {"PYTHONPATH": str(source), "READY": f"{tmp_path}/ready"}
+    return subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=env,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        ("sys.exit(2)", 2, "exit code 2"),
+        ("sys.exit(3)", 3, "exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "exit code 137 (SIGKILL)"),
+        ("os.abort()", 134, "exit code 134 (SIGABRT)"),
+    ],
+)
+def test_it_ends_with_the_code_of_the_rank_that_ended_the_job(
+    source: Path, tmp_path: Path, what: str, code: int, said: str
+) -> None:
+    """The other rank, which is stopped and ends later with 75, does not count and is not reported."""
+    out, err = (process := horovodrun(source, tmp_path, what)).communicate(timeout=60)
+    assert process.returncode == code, err
+    assert err.splitlines() == [f"horovodrun: rank 1 on localhost ended the job with {said}"]
+    assert out == ""
+
+
+def test_told_to_stop_the_ranks_may_save_first(source: Path, tmp_path: Path) -> None:
+    process = horovodrun(source, tmp_path, "time.sleep(60)")
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready[01]"))) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    assert err.count("ended the job with exit code 75") == 1
+    assert "Traceback" not in err
+
+
+def test_run_from_python_still_raises(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import os, sys, horovod\n"
+        "def rank():\n    sys.exit(3 if os.environ['HOROVOD_RANK'] == '1' else 0)\n"
+        "if __name__ == '__main__':\n"
+        "    from horovod.runner import launch\n    launch.gloo_built = lambda **_: True\n"
+        "    try:\n        horovod.run(rank, num_proc=2, use_gloo=True)\n"
+        "    except RuntimeError as error:\n        print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "job.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(source)},
+        text=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "rank 1 on localhost ended the job with exit code 3\n"
