@@ -43,7 +43,7 @@ class Repeat(NamedTuple):
     """What one rank measured in one repeat. Seconds of the phases are per sample of this rank."""
 
     seconds: float
-    cpu_seconds: float  # of all threads: what the work costs, whatever else runs on the machine
+    cpu_seconds: float  # of all threads
     samples: int
     loading: float
     compute: float

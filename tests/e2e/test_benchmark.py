@@ -17,7 +17,7 @@ DDP = f"{TORCHRUN.format(ranks=2)} -m hvdtrain.benchmark --engine ddp {SMALL}"
     ("command", "engine", "communicates"), [(HOROVOD, "horovod", True), (f"{DDP} --no-communication", "ddp", False)]
 )
 def test_two_ranks(command, engine, communicates, tmp_path):
-    done = launch(f"{command} --output-dir {tmp_path}", timeout=90)
+    done = launch(f"{command} --output-dir {tmp_path}", timeout=120)
     assert done.code == 0, done
     result = json.loads((tmp_path / "benchmark.json").read_text())
     assert (result["engine"], result["world_size"], result["communicates"]) == (engine, 2, communicates)
@@ -32,7 +32,7 @@ def test_two_ranks(command, engine, communicates, tmp_path):
 
 
 def test_what_one_rank_cannot_do_ends_them_all(tmp_path):
-    done = launch(f"{HOROVOD} --model resnet5", timeout=90)
+    done = launch(f"{HOROVOD} --model resnet5", timeout=120)
     assert done.code == 2, done
     assert done.stderr.count("torchvision has no such classifier") == 1, done
     assert "Traceback" not in done.stderr

@@ -24,7 +24,7 @@ STARTS = {
     ],
 )
 def test_before_and_after_in_the_order_of_ranks(start, ranks, flags, results):
-    done = launch(f"{STARTS[start].format(ranks=ranks)} {flags}", timeout=60)
+    done = launch(f"{STARTS[start].format(ranks=ranks)} {flags}", timeout=120)
     assert done.code == 0, done
     lines = [line for line in done.stdout.splitlines() if line]
     before = [f"before {rank} data {rank + 1}" for rank in range(ranks)]
@@ -39,7 +39,7 @@ def test_before_and_after_in_the_order_of_ranks(start, ranks, flags, results):
     ],
 )
 def test_a_dtype_that_horovod_refuses_is_one_line_that_names_the_others(flags, why):
-    done = launch(f"{HOROVOD.format(ranks=2)} {flags}", timeout=60)
+    done = launch(f"{HOROVOD.format(ranks=2)} {flags}", timeout=120)
     assert done.code == 2, done
     said = [line for line in done.stderr.splitlines(keepends=True) if "hvdtrain" in line]
     assert len(said) == 1, done
@@ -50,7 +50,7 @@ def test_a_dtype_that_horovod_refuses_is_one_line_that_names_the_others(flags, w
 @pytest.mark.parametrize(("start", "ranks"), [("ddp", 2), ("serial", 1)])
 def test_sweep_writes_table_json_and_picture(start, ranks, tmp_path):
     flags = f"--sweep --max-bytes 64 --seconds-per-size 0.01 --output-dir {tmp_path}/new"
-    done = launch(f"{STARTS[start].format(ranks=ranks)} {flags}", timeout=60)
+    done = launch(f"{STARTS[start].format(ranks=ranks)} {flags}", timeout=120)
     assert done.code == 0, done
     result = json.loads((tmp_path / "new/reduce.json").read_text())
     assert (result["engine"], result["world_size"]) == (start, ranks)

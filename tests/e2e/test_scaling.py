@@ -19,8 +19,8 @@ def rows(directory):
 
 
 def test_one_that_fails_does_not_stop_the_others(tmp_path):
-    flags = f"--engines serial,horovod --ranks 2 --rounds 1 --timeout 60 --output-dir {tmp_path}"
-    done = launch(f"{sys.executable} -m hvdtrain.scaling {flags} -- {TINY} --compression fp16", timeout=150)
+    flags = f"--engines serial,horovod --ranks 2 --rounds 1 --timeout 120 --output-dir {tmp_path}"
+    done = launch(f"{sys.executable} -m hvdtrain.scaling {flags} -- {TINY} --compression fp16", timeout=280)
     assert done.code == 1, done
     assert "error: serial, 1 rank: exit code 2" in done.stderr, done
     assert "--compression fp16 is not for --engine serial" in done.stderr, done
