@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,25 @@ def test_other_exit_codes_do_not_requeue(cluster, tmp_path):
     edits = {HOW: "how=pmix", PROGRAM: program}
     state, log = cluster.batch(edited(tmp_path, edits), 60)
     assert state == "FAILED", log
+
+
+def test_training_goes_on_where_the_signal_stopped_it(cluster, tmp_path):
+    """hvdtrain.mnist: checkpoint at the signal (sent here at once, not at a limit), requeued, resumed."""
+    program = train(tmp_path).replace(")", " --epochs 100000)")
+    script = edited(tmp_path, {PROGRAM: program, r"^interface=''": "interface=eth0"})
+    job = cluster("a", "sbatch", "--parsable", str(script)).stdout.strip()
+    log, until = tmp_path / f"hvdtrain-{job}.log", time.monotonic() + 150
+
+    def wait_for(name: str) -> dict:
+        while not (tmp_path / "out" / "metrics.jsonl").exists() or not events(tmp_path / "out", name):
+            assert time.monotonic() < until, log.read_text() if log.exists() else cluster.logs()
+            time.sleep(0.5)
+        return events(tmp_path / "out", name)[0]
+
+    try:
+        wait_for("train")
+        cluster("a", "scancel", "--signal=USR1", "--batch", job)
+        resumed = wait_for("resume")
+    finally:
+        cluster("a", "scancel", job)
+    assert resumed["step"] == wait_for("stop")["step"] > 0
