@@ -5,7 +5,7 @@
 
 PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 NP ?= 2
-.PHONY: setup run test lint bench chaos
+.PHONY: setup run test test-all lint bench chaos
 
 # Open MPI refuses root unless told twice; containers and CI are root. Nobody else gets this.
 ifeq ($(shell id -u),0)
@@ -21,6 +21,9 @@ run: setup
 
 test: setup
 	. .venv/bin/activate && python -m pytest $(TEST)
+
+test-all: setup
+	. .venv/bin/activate && python -m pytest -m "" $(TEST)
 
 lint: setup
 	. .venv/bin/activate && ruff check . && ruff format --check . && mypy && MYPYPATH=launch mypy launch/*.py launch/setup

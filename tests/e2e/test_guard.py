@@ -20,6 +20,7 @@ def seconds_since_attack(done, ended: float) -> float:
     return ended - float(re.search(r"attack: .* time ([\d.]+)", done.stdout)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attack", "blame"),
     [
@@ -40,6 +41,7 @@ def test_a_hung_rank_is_named_and_ends_the_job(attack, blame, tmp_path):
     assert took < (35 if attack["rank"] == 0 else 25), done
 
 
+@pytest.mark.slow
 def test_no_false_alarm_while_a_rank_is_only_slow(tmp_path):
     """Stopped for less than the time-out, then continued."""
     body = "import hvdtrain.mnist as m, hvdtrain.world as w, os, subprocess; real = m.evaluate; rank = w.announced().rank; "
@@ -52,6 +54,7 @@ def test_no_false_alarm_while_a_rank_is_only_slow(tmp_path):
     assert done.code == 0, done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "does not answer")])
 def test_without_a_launcher_the_others_end_too(number, said, tmp_path):
     """DistributedDataParallel, each rank started by hand: nobody but the ranks themselves can end the job."""
@@ -152,6 +155,7 @@ def test_stop_signals_save_the_same_step_and_leave(launcher, number, whom, code,
         kill(job)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_leaves_at_once(tmp_path):
     """Also where the first can never be obeyed, because a rank hangs and the time-out is long."""
     job = f"twice-{os.getpid()}"

@@ -9,7 +9,7 @@ import pytest
 from .cluster import Cluster, needs_hosts, needs_ssh
 from .launchers import ROOT, events, launch, summary
 
-pytestmark = needs_hosts
+pytestmark = [needs_hosts, pytest.mark.slow]
 TRAIN = [
     sys.executable,
     "-m",

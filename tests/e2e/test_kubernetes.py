@@ -107,6 +107,7 @@ def as_pod_user() -> list[str]:
 
 
 @needs_hosts
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_pods_run(name, tmp_path):
     """Each pod's command, with nothing in the environment but what the manifest, the image and Kubernetes put there."""
@@ -148,6 +149,7 @@ def test_pods_run(name, tmp_path):
 
 @needs_hosts
 @needs_ssh
+@pytest.mark.slow
 def test_the_mpijobs_pods_run(tmp_path):
     """Launcher and workers with one key pair, as the operator mounts it; here as root: ssh wants a user with a name."""
     spec = yaml.safe_load((MANIFESTS / "mpijob.yaml").read_text())["spec"]

@@ -14,7 +14,7 @@ import pytest
 from .cluster import Cluster, needs_hosts, needs_ssh
 from .launchers import LAUNCHERS, ROOT, launch, members
 
-pytestmark = needs_hosts
+pytestmark = [needs_hosts, pytest.mark.slow]
 CANARY = "c4n4ry-d0-n0t-s1ng"
 TRAIN = [sys.executable, "-m", "hvdtrain.mnist", "--dataset", "digits", "--no-progress", "--threads", "1"]
 # What is listed in docs/launching.md as open all the same: Open MPI's own sockets, which no option binds to an interface.

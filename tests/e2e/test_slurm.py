@@ -11,7 +11,7 @@ from . import slurm
 from .cluster import Cluster, needs_hosts
 from .launchers import BIN, ROOT, events, summary
 
-pytestmark = [needs_hosts, pytest.mark.timeout(400)]
+pytestmark = [needs_hosts, pytest.mark.slow, pytest.mark.timeout(400)]
 AS_ROOT = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 SITE = {
     r"--partition=gpu\b": "--partition=test",
