@@ -69,6 +69,10 @@ def start(engine: str, *, tuning: bool = True, device: str = "auto", threads: in
         raise UserError(said, everywhere=True)
     if unbind:
         world.notes.append("mpirun's default binding to one core undone (--bind-to is respected)")
+    if tuning and bound_unexplained(os.environ, len(os.sched_getaffinity(0)), os.cpu_count() or 1):
+        world.notes.append(
+            "mpirun bound rank 0 to one core, which its threads share: unless you meant it, --bind-to none"
+        )
     with world.agreement("device"):
         world.device = world.choose_device(device)
     if threads is not None or tuning:
@@ -131,6 +135,15 @@ def bound_by_default(environment: Mapping[str, str]) -> bool:
     """
     asked = ("OMPI_MCA_hwloc_base_binding_policy", "OMPI_MCA_rmaps_base_mapping_policy")
     return environment.get("OMPI_MCA_orte_bound_at_launch") == "1" and not any(name in environment for name in asked)
+
+
+def bound_unexplained(environment: Mapping[str, str], mine: int, host: int) -> bool:
+    """Tell whether Open MPI 5 bound this rank to one core; `mine` and `host` count the cores of the rank and of its host.
+
+    It does so for up to two ranks, unless it may oversubscribe. Whether anyone asked for it stands nowhere in the rank's
+    environment (5.0.11), so that this can be said but not undone.
+    """
+    return environment.get("PRTE_LAUNCHED") == "1" and mine == 1 < host
 
 
 def threads_for(rank: int, cores: list[tuple[str, list[int]]], quota: float) -> int:

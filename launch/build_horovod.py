@@ -88,10 +88,13 @@ def store_wheel(entry: Path, wheel: Path, target: Target) -> Path:
         "built_against": target.as_dict(),
     }
     partial = entry / f".{wheel.name}.{os.getpid()}"
-    shutil.copyfile(wheel, partial)
-    partial.replace(entry / wheel.name)
-    partial.write_text(json.dumps(record, indent=2) + "\n")
-    partial.replace(entry / "entry.json")
+    try:
+        shutil.copyfile(wheel, partial)
+        partial.replace(entry / wheel.name)
+        partial.write_text(json.dumps(record, indent=2) + "\n")
+        partial.replace(entry / "entry.json")
+    finally:
+        partial.unlink(missing_ok=True)
     return entry / wheel.name
 
 
@@ -314,7 +317,11 @@ def main() -> None:
         with only_one(entry, "this wheel"):
             wheel = None if options.rebuild else cached_wheel(entry)
             if wheel is None:
-                wheel = store_wheel(entry, build(target, run_path, options, pip, scratch), target)
+                wheel = build(target, run_path, options, pip, scratch)
+                try:
+                    wheel = store_wheel(entry, wheel, target)
+                except OSError as error:  # minutes of compiling are worth more than the cache
+                    print(f"not kept in the cache, the next environment compiles again: {error}", file=sys.stderr)
             else:
                 print(f"from the cache: {wheel}", flush=True)
         pip("install", *RUNTIME_REQUIREMENTS, doing="install what Horovod needs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import io
 import os
@@ -122,6 +123,20 @@ def test_cache_gives_back_whole_wheels_only(tmp_path: Path) -> None:
     assert sorted(path.name for path in entry.iterdir()) == ["entry.json", wheel.name]
     stored.write_bytes(stored.read_bytes()[:-1])  # truncated by a full disk, say
     assert build_horovod.cached_wheel(entry) is None
+
+
+def test_a_full_cache_keeps_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    wheel = tmp_path / "horovod-0.28.1-cp311.whl"
+    wheel.write_bytes(b"wheel")
+    (tmp_path / "entry").mkdir()
+    monkeypatch.setattr(build_horovod.shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left"):
+        build_horovod.store_wheel(tmp_path / "entry", wheel, TARGET)
+    assert list((tmp_path / "entry").iterdir()) == []
 
 
 def test_second_builder_waits_for_the_first(tmp_path: Path) -> None:

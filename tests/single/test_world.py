@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hvdtrain.errors import UserError
-from hvdtrain.world import Announced, announced, bound_by_default, cpu_quota, remedy, threads_for
+from hvdtrain.world import Announced, announced, bound_by_default, bound_unexplained, cpu_quota, remedy, threads_for
 
 
 def test_alone():
@@ -84,6 +84,14 @@ def test_only_a_binding_nobody_asked_for_is_undone():
     assert not bound_by_default({})
     assert not bound_by_default(bound | {"OMPI_MCA_hwloc_base_binding_policy": "core"})
     assert not bound_by_default(bound | {"OMPI_MCA_rmaps_base_mapping_policy": "ppr:2:node:PE=4"})
+
+
+def test_open_mpi_five_says_nothing_of_its_binding_so_it_is_only_reported():
+    assert bound_unexplained({"PRTE_LAUNCHED": "1"}, 1, 64)
+    assert not bound_unexplained({"PRTE_LAUNCHED": "1"}, 64, 64)
+    assert not bound_unexplained({"PRTE_LAUNCHED": "1"}, 1, 1)
+    assert not bound_unexplained({"OMPI_MCA_orte_bound_at_launch": "1"}, 1, 64)
+    assert not bound_by_default({"PRTE_LAUNCHED": "1"})
 
 
 def run_main(body: str, **environment: str) -> subprocess.CompletedProcess:
