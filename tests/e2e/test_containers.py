@@ -61,8 +61,8 @@ def test_cpu_recipe_builds_and_passes_its_test(debian):
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         pytest.skip("needs root, and apt install debootstrap")
     recipe = sections(ROOT / "containers" / "hvdtrain-cpu.def")
-    # As Singularity would build it: this machine's resolver, certificates and index, its /proc, /dev and /sys.
-    for path in ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt"):
+    # As Singularity would build it: this machine's hosts, resolver, certificates and index, its /proc, /dev and /sys.
+    for path in ("/etc/hosts", "/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt"):
         if Path(path).is_file():
             (debian / path[1:]).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, debian / path[1:])
