@@ -45,7 +45,7 @@ def test_same_seed_same_bits_whoever_launches(ranks, tmp_path):
         assert done.code == 0, done
         results[launcher] = summary(directory)
         assert (results[launcher]["world_size"], results[launcher]["test_count"]) == (ranks, DIGITS_TEST)
-        assert results[launcher]["test_accuracy"] > 0.9
+        assert results[launcher]["test_accuracy"] > 0.8  # after two short epochs
     assert results["mpirun"]["parameters_sha256"] == results["horovodrun"]["parameters_sha256"]
 
 

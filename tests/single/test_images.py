@@ -42,7 +42,7 @@ def tars(folder, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def world() -> SerialWorld:
-    world = SerialWorld(tuning=True)
+    world = SerialWorld(tuning=True, rank=0, size=1, launcher="none")
     world.device = torch.device("cpu")
     return world
 
