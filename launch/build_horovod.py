@@ -155,6 +155,8 @@ def get_tools(tools: Path, pip: Pip, cuda: str) -> None:
 
 def check_compiler(standard: int) -> None:
     compiler = os.environ.get("CXX", "").split() or [shutil.which("c++") or shutil.which("g++") or ""]
+    if compiler[0] and not shutil.which(compiler[0]):
+        raise Refusal(f"CXX={os.environ['CXX']}: there is no such compiler; unset CXX, or name one that is there")
     if not compiler[0]:
         raise Refusal("no C++ compiler: install one (apt install g++ make; dnf install gcc-c++ make)")
     if not (shutil.which("make") or shutil.which("gmake")):

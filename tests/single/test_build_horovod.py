@@ -288,6 +288,10 @@ def test_no_compiler_and_an_old_one_are_told_apart(tmp_path: Path, monkeypatch: 
     old.chmod(0o755)
     with pytest.raises(Refusal, match="no make"):
         build_horovod.check_compiler(20)
+    monkeypatch.setenv("CXX", "/no/such/compiler -O1")
+    with pytest.raises(Refusal, match="CXX=/no/such/compiler"):
+        build_horovod.check_compiler(20)
+    monkeypatch.delenv("CXX")
     shutil.copy(old, tmp_path / "make")
     with pytest.raises(Refusal, match=r"cannot compile C\+\+20"):
         build_horovod.check_compiler(20)
