@@ -66,7 +66,8 @@ ONE_HOST = {
 SETTINGS = {"NCCL_SOCKET_IFNAME": "eth0", "HOROVOD_FUSION_THRESHOLD": "33554432", "HOROVOD_CYCLE_TIME": "0.5"}
 SETTINGS |= {"HOROVOD_TIMELINE": "a b.json", "HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "tries.csv"}
 MANY = "-H a:4,b:4 --interface eth0 --fusion-mb 32 --cycle-ms 0.5 --timeline 'a b.json' --autotune tries.csv"
-OPEN_MPI = CLEAN + "mpirun -np 8 -H a:4,b:4 --bind-to none --map-by slot --mca btl_tcp_if_include eth0 "
+# Between hosts by its path: Open MPI then looks for itself in the same place on every one of them.
+OPEN_MPI = CLEAN + "{mpirun} -np 8 -H a:4,b:4 --bind-to none --map-by slot --mca btl_tcp_if_include eth0 "
 TWO_HOSTS = {
     "openmpi4": OPEN_MPI + "--mca oob_tcp_if_include eth0 " + X,
     "openmpi5": OPEN_MPI + "--prtemca oob_tcp_if_include eth0 " + X,
@@ -81,6 +82,10 @@ def settings(kind: str, values: dict[str, str]) -> list[str]:
     return [word for name, value in values.items() for word in ("-genv", name, value)]
 
 
+def two_hosts(env: dict[str, str]) -> list[str]:
+    return shlex.split(TWO_HOSTS[env["kind"]].format(mpirun=shutil.which("mpirun", path=env["PATH"])))
+
+
 def test_mpirun_on_one_host(some_mpi):
     printed = dry("mpirun", "-np", "8", "python", "-m", "hvdtrain.mnist", "--epochs", "2", env=some_mpi)
     assert shlex.split(printed) == shlex.split(ONE_HOST[some_mpi["kind"]] + "python -m hvdtrain.mnist --epochs 2")
@@ -90,7 +95,7 @@ def test_mpirun_on_two_hosts_over_mpi(some_mpi):
     printed = dry("mpirun", *shlex.split(MANY), "--transport", "mpi", "python", "-m", "hvdtrain.mnist", env=some_mpi)
     kind = some_mpi["kind"]
     tuned = settings(kind, {"HOROVOD_CPU_OPERATIONS": "mpi", **SETTINGS})
-    assert shlex.split(printed) == [*shlex.split(TWO_HOSTS[kind]), *tuned, "python", "-m", "hvdtrain.mnist"]
+    assert shlex.split(printed) == [*two_hosts(some_mpi), *tuned, "python", "-m", "hvdtrain.mnist"]
 
 
 def test_mpirun_between_hosts_takes_gloo_through_the_starter(some_mpi):
@@ -98,7 +103,7 @@ def test_mpirun_between_hosts_takes_gloo_through_the_starter(some_mpi):
     kind = some_mpi["kind"]
     tuned = settings(kind, {"MASTER_ADDR": "a", "MASTER_PORT": "9000", **SETTINGS})
     program = shlex.split("python -m hvdtrain.starter --interface eth0 -m hvdtrain.mnist")
-    assert shlex.split(printed) == [*shlex.split(TWO_HOSTS[kind]), *tuned, *program]
+    assert shlex.split(printed) == [*two_hosts(some_mpi), *tuned, *program]
 
 
 def test_horovodrun():
