@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hvdtrain import convnet, measuring
+from hvdtrain import convnet, measuring, optim
 from hvdtrain import flags as cli
 from hvdtrain.data import idx
 from hvdtrain.data.endless import Batches, open_endless, reads_folders
@@ -106,7 +106,7 @@ def measure(flags: Namespace, world: World, model: nn.Module, batches: Batches) 
     if flags.no_communication:
         others = SerialWorld(tuning=False, rank=0, size=1, launcher="none")
         others.device = world.device
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = optim.build("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
     predivide = float(world.size) if flags.compression == "fp16" else 1.0
     replica, optimizer = others.distribute(model, optimizer, compression=flags.compression, predivide=predivide)
     others.broadcast(model, optimizer)

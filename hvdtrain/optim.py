@@ -4,11 +4,14 @@ A rate that depends only on the position can be computed afresh at any step, on 
 a schedule has no state to save.
 """
 
+import inspect
 import math
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
 
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 SCHEDULES = ("constant", "onecycle", "cosine", "step")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 
@@ -75,9 +78,20 @@ def decay_groups(model: nn.Module) -> list[dict[str, object]]:
     return [{"params": group, **rate} for group, rate in ((matrices, {}), (vectors, {"weight_decay": 0.0})) if group]
 
 
+def eager(kind: type[Kind]) -> type[Kind]:
+    """Return the same optimizer without its import of torch.compile's machinery: 1.6 s at the start of every process.
+
+    These methods ask torch.compile to leave them out, or to break its graph, and import all of it to ask (torch 2.15.0:
+    torch/_compile.py, `_use_grad` in torch/optim/optimizer.py). Here nothing compiles an optimizer.
+    """
+    methods = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
+    plain = {name: inspect.unwrap(getattr(kind, name)) for name in methods}
+    return cast("type[Kind]", type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(plain["step"])}))
+
+
 def build(name: str, parameters, rate: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
     """Return the optimizer `name` over `parameters`; for adam and adamw `momentum` is beta 1."""
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=rate, momentum=momentum, weight_decay=weight_decay)
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
-    return kind(parameters, lr=rate, betas=(momentum, 0.999), weight_decay=weight_decay)
+        return eager(torch.optim.SGD)(parameters, lr=rate, momentum=momentum, weight_decay=weight_decay)
+    kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+    return eager(kind)(parameters, lr=rate, betas=(momentum, 0.999), weight_decay=weight_decay)

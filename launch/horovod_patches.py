@@ -158,6 +158,18 @@ PATCHES = (
         "['--bind-to none', '--map-by slot']",
     ),
     Patch(
+        "Open MPI's libfabric transport, which two-sided messages do not use, sleeps for a second in MPI_Finalize",
+        "horovod/runner/mpi_run.py",
+        "'-mca btl ^openib'",
+        "'-mca btl ^openib,ofi'",
+    ),
+    Patch(
+        "what is sent to horovodrun over MPI (SIGTERM, say) reaches mpirun and, by it, the ranks, not a shell between them",
+        "horovod/runner/mpi_run.py",
+        "['/bin/sh', '-c', mpirun_command]",
+        "['/bin/sh', '-c', 'exec ' + mpirun_command]",
+    ),
+    Patch(
         "ssh checks host keys as the user's own configuration says, and fails where it would ask (horovodrun)",
         "horovod/runner/util/remote.py",
         "ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no",

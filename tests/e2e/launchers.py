@@ -86,9 +86,9 @@ def kill(job: str) -> None:
 
 
 def train(launcher: str, ranks: int, flags: str = "", **options) -> Done:
-    """Run `hvdtrain.mnist` under a launcher, on the embedded digits where `flags` names no other data."""
+    """Run `hvdtrain.mnist` under a launcher; where `flags` names no data, one epoch of the embedded digits."""
     if "--dataset" not in flags:
-        flags = f"--dataset digits {flags}"
+        flags = f"--dataset digits --epochs 1 {flags}"
     start = LAUNCHERS[launcher].format(ranks=ranks) if launcher != "alone" else ""
     return launch(f"{start} {sys.executable} -m hvdtrain.mnist --no-progress {flags}", **options)
 

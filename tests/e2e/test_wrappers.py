@@ -58,8 +58,8 @@ CLEAN = "env -u CANARY_TOKEN -u kind "
 X = "-x HOME -x HVDTRAIN_TEST_JOB -x PATH "
 LIST = "-genvlist HOME,HVDTRAIN_TEST_JOB,PATH "
 ONE_HOST = {
-    "openmpi4": CLEAN + "mpirun -np 8 --bind-to none --map-by slot --mca btl ^tcp " + X,
-    "openmpi5": CLEAN + "mpirun -np 8 --bind-to none --map-by slot --mca btl ^tcp " + X,
+    "openmpi4": CLEAN + "mpirun -np 8 --bind-to none --map-by slot --mca btl ^tcp,ofi " + X,
+    "openmpi5": CLEAN + "mpirun -np 8 --bind-to none --map-by slot --mca btl ^tcp,ofi " + X,
     "mpich": CLEAN + "mpirun -np 8 -bind-to none " + LIST,
     "intel": CLEAN + "mpirun -np 8 " + LIST,
 }
