@@ -102,7 +102,7 @@ def run_job(arguments: Sequence[str], seconds: float, log: Path) -> Ended:
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            with interrupts_ignored():
+            with interrupts_deferred():
                 end(process, job)
     return Ended(code, time.monotonic() - began)
 
@@ -112,14 +112,17 @@ def is_launcher(arguments: Sequence[str]) -> bool:
 
 
 @contextlib.contextmanager
-def interrupts_ignored():
-    """A second Ctrl-C must not stop the cleaning up after the first."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+def interrupts_deferred():
+    """Ctrl-C and SIGTERM wait until this ends: they must neither stop the cleaning up nor be lost."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def end(process: subprocess.Popen, job: str) -> None:

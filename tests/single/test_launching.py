@@ -1,5 +1,6 @@
 """Command lines as text, and jobs that leave nothing behind."""
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -76,3 +77,13 @@ def test_one_process_is_not_told_of_the_batch_system_around_it(tmp_path, monkeyp
     monkeypatch.setenv("SLURM_NTASKS", "4")
     run_job(["/bin/sh", "-c", "env"], 20, tmp_path / "log")
     assert "SLURM_NTASKS" not in (tmp_path / "log").read_text()
+
+
+def test_ctrl_c_while_cleaning_up_is_neither_obeyed_at_once_nor_lost():
+    cleaned = False
+    with pytest.raises(KeyboardInterrupt), launching.interrupts_deferred():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        cleaned = True
+    assert cleaned
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
