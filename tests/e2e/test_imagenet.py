@@ -17,6 +17,7 @@ from tests import image_set
 
 from .launchers import LAUNCHERS, MARK, ROOT, TORCHRUN, environment, events, kill, launch, members, summary
 
+SLOW = pytest.mark.slow
 SCRIPT = "hvdtrain.imagenet --no-progress --model shufflenet_v2_x0_5 --image-size 32 --batch-size 8"
 SCRIPT += " --optimizer adam --lr 0.01 --lr-scaling none --warmup-epochs 0"
 MPIRUN = f"{LAUNCHERS['mpirun']} {sys.executable} -m {SCRIPT}"
@@ -46,7 +47,7 @@ def accuracy(engine: str, kind: str, data: dict[str, Path], directory: Path) -> 
     return result["test_accuracy"]
 
 
-@pytest.mark.parametrize("engine", STARTS)
+@pytest.mark.parametrize("engine", ["horovod", pytest.param("ddp", marks=SLOW)])
 def test_two_ranks_learn_the_same_from_a_folder_and_from_shards(engine, data, tmp_path):
     from_folder = accuracy(engine, "folder", data, tmp_path / "folder")
     from_shards = accuracy(engine, "shards", data, tmp_path / "shards")
@@ -54,8 +55,10 @@ def test_two_ranks_learn_the_same_from_a_folder_and_from_shards(engine, data, tm
     assert abs(from_folder - from_shards) < 0.25  # of 101 images one seed's spread is about 0.07
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("kind", ["folder", "shards"])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("folder", 1), ("shards", 3), *(pytest.param(*c, marks=SLOW) for c in (("folder", 3), ("shards", 1)))],
+)
 def test_each_test_image_counts_once(kind, ranks, data, tmp_path):
     """At 3 ranks of 2 workers there are more readers than shards."""
     start = MPIRUN.format(ranks=ranks) if ranks > 1 else ALONE
@@ -67,8 +70,14 @@ def test_each_test_image_counts_once(kind, ranks, data, tmp_path):
     assert (result["test_count"], result["samples"], result["broken"]) == (image_set.TEST, 50, 0)
 
 
-@pytest.mark.parametrize(("limit", "code"), [(40, 0), (2, 2)])
-@pytest.mark.parametrize("kind", ["folder", "shards"])
+@pytest.mark.parametrize(
+    ("kind", "limit", "code"),
+    [
+        ("folder", 40, 0),
+        ("shards", 2, 2),
+        *(pytest.param(*c, marks=SLOW) for c in (("folder", 2, 2), ("shards", 40, 0))),
+    ],
+)
 def test_broken_data_is_named_and_counted_up_to_the_limit(kind, limit, code, data, tmp_path):
     root = Path(shutil.copytree(data[kind], tmp_path / "data"))
     if kind == "folder":
@@ -123,6 +132,7 @@ def test_synthetic_images_with_the_mathematics(flags, tmp_path):
     assert all(line["compute_seconds"] > 0 for line in events(tmp_path, "train"))
 
 
+@pytest.mark.slow
 def test_compiled_and_not_reached(tmp_path):
     flags = (
         "--dataset synthetic --classes 4 --train-samples 16 --epochs 1 --target-accuracy 1 --compile --model alexnet"

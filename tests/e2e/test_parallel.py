@@ -6,11 +6,12 @@ import pytest
 
 from .launchers import LAUNCHERS, ROOT, TORCHRUN, launch
 
-ENGINES = [*((launcher, "horovod") for launcher in LAUNCHERS), ("mpirun", "ddp"), ("torchrun", "ddp")]
+RANKS = (1, 2, 3)
+CASES = [(launcher, "horovod", ranks) for launcher in LAUNCHERS for ranks in RANKS]
+CASES += [("torchrun", "ddp", ranks) for ranks in RANKS] + [("mpirun", "ddp", 2)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(("launcher", "engine"), ENGINES)
+@pytest.mark.parametrize(("launcher", "engine", "ranks"), CASES)
 def test_parallel_suite(launcher, engine, ranks):
     start = {**LAUNCHERS, "torchrun": TORCHRUN}[launcher].format(ranks=ranks)
     python = "" if launcher == "torchrun" else sys.executable
