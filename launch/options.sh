@@ -12,6 +12,9 @@ options_help='
   --cycle-ms N        milliseconds between two looks for new work
   --timeline FILE     write what every tensor did when (chrome://tracing)
   --autotune FILE     let Horovod look for fusion and cycle itself, and log its tries
+  --restarts N        after a failure start again, up to N times, after 1, 2, 4, ... 60 s; the program goes on with the newest
+                      checkpoint in its --output-dir. Gives up when two failures in a row brought no new checkpoint
+  --min-np N          with --restarts: go on with as few ranks as this where hosts no longer answer (default: all or none)
 
 DRY_RUN=1 prints the command, quoted for bash, and runs nothing.'
 
@@ -33,12 +36,15 @@ refuse() { # MESSAGE: one line and exit code 2
 
 read_options() { # ARGUMENTS...: sets the variables below, and `program` to what follows the options
     ranks='' hosts='' interface='' transport=auto fusion_mb='' cycle_ms='' timeline='' autotune='' port=9000
+    restarts=0 min_ranks='' kept=() # kept: the options that every restart takes over as they are
     while (($#)); do
         case $1 in
         --) shift && break ;;
         -h | --help) printf '%s\n%s\n' "$usage" "$options_help" && exit 0 ;;
-        -np | -n | -H | --interface | --pass | --transport | --port | --fusion-mb | --cycle-ms | --timeline | --autotune)
+        -np | -n | -H | --interface | --pass | --transport | --port | --fusion-mb | --cycle-ms | --timeline | --autotune | \
+            --restarts | --min-np)
             (($# > 1)) || refuse "$1 needs a value (--help)"
+            case $1 in -np | -n | -H | --restarts | --min-np) ;; *) kept+=("$1" "$2") ;; esac
             case $1 in
             -np | -n) ranks=$2 ;;
             -H) hosts=$2 ;;
@@ -50,6 +56,8 @@ read_options() { # ARGUMENTS...: sets the variables below, and `program` to what
             --cycle-ms) cycle_ms=$2 ;;
             --timeline) timeline=$2 ;;
             --autotune) autotune=$2 ;;
+            --restarts) restarts=$2 ;;
+            --min-np) min_ranks=$2 ;;
             esac
             shift 2
             ;;
@@ -68,6 +76,8 @@ check_options() {
     [[ -z $hosts || $hosts =~ ^$host(,$host)*$ ]] || refuse "-H $hosts: write names and slots, as in -H a:4,b:4"
     [[ -z $interface || $interface =~ ^[A-Za-z0-9_.-]+$ ]] || refuse "--interface $interface: not the name of an interface"
     [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || refuse "-np $ranks: not a whole number of at least 1"
+    [[ $restarts =~ ^[0-9]{1,6}$ ]] || refuse "--restarts $restarts: not a whole number"
+    [[ -z $min_ranks || $min_ranks =~ ^[1-9][0-9]{0,6}$ ]] || refuse "--min-np $min_ranks: not a whole number of at least 1"
     [[ $port =~ ^[1-9][0-9]{3,4}$ && $port -ge 1024 && $port -lt 65536 ]] || refuse "--port $port: not a port from 1024 to 65535"
     [[ -z $fusion_mb || $fusion_mb =~ ^[0-9]+$ ]] || refuse "--fusion-mb $fusion_mb: not a whole number"
     [[ -z $cycle_ms || $cycle_ms =~ $number ]] || refuse "--cycle-ms $cycle_ms: not a number"
@@ -78,6 +88,7 @@ check_options() {
     done
     count_hosts
     [[ -n $ranks ]] || ranks=$slots
+    ((${min_ranks:-1} <= ranks)) || refuse "--min-np $min_ranks is more than the $ranks ranks of the job"
     ((ranks <= slots)) || [[ -z $hosts ]] || refuse "-np $ranks, but -H $hosts has $slots slots: use fewer ranks or more slots"
 }
 
