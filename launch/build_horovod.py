@@ -293,7 +293,7 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
         else:
             archive.extractall(scratch)
     source = scratch / f"horovod-{patches.VERSION}"
-    patches.apply(source, target.torch)
+    patches.apply(source, target.torch, mpi=bool(target.mpi))
     return compile_wheel(source, env, scratch / "build.log")
 
 
