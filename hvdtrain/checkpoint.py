@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hvdtrain import files
 from hvdtrain.errors import UserError
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
@@ -59,17 +60,10 @@ def write(path: Path, facts: dict, tensors: Mapping[str, Tensor]) -> None:
     text = json.dumps(facts)
     data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": digest(text, tensors)})
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    with files.replacing(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     sync_directory(path.parent)
 
 

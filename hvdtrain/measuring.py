@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from hvdtrain import files
 from hvdtrain.errors import UserError
 
 # Student's t, two-sided 95 %, for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2).
@@ -81,6 +82,5 @@ def make_directory(directory: Path) -> None:
 
 def write_json(path: Path, result: dict[str, object]) -> None:
     """Write `result`, complete or not at all; what JSON does not know becomes text."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(json.dumps(result, indent=2, default=str) + "\n")
-    temporary.replace(path)
+    with files.replacing(path) as file:
+        file.write(json.dumps(result, indent=2, default=str) + "\n")

@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+from hvdtrain import files
 from hvdtrain.errors import UserError
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart (jfly.uni-koeln.de/color).
@@ -50,6 +51,5 @@ def bytes_text(size: float) -> str:
 
 def save(figure, path: Path) -> None:
     """Write `figure` as PNG, under its name only when it is complete."""
-    temporary = path.with_name(f".{path.name}.new")
-    figure.savefig(temporary, format="png", dpi=110)
-    temporary.replace(path)
+    with files.replacing(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=110)

@@ -103,6 +103,9 @@ class Checkpoints:
                 raise
 
     def _open(self, flags: Namespace) -> None:
+        if self.directory is not None and self.directory.is_symlink():
+            said = f"{self.directory} is a link, and output stays in --output-dir: name the place itself with it"
+            raise UserError(said)
         if self.directory is not None:
             self._lock(self.directory.parent)
             checkpoint.remove_temporaries(self.directory)

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hvdtrain import files, measuring, plotting
 from hvdtrain import flags as cli
-from hvdtrain import measuring, plotting
 from hvdtrain.errors import UserError
 from hvdtrain.launching import VARIANTS, command, run_job, slots
 from hvdtrain.telemetry import versions
@@ -237,7 +237,7 @@ def table(rows: list[dict]) -> str:
 def write(flags: Namespace, rows: list[dict], rounds: Rounds, failed: dict[Configuration, str]) -> None:
     """Write scaling.csv, scaling.json and scaling.png."""
     spreads = ("samples_per_second", "speed_up", "efficiency_alone", "efficiency_apart")
-    with (flags.output_dir / "scaling.csv").open("w", newline="") as file:
+    with files.replacing(flags.output_dir / "scaling.csv") as file:
         flat = [
             {key: value for key, value in row.items() if key not in spreads}
             | {f"{key}_{part}": getattr(row[key], part, "") for key in spreads for part in Spread._fields}

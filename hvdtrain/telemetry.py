@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hvdtrain import files
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 
@@ -92,12 +93,12 @@ class Telemetry:
         path = directory / "metrics.jsonl"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if continued and path.exists():
+            if continued and path.exists() and not path.is_symlink():
                 _drop_half_a_line(path)
-            elif path.exists():  # an earlier run's: nothing is lost
+            elif os.path.lexists(path):  # an earlier run's, or a link: nothing is lost
                 path.rename(_free_name(directory))
             (directory / "summary.json").unlink(missing_ok=True)
-            return path.open("a")
+            return files.open_to_append(path)
         except OSError as error:
             message = f"--output-dir {directory} cannot be written ({error.strerror}): name another, or make room"
             raise UserError(message) from error
@@ -167,10 +168,9 @@ class Telemetry:
         """Write summary.json (complete or absent) and the `end` event."""
         self.event("end", **summary)
         if self.output_dir is not None:
-            temporary = self.output_dir / f".summary.json.{os.getpid()}"
             try:
-                temporary.write_text(json.dumps(summary, indent=2) + "\n")
-                temporary.replace(self.output_dir / "summary.json")
+                with files.replacing(self.output_dir / "summary.json") as file:
+                    file.write(json.dumps(summary, indent=2) + "\n")
             except OSError as error:
                 said = f"warning: {self.output_dir}/summary.json not written ({error.strerror}): {json.dumps(summary)}"
                 print(said, file=sys.stderr, flush=True)
@@ -198,7 +198,7 @@ def _drop_half_a_line(path: Path) -> None:
 
 def _free_name(directory: Path) -> Path:
     number = 1
-    while (path := directory / f"metrics.{number}.jsonl").exists():
+    while os.path.lexists(path := directory / f"metrics.{number}.jsonl"):
         number += 1
     return path
 

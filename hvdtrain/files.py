@@ -1,0 +1,30 @@
+"""Files that are complete or absent, and that no link leads elsewhere: others may be able to write to the directory, too."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Open a new file beside `path`, and give it that name once it is written whole. Raises OSError.
+
+    A link with either name is replaced, not followed. mode: "w" or "wb".
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    try:
+        with temporary.open(mode.replace("w", "x")) as file:
+            yield file
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def open_to_append(path: Path) -> IO[str]:
+    """Open a text file for appending. Raises OSError, also where `path` is a link."""
+    return open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
