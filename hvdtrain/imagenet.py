@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hvdtrain import flags as cli
 from hvdtrain import optim
+from hvdtrain.clock import Clock
 from hvdtrain.data.broken import Losses
 from hvdtrain.data.images import open_folder
 from hvdtrain.data.loading import Loaded, Plan, Source, default_workers, mixed_seed, start_workers_early
@@ -33,7 +34,7 @@ from hvdtrain.guard import Guard
 from hvdtrain.models import build_model, require_torchvision
 from hvdtrain.resume import Checkpoints
 from hvdtrain.sharding import passes_per_step
-from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
+from hvdtrain.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.weights import load_weights
 from hvdtrain.world import cores_of_rank, run, start
 
@@ -218,7 +219,8 @@ def train(
                 clock.mark("loading")
                 with world.backward_pass(replica, optimizer, i, len(step.batches)):
                     with autocast:
-                        loss = F.cross_entropy(compiled(images), labels, label_smoothing=flags.label_smoothing)
+                        logits = compiled(images)
+                        loss = F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing)
                     scaler.scale(loss * weight).backward()
                 loss_sum += loss.detach() * count
                 local_count += count
@@ -236,28 +238,30 @@ def train(
             if at.step == 1 or at.step % flags.log_steps == 0 or at.taken == plan.per_epoch:
                 losses.settle(world, telemetry)
                 mean_loss = world.mean(loss_sum / max(local_count, 1), local_count, "loss")
+                window = clock.measure(world, (logits.argmax(1) == labels).sum(), len(labels))
                 telemetry.event(
                     "train",
                     epoch=epoch + 1,
                     step=at.step,
                     samples=at.samples,
                     loss=mean_loss,
+                    accuracy=window.accuracy,
                     loss_rank0=loss_sum.item() / max(local_count, 1),
                     learning_rate=rate,
                     broken=losses.total(),
-                    **clock.rates(),
+                    **window.rates,
                 )
-                telemetry.progress(
-                    epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, f"loss {mean_loss:.4f}"
-                )
+                telemetry.progress(epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, mean_loss, window)
                 clock.mark("reporting")
             stops = guard.stops(at)
             if stops or checkpoints.due(at.step):
                 at.train_seconds += clock.lap()
                 save()
+                clock.mark("saving")
             if stops:
                 return guard.leave(at, checkpoints)
         at.train_seconds += clock.lap()
+        telemetry.event("ranks", epoch=epoch + 1, **clock.per_rank())
 
         test_loss, test_accuracy, top5, test_count = evaluate(
             world, model, test_forward, source.test(), losses, guard.tick

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hvdtrain import flags as cli
 from hvdtrain import optim
+from hvdtrain.clock import Clock
 from hvdtrain.convnet import MODELS
 from hvdtrain.data import idx
 from hvdtrain.engines.base import World
@@ -28,7 +29,7 @@ from hvdtrain.errors import Failure, UserError
 from hvdtrain.guard import Guard
 from hvdtrain.resume import Checkpoints
 from hvdtrain.sharding import Batch, epoch_order, passes_per_step, shard, steps
-from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
+from hvdtrain.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.weights import load_weights
 from hvdtrain.world import run, start
 
@@ -149,7 +150,8 @@ def train(
                 clock.mark("loading")
                 with world.backward_pass(replica, optimizer, i, len(step.batches)):
                     with autocast:
-                        loss = F.cross_entropy(replica(images), labels, label_smoothing=flags.label_smoothing)
+                        logits = replica(images)
+                        loss = F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing)
                     scaler.scale(loss * batch.weight).backward()
                 loss_sum += loss.detach() * batch.local_count
                 local_count += batch.local_count
@@ -166,27 +168,29 @@ def train(
             clock.count(step.count, local_count)
             if at.step == 1 or at.step % flags.log_steps == 0 or at.taken == len(train_images):
                 mean_loss = world.mean(loss_sum / max(local_count, 1), local_count, "loss")
+                window = clock.measure(world, (logits.argmax(1) == labels).sum(), len(labels))
                 telemetry.event(
                     "train",
                     epoch=epoch + 1,
                     step=at.step,
                     samples=at.samples,
                     loss=mean_loss,
+                    accuracy=window.accuracy,
                     loss_rank0=loss_sum.item() / max(local_count, 1),
                     learning_rate=rate,
-                    **clock.rates(),
+                    **window.rates,
                 )
-                telemetry.progress(
-                    epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, f"loss {mean_loss:.4f}"
-                )
+                telemetry.progress(epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, mean_loss, window)
                 clock.mark("reporting")
             stops = guard.stops(at)
             if stops or checkpoints.due(at.step):
                 at.train_seconds += clock.lap()
                 save()
+                clock.mark("saving")
             if stops:
                 return guard.leave(at, checkpoints)
         at.train_seconds += clock.lap()
+        telemetry.event("ranks", epoch=epoch + 1, **clock.per_rank())
 
         test_loss, test_accuracy, test_count = evaluate(world, model, test_images, test_labels)
         at.end_epoch(loss=test_loss, accuracy=test_accuracy, count=test_count)
