@@ -92,7 +92,7 @@ class Clock:
         steps, phases = self._steps, [self._seconds[phase] for phase in self.PHASES]
         mine = [*phases, time.perf_counter() - self._window_began, resident, cuda, float(correct), seen]
         rows = world.all_gather(torch.tensor(mine, dtype=torch.float64), "measure").tolist()
-        ranks = [RankTimes(*row[:4], int(row[4]), int(row[5])) for row in rows]
+        ranks = [RankTimes(row[0], row[1], row[2], row[3], int(row[4]), int(row[5])) for row in rows]
         self.totals = added(self.totals, ranks)
         accuracy = sum(row[6] for row in rows) / max(sum(row[7] for row in rows), 1)
         return Window(steps, accuracy, ranks, self.rates())
