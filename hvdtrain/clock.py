@@ -38,8 +38,12 @@ class Clock:
     PHASES = ("loading", "compute", "communication")
 
     def __init__(self) -> None:
+        self.spans: list[tuple[str, float, float]] | None = None  # while a list: phase, from, to (`time.perf_counter`)
+        self.restart()
+
+    def restart(self) -> None:
+        """An epoch begins: what went before is forgotten."""
         self._began = self._marked = time.perf_counter()
-        self.spans: list[tuple[str, float, float]] | None = None  # phase, from, to (`time.perf_counter`) while a list
         self.totals: list[RankTimes] = []  # of all windows that `measure` looked at
         self._open_window()
 
@@ -78,7 +82,7 @@ class Clock:
         return rates
 
     def lap(self) -> float:
-        """Return the seconds since this clock was made, or since the last lap."""
+        """Return the seconds since the clock was started, or since the last lap."""
         began, self._began = self._began, time.perf_counter()
         return self._began - began
 

@@ -137,7 +137,7 @@ class Display:
             )
         self._bar.set_description_str(epoch, refresh=False)
         self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(step - self._bar.n)
+        self._bar.n = step
         self._bar.refresh()
 
     def clear(self) -> None:

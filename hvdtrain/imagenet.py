@@ -32,6 +32,7 @@ from hvdtrain.engines.base import World
 from hvdtrain.errors import Failure, UserError
 from hvdtrain.guard import Guard
 from hvdtrain.models import build_model, require_torchvision
+from hvdtrain.profiling import Profile
 from hvdtrain.resume import Checkpoints
 from hvdtrain.sharding import passes_per_step
 from hvdtrain.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
@@ -80,6 +81,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     cli.add_training(parser)
     cli.add_surviving(parser)
     cli.add_run(parser)
+    cli.add_watching(parser)
     flags = parser.parse(argv, RECIPES)
     flags.lr = flags.lr or 0.1 * flags.batch_size / 256
     return flags
@@ -139,7 +141,13 @@ def evaluate(
 
 
 def train(
-    flags: Namespace, world: World, source: Source, telemetry: Telemetry, checkpoints: Checkpoints, guard: Guard
+    flags: Namespace,
+    world: World,
+    source: Source,
+    telemetry: Telemetry,
+    checkpoints: Checkpoints,
+    guard: Guard,
+    profile: Profile,
 ) -> int:
     at = checkpoints.begin(telemetry)  # where training stands: at the beginning, or where an earlier run left off
     begun = checkpoints.begun  # the rates and the global batch follow from this, also on other ranks than then
@@ -182,6 +190,7 @@ def train(
     steps_in_epoch = plan.steps_per_epoch()
     samples_planned = flags.epochs * plan.per_epoch
     mean_loss = float("nan")
+    clock = Clock()
 
     def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
         """Compute a loss again, outside of training: for the guard, to find the layer that went wrong."""
@@ -196,7 +205,7 @@ def train(
     for epoch in range(at.epoch, flags.epochs):
         if at.reached(flags.target_accuracy):
             break
-        clock = Clock()
+        clock.restart()
         for step in plan.epoch(epoch):
             guard.begin_step(at, model)
             torch.manual_seed(mixed_seed(flags.seed, at.samples, world.rank))  # dropout: the same again after a restart
@@ -253,6 +262,7 @@ def train(
                 )
                 telemetry.progress(epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, mean_loss, window)
                 clock.mark("reporting")
+            profile.step(at.step, clock)
             stops = guard.stops(at)
             if stops or checkpoints.due(at.step):
                 at.train_seconds += clock.lap()
@@ -309,7 +319,8 @@ def main() -> int:
     asked = dict(vars(flags))
     if flags.dataset != "synthetic" and flags.workers != 0:
         start_workers_early()
-    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+    tuning, timeline = flags.tuning == "auto", flags.profile is not None
+    with start(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline) as world:
         cli.require_equal(world, flags)
         flags.compression = world.choose_compression(flags.compression)
         if flags.gradient_predivide_factor is None:
@@ -330,9 +341,13 @@ def main() -> int:
             telemetry = Telemetry(
                 world, flags.output_dir, progress=not flags.no_progress, continued=checkpoints.continues
             )
-        with telemetry, Guard(world, flags, telemetry) as guard:
+        with (
+            telemetry,
+            Guard(world, flags, telemetry) as guard,
+            Profile(world, flags, telemetry, guard.tick) as profile,
+        ):
             telemetry.start(world, source.name, source.reason, vars(flags))
-            return train(flags, world, source, telemetry, checkpoints, guard)
+            return train(flags, world, source, telemetry, checkpoints, guard, profile)
 
 
 if __name__ == "__main__":

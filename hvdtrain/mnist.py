@@ -27,6 +27,7 @@ from hvdtrain.data import idx
 from hvdtrain.engines.base import World
 from hvdtrain.errors import Failure, UserError
 from hvdtrain.guard import Guard
+from hvdtrain.profiling import Profile
 from hvdtrain.resume import Checkpoints
 from hvdtrain.sharding import Batch, epoch_order, passes_per_step, shard, steps
 from hvdtrain.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
@@ -61,6 +62,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     cli.add_training(parser)
     cli.add_surviving(parser)
     cli.add_run(parser)
+    cli.add_watching(parser)
     return parser.parse(argv, RECIPES)
 
 
@@ -91,7 +93,13 @@ def evaluate(world: World, model: nn.Module, images: Tensor, labels: Tensor) -> 
 
 
 def train(
-    flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telemetry, checkpoints: Checkpoints, guard: Guard
+    flags: Namespace,
+    world: World,
+    dataset: idx.Dataset,
+    telemetry: Telemetry,
+    checkpoints: Checkpoints,
+    guard: Guard,
+    profile: Profile,
 ) -> int:
     at = checkpoints.begin(telemetry)  # where training stands: at the beginning, or where an earlier run left off
     begun = checkpoints.begun  # the rates and the global batch follow from this, also on other ranks than then
@@ -132,10 +140,11 @@ def train(
     steps_in_epoch = -(-len(train_images) // begun.global_batch)
     samples_planned = flags.epochs * len(train_images)
     mean_loss = float("nan")
+    clock = Clock()
     for epoch in range(at.epoch, flags.epochs):
         if at.reached(flags.target_accuracy):
             break
-        clock = Clock()
+        clock.restart()
         order = epoch_order(len(train_images), flags.seed, epoch)[at.taken :]
         for step in steps(order, world.rank, world.size, flags.batch_size, global_batch=begun.global_batch):
             guard.begin_step(at, model)
@@ -182,6 +191,7 @@ def train(
                 )
                 telemetry.progress(epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, mean_loss, window)
                 clock.mark("reporting")
+            profile.step(at.step, clock)
             stops = guard.stops(at)
             if stops or checkpoints.due(at.step):
                 at.train_seconds += clock.lap()
@@ -230,7 +240,8 @@ def train(
 def main() -> int:
     flags = parse()
     asked = dict(vars(flags))
-    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+    tuning, timeline = flags.tuning == "auto", flags.profile is not None
+    with start(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline) as world:
         cli.require_equal(world, flags)
         flags.compression = world.choose_compression(flags.compression)
         if flags.gradient_predivide_factor is None:
@@ -247,9 +258,13 @@ def main() -> int:
                 world, flags.output_dir, progress=not flags.no_progress, continued=checkpoints.continues
             )
         world.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
-        with telemetry, Guard(world, flags, telemetry) as guard:
+        with (
+            telemetry,
+            Guard(world, flags, telemetry) as guard,
+            Profile(world, flags, telemetry, guard.tick) as profile,
+        ):
             telemetry.start(world, dataset.name, dataset.reason, vars(flags))
-            return train(flags, world, dataset, telemetry, checkpoints, guard)
+            return train(flags, world, dataset, telemetry, checkpoints, guard, profile)
 
 
 if __name__ == "__main__":
