@@ -28,7 +28,7 @@ class Window(NamedTuple):
     steps: int
     accuracy: float  # 0 to 1: of the last batch of the last step, over all ranks
     ranks: list[RankTimes]
-    rates: dict[str, float]  # `Clock.rates` of this rank
+    rates: dict[str, float]  # `Clock.rates` of this rank, and each phase's share of all ranks' time
 
 
 class Clock:
@@ -99,12 +99,19 @@ class Clock:
         ranks = [RankTimes(row[0], row[1], row[2], row[3], int(row[4]), int(row[5])) for row in rows]
         self.totals = added(self.totals, ranks)
         accuracy = sum(row[6] for row in rows) / max(sum(row[7] for row in rows), 1)
-        return Window(steps, accuracy, ranks, self.rates())
+        share = {f"{phase}_share": value for phase, value in shares(ranks).items()}
+        return Window(steps, accuracy, ranks, self.rates() | share)
 
     def per_rank(self) -> dict[str, list[float]]:
         """Return, by quantity, a list over ranks: all that `measure` has seen of this clock."""
         names = {field: f"{field}_seconds" for field in (*self.PHASES, "elapsed")}
         return {names.get(f, f): [round(getattr(rank, f), 6) for rank in self.totals] for f in RankTimes._fields}
+
+
+def shares(ranks: list[RankTimes]) -> dict[str, float]:
+    """Return the share of each phase (0 to 1) in the time of all ranks; what is left of 1 went into reporting."""
+    elapsed = sum(rank.elapsed for rank in ranks)
+    return {phase: sum(getattr(rank, phase) for rank in ranks) / max(elapsed, 1e-9) for phase in Clock.PHASES}
 
 
 def added(before: list[RankTimes], since: list[RankTimes]) -> list[RankTimes]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from hvdtrain.clock import Clock, RankTimes, Window, added
+from hvdtrain.clock import Clock, RankTimes, Window, added, shares
 
 if TYPE_CHECKING:
     import tqdm
@@ -20,12 +20,6 @@ SLOWER = 0.1  # ranks that differ by more than this share in compute time are wo
 ENOUGH_STEPS, ENOUGH_SECONDS = 20, 5.0  # before a hint; the first window, which starts everything up, left out
 LATELY_STEPS, LATELY_SECONDS = 10, 1.0  # in one window, before a rank is called slow
 TOO_MUCH = {"loading": 0.3, "communication": 0.4}  # shares of the time from which on a hint is given
-
-
-def shares(ranks: list[RankTimes]) -> dict[str, float]:
-    """Return the share of each phase (0 to 1) in the time of all ranks; what is left of 1 went into reporting."""
-    elapsed = sum(rank.elapsed for rank in ranks)
-    return {phase: sum(getattr(rank, phase) for rank in ranks) / max(elapsed, 1e-9) for phase in Clock.PHASES}
 
 
 def slowest(ranks: list[RankTimes]) -> tuple[int, float] | None:

@@ -175,6 +175,7 @@ def train(
     autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
     scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
     checkpoints.restore(model, optimizer, scaler)
+    telemetry.graph(model, torch.zeros(1, 3, flags.image_size, flags.image_size, device=world.device))
     compiled = torch.compile(replica, dynamic=False) if flags.compile else replica
 
     def test_forward(images: Tensor) -> Tensor:
@@ -339,7 +340,11 @@ def main() -> int:
         with world.agreement("output"):
             checkpoints = Checkpoints(world, flags, asked, data)
             telemetry = Telemetry(
-                world, flags.output_dir, progress=not flags.no_progress, continued=checkpoints.continues
+                world,
+                flags.output_dir,
+                progress=not flags.no_progress,
+                continued=checkpoints.continues,
+                tensorboard=flags.tensorboard,
             )
         with (
             telemetry,

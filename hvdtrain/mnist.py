@@ -126,6 +126,7 @@ def train(
     autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
     scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
     checkpoints.restore(model, optimizer, scaler)
+    telemetry.graph(model, scaled(train_images[:1]))
 
     def loss_of(batch: Batch) -> Tensor:
         """Compute a loss again, outside of training: for the guard, to find the layer that went wrong."""
@@ -255,7 +256,11 @@ def main() -> int:
             data = dict(dataset=dataset.name, train_samples=train_samples, test_samples=len(dataset.test_images))
             checkpoints = Checkpoints(world, flags, asked, data)
             telemetry = Telemetry(
-                world, flags.output_dir, progress=not flags.no_progress, continued=checkpoints.continues
+                world,
+                flags.output_dir,
+                progress=not flags.no_progress,
+                continued=checkpoints.continues,
+                tensorboard=flags.tensorboard,
             )
         world.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
         with (

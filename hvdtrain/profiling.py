@@ -58,10 +58,8 @@ class Profile:
         elif self._profiler is not None:
             if self._seen == opens:
                 self._open(at_step)
-            self._profiler.step()
-            if self._seen == opens:
-                self._began_ns, self._began_counter = time.time_ns(), time.perf_counter()
                 clock.spans = self._spans
+            self._profiler.step()
             self._recorded = max(0, self._seen - opens)
             if self._seen == ends:
                 self._finish()
@@ -91,6 +89,7 @@ class Profile:
             entry = time.time_ns()
             self.world.barrier()
             self._rounds.append((entry, time.time_ns()))
+        self._began_ns, self._began_counter = time.time_ns(), time.perf_counter()
 
     def _finish(self) -> None:
         """Gather what every rank recorded; rank 0 merges and writes it. A collective."""
@@ -99,13 +98,13 @@ class Profile:
             self.world.barrier()  # nothing is under way that the timeline would cut in two
             self.world.stop_timeline()
         self._tick()
+        began = self._began_counter
         mine = {
             "host": socket.gethostname(), "kernel": _kernel(), "rounds": self._rounds,
             "began_ns": self._began_ns, "ended_ns": ended_ns, "events": self._torch_events(),
             "spans": [
-                (phase, (start - self._began_counter) * 1e6, (end - start) * 1e6)
+                (phase, (max(start, began) - began) * 1e6, (end - max(start, began)) * 1e6)
                 for phase, start, end in self._spans
-                if start >= self._began_counter
             ],
         }  # fmt: skip
         self._tick()

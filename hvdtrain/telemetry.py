@@ -14,30 +14,48 @@ import threading
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain.clock import Window
 from hvdtrain.display import Display, remedies
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 
+if TYPE_CHECKING:
+    from hvdtrain.board import Board
+
 
 class Telemetry:
     """Owns a run's output. Raises UserError where `output_dir` cannot be written.
 
     continued: the run in `output_dir` goes on, and so does its metrics.jsonl; else that is kept under another name.
+    tensorboard: write TensorBoard's files too.
     """
 
-    def __init__(self, world: World, output_dir: Path | None, *, progress: bool, continued: bool = False):
+    def __init__(
+        self,
+        world: World,
+        output_dir: Path | None,
+        *,
+        progress: bool,
+        continued: bool = False,
+        tensorboard: bool = False,
+    ):
         self.speaks = world.rank == 0
         self._lock = threading.Lock()
         self.output_dir = output_dir if self.speaks else None
         self._file = None
+        self._board: Board | None = None
         self._display = Display(self.say) if progress and self.speaks else None
         if self.output_dir is not None:
             self._file = self._open(self.output_dir, continued)
+            if tensorboard:
+                from hvdtrain import board
+
+                self._board = board.Board(self.output_dir / "tensorboard", continued)
 
     @staticmethod
     def _open(directory: Path, continued: bool):
@@ -67,6 +85,17 @@ class Telemetry:
         line = json.dumps({"event": name, "time": time.time(), **fields}, default=str) + "\n"
         with self._lock:  # checkpoints are written, and hung ranks noticed, in threads of their own
             self._write(line)
+        if self._board is not None:
+            try:
+                self._board.event(name, fields)
+            except OSError as error:
+                self._board = None
+                print(f"warning: TensorBoard's files end here ({error.strerror})", file=sys.stderr, flush=True)
+
+    def graph(self, model: nn.Module, images: Tensor) -> None:
+        """Show TensorBoard the model, by running it once on `images` ([b, channels, height, width], as it trains on)."""
+        if self._board is not None:
+            self._board.graph(model, images)
 
     def _write(self, line: str) -> None:
         if self._file is None:
@@ -120,6 +149,10 @@ class Telemetry:
     def close(self) -> None:
         if self._display is not None:
             self._display.close()
+        if self._board is not None:
+            with contextlib.suppress(OSError):
+                self._board.close()
+            self._board = None
         if self._file is not None:
             self._file.close()
             self._file = None

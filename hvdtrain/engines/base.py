@@ -103,8 +103,8 @@ class World(ABC):
     def synchronized(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
         """Wait until the gradients are reduced; inside, they may be inspected or changed and the optimizer stepped."""
 
-    @classmethod
-    def offer_timeline(cls) -> None:  # noqa: B027 - few engines have one
+    @classmethod  # noqa: B027 - few engines have one
+    def offer_timeline(cls) -> None:
         """Make `start_timeline` possible; call it before the world is made."""
 
     def start_timeline(self, path: Path) -> bool:

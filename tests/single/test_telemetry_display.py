@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hvdtrain import display
-from hvdtrain.clock import Clock, RankTimes, Window, added
-from hvdtrain.display import Display, hint, line, remedies, shares, slowest
+from hvdtrain.clock import Clock, RankTimes, Window, added, shares
+from hvdtrain.display import Display, hint, line, remedies, slowest
 from hvdtrain.engines.single import SerialWorld
 
 REMEDIES = {"loading": "more workers", "communication": "a larger batch"}
