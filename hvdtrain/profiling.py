@@ -111,7 +111,11 @@ class Profile:
         pieces = self._gather(gzip.compress(json.dumps(mine).encode(), compresslevel=1))
         if self.world.rank == 0:
             timeline = _read_timeline(self._timeline) if self._has_timeline else []
-            self._write(merge([json.loads(gzip.decompress(piece)) for piece in pieces], self._first_step, timeline))
+            self._write(
+                merge(
+                    [json.loads(gzip.decompress(piece)) for piece in pieces], self._first_step, self._recorded, timeline
+                )
+            )
         self._clean_up()
 
     def _torch_events(self) -> list[dict]:
@@ -218,20 +222,20 @@ def clock_offsets(kernels: Sequence[str], rounds: Sequence[Sequence[Sequence[int
     return [(sum(bounds[kernel]) / 2, (bounds[kernel][1] - bounds[kernel][0]) / 2) for kernel in kernels]
 
 
-def merge(pieces: Sequence[Mapping], first_step: int, timeline: Sequence[Mapping]) -> dict:
+def merge(pieces: Sequence[Mapping], first_step: int, steps: int, timeline: Sequence[Mapping]) -> dict:
     """Return one Chrome trace of all ranks; `ts` in microseconds since rank 0 began, on rank 0's clock.
 
-    pieces: by rank, what `Profile` gathers. timeline: Horovod's, of rank 0.
+    pieces: by rank, what `Profile` gathers, of `steps` steps. timeline: Horovod's, of rank 0.
     """
     offsets = clock_offsets([piece["kernel"] for piece in pieces], [piece["rounds"] for piece in pieces])
     zero_ns, end_ns = pieces[0]["began_ns"], pieces[0]["ended_ns"]
     events: list[dict] = []
     for rank, (piece, (offset_ns, _)) in enumerate(zip(pieces, offsets, strict=True)):
-        events += _rows_of_rank(rank, piece, (piece["began_ns"] - offset_ns - zero_ns) / 1000, first_step)
+        events += _rows_of_rank(rank, piece, (piece["began_ns"] - offset_ns - zero_ns) / 1000, first_step, steps)
     events += timeline_rows(timeline, len(pieces) * PIDS_PER_RANK + 1, zero_ns, end_ns)
     within_us = max(uncertainty for _, uncertainty in offsets) / 1000
     other = {
-        "ranks": len(pieces), "hosts": [piece["host"] for piece in pieces], "first_step": first_step,
+        "ranks": len(pieces), "hosts": [piece["host"] for piece in pieces], "first_step": first_step, "steps": steps,
         "began_ns": zero_ns, "ended_ns": end_ns, "clock_offsets_us": [offset / 1000 for offset, _ in offsets],
         "clocks_within_us": within_us,
     }  # fmt: skip
@@ -245,7 +249,7 @@ def _named(pid: int, name: str, sort: int) -> list[dict]:
     ]
 
 
-def _rows_of_rank(rank: int, piece: Mapping, shift_us: float, first_step: int) -> list[dict]:
+def _rows_of_rank(rank: int, piece: Mapping, shift_us: float, first_step: int, steps: int) -> list[dict]:
     """Return a rank's events: its threads, each of its GPUs, and the phases as the clock booked them."""
     labels = {e["pid"]: e["args"]["labels"] for e in piece["events"] if e["name"] == "process_labels"}
     used = {event["pid"] for event in piece["events"] if event["ph"] != "M"}
@@ -264,6 +268,8 @@ def _rows_of_rank(rank: int, piece: Mapping, shift_us: float, first_step: int) -
         if "id" in event:  # of an arrow from one event to another
             moved["id"] = f"{rank}.{event['id']}"
         if event["name"].startswith("ProfilerStep#") and event.get("cat") == "user_annotation":
+            if step == first_step + steps:  # one that had only begun when the run was over
+                continue
             moved["name"] = f"step {step}"
             step += 1
         rows.append(moved)

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from hvdtrain import imagenet, mnist
+from hvdtrain.errors import UserError
 from hvdtrain.profiling import PHASES_TID, clock_offsets, merge, timeline_rows
 
 SECOND = 10**9
@@ -61,7 +63,7 @@ def test_ranks_stand_side_by_side_on_rank_0s_clock():
     zero, other = barriers(7 * SECOND)
     # Rank 1 began 20 ms after rank 0, on a clock that is 7 s ahead.
     pieces = [piece(400, "a", 60 * SECOND, zero), piece(400, "b", 67 * SECOND + 20 * MS, other)]
-    merged = json.loads(json.dumps(merge(json.loads(json.dumps(pieces)), 6, [])))
+    merged = json.loads(json.dumps(merge(json.loads(json.dumps(pieces)), 6, 2, [])))
     events = merged["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert list(names.values()) == ["rank 0 on a", "rank 0 on a, GPU 0", "rank 1 on b", "rank 1 on b, GPU 0"]
@@ -81,9 +83,23 @@ def test_ranks_stand_side_by_side_on_rank_0s_clock():
 def test_a_rank_without_a_record_still_has_its_phases():
     zero, other = barriers(0)
     broken = piece(400, "b", 60 * SECOND, other) | {"events": []}
-    events = merge([piece(400, "a", 60 * SECOND, zero), broken], 6, [])["traceEvents"]
+    events = merge([piece(400, "a", 60 * SECOND, zero), broken], 6, 2, [])["traceEvents"]
     assert "rank 1 on b" in [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert len([e for e in events if e.get("cat") == "phase"]) == 4
+
+
+def test_a_step_that_had_only_begun_is_left_out():
+    zero, other = barriers(0)
+    merged = merge([piece(400, "a", 60 * SECOND, zero), piece(400, "b", 60 * SECOND, other)], 6, 1, [])
+    assert [e["name"] for e in merged["traceEvents"] if e["name"].startswith(("step", "Prof"))] == ["step 6"] * 2
+
+
+@pytest.mark.parametrize("flag", ["--profile 5", "--tensorboard"])
+@pytest.mark.parametrize("script", [mnist, imagenet])
+def test_output_dir_is_needed(script, flag):
+    with pytest.raises(UserError, match=f"{flag.split()[0]} needs --output-dir") as caught:
+        script.parse(flag.split())
+    assert caught.value.everywhere  # said once, by rank 0
 
 
 TIMELINE = [
