@@ -152,3 +152,16 @@ def test_missing_tensorboard_is_one_line(tmp_path):
     assert done.code == 2, done
     assert "--tensorboard needs a package: pip install tensorboard (none here)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_images_can_be_watched_too(tmp_path):
+    flags = "--dataset synthetic --model resnet18 --image-size 32 --classes 4 --train-samples 64 --batch-size 4"
+    flags += f" --epochs 1 --no-progress --log-steps 4 --profile 2 --tensorboard --output-dir {tmp_path}"
+    done = launch(f"mpirun --oversubscribe -np 2 python -m hvdtrain.imagenet {flags}")
+    assert done.code == 0, done
+    trace, _ = profile(tmp_path)
+    assert [e["name"] for e in trace if e["name"].startswith("step ")] == ["step 6", "step 7"] * 2
+    assert {"test/accuracy", "test/accuracy_top5", "train/loss"} <= set(scalars(tmp_path))
+    lines = events(tmp_path, "train")
+    assert [line["step"] for line in lines] == [1, 4, 8]
+    assert all(0 <= line["accuracy"] <= 1 for line in lines)
