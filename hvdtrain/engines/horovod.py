@@ -88,6 +88,8 @@ class HorovodWorld(World):
         super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
         if tuning:
             self._tune()
+        if os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC":
+            self.notes.append("HOROVOD_TIMELINE=DYNAMIC (its writer keeps a core of rank 0's host busy)")
 
         try:
             # Imported here and nowhere else: the other engines must work where Horovod is not installed.
