@@ -28,6 +28,7 @@ from torch import nn
 
 from hvdtrain import convnet, measuring, optim
 from hvdtrain import flags as cli
+from hvdtrain.clock import Clock
 from hvdtrain.data import idx
 from hvdtrain.data.endless import Batches, open_endless, reads_folders
 from hvdtrain.data.loading import default_workers, start_workers_early
@@ -35,7 +36,7 @@ from hvdtrain.engines.base import World
 from hvdtrain.engines.single import SerialWorld
 from hvdtrain.errors import UserError
 from hvdtrain.models import build_model, require_torchvision
-from hvdtrain.telemetry import Clock, versions
+from hvdtrain.telemetry import versions
 from hvdtrain.world import cores_of_rank, run, start
 
 

@@ -33,6 +33,9 @@ class Parser(argparse.ArgumentParser):
         if (getattr(flags, "amp", "off"), getattr(flags, "reduction", "")) == ("fp16", "adasum"):
             # It steps inside backward(), on gradients that are still scaled and that each rank judges for itself.
             raise UserError("--amp fp16 cannot go with --reduction adasum: use --amp bf16", everywhere=True)
+        for name in ("profile", "tensorboard"):
+            if getattr(flags, name, None) and flags.output_dir is None:
+                raise UserError(f"--{name} needs --output-dir, to write there", everywhere=True)
         return flags
 
 
@@ -126,6 +129,21 @@ def add_run(group: Parser) -> None:
         "--log-steps", type=positive_int, default=50, help="steps between two train events (default: 50)"
     )
     group.add_argument("--no-progress", action="store_true", help="no progress bar, no progress lines")
+
+
+def add_watching(group: Parser) -> None:
+    """Flags about looking closer at a run (docs/watching.md)."""
+    group.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="also write scalars and the model's graph to --output-dir/tensorboard",
+    )
+    group.add_argument(
+        "--profile",
+        type=positive_int,
+        metavar="STEPS",
+        help="record so many steps of every rank, after a few, into --output-dir/profile.json.gz (for ui.perfetto.dev)",
+    )
 
 
 def add_wire(group: Parser) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hvdtrain import flags as cli
 from hvdtrain import optim
+from hvdtrain.clock import Clock
 from hvdtrain.data.broken import Losses
 from hvdtrain.data.images import open_folder
 from hvdtrain.data.loading import Loaded, Plan, Source, default_workers, mixed_seed, start_workers_early
@@ -31,9 +32,10 @@ from hvdtrain.engines.base import World
 from hvdtrain.errors import Failure, UserError
 from hvdtrain.guard import Guard
 from hvdtrain.models import build_model, require_torchvision
+from hvdtrain.profiling import Profile
 from hvdtrain.resume import Checkpoints
 from hvdtrain.sharding import passes_per_step
-from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
+from hvdtrain.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.weights import load_weights
 from hvdtrain.world import cores_of_rank, run, start
 
@@ -79,6 +81,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     cli.add_training(parser)
     cli.add_surviving(parser)
     cli.add_run(parser)
+    cli.add_watching(parser)
     flags = parser.parse(argv, RECIPES)
     flags.lr = flags.lr or 0.1 * flags.batch_size / 256
     return flags
@@ -138,7 +141,13 @@ def evaluate(
 
 
 def train(
-    flags: Namespace, world: World, source: Source, telemetry: Telemetry, checkpoints: Checkpoints, guard: Guard
+    flags: Namespace,
+    world: World,
+    source: Source,
+    telemetry: Telemetry,
+    checkpoints: Checkpoints,
+    guard: Guard,
+    profile: Profile,
 ) -> int:
     at = checkpoints.begin(telemetry)  # where training stands: at the beginning, or where an earlier run left off
     begun = checkpoints.begun  # the rates and the global batch follow from this, also on other ranks than then
@@ -166,6 +175,7 @@ def train(
     autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
     scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
     checkpoints.restore(model, optimizer, scaler)
+    telemetry.graph(model, torch.zeros(1, 3, flags.image_size, flags.image_size, device=world.device))
     compiled = torch.compile(replica, dynamic=False) if flags.compile else replica
 
     def test_forward(images: Tensor) -> Tensor:
@@ -181,6 +191,7 @@ def train(
     steps_in_epoch = plan.steps_per_epoch()
     samples_planned = flags.epochs * plan.per_epoch
     mean_loss = float("nan")
+    clock = Clock()
 
     def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
         """Compute a loss again, outside of training: for the guard, to find the layer that went wrong."""
@@ -195,7 +206,7 @@ def train(
     for epoch in range(at.epoch, flags.epochs):
         if at.reached(flags.target_accuracy):
             break
-        clock = Clock()
+        clock.restart()
         for step in plan.epoch(epoch):
             guard.begin_step(at, model)
             torch.manual_seed(mixed_seed(flags.seed, at.samples, world.rank))  # dropout: the same again after a restart
@@ -218,7 +229,8 @@ def train(
                 clock.mark("loading")
                 with world.backward_pass(replica, optimizer, i, len(step.batches)):
                     with autocast:
-                        loss = F.cross_entropy(compiled(images), labels, label_smoothing=flags.label_smoothing)
+                        logits = compiled(images)
+                        loss = F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing)
                     scaler.scale(loss * weight).backward()
                 loss_sum += loss.detach() * count
                 local_count += count
@@ -236,28 +248,31 @@ def train(
             if at.step == 1 or at.step % flags.log_steps == 0 or at.taken == plan.per_epoch:
                 losses.settle(world, telemetry)
                 mean_loss = world.mean(loss_sum / max(local_count, 1), local_count, "loss")
+                window = clock.measure(world, (logits.argmax(1) == labels).sum(), len(labels))
                 telemetry.event(
                     "train",
                     epoch=epoch + 1,
                     step=at.step,
                     samples=at.samples,
                     loss=mean_loss,
+                    accuracy=window.accuracy,
                     loss_rank0=loss_sum.item() / max(local_count, 1),
                     learning_rate=rate,
                     broken=losses.total(),
-                    **clock.rates(),
+                    **window.rates,
                 )
-                telemetry.progress(
-                    epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, f"loss {mean_loss:.4f}"
-                )
+                telemetry.progress(epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, mean_loss, window)
                 clock.mark("reporting")
+            profile.step(at.step, clock)
             stops = guard.stops(at)
             if stops or checkpoints.due(at.step):
                 at.train_seconds += clock.lap()
                 save()
+                clock.mark("saving")
             if stops:
                 return guard.leave(at, checkpoints)
         at.train_seconds += clock.lap()
+        telemetry.event("ranks", epoch=epoch + 1, **clock.per_rank())
 
         test_loss, test_accuracy, top5, test_count = evaluate(
             world, model, test_forward, source.test(), losses, guard.tick
@@ -305,7 +320,8 @@ def main() -> int:
     asked = dict(vars(flags))
     if flags.dataset != "synthetic" and flags.workers != 0:
         start_workers_early()
-    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+    tuning, timeline = flags.tuning == "auto", flags.profile is not None
+    with start(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline) as world:
         cli.require_equal(world, flags)
         flags.compression = world.choose_compression(flags.compression)
         if flags.gradient_predivide_factor is None:
@@ -324,11 +340,19 @@ def main() -> int:
         with world.agreement("output"):
             checkpoints = Checkpoints(world, flags, asked, data)
             telemetry = Telemetry(
-                world, flags.output_dir, progress=not flags.no_progress, continued=checkpoints.continues
+                world,
+                flags.output_dir,
+                progress=not flags.no_progress,
+                continued=checkpoints.continues,
+                tensorboard=flags.tensorboard,
             )
-        with telemetry, Guard(world, flags, telemetry) as guard:
+        with (
+            telemetry,
+            Guard(world, flags, telemetry) as guard,
+            Profile(world, flags, telemetry, guard.tick) as profile,
+        ):
             telemetry.start(world, source.name, source.reason, vars(flags))
-            return train(flags, world, source, telemetry, checkpoints, guard)
+            return train(flags, world, source, telemetry, checkpoints, guard, profile)
 
 
 if __name__ == "__main__":

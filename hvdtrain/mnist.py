@@ -21,14 +21,16 @@ from torch import Tensor, nn
 
 from hvdtrain import flags as cli
 from hvdtrain import optim
+from hvdtrain.clock import Clock
 from hvdtrain.convnet import MODELS
 from hvdtrain.data import idx
 from hvdtrain.engines.base import World
 from hvdtrain.errors import Failure, UserError
 from hvdtrain.guard import Guard
+from hvdtrain.profiling import Profile
 from hvdtrain.resume import Checkpoints
 from hvdtrain.sharding import Batch, epoch_order, passes_per_step, shard, steps
-from hvdtrain.telemetry import Clock, Telemetry, parameters_sha256, seconds_since_process_start
+from hvdtrain.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.weights import load_weights
 from hvdtrain.world import run, start
 
@@ -60,6 +62,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     cli.add_training(parser)
     cli.add_surviving(parser)
     cli.add_run(parser)
+    cli.add_watching(parser)
     return parser.parse(argv, RECIPES)
 
 
@@ -90,7 +93,13 @@ def evaluate(world: World, model: nn.Module, images: Tensor, labels: Tensor) -> 
 
 
 def train(
-    flags: Namespace, world: World, dataset: idx.Dataset, telemetry: Telemetry, checkpoints: Checkpoints, guard: Guard
+    flags: Namespace,
+    world: World,
+    dataset: idx.Dataset,
+    telemetry: Telemetry,
+    checkpoints: Checkpoints,
+    guard: Guard,
+    profile: Profile,
 ) -> int:
     at = checkpoints.begin(telemetry)  # where training stands: at the beginning, or where an earlier run left off
     begun = checkpoints.begun  # the rates and the global batch follow from this, also on other ranks than then
@@ -117,6 +126,7 @@ def train(
     autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
     scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
     checkpoints.restore(model, optimizer, scaler)
+    telemetry.graph(model, scaled(train_images[:1]))
 
     def loss_of(batch: Batch) -> Tensor:
         """Compute a loss again, outside of training: for the guard, to find the layer that went wrong."""
@@ -131,10 +141,11 @@ def train(
     steps_in_epoch = -(-len(train_images) // begun.global_batch)
     samples_planned = flags.epochs * len(train_images)
     mean_loss = float("nan")
+    clock = Clock()
     for epoch in range(at.epoch, flags.epochs):
         if at.reached(flags.target_accuracy):
             break
-        clock = Clock()
+        clock.restart()
         order = epoch_order(len(train_images), flags.seed, epoch)[at.taken :]
         for step in steps(order, world.rank, world.size, flags.batch_size, global_batch=begun.global_batch):
             guard.begin_step(at, model)
@@ -149,7 +160,8 @@ def train(
                 clock.mark("loading")
                 with world.backward_pass(replica, optimizer, i, len(step.batches)):
                     with autocast:
-                        loss = F.cross_entropy(replica(images), labels, label_smoothing=flags.label_smoothing)
+                        logits = replica(images)
+                        loss = F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing)
                     scaler.scale(loss * batch.weight).backward()
                 loss_sum += loss.detach() * batch.local_count
                 local_count += batch.local_count
@@ -166,27 +178,30 @@ def train(
             clock.count(step.count, local_count)
             if at.step == 1 or at.step % flags.log_steps == 0 or at.taken == len(train_images):
                 mean_loss = world.mean(loss_sum / max(local_count, 1), local_count, "loss")
+                window = clock.measure(world, (logits.argmax(1) == labels).sum(), len(labels))
                 telemetry.event(
                     "train",
                     epoch=epoch + 1,
                     step=at.step,
                     samples=at.samples,
                     loss=mean_loss,
+                    accuracy=window.accuracy,
                     loss_rank0=loss_sum.item() / max(local_count, 1),
                     learning_rate=rate,
-                    **clock.rates(),
+                    **window.rates,
                 )
-                telemetry.progress(
-                    epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, f"loss {mean_loss:.4f}"
-                )
+                telemetry.progress(epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, mean_loss, window)
                 clock.mark("reporting")
+            profile.step(at.step, clock)
             stops = guard.stops(at)
             if stops or checkpoints.due(at.step):
                 at.train_seconds += clock.lap()
                 save()
+                clock.mark("saving")
             if stops:
                 return guard.leave(at, checkpoints)
         at.train_seconds += clock.lap()
+        telemetry.event("ranks", epoch=epoch + 1, **clock.per_rank())
 
         test_loss, test_accuracy, test_count = evaluate(world, model, test_images, test_labels)
         at.end_epoch(loss=test_loss, accuracy=test_accuracy, count=test_count)
@@ -226,7 +241,8 @@ def train(
 def main() -> int:
     flags = parse()
     asked = dict(vars(flags))
-    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+    tuning, timeline = flags.tuning == "auto", flags.profile is not None
+    with start(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline) as world:
         cli.require_equal(world, flags)
         flags.compression = world.choose_compression(flags.compression)
         if flags.gradient_predivide_factor is None:
@@ -240,12 +256,20 @@ def main() -> int:
             data = dict(dataset=dataset.name, train_samples=train_samples, test_samples=len(dataset.test_images))
             checkpoints = Checkpoints(world, flags, asked, data)
             telemetry = Telemetry(
-                world, flags.output_dir, progress=not flags.no_progress, continued=checkpoints.continues
+                world,
+                flags.output_dir,
+                progress=not flags.no_progress,
+                continued=checkpoints.continues,
+                tensorboard=flags.tensorboard,
             )
         world.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
-        with telemetry, Guard(world, flags, telemetry) as guard:
+        with (
+            telemetry,
+            Guard(world, flags, telemetry) as guard,
+            Profile(world, flags, telemetry, guard.tick) as profile,
+        ):
             telemetry.start(world, dataset.name, dataset.reason, vars(flags))
-            return train(flags, world, dataset, telemetry, checkpoints, guard)
+            return train(flags, world, dataset, telemetry, checkpoints, guard, profile)
 
 
 if __name__ == "__main__":

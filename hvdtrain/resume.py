@@ -25,6 +25,7 @@ from hvdtrain.telemetry import Telemetry
 NEUTRAL = {
     *("check_steps", "checkpoint_steps", "compression", "data_dir", "dataset", "device", "engine"),
     *("gradient_predivide_factor", "keep", "log_steps", "max_skipped", "no_progress", "output_dir", "recipe", "resume"),
+    *("profile", "tensorboard"),
     *("compile", "max_broken", "memory_format", "test_shards", "train_shards"),
     *("step_timeout", "target_accuracy", "threads", "train_samples", "tuning", "weights", "workers"),
 }

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: metrics.jsonl, summary.json, the progress display, the clock of each phase.
+"""What a run leaves behind and shows: metrics.jsonl, summary.json, TensorBoard's files, the progress display.
 
 Only rank 0 writes and speaks; on the other ranks every method is there and does nothing.
 """
@@ -12,81 +12,51 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain import files
+from hvdtrain.clock import Window
+from hvdtrain.display import Display, remedies
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
-    import tqdm
-
-PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line of progress in so many seconds
-
-
-class Clock:
-    """Where this rank's time goes: each `mark` books the time since the one before on a phase. Seconds as the host sees
-    them: on CUDA, work that was only queued is booked where the host waits for it."""
-
-    PHASES = ("loading", "compute", "communication")
-
-    def __init__(self) -> None:
-        self._began = self._marked = time.perf_counter()
-        self._open_window()
-
-    def _open_window(self) -> None:
-        self._window_began = time.perf_counter()
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._samples = self._local_samples = 0
-
-    def mark(self, phase: str, at: float | None = None) -> None:
-        """Book the time up to `at` (`time.perf_counter`; default now) on `phase`."""
-        at = time.perf_counter() if at is None else at
-        self._seconds[phase] += at - self._marked
-        self._marked = at
-
-    def count(self, samples: int, local_samples: int) -> None:
-        """Count a step's samples: over all ranks, and on this one."""
-        self._samples += samples
-        self._local_samples += local_samples
-
-    def rates(self) -> dict[str, float]:
-        """Return samples per second over all ranks and seconds per sample of this rank by phase, since the last call."""
-        elapsed = time.perf_counter() - self._window_began
-        rates = {"samples_per_second": self._samples / elapsed}
-        for phase in self.PHASES:
-            rates[f"{phase}_seconds"] = self._seconds[phase] / max(self._local_samples, 1)
-        self._open_window()
-        return rates
-
-    def lap(self) -> float:
-        """Return the seconds since this clock was made, or since the last lap."""
-        began, self._began = self._began, time.perf_counter()
-        return self._began - began
+    from hvdtrain.board import Board
 
 
 class Telemetry:
     """Owns a run's output. Raises UserError where `output_dir` cannot be written.
 
     continued: the run in `output_dir` goes on, and so does its metrics.jsonl; else that is kept under another name.
+    tensorboard: write TensorBoard's files too.
     """
 
-    def __init__(self, world: World, output_dir: Path | None, *, progress: bool, continued: bool = False):
+    def __init__(
+        self,
+        world: World,
+        output_dir: Path | None,
+        *,
+        progress: bool,
+        continued: bool = False,
+        tensorboard: bool = False,
+    ):
         self.speaks = world.rank == 0
         self._lock = threading.Lock()
         self.output_dir = output_dir if self.speaks else None
         self._file = None
-        self._bar: tqdm.tqdm | None = None
-        self._progress = progress and self.speaks
-        self._last_line = time.monotonic()
+        self._board: Board | None = None
+        self._display = Display(self.say) if progress and self.speaks else None
         if self.output_dir is not None:
             self._file = self._open(self.output_dir, continued)
+            if tensorboard:
+                from hvdtrain import board
+
+                self._board = board.Board(self.output_dir / "tensorboard", continued)
 
     @staticmethod
     def _open(directory: Path, continued: bool):
@@ -107,8 +77,8 @@ class Telemetry:
         """Print a line on rank 0, above the progress bar where there is one."""
         if not self.speaks:
             return
-        if self._bar is not None:
-            self._bar.clear()
+        if self._display is not None:
+            self._display.clear()
         print(line, flush=True)
 
     def event(self, name: str, **fields: object) -> None:
@@ -116,6 +86,17 @@ class Telemetry:
         line = json.dumps({"event": name, "time": time.time(), **fields}, default=str) + "\n"
         with self._lock:  # checkpoints are written, and hung ranks noticed, in threads of their own
             self._write(line)
+        if self._board is not None:
+            try:
+                self._board.event(name, fields)
+            except OSError as error:
+                self._board = None
+                print(f"warning: TensorBoard's files end here ({error.strerror})", file=sys.stderr, flush=True)
+
+    def graph(self, model: nn.Module, images: Tensor) -> None:
+        """Show TensorBoard the model, by running it once on `images` ([b, channels, height, width], as it trains on)."""
+        if self._board is not None:
+            self._board.graph(model, images)
 
     def _write(self, line: str) -> None:
         if self._file is None:
@@ -134,6 +115,9 @@ class Telemetry:
         facts = {"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(world.device)}
         ranks = world.gather(facts, "ranks")
         hosts = len({rank["host"] for rank in ranks})
+        if self._display is not None:
+            self._display.hosts = [rank["host"] for rank in ranks]
+            self._display.remedies = remedies(config, hosts, world.device.type)
         self.say(f"data: {reason}")
         self.say(
             f"{world.size} rank{'s'[: world.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {world.description}, "
@@ -146,23 +130,10 @@ class Telemetry:
             versions=versions(), ranks=ranks, automatic=world.notes,
         )  # fmt: skip
 
-    def progress(self, epoch: int, epochs: int, step: int, steps: int, text: str) -> None:
+    def progress(self, epoch: int, epochs: int, step: int, steps: int, loss: float, window: Window) -> None:
         """Show where training stands: one bar on a terminal, elsewhere a plain line now and then."""
-        if not self._progress:
-            return
-        if not sys.stderr.isatty():
-            if time.monotonic() - self._last_line >= PLAIN_LINE_SECONDS:
-                self._last_line = time.monotonic()
-                self.say(f"epoch {epoch}/{epochs}  step {step}/{steps}  {text}")
-            return
-        if self._bar is None:
-            import tqdm
-
-            self._bar = tqdm.tqdm(total=steps, unit="step", leave=False, dynamic_ncols=True)
-        bar = self._bar
-        bar.set_description(f"epoch {epoch}/{epochs}", refresh=False)
-        bar.set_postfix_str(text, refresh=False)
-        bar.update(step - bar.n)
+        if self._display is not None:
+            self._display.show(epoch, epochs, step, steps, loss, window)
 
     def end(self, summary: dict[str, object]) -> None:
         """Write summary.json (complete or absent) and the `end` event."""
@@ -176,9 +147,12 @@ class Telemetry:
                 print(said, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._display is not None:
+            self._display.close()
+        if self._board is not None:
+            with contextlib.suppress(OSError):
+                self._board.close()
+            self._board = None
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -50,10 +50,13 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced:
     return Announced("none", 0, 1)
 
 
-def start(engine: str, *, tuning: bool = True, device: str = "auto", threads: int | None = None) -> World:
+def start(
+    engine: str, *, tuning: bool = True, device: str = "auto", threads: int | None = None, timeline: bool = False
+) -> World:
     """Start `engine` and return its World, after checking it against the launcher's word.
 
     `threads`: torch's threads on this rank; None derives them from the cores that this rank really has.
+    `timeline`: `World.start_timeline` will be called.
     Raises UserError where launcher and engine disagree, or the device cannot be had.
     """
     told = announced()
@@ -61,7 +64,10 @@ def start(engine: str, *, tuning: bool = True, device: str = "auto", threads: in
     if unbind:
         # The kernel cuts the set down to what the job's own limits allow.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    world = engine_class(engine)(tuning=tuning, rank=told.rank, size=told.size, launcher=told.launcher)
+    kind = engine_class(engine)
+    if timeline:
+        kind.offer_timeline()
+    world = kind(tuning=tuning, rank=told.rank, size=told.size, launcher=told.launcher)
     if told.launcher != "none" and (told.rank, told.size) != (world.rank, world.size):
         world.shutdown()
         how = remedy(told.launcher, engine)

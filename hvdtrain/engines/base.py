@@ -10,6 +10,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
@@ -101,6 +102,17 @@ class World(ABC):
     @abstractmethod
     def synchronized(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
         """Wait until the gradients are reduced; inside, they may be inspected or changed and the optimizer stepped."""
+
+    @classmethod  # noqa: B027 - few engines have one
+    def offer_timeline(cls) -> None:
+        """Make `start_timeline` possible; call it before the world is made."""
+
+    def start_timeline(self, path: Path) -> bool:
+        """Let the engine record what it does itself, of all ranks, into `path` on rank 0; tell whether it can."""
+        return False
+
+    def stop_timeline(self) -> None:  # noqa: B027
+        """Close what `start_timeline` began; then the file on rank 0 is complete."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -1,0 +1,188 @@
+"""What is shown while a run goes on: shares, hints, the slowest rank, the plain line, the clock."""
+
+import io
+import sys
+import time
+
+import pytest
+import torch
+
+from hvdtrain import display
+from hvdtrain.clock import Clock, RankTimes, Window, added, shares
+from hvdtrain.display import Display, hint, line, remedies, slowest
+from hvdtrain.engines.single import SerialWorld
+
+REMEDIES = {"loading": "more workers", "communication": "a larger batch"}
+
+
+def rank(loading=0.0, compute=1.0, communication=0.0, elapsed=10.0, resident=5e8, cuda=0.0) -> RankTimes:
+    return RankTimes(loading, compute, communication, elapsed, resident, cuda)
+
+
+def window(*ranks: RankTimes, steps=50, accuracy=0.5, rate=1234.5) -> Window:
+    return Window(steps, accuracy, list(ranks), {"samples_per_second": rate})
+
+
+def test_shares_are_of_all_ranks_time():
+    assert shares([rank(1, 6, 3), rank(3, 6, 1)]) == {"loading": 0.2, "compute": 0.6, "communication": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("computes", "expected"),
+    [
+        ([5.0], None),
+        ([5.0, 5.4], None),  # a tenth is not yet more than a tenth
+        ([5.0, 5.6], (1, 0.12)),
+        ([6.0, 5.0], (0, 0.2)),
+        ([5.0, 5.0, 5.0, 10.0], (3, 1.0)),
+        ([10.0, 10.0, 5.0, 5.0], (0, 1.0)),  # half of them slow: the faster half is what could be
+        ([2.0, 5.0, 5.0, 5.0], None),  # one that is quicker makes nobody slow
+    ],
+)
+def test_slowest_rank(computes, expected):
+    found = slowest([rank(compute=seconds) for seconds in computes])
+    assert found == (expected if expected is None else (expected[0], pytest.approx(expected[1])))
+
+
+def test_no_hint_before_enough_was_measured():
+    slow_wire = [rank(compute=4, communication=6)] * 2
+    assert hint(slow_wire, 100, REMEDIES) is not None
+    assert hint(slow_wire, display.ENOUGH_STEPS - 1, REMEDIES) is None
+    assert hint([r._replace(elapsed=4.9, compute=1.9, communication=3) for r in slow_wire], 100, REMEDIES) is None
+
+
+def test_no_hint_where_shares_are_in_proportion_or_nothing_can_be_done():
+    assert hint([rank(2, 5, 3)] * 2, 100, REMEDIES) is None
+    assert hint([rank(6, 4, 0)] * 2, 100, {"communication": "a larger batch"}) is None  # MNIST has no --workers
+
+
+def test_hints_name_share_and_remedy():
+    assert hint([rank(0, 5.2, 4.8)] * 2, 100, REMEDIES) == (
+        "communication",
+        "communication 48% of the time: a larger batch",
+    )
+    assert hint([rank(6, 4, 0)] * 2, 100, REMEDIES) == ("loading", "loading 60% of the time: more workers")
+
+
+def test_waiting_for_a_slow_rank_is_not_blamed_on_the_wire():
+    phase, text = hint([rank(0, 2, 8), rank(0, 2, 8), rank(0, 9, 1)], 100, REMEDIES)
+    assert phase == "communication"
+    assert text.endswith("most of it waiting for rank 2: see what slows that one down")
+    # Here it computes longer too, but most of the communication is its own as well.
+    assert hint([rank(0, 2, 8), rank(0, 3, 7)], 100, REMEDIES)[1].endswith("a larger batch")
+
+
+@pytest.mark.parametrize(
+    ("config", "hosts", "device", "phase", "expected"),
+    [
+        ({"compression": "none"}, 2, "cpu", "communication", "try --compression fp16 or a larger --batch-size"),
+        ({"compression": "none"}, 1, "cuda", "communication", "try --compression fp16 or a larger --batch-size"),
+        ({"compression": "none"}, 1, "cpu", "communication", "try a larger --batch-size"),
+        ({"compression": "fp16"}, 2, "cpu", "communication", "try a larger --batch-size"),
+        ({"workers": 2}, 1, "cpu", "loading", "try more --workers (now 2), or storage nearer to this host"),
+        ({}, 1, "cpu", "loading", None),
+        ({"workers": 2, "dataset": "synthetic"}, 1, "cpu", "loading", None),
+    ],
+)
+def test_remedies_are_flags_that_the_script_has_and_that_would_help(config, hosts, device, phase, expected):
+    assert remedies(config, hosts, device).get(phase) == expected
+
+
+def test_plain_line():
+    both = window(rank(1, 6, 3, resident=4e8), rank(1, 7, 2, resident=6e8))
+    assert line(0.25, both, 83.4, ["a", "b"]) == (
+        "loss 0.2500  accuracy 50.0%  1,234 samples/s  0:01:23 left  loading 10%  compute 65%  communication 25%  "
+        "0.6 GB/rank  slowest: rank 1 on b, computes 17% longer"
+    )
+    alone = line(0.25, window(rank(cuda=3e9)), None, ["a"])
+    assert "left" not in alone
+    assert "slowest" not in alone
+    assert alone.endswith("GPU 3.0 GB")
+
+
+def test_slowest_is_not_called_after_a_few_steps():
+    few = window(rank(compute=1), rank(compute=2), steps=display.LATELY_STEPS - 1)
+    assert "slowest" not in line(0.1, few, None, ["a", "a"])
+
+
+def shown(monkeypatch, windows: list[Window]) -> list[str]:
+    """Show each window, 11 seconds apart, without a terminal, and return the lines."""
+    lines: list[str] = []
+    now = [time.monotonic()]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    shows = Display(lines.append)
+    shows.hosts, shows.remedies = ["a", "b"], dict(REMEDIES)
+    for i, seen in enumerate(windows):
+        now[0] += 11
+        shows.show(1, 2, 1 + 50 * i, 1000, 0.5, seen)
+    return lines
+
+
+def test_a_hint_is_given_once_and_the_first_window_left_out(monkeypatch):
+    slow_wire = window(rank(0, 4, 6), rank(0, 4, 6))
+    lines = shown(monkeypatch, [slow_wire] * 4)
+    assert [text.partition(":")[0] for text in lines if text.startswith("hint")] == ["hint"]
+    assert [text.startswith("hint") for text in lines] == [False, True, False, False, False]
+    starting_up = window(rank(0, 0, 100, elapsed=100), rank(0, 0, 100, elapsed=100))
+    fine = window(rank(0, 9, 1), rank(0, 9, 1))
+    assert not [text for text in shown(monkeypatch, [starting_up, fine, fine]) if text.startswith("hint")]
+
+
+def test_time_left_is_what_the_steps_so_far_took(monkeypatch):
+    fine = window(rank(0, 9, 1), rank(0, 9, 1))
+    lines = shown(monkeypatch, [fine] * 3)
+    assert lines[0].startswith("epoch 1/2  step 1/1000  loss 0.5000")
+    assert " left" not in lines[0]
+    assert "  step 101/1000  " in lines[2]
+    assert "  0:03:18 left  " in lines[2]  # 22 s for 100 steps; 900 remain
+
+
+def test_plain_lines_keep_their_distance(monkeypatch):
+    monkeypatch.setattr(display, "PLAIN_LINE_SECONDS", 20.0)
+    assert len(shown(monkeypatch, [window(rank(0, 9, 1))] * 6)) == 3
+
+
+class Pair(SerialWorld):
+    """Two ranks, of which the other one reports the same and 100 bytes more."""
+
+    def all_gather(self, tensor, name):
+        return torch.stack([tensor, tensor + torch.tensor([0, 0, 0, 0, 100.0, 0, 1, 2], dtype=tensor.dtype)])
+
+
+def test_the_clock_measures_all_ranks():
+    world = Pair(tuning=False, rank=0, size=1, launcher="none")
+    world.device = torch.device("cpu")
+    clock = Clock()
+    began = time.perf_counter()
+    clock.mark("loading", at=began + 1)
+    clock.mark("compute", at=began + 3)
+    clock.count(20, 10)
+    seen = clock.measure(world, torch.tensor(3), 10)
+    assert seen.steps == 1
+    assert seen.accuracy == 7 / 22  # 3 of 10 here, 4 of 12 there
+    assert seen.rates["compute_seconds"] == pytest.approx(0.2)
+    assert seen.ranks[0].loading == pytest.approx(1, abs=0.1)
+    assert seen.ranks[1].resident_bytes - seen.ranks[0].resident_bytes == 100
+    assert seen.ranks[0].resident_bytes > 1e7
+    clock.mark("compute", at=began + 7)
+    clock.measure(world, torch.tensor(0), 10)
+    assert clock.per_rank()["compute_seconds"] == pytest.approx([6, 6])
+    assert set(clock.per_rank()) == {
+        *("loading_seconds", "compute_seconds", "communication_seconds", "elapsed_seconds"),
+        *("resident_bytes", "cuda_bytes"),
+    }
+
+
+def test_what_is_left_out_counts_for_nothing():
+    clock = Clock()
+    clock.leave_out(100)
+    clock.mark("loading")
+    clock.count(10, 10)
+    assert clock.rates()["loading_seconds"] < 0
+    assert clock.lap() < 0
+
+
+def test_windows_add_up_rank_by_rank():
+    both = added([rank(1, 2, 3, 6, resident=5)], [rank(1, 1, 1, 4, resident=7)])
+    assert both == [rank(2, 3, 4, 10, resident=7)]
