@@ -183,14 +183,14 @@ def mistakes(run: Run, place: int, pictures: dict[str, Picture], count: int) -> 
     shown_mistakes = "".join(
         f'<figure><img alt="{m["label"]} taken for {m["predicted"]}" '
         f'src="data:image/png;base64,{base64.b64encode(png(run.record, m)).decode()}">'
-        f"<figcaption><b>{m['label']}</b> taken for <b>{m['predicted']}</b>, loss {m['loss']:.3g}</figcaption></figure>"
+        f"<figcaption><b>{m['label']} → {m['predicted']}</b><br>{m['loss']:.2f}</figcaption></figure>"
         for m in run.record.mistakes
     )
     wrong = sum(n for i, row in enumerate(run.record.confusion) for j, n in enumerate(row) if i != j)
     total = sum(map(sum, run.record.confusion))
     cards.append(
         f'<div class="card"><h3>Worst mistakes</h3><p class="soft">{wrong:,} of {total:,} are wrong; '
-        f'highest loss first</p><div class="mistakes">{shown_mistakes}</div></div>'
+        f"label → prediction, and the loss: the highest first</p><div class='mistakes'>{shown_mistakes}</div></div>"
     )
     whose = f"{dot(place - 1)}{text(run.name)}: what it gets wrong" if count > 1 else "What it gets wrong"
     return f'<h2>{whose}</h2><div class="pair">{"".join(cards)}</div>'
@@ -216,4 +216,4 @@ def history(run: Run) -> str:
     if isinstance(automatic, list) and automatic:
         rows.append(("chosen automatically", "; ".join(map(str, automatic))))
     body = "".join(f"<tr><th>{text(name)}</th><td>{text(said)}</td></tr>" for name, said in rows)
-    return f'<div class="card"><h3>{text(run.name)}</h3><table>{body}</table></div>'
+    return f'<div class="card"><h3>{text(run.name)}</h3><table class="story">{body}</table></div>'

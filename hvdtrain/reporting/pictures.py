@@ -19,10 +19,10 @@ VARIABLES = {INK: "--ink", FAINT: "--line", "#8c959f": "--grey", "#ffffff": "--p
 }
 SMOOTH_FROM = 40  # recorded steps: with more, the line is their running mean, and they themselves are drawn faintly
 STYLES = ("-", "--", ":", "-.")
-SIZE = (4.6, 3.1)  # inches: letters of 8 points can still be read at a phone's width
+SIZE = (4.0, 2.8)  # inches: letters of 9 points can still be read at a phone's width
 MOST_RANKS = 16  # bars of one run
 LETTERS: Any = {
-    "font.size": 8, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
+    "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
     "ytick.color": INK, "grid.color": FAINT, "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
     "axes.spines.right": False, "axes.linewidth": 0.6, "legend.frameon": False, "svg.fonttype": "none",
     "text.parse_math": False,  # a directory's name may hold dollar signs
@@ -63,7 +63,7 @@ def draw_all(runs: Sequence[Run], directory: Path) -> Iterator[Picture]:
                          "samples_per_second", "samples")  # fmt: skip
         for place, run in enumerate(runs, 1):
             if run.record is not None and len(run.record.confusion) <= 30:
-                see = "rows: what it is; columns: what it was taken for"
+                see = "samples by label and prediction; blue: right"
                 yield finish(directory, f"confusion-{place}", "Confusion", see, confusion, run.record,
                              size=(SIZE[0], SIZE[0]))  # fmt: skip
             if run.record is not None and run.record.mistakes:
@@ -163,7 +163,7 @@ def curves(figure, runs: Sequence[Run], quantity: str, axis: str) -> None:
 
 def legend(figure, axes, count: int) -> None:
     if count > 1 and axes.get_legend_handles_labels()[1]:
-        figure.legend(loc="outside lower left", ncols=min(count, 3), fontsize=7, handlelength=1.6)
+        figure.legend(loc="outside lower left", ncols=min(count, 3), fontsize=8, handlelength=1.6)
 
 
 def thousands(value: float) -> str:
@@ -204,7 +204,7 @@ def shares(figure, runs: Sequence[Run]) -> None:
                 axes.barh(len(names), part, left=left, height=0.62, color=PHASES[phase], label=phase if new else None)
                 shown_phases += [phase] * new
                 if part >= 0.09:
-                    axes.text(left + part / 2, len(names), f"{part:.0%}", ha="center", va="center", fontsize=7.5,
+                    axes.text(left + part / 2, len(names), f"{part:.0%}", ha="center", va="center", fontsize=8.5,
                               color=LETTERS_ON[phase])  # fmt: skip
                 left += part
             names.append(f"{short(run.name)}, {rank}" if len(runs) > 1 else rank)
@@ -215,7 +215,7 @@ def shares(figure, runs: Sequence[Run]) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
-    figure.legend(loc="outside lower left", ncols=4, fontsize=7, handlelength=1, handleheight=1)
+    figure.legend(loc="outside lower left", ncols=4, fontsize=8, handlelength=1, handleheight=1)
 
 
 def confusion(figure, record: Record) -> None:
@@ -235,8 +235,8 @@ def confusion(figure, record: Record) -> None:
                     Rectangle((taken - 0.47, label - 0.47), 0.94, 0.94, color=colour, alpha=strength, linewidth=0)
                 )
             if samples and count <= 16:
-                axes.text(taken, label, f"{samples}", ha="center", va="center", fontsize=7)
-    axes.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), aspect="equal", xlabel="taken for", ylabel="is")
+                axes.text(taken, label, f"{samples}", ha="center", va="center", fontsize=8.5)
+    axes.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), aspect="equal", xlabel="prediction", ylabel="label")
     axes.set_xticks(range(count))
     axes.set_yticks(range(count))
     axes.tick_params(length=0)
@@ -268,4 +268,4 @@ def montage(figure, record: Record) -> None:
         axes.axis("off")
     for axes, mistake in zip(figure.axes, record.mistakes, strict=False):
         axes.imshow(grey(record, mistake), cmap="gray", vmin=0, vmax=255)
-        axes.set_title(f"{mistake['label']} taken for {mistake['predicted']}", fontsize=6)
+        axes.set_title(f"{mistake['label']} → {mistake['predicted']}", fontsize=8)
