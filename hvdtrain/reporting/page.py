@@ -120,10 +120,10 @@ def dot(place: int) -> str:
 def table(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str], str]]) -> str:
     """One column per run; rows: name, a text per run, class."""
     heads = "".join(f"<th>{dot(place)}{text(run.name)}</th>" for place, run in enumerate(runs))
-    body = "".join(
-        f'<tr class="{kind}"><th>{text(name)}</th>{"".join(f"<td>{text(cell)}</td>" for cell in cells)}</tr>'
-        for name, cells, kind in rows
-    )
+    body = ""
+    for name, cells, kind in rows:
+        columns = "".join(f"<td>{text(cell)}</td>" for cell in cells)
+        body += f'<tr class="{kind}"><th>{text(name.replace("_", "-"))}</th>{columns}</tr>'
     head = f"<thead><tr><th></th>{heads}</tr></thead>"
     return f'<div class="scroll"><table class="runs">{head}<tbody>{body}</tbody></table></div>'
 
@@ -132,7 +132,8 @@ def comparison(runs: Sequence[Run]) -> str:
     """What differs first, then the results."""
     rows = [(name, [run.config.get(name, "-") for run in runs], "differs") for name in differing(runs)]
     results = [figures(run) for run in runs]
-    rows += [(name, [result[name][0] for result in results], "") for name in results[0]]
+    found = [(name, [result[name][0] for result in results], "") for name in results[0]]
+    rows += [(*found[0][:2], "first" if rows else ""), *found[1:]]
     return table(runs, rows)
 
 

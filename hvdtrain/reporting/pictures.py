@@ -10,11 +10,15 @@ from typing import Any
 from hvdtrain import plotting
 from hvdtrain.reporting.runs import Record, Run, number, samples_at, time_shares
 
-INK, FAINT = "#24292f", "#d8dee4"  # letters and lines; replaced by the page's own in the SVG
+INK, FAINT, ON = (
+    "#24292f",
+    "#d8dee4",
+    "#fefefe",
+)  # letters, lines, letters on bars; replaced by the page's own in the SVG
 PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
-LETTERS_ON = {"loading": "#1a1a1a", "compute": "#fefefe", "communication": "#fefefe", "other": "#fefefe"}
+LETTERS_ON = {"loading": "#1a1a1a", "compute": ON, "communication": ON, "other": ON}
 # On the page: a variable of its style sheet, which has another value in the dark.
-VARIABLES = {INK: "--ink", FAINT: "--line", "#8c959f": "--grey", "#ffffff": "--paper"} | {
+VARIABLES = {INK: "--ink", FAINT: "--line", "#8c959f": "--grey", "#ffffff": "--paper", ON: "--on"} | {
     colour: f"--c{place}" for place, colour in enumerate(plotting.COLOURS)
 }
 SMOOTH_FROM = 40  # recorded steps: with more, the line is their running mean, and they themselves are drawn faintly

@@ -249,7 +249,7 @@ def read_record(run: Run) -> Record | None:
         sound = (
             all(len(row) == len(confusion) for row in confusion) and bool(confusion) and min(map(min, confusion)) >= 0
         )
-        sound = sound and all(len(m["pixels"]) == height * width > 0 for m in mistakes)
+        sound = sound and height > 0 < width and all(len(m["pixels"]) == height * width for m in mistakes)
     if not sound:
         run.notes.append(f"{MISTAKES} is damaged: left out")
         return None
