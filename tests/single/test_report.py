@@ -216,6 +216,15 @@ def test_under_a_launcher_with_several_ranks_it_refuses(leave, monkeypatch):
         report.main()
 
 
+def test_without_matplotlib_it_says_what_to_install(leave, tmp_path, monkeypatch):
+    monkeypatch.setattr("hvdtrain.plotting.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "sys.argv", ["hvdtrain.report", str(leave("run", *WHOLE)), "--output-dir", str(tmp_path / "to")]
+    )
+    with pytest.raises(UserError, match=r"pip install 'hvdtrain\[plot\]'$"):
+        report.main()
+
+
 def test_time_shares_per_rank_where_they_were_recorded(leave):
     ranks = {"event": "ranks", "time": 104.5, "epoch": 1, "loading_seconds": [1, 0], "compute_seconds": [2, 3],
              "communication_seconds": [1, 1], "elapsed_seconds": [5, 4]}  # fmt: skip
