@@ -1,9 +1,9 @@
 """The record of what a model gets wrong, in `--output-dir`/mistakes.json: confusions counted, the worst with their images.
 
-    time          when it was written, in seconds since the epoch: one from before a run's start is another run's
-    confusion     [classes][classes]: how many samples of the class (row) were taken for the class (column), over all ranks
-    shape         [height, width] of an image
-    mistakes      the highest losses first: index in the test set, label, predicted, loss, pixels (base64, a byte each)
+time          when it was written, in seconds since the epoch: one from before a run's start is another run's
+confusion     [classes][classes]: how many samples of the class (row) were taken for the class (column), over all ranks
+shape         [height, width] of an image
+mistakes      the highest losses first: index in the test set, label, predicted, loss, pixels (base64, a byte each)
 """
 
 import base64

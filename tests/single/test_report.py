@@ -9,7 +9,7 @@ import pytest
 from hvdtrain import report
 from hvdtrain.engines.single import SerialWorld
 from hvdtrain.errors import UserError
-from hvdtrain.mistakes import Mistakes
+from hvdtrain.mistakes import record_mistakes
 from hvdtrain.reporting import page, pictures
 from hvdtrain.reporting.runs import differing, read_runs, time_shares
 
@@ -277,10 +277,8 @@ def test_losses_that_are_not_finite_are_recorded_as_numbers(tmp_path):
     import torch
 
     world = SerialWorld(tuning=False, rank=0, size=1, launcher="none")
-    mistakes = Mistakes(3)
     logits = torch.tensor([[float("nan"), 0, 0], [0, float("inf"), 0], [0, 0, 9.0]])
-    mistakes.add(0, 1, logits, torch.tensor([1, 0, 2]))
-    mistakes.write(world, torch.zeros(3, 1, 2, 2, dtype=torch.uint8), tmp_path)
+    record_mistakes(world, logits, torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([1, 0, 2]), tmp_path)
     record = json.loads((tmp_path / "mistakes.json").read_text(), parse_constant=pytest.fail)
     assert {m["index"] for m in record["mistakes"]} == {0, 1}
     assert sum(map(sum, record["confusion"])) == 3
