@@ -39,7 +39,7 @@ def build(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
         section("Learning", learning, key(runs)),
         section("Where the time goes", timing),
         *(mistakes(run, place, by_name, len(runs)) for place, run in enumerate(runs, 1)),
-        f"<h2>How it ran</h2>{''.join(history(run) for run in runs)}",
+        f'<h2>How it ran</h2><div class="stack">{"".join(history(run) for run in runs)}</div>',
         configuration(runs),
         f"</main>\n<footer><p>Made by hvdtrain.report, {moment(time.time())}.</p></footer>\n</body>\n</html>\n",
     ]
