@@ -25,6 +25,7 @@ SMOOTH_FROM = 40  # recorded steps: with more, the line is their running mean, a
 STYLES = ("-", "--", ":", "-.")
 SIZE = (4.0, 2.8)  # inches: letters of 9 points can still be read at a phone's width
 MOST_RANKS = 16  # bars of one run
+COLUMNS = 8  # of the picture of mistakes
 LETTERS: Any = {
     "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
     "ytick.color": INK, "grid.color": FAINT, "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
@@ -71,7 +72,8 @@ def draw_all(runs: Sequence[Run], directory: Path) -> Iterator[Picture]:
                 yield finish(directory, f"confusion-{place}", "Confusion", see, confusion, run.record,
                              size=(SIZE[0], SIZE[0]))  # fmt: skip
             if run.record is not None and run.record.mistakes:
-                finish(directory, f"mistakes-{place}", "", "", montage, run.record, size=(SIZE[0] * 1.6, SIZE[1] * 1.6))
+                finish(directory, f"mistakes-{place}", "", "", montage, run.record,
+                       size=(SIZE[0] * 1.6, 0.95 * -(-len(run.record.mistakes) // COLUMNS)))  # fmt: skip
 
 
 def finish(
@@ -141,11 +143,12 @@ def curves(figure, runs: Sequence[Run], quantity: str, axis: str) -> None:
         style, trained = style_of(place), points(run.train, quantity)
         x, y = values(trained, axis), values(trained, quantity)
         label = short(run.name)
+        width = 1.4 + min(0.9 * (len(runs) - 1 - place), 2.7)  # of two lines on each other, both are seen
         if len(y) > SMOOTH_FROM:
             axes.plot(x, y, **style, linewidth=0.6, alpha=0.3)
             y = running_mean(y, len(y) // 20)
         if y:
-            axes.plot(x, y, **style, linewidth=1.4, label=label, marker="." if len(y) == 1 else "")
+            axes.plot(x, y, **style, linewidth=width, label=label, marker="." if len(y) == 1 else "")
             label = ""
         tested = points(run.evaluations, quantity)
         marker = plotting.MARKERS[place % len(plotting.MARKERS)]
@@ -266,9 +269,8 @@ def png(record: Record, mistake: dict) -> bytes:
 
 def montage(figure, record: Record) -> None:
     """The worst mistakes side by side."""
-    columns = 8
-    rows = -(-len(record.mistakes) // columns)
-    for axes in figure.subplots(rows, columns, squeeze=False).flat:
+    rows = -(-len(record.mistakes) // COLUMNS)
+    for axes in figure.subplots(rows, COLUMNS, squeeze=False).flat:
         axes.axis("off")
     for axes, mistake in zip(figure.axes, record.mistakes, strict=False):
         axes.imshow(grey(record, mistake), cmap="gray", vmin=0, vmax=255)
