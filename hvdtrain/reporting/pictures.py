@@ -22,7 +22,7 @@ VARIABLES = {INK: "--ink", FAINT: "--line", "#8c959f": "--grey", "#ffffff": "--p
     colour: f"--c{place}" for place, colour in enumerate(plotting.COLOURS)
 }
 SMOOTH_FROM = 40  # recorded steps: with more, the line is their running mean, and they themselves are drawn faintly
-STYLES = ("-", "--", ":", "-.")
+STYLES = ("-", (0, (5, 1.5)), (0, (2, 1.2)), (0, (7, 2, 1.5, 2)))  # of two lines on each other, both are seen
 SIZE = (4.0, 2.8)  # inches: letters of 9 points can still be read at a phone's width
 MOST_RANKS = 16  # bars of one run
 COLUMNS = 8  # of the picture of mistakes
@@ -109,7 +109,7 @@ def for_page(svg: str, said: str) -> str:
 
 def style_of(place: int) -> dict[str, Any]:
     colours = plotting.COLOURS
-    return dict(color=colours[place % len(colours)], linestyle=STYLES[place // len(colours) % len(STYLES)])
+    return dict(color=colours[place % len(colours)], linestyle=STYLES[place % len(STYLES)])
 
 
 def points(events: Sequence[dict], quantity: str) -> list[dict]:
@@ -143,12 +143,11 @@ def curves(figure, runs: Sequence[Run], quantity: str, axis: str) -> None:
         style, trained = style_of(place), points(run.train, quantity)
         x, y = values(trained, axis), values(trained, quantity)
         label = short(run.name)
-        width = 1.4 + min(0.9 * (len(runs) - 1 - place), 2.7)  # of two lines on each other, both are seen
         if len(y) > SMOOTH_FROM:
             axes.plot(x, y, **style, linewidth=0.6, alpha=0.3)
             y = running_mean(y, len(y) // 20)
         if y:
-            axes.plot(x, y, **style, linewidth=width, label=label, marker="." if len(y) == 1 else "")
+            axes.plot(x, y, **style, linewidth=1.5, label=label, marker="." if len(y) == 1 else "")
             label = ""
         tested = points(run.evaluations, quantity)
         marker = plotting.MARKERS[place % len(plotting.MARKERS)]
