@@ -8,7 +8,7 @@ horovodrun -np 8 -H a:4,b:4 python -m hvdtrain.mnist      two hosts
 
 --dataset mnist --data-dir DIR      the IDX files in DIR, compressed or not
 --recipe classic --epochs 10        plain SGD at a constant rate, as tutorials do
---output-dir OUT                    metrics.jsonl, summary.json and checkpoints; started again, the run goes on from there
+--output-dir OUT                    metrics.jsonl, summary.json, mistakes.json, checkpoints; started again, goes on there
 """
 
 from argparse import Namespace
@@ -27,6 +27,7 @@ from hvdtrain.data import idx
 from hvdtrain.engines.base import World
 from hvdtrain.errors import Failure, UserError
 from hvdtrain.guard import Guard
+from hvdtrain.mistakes import record_mistakes
 from hvdtrain.profiling import Profile
 from hvdtrain.resume import Checkpoints
 from hvdtrain.sharding import Batch, epoch_order, passes_per_step, shard, steps
@@ -75,20 +76,29 @@ def scaled(images: Tensor) -> Tensor:
     return images.to(torch.float32, memory_format=torch.channels_last).div_(255)
 
 
-def evaluate(world: World, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float, int]:
-    """Return mean loss, accuracy (0 to 1) and count over the whole test set, each sample counted once over all ranks."""
+def evaluate(
+    world: World, model: nn.Module, images: Tensor, labels: Tensor, output_dir: Path | None
+) -> tuple[float, float, int]:
+    """Return mean loss, accuracy (0 to 1) and count over the whole test set, each sample counted once over all ranks.
+
+    What the model gets wrong goes into `output_dir`.
+    """
     world.average_buffers(model)
     mine = shard(len(images), world.rank, world.size)
     sums = torch.zeros(3, dtype=torch.float64)  # loss, correct, count
+    outputs = []
     model.eval()
     with torch.inference_mode():
         for some, truth in zip(images[mine].split(EVALUATION_BATCH), labels[mine].split(EVALUATION_BATCH), strict=True):
             logits = model(scaled(some))
+            outputs.append(logits)
             sums[0] += F.cross_entropy(logits, truth, reduction="sum").cpu()
             sums[1] += (logits.argmax(1) == truth).sum().cpu()
             sums[2] += len(truth)
     model.train()
     loss, correct, count = world.sum(sums, "evaluate").tolist()
+    if output_dir is not None:
+        record_mistakes(world, torch.cat(outputs), images, labels, output_dir)
     return loss / count, correct / count, int(count)
 
 
@@ -203,7 +213,7 @@ def train(
         at.train_seconds += clock.lap()
         telemetry.event("ranks", epoch=epoch + 1, **clock.per_rank())
 
-        test_loss, test_accuracy, test_count = evaluate(world, model, test_images, test_labels)
+        test_loss, test_accuracy, test_count = evaluate(world, model, test_images, test_labels, flags.output_dir)
         at.end_epoch(loss=test_loss, accuracy=test_accuracy, count=test_count)
         telemetry.event("evaluate", epoch=epoch + 1, **at.evaluation)
         save()

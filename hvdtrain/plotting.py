@@ -11,10 +11,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP"
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(otherwise: str = ", or leave out --output-dir") -> None:
     """Raise UserError where there is no matplotlib: before anything is measured, not after."""
     if find_spec("matplotlib") is None:
-        raise UserError("the picture needs matplotlib: pip install 'hvdtrain[plot]', or leave out --output-dir")
+        raise UserError(f"the picture needs matplotlib: pip install 'hvdtrain[plot]'{otherwise}")
 
 
 def panels(titles: list[str], *, width: float = 5.5, height: float = 4.2):

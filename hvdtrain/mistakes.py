@@ -1,0 +1,61 @@
+"""The record of what a model gets wrong, in `--output-dir`/mistakes.json: confusions counted, the worst with their images.
+
+time          when it was written, in seconds since the epoch: one from before a run's start is another run's
+confusion     [classes][classes]: how many samples of the class (row) were taken for the class (column), over all ranks
+shape         [height, width] of an image
+mistakes      the highest losses first: index in the test set, label, predicted, loss, pixels (base64, a byte each)
+"""
+
+import base64
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hvdtrain.engines.base import World
+from hvdtrain.sharding import shard
+
+FILE = "mistakes.json"
+KEPT = 24  # each rank hands in its worst, so that the worst of all are among them
+MOST = torch.finfo(torch.float32).max  # stands for a loss that is not finite, for which JSON has no word
+
+
+def record_mistakes(world: World, logits: Tensor, images: Tensor, labels: Tensor, directory: Path) -> None:
+    """Put the ranks' mistakes together; rank 0 writes them. A collective. A full disk costs the record, not the training.
+
+    logits: [m, classes] of this rank's shard. images, labels: uint8 [n, 1, height, width], int64 [n], the whole test set.
+    """
+    mine = torch.arange(len(images))[shard(len(images), world.rank, world.size)]  # indices in the test set
+    logits, truth = logits.float().cpu(), labels.cpu()[mine]
+    classes, predicted = logits.shape[1], logits.argmax(1)
+    counts = torch.bincount(truth * classes + predicted, minlength=classes**2).view(classes, classes)
+    counts = world.sum(counts, "mistakes.confusion")
+
+    wrong = (predicted != truth).nonzero()[:, 0]
+    losses = F.cross_entropy(logits[wrong], truth[wrong], reduction="none").nan_to_num(nan=MOST, posinf=MOST)
+    losses, order = losses.sort(descending=True)
+    worst = wrong[order[:KEPT]]
+    found = [losses[:KEPT], mine[worst], truth[worst], predicted[worst]]
+    everyone = world.gather(list(zip(*(values.tolist() for values in found), strict=True)), "mistakes.worst")
+    if world.rank != 0:
+        return
+    together = sorted((tuple(mistake) for theirs in everyone for mistake in theirs), reverse=True)[:KEPT]
+    mistakes = [
+        dict(
+            index=index, label=label, predicted=guess, loss=loss,
+            pixels=base64.b64encode(bytes(images[index].flatten().tolist())).decode(),
+        )
+        for loss, index, label, guess in together
+    ]  # fmt: skip
+    record = dict(time=time.time(), confusion=counts.tolist(), shape=list(images.shape[-2:]), mistakes=mistakes)
+    temporary = directory / f".{FILE}.{os.getpid()}"
+    try:
+        temporary.write_text(json.dumps(record) + "\n")
+        temporary.replace(directory / FILE)
+    except OSError as error:
+        print(f"warning: {directory}/{FILE} not written ({error.strerror})", file=sys.stderr, flush=True)

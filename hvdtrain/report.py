@@ -1,0 +1,57 @@
+"""Make one page with pictures from runs' output directories: what they learned, where time went, how they differ.
+
+python -m hvdtrain.report out                                    one run
+python -m hvdtrain.report out-1 out-2 --output-dir runs/report   several, compared; what differs stands in front
+
+DIR is the --output-dir of a run of hvdtrain.mnist or hvdtrain.imagenet; it may still be going on, or have been killed.
+The page (report.html) needs no network and no other file; the pictures lie beside it as PNG too. It is how it was at the
+time of this command: type it again for a run that goes on.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdtrain import flags as cli
+from hvdtrain import plotting
+from hvdtrain.errors import UserError
+from hvdtrain.reporting import page, pictures, runs
+from hvdtrain.world import announced, run
+
+
+def parse(argv: Sequence[str] | None = None) -> Namespace:
+    parser = cli.parser("report", __doc__)
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="--output-dir of a run")
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("runs/report"), help="for the page and PNGs (default: runs/report)"
+    )
+    return parser.parse_args(argv)
+
+
+def make(directories: Sequence[Path], output_dir: Path) -> Path:
+    """Read the runs, write the page and the PNG files, and return the page's path. Raises UserError."""
+    found = runs.read_runs(directories)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        whole = page.build(found, list(pictures.draw_all(found, output_dir)))
+        path = output_dir / "report.html"
+        temporary = output_dir / f".report.html.{os.getpid()}"
+        temporary.write_text(whole, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"--output-dir {output_dir} cannot be written ({error.strerror}): name another") from error
+    return path
+
+
+def main() -> int:
+    flags = parse()
+    if announced().size > 1:
+        raise UserError("hvdtrain.report reads what a run has left: start it without a launcher", everywhere=True)
+    plotting.require_matplotlib(otherwise="")
+    print(f"{make(flags.directories, flags.output_dir)}: open it in a browser")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

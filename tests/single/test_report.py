@@ -1,0 +1,290 @@
+"""Reading what runs have left, however damaged, and a page that shows it without ever running it."""
+
+import base64
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from hvdtrain import report
+from hvdtrain.engines.single import SerialWorld
+from hvdtrain.errors import UserError
+from hvdtrain.mistakes import record_mistakes
+from hvdtrain.reporting import page, pictures
+from hvdtrain.reporting.runs import differing, read_runs, time_shares
+
+HOSTILE = "<script>alert(1)</script>\"'&$\\frac{$"
+
+
+def start(time: float, **more) -> dict:
+    config = {"batch_size": 64, "lr": 0.01, "compression": "none", "output_dir": str(time)} | more.pop("config", {})
+    ranks = [{"rank": 0, "host": "a", "pid": 1, "device": "cpu"}]
+    return {"event": "start", "time": time, "world_size": 2, "engine": "horovod", "dataset": "digits", "config": config,
+            "versions": {"torch": "2.15"}, "ranks": ranks} | more  # fmt: skip
+
+
+def step(time: float, number: int, loss: float = 1.0, **more) -> dict:
+    return {"event": "train", "time": time, "epoch": 1, "step": number, "samples": 64 * number, "loss": loss,
+            "samples_per_second": 100.0, "loading_seconds": 1e-3, "compute_seconds": 6e-3,
+            "communication_seconds": 3e-3} | more  # fmt: skip
+
+
+def evaluation(time: float, accuracy: float = 0.9) -> dict:
+    return {"event": "evaluate", "time": time, "epoch": 1, "loss": 0.4, "accuracy": accuracy, "count": 382}
+
+
+END = {"event": "end", "time": 110.0, "test_accuracy": 0.9, "test_loss": 0.4, "test_count": 382, "samples": 256,
+       "train_seconds": 5.0, "total_seconds": 9.0, "samples_per_second": 51.2}  # fmt: skip
+WHOLE = [start(100.0), *(step(100.0 + n, n) for n in range(1, 5)), evaluation(105.0), END]
+
+
+@pytest.fixture
+def leave(tmp_path):
+    """Write a run's metrics.jsonl, events or raw lines, and return its directory."""
+
+    def write(name: str, *lines):
+        directory = tmp_path / name
+        directory.mkdir()
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        (directory / "metrics.jsonl").write_text("\n".join(texts) + "\n")
+        return directory
+
+    return write
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: tags, where they point, text."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags, self.sources, self.handlers, self.text = set(), [], [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.sources += [v for k, v in attributes if k in ("src", "href", "xlink:href", "action", "data")]
+        self.handlers += [k for k, _ in attributes if k.startswith("on")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def made(tmp_path, *directories) -> Page:
+    return Page(report.make(directories, tmp_path / "report").read_text())
+
+
+def test_a_page_and_its_pictures(leave, tmp_path):
+    shown = made(tmp_path, leave("run", *WHOLE))
+    assert "90.00%" in shown.text
+    assert "51/s" in shown.text
+    assert not shown.tags & {"script", "iframe", "object", "embed", "form"}
+    assert all(source.startswith(("data:", "#")) for source in shown.sources)
+    names = {"loss-over-samples", "loss-over-seconds", "accuracy-over-samples", "accuracy-over-seconds",
+             "time-shares", "throughput"}  # fmt: skip
+    assert {path.stem for path in (tmp_path / "report").glob("*.png")} == names
+    for path in (tmp_path / "report").glob("*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_hostile_names_stay_text(leave, tmp_path):
+    there = leave(HOSTILE.replace("/", ""), start(100.0, config={HOSTILE: HOSTILE}, reason=HOSTILE, engine=HOSTILE,
+                  ranks=[{"host": HOSTILE}], automatic=[HOSTILE], versions={HOSTILE: HOSTILE}), *WHOLE[1:-1],
+                  {"event": "error", "time": 107.0, "kind": "failure", "message": HOSTILE})  # fmt: skip
+    shown = made(tmp_path, there, leave("other", *WHOLE))
+    assert "script" not in shown.tags
+    assert not shown.handlers
+    assert shown.text.count(HOSTILE) >= 6
+    assert "<script>alert(1)<script>" in shown.text  # the directory, in a picture's legend and as a title
+
+
+def test_colours_and_letters_follow_the_page(leave, tmp_path):
+    found = read_runs([leave("run", *WHOLE)])
+    for picture in pictures.draw_all(found, tmp_path):
+        assert picture.svg.startswith("<svg viewBox=")
+        assert "DejaVu" not in picture.svg
+        assert pictures.INK not in picture.svg.lower()
+        assert "var(--ink)" in picture.svg
+    variables = {name for name in pictures.VARIABLES.values() if f"{name}:" in page.style()}
+    assert variables == set(pictures.VARIABLES.values())
+
+
+def test_what_differs_stands_in_front(leave):
+    found = read_runs([
+        leave("one", *WHOLE),
+        leave("two", start(200.0, world_size=4, engine="ddp", config={"batch_size": 32, "new_flag": True}), *WHOLE[1:]),
+    ])  # fmt: skip
+    assert differing(found) == ["ranks", "engine", "batch_size", "new_flag"]
+    assert [run.config.get("new_flag") for run in found] == [None, "yes"]
+    assert differing(found[:1]) == []
+    rows = Page(page.comparison(found)).text
+    assert rows.index("batch-size") < rows.index("test accuracy")
+
+
+def test_runs_of_one_name_are_told_apart(leave, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    directories = [leave("a/run", *WHOLE), leave("b/run", *WHOLE)]
+    assert [run.name for run in read_runs(directories)] == [str(path) for path in directories]
+
+
+def test_a_restart_takes_lost_steps_back_and_leaves_the_pause_out(leave):
+    (run,) = read_runs([leave(
+        "run", start(100.0), step(101.0, 1), {"event": "checkpoint", "time": 101.5, "file": "x", "step": 1},
+        step(102.0, 2, loss=7.0), step(103.0, 3, loss=7.0),
+        start(1000.0), {"event": "resume", "time": 1000.5, "step": 1, "samples": 64, "epoch": 1},
+        step(1002.0, 2), step(1003.0, 3), evaluation(1004.0), END | {"time": 1005.0},
+    )])  # fmt: skip
+    assert [(event["step"], event["loss"], event["seconds"]) for event in run.train] == [
+        (1, 1, 1),
+        (2, 1, 5),
+        (3, 1, 6),
+    ]
+    assert [event["step"] for event in run.lost] == [3, 2]
+    assert [(a.step, a.samples, a.before) for a in run.attempts] == [(0, 0, 0), (1, 64, 3)]
+    assert run.evaluations[0]["samples"] == 192
+    assert run.state == "ended"
+    told = Page(page.history(run)).text
+    assert "after step 1 (64 samples)" in told
+    assert "not running in between14 min 57 s" in told
+
+
+def test_a_start_with_nothing_to_resume_takes_every_step_again(leave):
+    (run,) = read_runs([leave("run", start(100.0), step(101.0, 1), step(102.0, 2), start(200.0), step(203.0, 1))])
+    assert [(event["step"], event["seconds"]) for event in run.train] == [(1, 5)]
+    assert len(run.lost) == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "note"),
+    [
+        (WHOLE[:-1], "the record has no end: the run was killed, or still goes on"),
+        (WHOLE[:1], "no step was recorded"),
+        (WHOLE[:3], "no evaluation yet"),
+        ([*WHOLE[:3], '{"event": "tra', *WHOLE[3:]], "left out what cannot be read (line 4)"),
+        ([*WHOLE[:3], "[" * 100_000, "[1]", "\x00\xff", '{"event": ["train"], "time": 1}', *WHOLE[3:]], "(line 4, 5, 6, 7)"),
+        ([*WHOLE[:3], step(104.0, 3, loss="low"), *WHOLE[3:]], "(line 4)"),
+        ([*WHOLE[:3], step(104.0, 10**400), *WHOLE[3:]], "(line 4)"),
+        ([*WHOLE[:-1], {"event": "stop", "time": 106.0, "reason": "SIGTERM"}], "stopped on request (SIGTERM)"),
+        ([*WHOLE[:-1], {"event": "error", "time": 106.0, "kind": "watchdog", "message": "rank 1 hangs"}], "rank 1 hangs"),
+        ([*WHOLE[:2], step(102.0, 2, float("nan")), step(103.0, 3, float("inf"))], "no evaluation yet"),
+    ],
+    ids=["no end", "no step", "no evaluation", "half a line", "junk", "text", "huge", "stop", "error", "nan"],
+)  # fmt: skip
+def test_an_incomplete_run_is_shown_with_a_note(lines, note, leave):
+    assert note in Page(page.build(read_runs([leave("run", *lines)]), [])).text
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [WHOLE[:1], [*WHOLE[:2], step(102.0, 2, float("nan")), step(103.0, 3, float("inf"))], [WHOLE[0], *WHOLE[5:]]],
+    ids=["no step", "not finite", "no loss of training"],
+)
+def test_little_or_nothing_can_be_drawn(lines, leave, tmp_path):
+    shown = made(tmp_path, leave("run", *lines))
+    assert ("svg" in shown.tags) == (len(lines) > 1)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "complaint"),
+    [
+        (lambda path: None, "is no directory: name the --output-dir of a run"),
+        (lambda path: path.mkdir(), "has no metrics.jsonl: name the --output-dir"),
+        (lambda path: (path.mkdir(), (path / "metrics.jsonl").mkdir()), "cannot be read (Is a directory)"),
+        (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_bytes(b"\x80\x00junk\n")), "tells of no run"),
+    ],
+    ids=["nothing", "empty", "directory", "junk"],
+)
+def test_what_is_no_run_is_said_with_the_remedy(prepare, complaint, tmp_path):
+    prepare(tmp_path / "out")
+    with pytest.raises(UserError, match=r"name|make it readable") as caught:
+        report.make([tmp_path / "out"], tmp_path / "report")
+    assert complaint in str(caught.value)
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_page_that_cannot_be_written(leave, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written .*: name another"):
+        report.make([leave("run", *WHOLE)], tmp_path / "file")
+
+
+def test_under_a_launcher_with_several_ranks_it_refuses(leave, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr("sys.argv", ["hvdtrain.report", str(leave("run", *WHOLE))])
+    with pytest.raises(UserError, match="start it without a launcher"):
+        report.main()
+
+
+def test_without_matplotlib_it_says_what_to_install(leave, tmp_path, monkeypatch):
+    monkeypatch.setattr("hvdtrain.plotting.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "sys.argv", ["hvdtrain.report", str(leave("run", *WHOLE)), "--output-dir", str(tmp_path / "to")]
+    )
+    with pytest.raises(UserError, match=r"pip install 'hvdtrain\[plot\]'$"):
+        report.main()
+
+
+def test_time_shares_per_rank_where_they_were_recorded(leave):
+    ranks = {"event": "ranks", "time": 104.5, "epoch": 1, "loading_seconds": [1, 0], "compute_seconds": [2, 3],
+             "communication_seconds": [1, 1], "elapsed_seconds": [5, 4]}  # fmt: skip
+    found = read_runs([leave("one", *WHOLE), leave("two", *WHOLE[:-1], ranks, END), leave("three", *WHOLE[:-1],
+                      ranks | {"loading_seconds": "soon"}, END)])  # fmt: skip
+    alone = [("rank 0", pytest.approx({"loading": 0.1, "compute": 0.6, "communication": 0.3}))]
+    assert time_shares(found[0]) == time_shares(found[2]) == alone
+    (first, zero), (second, one) = time_shares(found[1])
+    assert (first, second) == ("rank 0", "rank 1")
+    assert zero == pytest.approx({"loading": 0.2, "compute": 0.4, "communication": 0.2, "other": 0.2})
+    assert one["other"] == 0
+
+
+RECORD = dict(time=105.0, confusion=[[3, 1], [0, 4]], shape=[2, 2], mistakes=[
+    dict(index=7, label=0, predicted=1, loss=2.5, pixels=base64.b64encode(bytes(4)).decode())
+])  # fmt: skip
+
+
+def test_mistakes_are_shown(leave, tmp_path):
+    there = leave("run", *WHOLE)
+    (there / "mistakes.json").write_text(json.dumps(RECORD))
+    shown = made(tmp_path, there)
+    assert "1 of 8 are wrong" in shown.text
+    (image,) = (source for source in shown.sources if source.startswith("data:image/png"))
+    assert base64.b64decode(image.partition(",")[2]).startswith(b"\x89PNG")
+    assert {"confusion-1", "mistakes-1"} <= {path.stem for path in (tmp_path / "report").glob("*.png")}
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        (dict(time=99.0), None),  # an earlier run's
+        (dict(shape=[2, 3]), "mistakes.json is damaged"),
+        (dict(shape=[-2, -2]), "mistakes.json is damaged"),
+        (dict(confusion=[[1, 2], [3]]), "mistakes.json is damaged"),
+        (dict(confusion=[[]]), "mistakes.json is damaged"),
+        (dict(mistakes=[{"index": 1}]), "mistakes.json is damaged"),
+        (dict(mistakes=[RECORD["mistakes"][0] | {"pixels": "<b>"}]), "mistakes.json is damaged"),
+    ],
+)
+def test_a_record_that_is_not_sound_or_not_this_runs_is_left_out(change, note, leave):
+    there = leave("run", *WHOLE)
+    (there / "mistakes.json").write_text(json.dumps(RECORD | change))
+    shown = Page(page.build(read_runs([there]), []))
+    assert "Worst mistakes" not in shown.text
+    assert (note in shown.text) if note else ("damaged" not in shown.text)
+
+
+def test_losses_that_are_not_finite_are_recorded_as_numbers(tmp_path):
+    import torch
+
+    world = SerialWorld(tuning=False, rank=0, size=1, launcher="none")
+    logits = torch.tensor([[float("nan"), 0, 0], [0, float("inf"), 0], [0, 0, 9.0]])
+    record_mistakes(world, logits, torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([1, 0, 2]), tmp_path)
+    record = json.loads((tmp_path / "mistakes.json").read_text(), parse_constant=pytest.fail)
+    assert {m["index"] for m in record["mistakes"]} == {0, 1}
+    assert sum(map(sum, record["confusion"])) == 3
+
+
+def test_long_curves_get_a_running_mean():
+    assert pictures.running_mean([1, 3, float("nan"), 5], 2) == [1, 2, 3, 5]
+    assert pictures.running_mean([float("nan"), 2.0], 1)[1] == 2.0
+    assert (pictures.thousands(60_000), pictures.thousands(0.25), pictures.thousands(1.5e9)) == ("60k", "0.25", "1.5G")
