@@ -8,7 +8,6 @@ mistakes      the highest losses first: index in the test set, label, predicted,
 
 import base64
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hvdtrain import files
 from hvdtrain.engines.base import World
 from hvdtrain.sharding import shard
 
@@ -53,9 +53,8 @@ def record_mistakes(world: World, logits: Tensor, images: Tensor, labels: Tensor
         for loss, index, label, guess in together
     ]  # fmt: skip
     record = dict(time=time.time(), confusion=counts.tolist(), shape=list(images.shape[-2:]), mistakes=mistakes)
-    temporary = directory / f".{FILE}.{os.getpid()}"
     try:
-        temporary.write_text(json.dumps(record) + "\n")
-        temporary.replace(directory / FILE)
+        with files.replacing(directory / FILE) as file:
+            file.write(json.dumps(record) + "\n")
     except OSError as error:
         print(f"warning: {directory}/{FILE} not written ({error.strerror})", file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hvdtrain import files
 from hvdtrain.clock import Clock
 from hvdtrain.engines.base import World
 from hvdtrain.telemetry import Telemetry
@@ -155,9 +156,8 @@ class Profile:
         within_us = merged["otherData"]["clocks_within_us"]
         clocks = f"clocks within {within_us / 1000:.2f} ms of each other" if within_us else "all on one clock"
         try:
-            temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            temporary.write_bytes(gzip.compress(json.dumps(merged, separators=(",", ":")).encode()))
-            temporary.replace(self._path)
+            with files.replacing(self._path, "wb") as file:
+                file.write(gzip.compress(json.dumps(merged, separators=(",", ":")).encode()))
         except OSError as error:
             self.telemetry.say(f"warning: {self._path} not written ({error.strerror}): training goes on")
             return

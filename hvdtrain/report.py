@@ -8,13 +8,12 @@ The page (report.html) needs no network and no other file; the pictures lie besi
 time of this command: type it again for a run that goes on.
 """
 
-import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain import files, plotting
 from hvdtrain import flags as cli
-from hvdtrain import plotting
 from hvdtrain.errors import UserError
 from hvdtrain.reporting import page, pictures, runs
 from hvdtrain.world import announced, run
@@ -36,9 +35,8 @@ def make(directories: Sequence[Path], output_dir: Path) -> Path:
         output_dir.mkdir(parents=True, exist_ok=True)
         whole = page.build(found, list(pictures.draw_all(found, output_dir)))
         path = output_dir / "report.html"
-        temporary = output_dir / f".report.html.{os.getpid()}"
-        temporary.write_text(whole, encoding="utf-8")
-        temporary.replace(path)
+        with files.replacing(path, "wb") as file:
+            file.write(whole.encode())
     except OSError as error:
         raise UserError(f"--output-dir {output_dir} cannot be written ({error.strerror}): name another") from error
     return path
