@@ -175,7 +175,8 @@ def train(
     autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
     scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
     checkpoints.restore(model, optimizer, scaler)
-    telemetry.graph(model, torch.zeros(1, 3, flags.image_size, flags.image_size, device=world.device))
+    if flags.tensorboard:
+        telemetry.graph(model, torch.zeros(1, 3, flags.image_size, flags.image_size, device=world.device))
     compiled = torch.compile(replica, dynamic=False) if flags.compile else replica
 
     def test_forward(images: Tensor) -> Tensor:

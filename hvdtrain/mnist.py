@@ -136,7 +136,8 @@ def train(
     autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
     scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
     checkpoints.restore(model, optimizer, scaler)
-    telemetry.graph(model, scaled(train_images[:1]))
+    if flags.tensorboard:
+        telemetry.graph(model, scaled(train_images[:1]))
 
     def loss_of(batch: Batch) -> Tensor:
         """Compute a loss again, outside of training: for the guard, to find the layer that went wrong."""

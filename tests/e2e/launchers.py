@@ -100,3 +100,10 @@ def summary(directory: Path) -> dict:
 def events(directory: Path, name: str | None = None) -> list[dict]:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if name in (None, line["event"])]
+
+
+def wait_for_training(directory: Path) -> None:
+    until = time.monotonic() + 60
+    while not (directory / "metrics.jsonl").exists() or not events(directory, "train"):
+        assert time.monotonic() < until, "training did not begin within a minute"
+        time.sleep(0.1)

@@ -1,6 +1,6 @@
 """containers/hvdtrain-cpu.def without Singularity: its sections run in a Debian that debootstrap makes.
 
-HVDTRAIN_TEST_CHROOT=1 pytest tests/e2e/test_containers.py     10 to 25 minutes, 12 GB under TMPDIR, as root
+HVDTRAIN_TEST_CHROOT=1 pytest tests/e2e/test_containers.py     5 to 25 minutes, 12 GB under TMPDIR, as root
 """
 
 import os
@@ -52,7 +52,7 @@ def debian(tmp_path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(
-    "HVDTRAIN_TEST_CHROOT" not in os.environ, reason="10 to 25 minutes: HVDTRAIN_TEST_CHROOT=1 to run it"
+    "HVDTRAIN_TEST_CHROOT" not in os.environ, reason="5 to 25 minutes: HVDTRAIN_TEST_CHROOT=1 to run it"
 )
 @pytest.mark.timeout(2400)
 def test_cpu_recipe_builds_and_passes_its_test(debian):

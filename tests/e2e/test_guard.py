@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos.lineage import attacked
 
-from .launchers import LAUNCHERS, MARK, ROOT, environment, events, kill, launch, members
+from .launchers import LAUNCHERS, MARK, ROOT, environment, events, kill, launch, members, wait_for_training
 
 
 def seconds_since_attack(done, ended: float) -> float:
@@ -116,13 +116,6 @@ def start(launcher: str, directory: Path, job: str, flags: str = "") -> subproce
     )  # fmt: skip
     wait_for_training(directory)
     return process
-
-
-def wait_for_training(directory: Path) -> None:
-    until = time.monotonic() + 60
-    while not (directory / "metrics.jsonl").exists() or not events(directory, "train"):
-        assert time.monotonic() < until, "training did not begin within a minute"
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

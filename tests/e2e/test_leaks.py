@@ -91,6 +91,21 @@ def test_output_has_the_users_umask(tmp_path):
     assert {oct(path.stat().st_mode & 0o077) for path in [out, *out.rglob("*")]} == {"0o0"}
 
 
+@pytest.mark.parametrize("case", ["mpirun", "gloo", "ddp"])
+def test_no_rank_unpickles_what_came_over_a_socket(case):
+    """Python itself reports each class that a pickle names (the audit event pickle.find_class)."""
+    body = "import os, sys; sys.addaudithook(lambda event, of: event == 'pickle.find_class' and os.write(2, b'UNPICKLED')); "
+    hears = f"{body}import pickle; pickle.loads(pickle.dumps(print))"
+    assert "UNPICKLED" in launch(f'{sys.executable} -c "{hears}"').stderr  # else the rest shows nothing
+    body += "from hvdtrain import mnist, world; world.run(mnist.main)"
+    start = LAUNCHERS["mpirun" if case == "ddp" else case].format(ranks=2)
+    engine = "--engine ddp" if case == "ddp" else ""
+    done = launch(f'{start} {sys.executable} -c "{body}" --dataset digits --epochs 1 --no-progress {engine}')
+    assert done.code == 0, done
+    assert "test accuracy" in done.stdout
+    assert "UNPICKLED" not in done.stdout + done.stderr, done
+
+
 @needs_ssh
 def test_an_unknown_host_key_ends_the_launch(tmp_path):
     """A host that answers with another key than the one on record is not trained with."""

@@ -1,16 +1,13 @@
 """`hvdtrain.mnist` under real launchers: results, repeatability, files, refusals, a rank that dies."""
 
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from .launchers import LAUNCHERS, MARK, ROOT, environment, events, kill, launch, members, summary, train
+from .launchers import LAUNCHERS, ROOT, events, launch, summary, train
 
 REAL_MNIST = os.environ.get("HVDTRAIN_TEST_MNIST", str(ROOT.parent / "shared" / "data" / "mnist"))
 DIGITS_TRAIN, DIGITS_TEST = 1415, 382
@@ -128,7 +125,7 @@ def test_an_earlier_runs_metrics_are_kept(tmp_path):
         assert train("alone", 1, f"--train-samples 64 --resume never --output-dir {tmp_path}").code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoints", "checkpoints.1", "checkpoints.2", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl",
-        "summary.json",
+        "mistakes.json", "summary.json",
     ]  # fmt: skip
 
 
@@ -190,31 +187,6 @@ def test_launcher_and_engine_must_agree(variables, remedy):
     done = train("alone", 1, **variables)
     assert done.code == 2, done
     assert remedy in done.stderr, done
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_killed_rank_ends_the_job(launcher, tmp_path):
-    """Within ten seconds, with a code other than zero, and with no process left."""
-    job = f"killed-{launcher}-{os.getpid()}"
-    command = [*LAUNCHERS[launcher].format(ranks=3).split(), sys.executable, "-m", "hvdtrain.mnist", "--no-progress"]
-    command += ["--dataset", "digits", "--epochs", "100000", "--output-dir", str(tmp_path)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        until = time.monotonic() + 60
-        while not (tmp_path / "metrics.jsonl").exists() or not events(tmp_path, "train"):
-            assert time.monotonic() < until, "training did not begin within a minute"
-            time.sleep(0.1)
-        os.kill(events(tmp_path, "start")[0]["ranks"][1]["pid"], signal.SIGKILL)
-        killed = time.monotonic()
-        assert process.wait(timeout=10) != 0
-        while members(job):
-            assert time.monotonic() - killed < 10, f"left behind: {members(job)}"
-            time.sleep(0.1)
-    finally:
-        kill(job)
 
 
 def test_a_rank_that_raises_ends_the_job():

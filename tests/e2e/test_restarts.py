@@ -8,8 +8,7 @@ import uuid
 
 import pytest
 
-from .launchers import MARK, ROOT, environment, events, kill, members, summary, train
-from .test_guard import wait_for_training
+from .launchers import MARK, ROOT, environment, events, kill, members, summary, train, wait_for_training
 from .test_wrappers import wrapper
 
 # One rank whose first ends are as told: it keeps count in a file, and leaves a checkpoint's name where it made progress.

@@ -40,6 +40,7 @@ def test_ctrl_c_leaves_no_process_and_keeps_what_was_measured(tmp_path):
     process = subprocess.Popen(
         shlex.split(f"{sys.executable} -m hvdtrain.scaling {flags} -- {TINY}"), cwd=ROOT, text=True,
         env=environment(**{MARK: job}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs start with it ignored
     )  # fmt: skip
     try:
         before = process.stdout.readline() + process.stdout.readline()  # what is planned; the first result
