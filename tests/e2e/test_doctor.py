@@ -68,6 +68,7 @@ def test_more_threads_than_cores_is_a_warning():
     assert any("warning: cores: 1; ranks on this host: 2" in fault for fault in faults(done)), done
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_faults_between_hosts(tmp_path):
     """A directory that only one host has, a host that does not know the other's name, a name without an address."""
@@ -113,6 +114,7 @@ def test_faults_between_hosts(tmp_path):
         assert any("this host's name b does not resolve" in fault for fault in faults(nameless)), nameless
 
 
+@pytest.mark.slow
 @needs_hosts
 @pytest.mark.parametrize("megabits", [100, 1000])
 def test_bandwidth_is_that_of_the_wire(megabits, tmp_path):

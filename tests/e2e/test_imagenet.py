@@ -108,6 +108,7 @@ def test_broken_data_is_named_and_counted_up_to_the_limit(kind, limit, code, dat
     assert result["test_count"] + in_test == image_set.TEST
 
 
+@pytest.mark.slow
 def test_shards_from_commands(data, tmp_path):
     train, val = (f"pipe:cat {data['shards']}/{split}/00000{{0..1}}.tar" for split in ("train", "val"))
     flags = f"--dataset shards --train-shards '{train}' --test-shards '{val}' --classes 6 --train-samples 64 --epochs 1"
@@ -151,6 +152,7 @@ def test_refused_once_on_two_ranks(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_though_workers_run(data):
     body = "import hvdtrain.imagenet as m, hvdtrain.world as w; rank = w.announced().rank; real = m.evaluate; "
     body += "m.evaluate = lambda *a: real(*a) if rank != 1 else 1 / 0; w.run(m.main)"

@@ -130,6 +130,7 @@ def test_profile_without_horovod(engine, tmp_path):
     assert list(rows(trace)) == ["rank 0", "rank 1"][: 1 + (engine == "ddp")]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_too_short_says_so(tmp_path):
     done = train("mpirun", 2, f"--profile 50 --train-samples 900 --output-dir {tmp_path / 'some'}")  # 8 steps
     assert done.code == 0, done
@@ -154,6 +155,7 @@ def test_missing_tensorboard_is_one_line(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_images_can_be_watched_too(tmp_path):
     flags = "--dataset synthetic --model resnet18 --image-size 32 --classes 4 --train-samples 64 --batch-size 4"
     flags += f" --epochs 1 --no-progress --log-steps 4 --profile 2 --tensorboard --output-dir {tmp_path}"
