@@ -32,4 +32,4 @@ chaos: setup
 	. .venv/bin/activate && python -m tests.chaos.run $(CHAOS)
 
 bench: setup
-	. .venv/bin/activate && python -m hvdtrain.scaling $(BENCH)
+	. .venv/bin/activate && python -m tests.bench $(BENCH)

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 
+import horovod_waiting
+from patching import Patch
 from steps import BuildFailure
 
 VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-
-
-@dataclass(frozen=True)
-class Patch:
-    reason: str
-    file: str
-    old: str
-    new: str  # @CXX_STANDARD@ is replaced by the standard this torch asks for, @MPI@ by True or False
-    count: int = 1
 
 
 _RPATH = """set(CMAKE_CXX_EXTENSIONS OFF)
@@ -277,6 +270,7 @@ PATCHES = (
         _TERMINATE_CHILDREN,
         _TERMINATE_COMMAND,
     ),
+    *horovod_waiting.PATCHES,
 )
 
 

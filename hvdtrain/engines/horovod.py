@@ -28,13 +28,16 @@ REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into
 def tuned_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to set before `hvd.init()`; never one that `environment` has already.
 
-    As they come, each rank has two threads that spin: MPI's progress engine and Horovod's background cycle. On a host with
-    as many ranks as cores they take the cores from the threads that compute (docs/results.md has the measurements).
+    As they come, each rank has three threads that spin or poll: MPI's progress engine, Horovod's background cycle, and the
+    one that waits for a result. On a host with as many ranks as cores they take the cores from the threads that compute
+    (docs/speed.md has the measurements).
     """
     wanted = {
         # MPI gives up its time slice while it polls. Open MPI reads it in MPI_Init; the others do not know it.
         "OMPI_MCA_mpi_yield_when_idle": "1",
-        # Milliseconds between two looks for new work; Horovod's default of 1 is most of a small model's step.
+        # Our build's (launch/horovod_waiting.py): who waits sleeps, and is woken. A Horovod as released does not know it,
+        "HOROVOD_WAKE_ON_ENQUEUE": "1",
+        # and polls, in milliseconds; its default of 1 is much of a small model's step. Ours only while others are late.
         "HOROVOD_CYCLE_TIME": "0.1",
         # Each bucket of gradients travels by itself: fused with whichever others happen to be ready, sums lose their order.
         "HOROVOD_DISABLE_GROUP_FUSION": "1",

@@ -8,6 +8,7 @@ from hvdtrain.engines.horovod import PredividedCompressor, buckets, tuned_enviro
 def test_everything_is_set_where_nothing_was():
     assert tuned_environment({}) == {
         "OMPI_MCA_mpi_yield_when_idle": "1",
+        "HOROVOD_WAKE_ON_ENQUEUE": "1",
         "HOROVOD_CYCLE_TIME": "0.1",
         "HOROVOD_DISABLE_GROUP_FUSION": "1",
     }
@@ -16,7 +17,7 @@ def test_everything_is_set_where_nothing_was():
 def test_what_the_user_set_stays():
     assert "HOROVOD_CYCLE_TIME" not in tuned_environment({"HOROVOD_CYCLE_TIME": "5"})
     mine = {"HOROVOD_CYCLE_TIME": "", "OMPI_MCA_mpi_yield_when_idle": "0", "HOROVOD_DISABLE_GROUP_FUSION": "0"}
-    assert tuned_environment(mine) == {}
+    assert tuned_environment(mine | {"HOROVOD_WAKE_ON_ENQUEUE": "0"}) == {}
 
 
 def test_buckets_hold_every_trainable_parameter_once_last_layer_first():

@@ -1,0 +1,144 @@
+"""Measure hvdtrain against its bounds and its peers, and write the table and the picture of docs/speed.md.
+
+make bench BENCH="--data-dir DIR"                                    all rows, 7 repeats: hours on two cores
+python -m tests.bench --rows throughput-2,start-2 --repeats 3        some of them; the others keep what was measured
+python -m tests.bench --rows whole --repeats 10 --data-dir DIR --peers PEERS
+
+Each repeat runs every side of a comparison once, in a random order, and takes the ratio: a slow minute touches both sides.
+The table has the median over repeats, and the range. DIR has MNIST's files. PEERS has two examples as their authors
+published them: `pytorch_mnist.py` (horovod/horovod, examples/pytorch) and `main.py` (pytorch/examples, mnist).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from hvdtrain import files, measuring, plotting
+from hvdtrain.telemetry import versions
+from tests.bench.measurements import ROOT, Left
+from tests.bench.rows import Group, Row, groups, measure_once
+
+HEAD = """# Speed
+
+Made by `make bench` (`python -m tests.bench --help`); how each row is measured stands in `tests/bench/measurements.py` and
+`peers.py`. Ratios of runs on the same machine, interleaved; median over the repeats, and their range. "Before" is what the
+first prototype had, where it was measured; "reach" is what we set out for.
+
+"""
+
+
+def main() -> int:
+    known = {group.name: group for group in groups()}
+    parser = argparse.ArgumentParser(
+        prog="tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default=",".join(known), help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--data-dir", type=lambda text: Path(text).resolve(), help="where MNIST's files are")
+    parser.add_argument("--peers", type=lambda text: Path(text).resolve(), help="where the peers' examples are")
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "bench", help="what was measured, row by row")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="gets speed.md and speed.png")
+    flags = parser.parse_args()
+    wanted = flags.rows.split(",")
+    if unknown := [name for name in wanted if name not in known]:
+        parser.error(f"--rows: {unknown[0]!r} is not one of {', '.join(known)}")
+    flags.results.mkdir(parents=True, exist_ok=True)
+    for name in wanted:
+        measure(known[name], flags)
+    write(list(known.values()), flags.results, flags.docs)
+    print(table(list(known.values()), flags.results))
+    return 0
+
+
+def measure(group: Group, flags: argparse.Namespace) -> None:
+    """Fill `results`/GROUP.json, anew."""
+    values: dict[str, list[float]] = {}
+    left = ""
+    for repeat in range(1, flags.repeats + 1):
+        began = time.monotonic()
+        try:
+            once = measure_once(group, flags.data_dir, flags.peers, repeat)
+        except Left as why:
+            left = " ".join(str(why).split())[-200:]
+            print(f"{group.name}  left out: {left}", flush=True)
+            break
+        for key, value in once.items():
+            values.setdefault(key, []).append(value)
+        said = "  ".join(f"{key} {value:.4g}" for key, value in once.items())
+        print(f"{group.name}  {repeat}/{flags.repeats}  {time.monotonic() - began:.0f} s  {said}", flush=True)
+    measuring.write_json(
+        flags.results / f"{group.name}.json",
+        dict(values=values, left=left, date=time.strftime("%Y-%m-%d"), hardware=measuring.hardware(), versions=versions()),
+    )  # fmt: skip
+
+
+def measured(group: Group, row: Row, results: Path) -> tuple[list[float], str]:
+    """Return a row's values, and why there are none."""
+    path = results / f"{group.name}.json"
+    if not path.exists():
+        return [], "not measured yet"
+    content = json.loads(path.read_text())
+    return content["values"].get(row.key, []), content["left"] or "not measured here"
+
+
+def table(known: list[Group], results: Path) -> str:
+    lines = ["| what | before | reach | reached: median (range) | n | what limits it |", "|---|---|---|---|---:|---|"]
+    for group in known:
+        for row in group.rows:
+            values, why = measured(group, row, results)
+            reached = f"**{statistics.median(values):.3g}** ({min(values):.3g} to {max(values):.3g})" if values else why
+            cells = (row.what, row.before, row.reach, reached, str(len(values)), row.limit)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write(known: list[Group], results: Path, docs: Path) -> None:
+    parts = [
+        HEAD,
+        table(known, results),
+        "\n\n![what was reached, over what we set out for](speed.png)\n\n## Commands\n\n",
+    ]
+    for group in known:
+        path = results / f"{group.name}.json"
+        if path.exists():
+            content = json.loads(path.read_text())
+            hardware, used = content["hardware"], content["versions"]
+            where = (
+                f"{hardware['processor']}, {hardware['cores']} cores, load {hardware['load_average']:.1f} at the end"
+            )
+            with_ = ", ".join(f"{name} {used[name]}" for name in ("python", "torch", "horovod") if name in used)
+            parts.append(f"- {group.name}: `{group.commands}` ({content['date']}; {where}; {with_})\n")
+    with files.replacing(docs / "speed.md") as file:
+        file.write("".join(parts))
+    draw(known, results, docs / "speed.png")
+
+
+def draw(known: list[Group], results: Path, path: Path) -> None:
+    """Draw each row's median and range over what was to be reached: to the right of 1 is better."""
+    points = []
+    for group in known:
+        for row in group.rows:
+            values, _ = measured(group, row, results)
+            if values and row.reach:
+                goal = float(row.reach.split()[-1])
+                less = row.reach.startswith("at most")
+                points.append((row.key, sorted(goal / value if less else value / goal for value in values)))
+    if not points:
+        return
+    figure, (axes,) = plotting.panels(["reached, over what we set out for (1; further right is better)"], width=8)
+    for y, (_, values) in enumerate(reversed(points)):
+        middle = statistics.median(values)
+        colour = plotting.COLOURS[2] if middle >= 1 else plotting.COLOURS[1]
+        axes.plot([values[0], values[-1]], [y, y], color=colour, linewidth=2)
+        axes.plot([middle], [y], color=colour, marker="o")
+    axes.set_yticks(range(len(points)), [key for key, _ in reversed(points)])
+    axes.axvline(1, color="grey", linewidth=1, linestyle="--")
+    axes.set_xscale("log")
+    plotting.save(figure, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

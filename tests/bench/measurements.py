@@ -1,0 +1,344 @@
+"""What the rows of `make bench` measure. Each function runs its configurations once, in a random order; a ratio per row."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.launching import command, program, run_job
+from tests.e2e.cluster import Cluster, why_not
+from tests.e2e.launchers import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 900.0  # that any run may take
+
+
+@dataclass(frozen=True)
+class Setting:
+    scratch: Path
+    data_dir: Path | None  # of MNIST
+    peers: Path | None
+    repeat: int  # from 1
+
+
+class Left(Exception):
+    """A row that cannot be measured here, and why."""
+
+
+def job(arguments: list[str], log: Path, seconds: float = SECONDS) -> float:
+    """Run a command line; return its wall seconds. Raises Left where it fails."""
+    os.environ.update(environment())
+    ended = run_job(arguments, seconds, log)
+    if ended.code != 0:
+        tail = " ".join(log.read_text(errors="replace").split())[-300:]
+        raise Left(f"{' '.join(arguments[:6])} ... ended with {ended.code}: {tail}")
+    return ended.seconds
+
+
+def mpirun(ranks: int, *arguments: str) -> list[str]:
+    return [program("mpirun"), "--oversubscribe", "-np", str(ranks), sys.executable, *arguments]
+
+
+# ----------------------------------------------------------------------------------------------- throughput of training
+
+CONVNET = ["--model", "convnet", "--batch-size", "64", "--channels-last", "--repeats", "5", "--threads", "1"]
+
+
+def throughput(ranks: int) -> Callable[[Setting], dict[str, float]]:
+    def measure(setting: Setting) -> dict[str, float]:
+        runs = dict.fromkeys(("apart", "horovod", "ddp", "horovod-untuned", "horovod-gloo"), 0.0)
+        for name in random.sample(list(runs), len(runs)):
+            out = setting.scratch / name
+            variant = "ddp" if name == "apart" else name
+            flags = [*CONVNET, "--output-dir", str(out), *(["--no-communication"] if name == "apart" else [])]
+            # As it comes: Horovod over Gloo is asked for without our tuning, too.
+            flags += ["--tuning", "off"] if name == "horovod-gloo" else []
+            job(command(variant, ranks, "hvdtrain.benchmark", flags), setting.scratch / f"{name}.log")
+            runs[name] = json.loads((out / "benchmark.json").read_text())["samples_per_second"]["mean"]
+        ours = runs.pop("horovod")
+        return {f"{name}-{ranks}": ours / theirs for name, theirs in runs.items()}
+
+    return measure
+
+
+# --------------------------------------------------------------------------------------------------- start-up and memory
+
+BARE = "import torch, horovod.torch as hvd; hvd.init(); "
+
+
+def start_up(ranks: int) -> Callable[[Setting], dict[str, float]]:
+    def bare(setting: Setting) -> float:
+        return job(mpirun(ranks, "-c", "import torch, horovod.torch"), setting.scratch / "bare.log")
+
+    def ours(setting: Setting) -> float:
+        """Until the first step is over, evaluation, checkpoint and end left out."""
+        out, began = setting.scratch / "out", time.time()
+        flags = ["--dataset", "digits", "--epochs", "1", "--no-progress", "--output-dir", str(out), "--resume", "never"]
+        job(mpirun(ranks, "-m", "hvdtrain.mnist", *flags), setting.scratch / "ours.log")
+        events = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        return next(event["time"] for event in events if event["event"] == "train") - began
+
+    def measure(setting: Setting) -> dict[str, float]:
+        seconds = {run.__name__: run(setting) for run in random.sample([bare, ours], 2)}
+        return {f"start-{ranks}": seconds["ours"] / seconds["bare"]}
+
+    return measure
+
+
+def resident(arguments: list[str], log: Path) -> float:
+    """Return the most bytes that the Python processes of a job held together, each shared page counted once (PSS)."""
+    most = 0.0
+    with log.open("w") as output:
+        process = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=environment())
+        while process.poll() is None:
+            most = max(most, sum(pss(path) for path in Path("/proc").glob("[0-9]*") if parent_of(path) == process.pid))
+            time.sleep(0.05)
+    if process.returncode:
+        raise Left(f"{' '.join(arguments[:6])} ... ended with {process.returncode}; see {log}")
+    return most
+
+
+def parent_of(path: Path) -> int:
+    try:
+        return int((path / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return 0
+
+
+def pss(path: Path) -> int:
+    try:
+        found = re.search(r"^Pss:\s+(\d+) kB", (path / "smaps_rollup").read_text(), re.M)
+    except OSError:  # it ended meanwhile
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def memory(setting: Setting) -> dict[str, float]:
+    """What a third rank adds to two."""
+    train = ["-m", "hvdtrain.mnist", *mnist_data(setting), "--train-samples", "2000", "--no-progress", "--threads", "1"]
+    bare = ["-c", f"{BARE}import time; time.sleep(3)"]
+    added = {}
+    for name, arguments in random.sample([("ours", train), ("bare", bare)], 2):
+        two, three = (resident(mpirun(ranks, *arguments), setting.scratch / f"{name}.log") for ranks in (2, 3))
+        added[name] = three - two
+    return {"memory": added["ours"] / added["bare"]}
+
+
+def mnist_data(setting: Setting) -> list[str]:
+    if setting.data_dir is None:
+        raise Left("needs MNIST: name its directory with --data-dir")
+    return ["--dataset", "mnist", "--data-dir", str(setting.data_dir)]
+
+
+# ------------------------------------------------------------------------------------------------------------------ input
+
+
+def mnist_input(setting: Setting) -> dict[str, float]:
+    """Seconds per sample of an epoch's input, in one thread of one process; torchvision's as PyTorch's example has it."""
+    mnist_data(setting)
+    script = """
+import sys, time, torch
+torch.set_num_threads(1)
+data_dir, root = sys.argv[1:]
+from hvdtrain.data import idx
+from hvdtrain.mnist import scaled
+from hvdtrain.sharding import epoch_order, steps
+data = idx.load("mnist", data_dir)
+def ours(epoch):
+    for step in steps(epoch_order(60_000, 1, epoch), 0, 1, 64):
+        for batch in step.batches:
+            scaled(data.train_images[batch.indices]), data.train_labels[batch.indices]
+from pathlib import Path
+from torchvision import datasets, transforms
+raw = Path(root) / "MNIST" / "raw"
+raw.mkdir(parents=True)
+import gzip
+for path in Path(data_dir).iterdir():
+    if path.name.endswith(("ubyte", "ubyte.gz")):
+        content = path.read_bytes()
+        (raw / path.name.removesuffix(".gz")).write_bytes(gzip.decompress(content) if path.suffix == ".gz" else content)
+transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+theirs = torch.utils.data.DataLoader(datasets.MNIST(root, train=True, transform=transform), batch_size=64, shuffle=True)
+ours(0)
+began = time.perf_counter()
+for epoch in range(5):
+    ours(epoch)
+middle = time.perf_counter()
+for batch in theirs:
+    pass
+print((time.perf_counter() - middle) / ((middle - began) / 5))
+"""
+    return {"input": in_process(script, str(setting.data_dir), str(setting.scratch / "root"), log=setting.scratch)}
+
+
+def jpeg(setting: Setting) -> dict[str, float]:
+    """Images per second and core: 500 x 375 pixels, cropped at random to 224; torchvision's as its tutorials have it."""
+    script = """
+import sys, time, torch
+torch.set_num_threads(1)
+from pathlib import Path
+from PIL import Image
+root = Path(sys.argv[1])
+generator = torch.Generator().manual_seed(1)
+for split in ("train", "val"):
+    for label in ("a", "b"):
+        (root / split / label).mkdir(parents=True)
+        for number in range(100 if split == "train" else 1):
+            coarse = torch.rand(1, 3, 24, 32, generator=generator)
+            image = torch.nn.functional.interpolate(coarse, (375, 500), mode="bicubic").clamp(0, 1)[0]
+            image = (image + 0.05 * torch.rand(3, 375, 500, generator=generator)).clamp(0, 1)
+            array = (image * 255).byte().permute(1, 2, 0).numpy()
+            Image.fromarray(array).save(root / split / label / f"{number}.jpg", quality=90)
+from torchvision import datasets, transforms
+transform = transforms.Compose([
+    transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
+    transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+])
+theirs = torch.utils.data.DataLoader(datasets.ImageFolder(root / "train", transform), batch_size=32, shuffle=True)
+from hvdtrain.data.images import open_folder
+from hvdtrain.data.loading import Plan
+from hvdtrain.imagenet import scaled
+from hvdtrain.world import start
+pixels = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 1, 3, 1, 1)
+def seconds(batches):
+    began = time.perf_counter()
+    for batch in batches:
+        pass
+    return time.perf_counter() - began
+with start("serial", threads=1) as world:
+    source = open_folder(world, root, side=224, seed=1, workers=0)
+    plan = Plan(200, 200, 1, 1, 0, 1, 32)
+    def ours():
+        return (scaled(loaded.images, pixels, torch.contiguous_format) for loaded in source.train(plan))
+    seconds(ours()), seconds(theirs)
+    mine, other = zip(*((seconds(ours()), seconds(theirs)) for _ in range(3)))
+    print(sum(other) / sum(mine))
+"""
+    return {"jpeg": in_process(script, str(setting.scratch / "images"), log=setting.scratch)}
+
+
+def in_process(script: str, *arguments: str, log: Path) -> float:
+    """Run a script in a process of its own; return the number in the last line that it prints."""
+    path = log / "script.log"
+    job([sys.executable, "-c", script, *arguments], path)
+    return float(path.read_text().splitlines()[-1])
+
+
+# ------------------------------------------------------------------------------------------------------ larger model, cost
+
+
+def resnet(setting: Setting) -> dict[str, float]:
+    flags = "--model resnet50 --batch-size 8 --threads 1 --warmup-steps 1 --repeats 3 --steps 1"
+    kinds = {"float32": [], "bf16": ["--amp", "bf16", "--channels-last"]}
+    rates = {}
+    for kind in random.sample(list(kinds), 2):
+        out = setting.scratch / kind
+        job(
+            mpirun(2, "-m", "hvdtrain.benchmark", *flags.split(), *kinds[kind], "--output-dir", str(out)),
+            out.with_suffix(".log"),
+        )
+        rates[kind] = json.loads((out / "benchmark.json").read_text())["samples_per_second"]["mean"]
+    return {"resnet": rates["bf16"] / rates["float32"]}
+
+
+def guards(setting: Setting) -> dict[str, float]:
+    """Shares of training's time, counted around the calls: too small to be seen as a difference of two runs."""
+    out, log = setting.scratch / "out", setting.scratch / "guarded.log"
+    flags = ["--checkpoint-steps", "50", "--train-samples", "30000", "--no-progress", "--output-dir", str(out)]
+    job(mpirun(2, str(ROOT / "tests/bench/guarded.py"), *mnist_data(setting), *flags), log)
+    lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
+    seconds, whole = json.loads(lines[-1]), json.loads((out / "summary.json").read_text())["train_seconds"]
+    return {"checkpoints": seconds["checkpoints"] / whole, "guards": seconds["guards"] / whole}
+
+
+# ------------------------------------------------------------------------------------------------------ between two hosts
+
+
+def on_two_hosts(setting: Setting, rate: str, module: str, flags: list[str]) -> dict:
+    """Run `module` on one rank of each of two namespaced hosts that the wrapper starts; return the JSON that it wrote."""
+    if reason := why_not():
+        raise Left(reason)
+    out = Path(tempfile.mkdtemp(dir=setting.scratch))
+    wrapper = [
+        str(ROOT / "launch/mpirun.sh"),
+        "-H",
+        "a:1,b:1",
+        "--interface",
+        "eth0",
+        "--",
+        sys.executable,
+        "-m",
+        module,
+    ]
+    with Cluster(out, ["a", "b"], rate=rate, ssh=True) as cluster:
+        done = cluster.run("a", [*wrapper, *flags, "--threads", "1", "--output-dir", str(out)], timeout=SECONDS)
+    if done.code:
+        raise Left(f"{module} on two hosts ended with {done.code}: {done.stderr[-300:]}")
+    return json.loads((out / f"{module.rpartition('.')[2]}.json").read_text())
+
+
+TAKE = """
+import socket, time
+server = socket.create_server(("", 9999))
+connection, _ = server.accept()
+taken, buffer, began = 0, bytearray(2**20), time.perf_counter()
+while some := connection.recv_into(buffer):
+    taken += some
+print(taken / (time.perf_counter() - began))
+"""
+GIVE = """
+import socket, time
+time.sleep(1)
+connection, began = socket.create_connection(("a", 9999)), time.perf_counter()
+while time.perf_counter() - began < 3:
+    connection.sendall(bytes(2**20))
+"""
+
+
+def plain_tcp(setting: Setting, rate: str) -> float:
+    """Return the bytes per second that one TCP connection carries between two such hosts."""
+    with Cluster(Path(tempfile.mkdtemp(dir=setting.scratch)), ["a", "b"], rate=rate) as cluster:
+        both = {host: cluster.start(host, [sys.executable, "-c", does]) for host, does in (("a", TAKE), ("b", GIVE))}
+        return float(cluster.finish(both, 60)["a"].stdout)
+
+
+def wire(megabits: int) -> Callable[[Setting], dict[str, float]]:
+    """16 MiB all-reduced between two hosts: how much of what one TCP connection carries, each way."""
+
+    def measure(setting: Setting) -> dict[str, float]:
+        size = ["--min-bytes", str(2**24), "--max-bytes", str(2**24), "--seconds-per-size", "4"]
+        result = on_two_hosts(setting, f"{megabits}mbit", "hvdtrain.reduce", ["--sweep", "--dtype", "float32", *size])
+        return {f"wire-{megabits}": result["rows"][0]["bus_bytes_per_second"] / plain_tcp(setting, f"{megabits}mbit")}
+
+    return measure
+
+
+RESNET18_BYTES = 11_689_512 * 4  # of gradients
+
+
+def compressed(setting: Setting) -> dict[str, float]:
+    """Steps per second with fp16 on a wire that takes nearly all of a step, over float32's."""
+    flags = "--model resnet18 --image-size 32 --batch-size 1 --warmup-steps 1 --repeats 2 --steps 1"
+    rates = {}
+    for kind in random.sample(["none", "fp16"], 2):
+        result = on_two_hosts(setting, "100mbit", "hvdtrain.benchmark", [*flags.split(), "--compression", kind])
+        rates[kind] = result["samples_per_second"]["mean"]
+    return {"wire-fp16": rates["fp16"] / rates["none"]}
+
+
+def overlap(setting: Setting) -> dict[str, float]:
+    """A step's time over the longer of its two parts: compute, measured without communication, and the wire's bound."""
+    flags = "--model resnet18 --image-size 224 --batch-size 4 --warmup-steps 2 --repeats 3 --steps 3"
+    seconds = {}
+    for kind in random.sample(["both", "compute"], 2):
+        alone = ["--no-communication"] if kind == "compute" else []
+        result = on_two_hosts(setting, "1gbit", "hvdtrain.benchmark", [*flags.split(), *alone])
+        seconds[kind] = 2 * 4 / result["samples_per_second"]["mean"]
+    return {"overlap": seconds["both"] / max(seconds["compute"], RESNET18_BYTES * 8 / 1e9)}

@@ -1,0 +1,77 @@
+"""The whole way to 99 % on MNIST, ours and the peers', as a user's shell sees it."""
+
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hvdtrain.launching import command, program
+from tests.bench.measurements import Left, Setting, job, mnist_data
+from tests.e2e.launchers import environment
+
+
+def whole(setting: Setting) -> dict[str, float]:
+    """Whole commands, from the shell's point of view, until the test set is 99.0 % right; a seed of its own per repeat."""
+    out = setting.scratch / "out"
+    flags = ["--seed", str(setting.repeat), "--target-accuracy", "0.99", "--no-progress", "--output-dir", str(out)]
+    data = mnist_data(setting)
+    ours = job(command("horovod", 2, "hvdtrain.mnist", [*data, *flags]), setting.scratch / "ours.log")
+    found = {"whole-seconds": ours}
+    if setting.peers is not None:
+        for name, seconds in peers(setting).items():
+            found[f"whole-{name}"] = seconds / ours
+    return found
+
+
+def peers(setting: Setting) -> dict[str, float]:
+    """Seconds that the authors' own examples take to 99.0 % or, where they never get there, to their end.
+
+    The accuracy they reached is printed. Their files: see `--peers`.
+    """
+    assert setting.peers is not None
+    raw = setting.scratch / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in Path(str(setting.data_dir)).iterdir():
+        (raw / path.name).symlink_to(path.resolve())
+    unpack = "from torchvision import datasets; datasets.MNIST('data', download=True)"
+    subprocess.run([sys.executable, "-c", unpack], cwd=setting.scratch, check=True, capture_output=True, timeout=120)
+    (setting.scratch / "work").mkdir()
+    horovod = ["--data-dir", str(setting.scratch / "data"), "--no-cuda"]
+    commands = {
+        "horovod": [
+            program("horovodrun"),
+            "-np",
+            "2",
+            sys.executable,
+            str(setting.peers / "pytorch_mnist.py"),
+            *horovod,
+        ],
+        "pytorch": [sys.executable, str(setting.peers / "main.py")],
+    }
+    seconds = {}
+    for name in random.sample(list(commands), 2):
+        if not Path(commands[name][-1 if name == "pytorch" else 4]).exists():
+            raise Left(f"--peers {setting.peers} has not the example of {name}")
+        seconds[name], accuracy = until_99(commands[name], setting.scratch / "work")
+        print(f"    {name}'s example: {accuracy:.2f} % after {seconds[name]:.1f} s", flush=True)
+    return seconds
+
+
+def until_99(arguments: list[str], directory: Path) -> tuple[float, float]:
+    began, best = time.monotonic(), 0.0
+    process = subprocess.Popen(
+        arguments, cwd=directory, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        for line in process.stdout or ():
+            if "est set" in line and (found := re.search(r"\(?([\d.]+)%\)?\s*$", line.strip())):
+                best = max(best, float(found[1]))
+                if best >= 99.0:
+                    break
+        seconds = time.monotonic() - began
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+    return seconds, best

@@ -1,0 +1,112 @@
+"""The rows of the table that `make bench` makes: what each compares, what was to be reached, and what limits it."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.bench.measurements import (
+    Setting,
+    compressed,
+    guards,
+    jpeg,
+    memory,
+    mnist_input,
+    overlap,
+    resnet,
+    start_up,
+    throughput,
+    wire,
+)  # fmt: skip
+from tests.bench.peers import whole
+
+
+@dataclass(frozen=True)
+class Row:
+    key: str
+    what: str
+    reach: str  # as asked for
+    before: str  # as measured before hvdtrain was written, where it was
+    limit: str  # what holds it back; "" where nothing is known to
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that are measured by the same runs."""
+
+    name: str
+    commands: str  # what a reader types to see one side or the other
+    measure: Callable[["Setting"], dict[str, float]]
+    rows: tuple[Row, ...]
+
+
+def groups() -> tuple[Group, ...]:
+    bench = "python -m hvdtrain.benchmark --model convnet --batch-size 64 --channels-last --threads 1"
+    found = []
+    for ranks, apart, over_ddp in ((2, "0.91", "1.5"), (8, "0.80", "1.4")):
+        reach = "at least 0.97" if ranks == 2 else "at least 0.92"
+        found.append(
+            Group(
+                f"throughput-{ranks}",
+                f"horovodrun -np {ranks} {bench}",
+                throughput(ranks),
+                (
+                    Row(f"apart-{ranks}", f"MNIST ConvNet, {ranks} ranks on 2 cores: over {ranks} ranks that never "
+                        "communicate", reach, apart, "1: the other side does strictly less"),
+                    Row(f"ddp-{ranks}", f"the same over DDP with Gloo, {ranks} ranks", "at least 2", over_ddp,
+                        "what DDP leaves of the row above: both compute the same"),
+                    Row(f"horovod-untuned-{ranks}", f"over Horovod and MPI untuned, {ranks} ranks", "at least 1",
+                        "1.8 to 8", ""),
+                    Row(f"horovod-gloo-{ranks}", f"over Horovod and Gloo untuned, {ranks} ranks", "at least 1",
+                        "1.8 to 3.2", ""),
+                ),
+            )
+        )  # fmt: skip
+        found.append(
+            Group(
+                f"start-{ranks}",
+                f"mpirun -np {ranks} python -m hvdtrain.mnist --dataset digits",
+                start_up(ranks),
+                (Row(f"start-{ranks}", f'start-up, first step included, over `mpirun -np {ranks} python -c "import torch, '
+                     'horovod.torch"`', "at most 1.15", "2.4" if ranks == 2 else "", "1, and the first step"),),
+            )
+        )  # fmt: skip
+    return (
+        *found,
+        Group("memory", "mpirun -np 3 python -m hvdtrain.mnist", memory,
+              (Row("memory", "memory of one more rank on a host, over that of bare imports", "at most 1.1",
+                   "", "1, and what a step computes"),)),
+        Group("input", "python -m tests.bench --rows input", mnist_input,
+              (Row("input", "MNIST input, per sample, over torchvision's dataset with a DataLoader", "at least 100", "39",
+                   "memory: 784 bytes gathered, 3,136 written"),)),
+        Group("jpeg", "python -m tests.bench --rows jpeg", jpeg,
+              (Row("jpeg", "image folder, JPEG, images/s per core over torchvision's tutorial", "at least 2", "",
+                   "decoding, which is the same on both sides"),)),
+        Group("resnet", "mpirun -np 2 python -m hvdtrain.benchmark --batch-size 8 --amp bf16 --channels-last", resnet,
+              (Row("resnet", "ResNet-50 on CPU, bf16 channels_last over float32 NCHW", "at least 1.6", "", ""),)),
+        Group("wire-100", "launch/mpirun.sh -H a:1,b:1 --interface eth0 -- python -m hvdtrain.reduce --sweep", wire(100),
+              (Row("wire-100", "all-reduce between hosts at 100 Mbit/s, of what TCP carries there", "at least 0.95",
+                   "0.92 (Gloo), 0.70 (MPI)", "1; both ways at once"),)),
+        Group("wire-1000", "the same", wire(1000),
+              (Row("wire-1000", "the same at 1 Gbit/s", "at least 0.95", "", "as above"),)),
+        Group("compressed", "launch/mpirun.sh -H a:1,b:1 --interface eth0 -- python -m hvdtrain.benchmark --model resnet18 "
+              "--compression fp16", compressed,
+              (Row("wire-fp16", "fp16 on that wire over float32, ResNet-18", "at least 1.95", "2.0",
+                   "2, less the compute"),)),
+        Group("overlap", "the same at 1 Gbit/s without --compression", overlap,
+              (Row("overlap", "overlap: a step over max(compute, communication), ResNet-18, 1 Gbit/s", "at most 1.1", "",
+                   "the last bucket, and cores that communication takes"),)),
+        Group("guards", "mpirun -np 2 python tests/bench/guarded.py --checkpoint-steps 50", guards,
+              (Row("checkpoints", "a checkpoint every 50 steps, share of training's time", "at most 0.01", "", "0"),
+               Row("guards", "all guards, share of training's time", "at most 0.01", "", "0"))),
+        Group("whole", "horovodrun -np 2 python -m hvdtrain.mnist --target-accuracy 0.99", whole,
+              (Row("whole-seconds", "the whole command to 99.0 % on MNIST, 2 ranks, a seed per repeat: seconds", "",
+                   "11.3", ""),
+               Row("whole-horovod", "Horovod's own example, 2 ranks, over that", "at least 25", "", ""),
+               Row("whole-pytorch", "PyTorch's own example over that", "at least 25", "", ""))),
+    )  # fmt: skip
+
+
+def measure_once(group: Group, data_dir: Path | None, peers: Path | None, repeat: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as scratch:
+        return group.measure(Setting(Path(scratch), data_dir, peers, repeat))

@@ -1,0 +1,51 @@
+"""Horovod's waiting as our build has it (launch/horovod_waiting.py): ranks that are late, early, out of order, or done."""
+
+import time
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def hvd(world):
+    if world.engine != "horovod":
+        pytest.skip("Horovod's own calls")
+    return world.hvd
+
+
+def ones(n: int = 4) -> torch.Tensor:
+    return torch.ones(n)
+
+
+def test_tensors_queued_in_another_order_on_each_rank(world, hvd):
+    names = [f"order.{number}" for number in range(6)]
+    for turn in range(3):  # the first is negotiated by name, the others by the cache
+        mine = names[world.rank :] + names[: world.rank]
+        handles = {name: hvd.allreduce_async(ones() * int(name[-1]), op=hvd.Sum, name=name) for name in mine}
+        for name in names:
+            assert hvd.synchronize(handles[name]).tolist() == [world.size * int(name[-1])] * 4, (turn, name)
+
+
+def test_a_late_rank_is_waited_for(world, hvd):
+    for late in (0, world.size - 1):
+        if world.rank == late:
+            time.sleep(0.6)  # twice: longer in all than the background thread sleeps where nothing is queued
+        assert hvd.allreduce(ones(), op=hvd.Sum, name="late").tolist() == [world.size] * 4
+
+
+def test_a_tensor_queued_while_an_earlier_one_waits_for_a_late_rank(world, hvd):
+    if world.rank == 0:
+        time.sleep(0.3)
+    first = hvd.allreduce_async(ones(), op=hvd.Sum, name="first")
+    if world.rank != 0:
+        time.sleep(0.1)
+    second = hvd.allreduce_async(2 * ones(), op=hvd.Sum, name="second")
+    assert hvd.synchronize(second).tolist() == [2 * world.size] * 4
+    assert hvd.synchronize(first).tolist() == [world.size] * 4
+
+
+def test_ranks_that_joined_take_part_without_queueing(world, hvd):
+    for step in range(1 + world.rank):
+        present = world.size - step  # ranks 0 .. step - 1 have joined, and count as zeros
+        assert hvd.allreduce(ones(), op=hvd.Sum, name=f"uneven.{step}").tolist() == [present] * 4
+    assert hvd.join() == world.size - 1
