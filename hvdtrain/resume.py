@@ -104,7 +104,7 @@ class Checkpoints:
                 raise
 
     def _open(self, flags: Namespace) -> None:
-        if self.directory is not None and self.directory.is_symlink():
+        if self.directory is not None and os.path.islink(self.directory):  # noqa: PTH114 (see `_named`)
             said = f"{self.directory} is a link, and output stays in --output-dir: name the place itself with it"
             raise UserError(said)
         if self.directory is not None:
@@ -123,9 +123,9 @@ class Checkpoints:
             self._move_aside(self.directory)
 
     def _named(self, path: Path) -> tuple[dict, dict[str, Tensor]]:
-        if path.is_dir():
+        if os.path.isdir(path):  # noqa: PTH112 (Path's own raises where the name is too long)
             inner = path / "checkpoints"
-            found = checkpoint.newest(inner if inner.is_dir() else path, self._warn)
+            found = checkpoint.newest(inner if os.path.isdir(inner) else path, self._warn)  # noqa: PTH112
             if found is None:
                 raise UserError(f"--resume {path}: no sound checkpoint in it: name a step-*.safetensors, auto or never")
             return found
