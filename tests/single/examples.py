@@ -24,6 +24,10 @@ def tried(times: int, *, share: int = 1) -> settings:
     )  # fmt: skip
 
 
+def one_line(error: Exception) -> None:
+    assert len(str(error).splitlines()) == 1
+
+
 @contextlib.contextmanager
 def little_memory() -> Iterator[None]:
     """Whoever asks for as much as a lying header promises gets a MemoryError here."""
