@@ -58,9 +58,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--image-size", type=cli.positive_int, help="pixels (default: 224; inception_v3 299; convnet 28)"
     )
-    parser.add_argument(
-        "--amp", choices=tuple(cli.AMP_DTYPES), default="off", help="compute in this type where it is safe"
-    )
+    parser.add_argument("--amp", choices=cli.AMP, default="off", help="compute in this type where it is safe")
     parser.add_argument("--channels-last", action="store_true", help="images in memory as height, width, channel")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--input", choices=("synthetic", "mock", "real"), default="synthetic")
@@ -264,6 +262,7 @@ def main() -> int:
         start_workers_early()
     with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
         flags.compression = world.choose_compression(flags.compression)
+        flags.amp = world.choose_amp(flags.amp)
         if flags.workers is None:
             flags.workers = default_workers(cores_of_rank(world), world.device)
         small = flags.model in convnet.MODELS

@@ -14,6 +14,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.world import ENGINES, refuse_foreign
 
 AMP_DTYPES = {"off": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+AMP = (*AMP_DTYPES, "auto")  # World.choose_amp makes one of the former of the last
 LARGEST = 1e38  # of flags with a fraction: they meet weights in float32, which ends at 3.4e38
 
 
@@ -231,9 +232,9 @@ def add_training(group: Parser) -> None:
     )
     group.add_argument(
         "--amp",
-        choices=tuple(AMP_DTYPES),
+        choices=AMP,
         default="off",
-        help="compute in this type where it is safe; fp16 scales the loss",
+        help="compute in this type where it is safe; fp16 scales the loss; auto: bf16 where the device has it",
     )
     group.add_argument("--weights", type=Path, help="start from the state_dict in this file (.pt or .safetensors)")
     group.add_argument(

@@ -256,6 +256,7 @@ def main() -> int:
     with start(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline) as world:
         cli.require_equal(world, flags)
         flags.compression = world.choose_compression(flags.compression)
+        flags.amp = world.choose_amp(flags.amp)
         if flags.gradient_predivide_factor is None:
             flags.gradient_predivide_factor = float(world.size) if flags.compression == "fp16" else 1.0
         with world.agreement("start"):

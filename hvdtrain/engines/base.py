@@ -20,6 +20,17 @@ from torch import Tensor, nn
 from hvdtrain.errors import UserError
 
 
+def computes_in_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether `device` multiplies in bfloat16 by itself: NVIDIA from capability 8.0 on; AVX512-BF16, AMX, Arm's BF16."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    try:
+        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
+    except OSError:
+        return False
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(" ".join(lines).split()))
+
+
 class World(ABC):
     """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
@@ -128,6 +139,18 @@ class World(ABC):
             return "fp16"
         self.notes.append("compression none: all ranks are on one host, where casting costs more than it saves")
         return "none"
+
+    def choose_amp(self, asked: str) -> str:
+        """Return "off", "fp16" or "bf16": what was `asked`, or, for "auto", bf16 where every rank's device has it."""
+        if asked != "auto":
+            return asked
+        if all(self.gather(computes_in_bf16(self.device), "amp")):
+            self.notes.append("amp bf16: every rank's device has instructions for it")
+            return "bf16"
+        self.notes.append(
+            "amp off: not every rank's device has instructions for bf16, which would be slower than float32"
+        )
+        return "off"
 
     def gpu_of_local_rank(self, gpus: int) -> torch.device:
         """Return this rank's own GPU of the `gpus` that it sees, and make it torch's current one."""

@@ -1,5 +1,6 @@
 """What the rows of `make bench` measure. Each function runs its configurations once, in a random order; a ratio per row."""
 
+import gzip
 import json
 import os
 import random
@@ -137,6 +138,17 @@ def mnist_data(setting: Setting) -> list[str]:
     return ["--dataset", "mnist", "--data-dir", str(setting.data_dir)]
 
 
+def for_torchvision(setting: Setting, root: Path) -> None:
+    """Put MNIST's files where torchvision looks for them under `root`."""
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in Path(str(setting.data_dir)).iterdir():
+        if path.name.endswith(("ubyte", "ubyte.gz")):
+            content = path.read_bytes()
+            unpacked = gzip.decompress(content) if path.suffix == ".gz" else content
+            (raw / path.name.removesuffix(".gz")).write_bytes(unpacked)
+
+
 # ------------------------------------------------------------------------------------------------------------------ input
 
 
@@ -155,15 +167,7 @@ def ours(epoch):
     for step in steps(epoch_order(60_000, 1, epoch), 0, 1, 64):
         for batch in step.batches:
             scaled(data.train_images[batch.indices]), data.train_labels[batch.indices]
-from pathlib import Path
 from torchvision import datasets, transforms
-raw = Path(root) / "MNIST" / "raw"
-raw.mkdir(parents=True)
-import gzip
-for path in Path(data_dir).iterdir():
-    if path.name.endswith(("ubyte", "ubyte.gz")):
-        content = path.read_bytes()
-        (raw / path.name.removesuffix(".gz")).write_bytes(gzip.decompress(content) if path.suffix == ".gz" else content)
 transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
 theirs = torch.utils.data.DataLoader(datasets.MNIST(root, train=True, transform=transform), batch_size=64, shuffle=True)
 ours(0)
@@ -175,6 +179,7 @@ for batch in theirs:
     pass
 print((time.perf_counter() - middle) / ((middle - began) / 5))
 """
+    for_torchvision(setting, setting.scratch / "root")
     return {"input": in_process(script, str(setting.data_dir), str(setting.scratch / "root"), log=setting.scratch)}
 
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from hvdtrain.launching import command, program
-from tests.bench.measurements import Left, Setting, job, mnist_data
+from tests.bench.measurements import Left, Setting, for_torchvision, job, mnist_data
 from tests.e2e.launchers import environment
 
 
@@ -31,12 +31,7 @@ def peers(setting: Setting) -> dict[str, float]:
     The accuracy they reached is printed. Their files: see `--peers`.
     """
     assert setting.peers is not None
-    raw = setting.scratch / "data" / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for path in Path(str(setting.data_dir)).iterdir():
-        (raw / path.name).symlink_to(path.resolve())
-    unpack = "from torchvision import datasets; datasets.MNIST('data', download=True)"
-    subprocess.run([sys.executable, "-c", unpack], cwd=setting.scratch, check=True, capture_output=True, timeout=120)
+    for_torchvision(setting, setting.scratch / "data")
     (setting.scratch / "work").mkdir()
     horovod = ["--data-dir", str(setting.scratch / "data"), "--no-cuda"]
     commands = {
@@ -66,8 +61,11 @@ def until_99(arguments: list[str], directory: Path) -> tuple[float, float]:
     )
     try:
         for line in process.stdout or ():
-            if "est set" in line and (found := re.search(r"\(?([\d.]+)%\)?\s*$", line.strip())):
-                best = max(best, float(found[1]))
+            if "Test set" in line and (found := re.search(r"(\d+)/(\d+)|([\d.]+)%", line)):
+                right, of, percent = (
+                    found.groups()
+                )  # the one prints a fraction (and its percentage rounded), the other this
+                best = max(best, float(percent) if percent else 100 * int(right) / int(of))
                 if best >= 99.0:
                     break
         seconds = time.monotonic() - began

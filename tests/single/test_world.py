@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from hvdtrain.engines.base import computes_in_bf16
 from hvdtrain.errors import UserError
 from hvdtrain.world import Announced, announced, bound_by_default, bound_unexplained, cpu_quota, remedy, threads_for
 
@@ -127,3 +129,19 @@ def test_what_one_rank_alone_may_know_is_not_lost():
 
 def test_exit_code_is_mains():
     assert run_main("run(lambda: 3)").returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("flags\t: fpu avx512_bf16", True),
+        ("Features\t: fp asimd bf16", True),
+        ("flags\t: fpu avx2", False),
+        ("", False),
+    ],
+)
+def test_bf16_is_taken_where_the_processor_has_it(flags, expected, tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"model name\t: bf16 in name only\n{flags}\n")
+    assert computes_in_bf16(torch.device("cpu"), cpuinfo) is expected
+    assert computes_in_bf16(torch.device("cpu"), tmp_path / "none") is False
