@@ -109,9 +109,10 @@ def read_facts(path: Path) -> dict:
 
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return json.loads((file.metadata() or {})["facts"])
+            facts = json.loads((file.metadata() or {})["facts"])
     except Exception:
         return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def listed(directory: Path) -> list[Path]:
@@ -147,7 +148,9 @@ def prune(directory: Path, keep: int) -> None:
     if not old:
         return
     scored = [
-        (accuracy, path) for path in listed(directory) if (accuracy := read_facts(path).get("accuracy")) is not None
+        (accuracy, path)
+        for path in listed(directory)
+        if isinstance(accuracy := read_facts(path).get("accuracy"), (int, float)) and accuracy == accuracy  # no NaN
     ]
     best = max(accuracy for accuracy, _ in scored) if scored else None
     best_path = next((path for accuracy, path in scored if accuracy == best), None)

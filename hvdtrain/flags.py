@@ -1,6 +1,7 @@
 """Command-line flags that mean the same in every script, and the types that check them."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -13,6 +14,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.world import ENGINES, refuse_foreign
 
 AMP_DTYPES = {"off": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LARGEST = 1e38  # of flags with a fraction: they meet weights in float32, which ends at 3.4e38
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,22 +42,23 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive_int(text: str) -> int:
-    value = int(text) if text.lstrip("+-").isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
+    return _whole(text, 1, 2**31 - 1)
 
 
 def count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+    return _whole(text, 0, 2**31 - 1)
+
+
+def byte_count(text: str) -> int:
+    return _whole(text, 1, 2**50)
 
 
 def seed(text: str) -> int:
-    if not text.isdigit() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
-    return int(text)
+    return _whole(text, 0, 2**63 - 1)
+
+
+def threads(text: str) -> int:
+    return _whole(text, 1, 1024)  # torch would start as many as are asked for
 
 
 def non_negative(text: str) -> float:
@@ -80,13 +83,25 @@ def fraction(text: str) -> float:
     return value
 
 
+def _whole(text: str, least: int, most: int) -> int:
+    # int() alone takes 1_000 too, and says in words of its own that it takes no more than 4,300 digits.
+    value = int(text) if re.fullmatch("[+-]?[0-9]{1,4000}", text) else least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number of at least {least}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is more than {most}, the most that it may be")
+    return value
+
+
 def _number(text: str, *, least: float, open_end: bool) -> float:
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not (least < value if open_end else least <= value) or value == float("inf"):
+    if not (least < value if open_end else least <= value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {'above' if open_end else 'of at least'} {least:g}")
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {LARGEST:g}, the most that it may be")
     return value
 
 
@@ -108,7 +123,7 @@ def add_world(group: Parser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one"
     )
     group.add_argument(
-        "--threads", type=positive_int, help="torch threads per rank (default: this rank's share of the cores)"
+        "--threads", type=threads, help="torch threads per rank (default: this rank's share of the cores)"
     )
     group.add_argument(
         "--tuning",

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -42,7 +43,7 @@ def slots(hosts: str) -> int:
     total = 0
     for host in hosts.split(","):
         name, _, number = host.rpartition(":")
-        if not name or not number.isdigit() or int(number) < 1:
+        if not name or not re.fullmatch("[0-9]{1,6}", number) or int(number) < 1:
             raise UserError(f"--hosts {hosts}: {host!r} is not NAME:SLOTS; write a:4,b:4")
         total += int(number)
     return total

@@ -43,8 +43,8 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--sweep", action="store_true", help="time it, from --min-bytes to --max-bytes in powers of two"
     )
-    parser.add_argument("--min-bytes", type=cli.positive_int, default=4, help="default: 4")
-    parser.add_argument("--max-bytes", type=cli.positive_int, default=256 * 2**20, help="default: 268435456 (256 MiB)")
+    parser.add_argument("--min-bytes", type=cli.byte_count, default=4, help="default: 4")
+    parser.add_argument("--max-bytes", type=cli.byte_count, default=256 * 2**20, help="default: 268435456 (256 MiB)")
     parser.add_argument(
         "--seconds-per-size", type=cli.positive, default=0.5, help="about so long each size is timed (default: 0.5)"
     )

@@ -104,7 +104,7 @@ class Checkpoints:
                 raise
 
     def _open(self, flags: Namespace) -> None:
-        if self.directory is not None and self.directory.is_symlink():
+        if self.directory is not None and os.path.islink(self.directory):  # noqa: PTH114 (see `_named`)
             said = f"{self.directory} is a link, and output stays in --output-dir: name the place itself with it"
             raise UserError(said)
         if self.directory is not None:
@@ -116,6 +116,7 @@ class Checkpoints:
         elif flags.resume not in ("auto", "never"):
             self._found = self._named(Path(flags.resume))
         if self._found is not None:
+            require_whole(*self._found)
             self._require_fit(self._found[0], strict=self.continues)
         elif self._warnings:
             self._warn("no checkpoint is sound: training starts from the beginning")
@@ -123,9 +124,9 @@ class Checkpoints:
             self._move_aside(self.directory)
 
     def _named(self, path: Path) -> tuple[dict, dict[str, Tensor]]:
-        if path.is_dir():
+        if os.path.isdir(path):  # noqa: PTH112 (Path's own raises where the name is too long)
             inner = path / "checkpoints"
-            found = checkpoint.newest(inner if inner.is_dir() else path, self._warn)
+            found = checkpoint.newest(inner if os.path.isdir(inner) else path, self._warn)  # noqa: PTH112
             if found is None:
                 raise UserError(f"--resume {path}: no sound checkpoint in it: name a step-*.safetensors, auto or never")
             return found
@@ -183,7 +184,9 @@ class Checkpoints:
             and not (batch_fits and name in ("batch_size", "accumulate"))
         ]  # fmt: skip
         unlike += [
-            (name, there, self._data[name]) for name, there in facts["data"].items() if there != self._data[name]
+            (name, there, self._data.get(name))
+            for name, there in facts["data"].items()
+            if there != self._data.get(name)
         ]
         if self._reduction != "average" and facts["begun"]["ranks"] != self.world.size:
             unlike.append(("the number of ranks, on which this --reduction depends", began.ranks, self.world.size))
@@ -234,7 +237,16 @@ class Checkpoints:
             if self._found is not None:
                 tensors = self._found[1]
                 load_model(model, tensors)
-                load_optimizer(optimizer, tensors, self._facts["optimizer"])
+                try:
+                    load_optimizer(optimizer, tensors, self._facts["optimizer"])
+                    scaler.load_state_dict(self._facts["scaler"] or scaler.state_dict())
+                except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+                    first = (str(error) or type(error).__name__).splitlines()[0]
+                    raise UserError(
+                        f"the checkpoint does not fit the optimizer ({first}): check --optimizer"
+                    ) from error
+                if rows.shape[1:] != flatten(model).shape:
+                    raise UserError("the checkpoint does not fit the model: it has other buffers: check --model")
                 rows.copy_(tensors["buffers"])
         self._found = None
         self.world.broadcast(model, optimizer)
@@ -303,6 +315,29 @@ class Checkpoints:
                 message = f"the last checkpoint could not be written to {self.directory} ({reason}): make room there"
         self._unlock()
         return self.world.gather(message, "checkpoint.close")[0]
+
+
+def require_whole(facts: dict, tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError where facts are not as `save` writes them: another version's, with its own right checksum."""
+    try:
+        begun, at = Begun(**facts["begun"]), Position(**facts["position"])
+        counts = (*begun, at.epoch, at.taken, at.samples, at.step, at.skipped)
+        numbers = (*counts, at.train_seconds, *at.evaluation.values())
+        groups, values = facts["optimizer"]["groups"], facts["optimizer"]["values"]
+        sound = (
+            all(isinstance(number, (int, float)) for number in numbers)
+            and all(type(number) is int and 0 <= number < 2**53 for number in counts)
+            and min(begun) > 0
+            and at.train_seconds >= 0
+            and all(isinstance(part, dict) for part in (facts["config"], facts["data"], facts["scaler"], values))
+            and all(isinstance(part, dict) for part in (*groups, *values.values()))
+            and facts["buffers"] == list(tensors["buffers"].shape)
+            and len(facts["buffers"]) == 2
+        )
+    except (KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise UserError("the checkpoint was written by another version of hvdtrain: use that, or --resume never")
 
 
 def plain(value: object) -> object:

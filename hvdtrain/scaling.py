@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--rounds", type=cli.positive_int, default=3, help="each runs everything once (default: 3)")
     parser.add_argument("--hosts", help="NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
     parser.add_argument(
-        "--threads", type=cli.positive_int, help="torch threads of every rank (default: cores / most ranks on a host)"
+        "--threads", type=cli.threads, help="torch threads of every rank (default: cores / most ranks on a host)"
     )
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds a run may take (default: 600)")
     parser.add_argument("--seed", type=cli.seed, default=1, help="of the order within rounds (default: 1)")

@@ -52,8 +52,8 @@ def resolve(host: str, deadline: float) -> str:
     while True:
         try:
             return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
-        except OSError as error:
-            if time.monotonic() > deadline:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name at all
+            if time.monotonic() > deadline or isinstance(error, UnicodeError):
                 raise UserError(
                     f"{host}, where rank 0 should be, has no address ({error}): check MASTER_ADDR"
                 ) from None

@@ -17,6 +17,7 @@ from hvdtrain.engines.base import World
 from hvdtrain.errors import Failure, UserError
 
 LINGER_SECONDS = 2.0
+MOST_RANKS = 2**20  # announced more, it is a mistake: the largest machines have fewer GPUs
 ENGINES = ("horovod", "ddp", "dataparallel", "serial")
 
 
@@ -39,14 +40,21 @@ LAUNCHERS = (
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> Announced:
-    """Return what the innermost launcher announced; alone, rank 0 of 1 by the launcher "none"."""
+    """Return what the innermost launcher announced; alone, rank 0 of 1 by the launcher "none".
+
+    Raises UserError where that is no rank of so many.
+    """
     for launcher, rank, size in LAUNCHERS:
-        if rank in environment and size in environment:
-            try:
-                return Announced(launcher, int(environment[rank]), int(environment[size]))
-            except ValueError:
-                message = f"{rank}={environment[rank]!r}, {size}={environment[size]!r}: not whole numbers; unset them"
-                raise UserError(message) from None
+        if rank not in environment or size not in environment:
+            continue
+        said = f"{rank}={environment[rank][:40]!r}, {size}={environment[size][:40]!r}"
+        try:
+            told = Announced(launcher, int(environment[rank]), int(environment[size]))
+        except ValueError:
+            raise UserError(f"{said}: not whole numbers; unset them") from None
+        if not 0 <= told.rank < told.size <= MOST_RANKS:
+            raise UserError(f"{said}: ranks go from 0 to below their number; correct them, or unset both")
+        return told
     return Announced("none", 0, 1)
 
 
@@ -174,9 +182,10 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/pro
     for directory in [root, *(root / part for part in _prefixes(own))]:
         try:
             limit, period = (directory / "cpu.max").read_text().split()
-            quota = min(quota, float(limit) / float(period)) if limit != "max" else quota
-        except (OSError, ValueError):
+            cores = float(limit) / float(period) if limit != "max" else quota
+        except (OSError, ValueError, ZeroDivisionError):
             continue
+        quota = min(quota, cores) if cores > 0 else quota
     return quota
 
 
@@ -203,6 +212,7 @@ def run(main: Callable[[], int]) -> NoReturn:
             time.sleep(LINGER_SECONDS)
             script += f": rank {rank} on {socket.gethostname()}"
         if rank == 0 or not error.everywhere:
-            print(f"{script}: error: {error}", file=sys.stderr, flush=True)
+            line = " ".join(str(error).splitlines())  # one line, whatever the user typed into it
+            print(f"{script}: error: {line}", file=sys.stderr, flush=True)
         code = error.exit_code
     sys.exit(code)

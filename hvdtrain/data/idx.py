@@ -119,7 +119,7 @@ def _named_directory(data_dir: str | os.PathLike[str] | None) -> Path | None:
         root = Path(named).expanduser()  # --data-dir=~/x reaches us as written
     except RuntimeError:
         root = Path(named)
-    if not root.is_dir():
+    if not os.path.isdir(root):  # noqa: PTH112 (Path's own raises where the name is too long)
         what = "is not a directory" if os.path.lexists(root) else "does not exist"
         raise UserError(f"{by}: {show(root)} {what}: name the directory that has the data, or leave it out")
     if not os.access(root, os.R_OK | os.X_OK):

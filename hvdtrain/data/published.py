@@ -12,6 +12,7 @@ from hvdtrain.data import cache
 from hvdtrain.errors import UserError
 
 SIDE = 28  # pixels
+MOST_MEMBERS = 4000  # each costs a copy of what follows it; bgzip makes 720 of the largest file
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,10 @@ def content_of(published: Published, file: File, path: Path) -> tuple[bytes, os.
 
 def gunzip(packed: bytes, limit: int) -> tuple[bytes, str]:
     """At most `limit` bytes of what is packed (so a gzip bomb does no harm), and what is wrong with it or ""."""
-    content = b""
+    content, members = b"", 0
     while packed and len(content) < limit:  # a gzip file may have several members
+        if (members := members + 1) > MOST_MEMBERS:
+            return b"", f"is damaged: more than {MOST_MEMBERS:,} gzip files in one"
         unpacker = zlib.decompressobj(wbits=31)  # gzip's header and checksum
         try:
             content += unpacker.decompress(packed, limit - len(content))

@@ -131,6 +131,8 @@ def choose_classes(urls: list[str], asked: int | None) -> int:
         if (directory / "classes.json").exists()
     }
     for directory, names in listed.items():
+        if not names:
+            raise UserError(f"{directory}/classes.json lists no class: make it again, or remove it")
         first = next(iter(listed))
         if names != listed[first]:
             raise UserError(
@@ -144,7 +146,7 @@ def choose_classes(urls: list[str], asked: int | None) -> int:
 def read_json(path: Path, kind: type):
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({why(error)}): make it again, or remove it") from error
     if not isinstance(value, kind):
         raise UserError(f"{path} holds no {kind.__name__}: make it again, or remove it")
@@ -166,9 +168,21 @@ def count_samples(world: World, urls: list[str], *, needed: bool) -> list[Shard]
                 beside = path.parent / "sizes.json"
                 announced[path.parent] = read_json(beside, dict) if beside.exists() else {}
             size = announced[path.parent].get(path.name)
-            mine[url] = size if isinstance(size, int) else headers_count(path)
+            mine[url] = headers_count(path) if size is None else believable(size, path)
     sizes = {url: size for part in world.gather(mine, "sizes") for url, size in part.items()}
     return [Shard(url, sizes.get(url)) for url in urls]
+
+
+def believable(size: object, path: Path) -> int:
+    """Return what sizes.json says of a shard, if its bytes have room for so many samples. Raises UserError."""
+    try:
+        room = path.stat().st_size  # a sample has two headers of 512 bytes, which compress to a byte at best
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): check it") from error
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= room:
+        said = f"{path.parent}/sizes.json gives {path.name} {str(size)[:40]!r} samples in {room:,} bytes"
+        raise UserError(f"{said}: make it again, or remove it")
+    return size
 
 
 def headers_count(path: Path) -> int:
@@ -182,8 +196,8 @@ def headers_count(path: Path) -> int:
                 if member.isreg():
                     keys.add(base_plus_ext(member.name)[0])
                 tar.members = []  # type: ignore[attr-defined]  # else it keeps them all
-    except (OSError, tarfile.TarError, EOFError):
-        pass  # whoever reads it will say so
+    except Exception:  # of tarfile, of each decompressor, of text that is none; whoever reads the shard will say so
+        pass
     return len(keys - {None})
 
 

@@ -1,6 +1,7 @@
 """Where the ranks of a job meet when no launcher brings them together."""
 
 import contextlib
+import re
 import socketserver
 import subprocess
 import threading
@@ -14,8 +15,8 @@ def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, i
     """Return the host and port of rank 0: as told by MASTER_ADDR and MASTER_PORT, or as follows from the Slurm job."""
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if host and port:
-        if not port.isdigit() or not 0 < int(port) < 65536:
-            raise UserError(f"MASTER_PORT={port!r} is not a port: set a number from 1024 to 65535")
+        if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+            raise UserError(f"MASTER_PORT={port[:40]!r} is not a port: set a number from 1024 to 65535")
         return host, int(port)
     if launcher == "Slurm":
         return slurm_meeting_point(environment)
@@ -25,11 +26,16 @@ def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, i
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
     """Return the first host of this job step and a port that follows from the job's number."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+    number = environment.get("SLURM_JOB_ID", "0")
+    if not re.fullmatch("[0-9]{1,20}", number):
+        raise UserError(f"SLURM_JOB_ID={number[:40]!r} is not a number: set MASTER_ADDR and MASTER_PORT")
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         nodes = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=10
         ).stdout
-    return nodes.split()[0], 20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000
+    if not nodes.split():
+        raise UserError("Slurm names no host (SLURM_JOB_NODELIST is empty): set MASTER_ADDR and MASTER_PORT")
+    return nodes.split()[0], 20_000 + int(number) % 10_000
 
 
 class Rendezvous:

@@ -18,6 +18,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.mistakes import FILE as MISTAKES
 
 UNTOLD = {"output_dir", "resume", "no_progress"}  # flags that say nothing about what a run does
+COUNTABLE = 2**53  # from here on not every whole number is a float
 NEEDED = {"train": ("step", "samples", "loss"), "evaluate": ("loss", "accuracy"), "resume": ("step", "samples")}
 
 
@@ -167,8 +168,11 @@ def usable(event: object) -> bool:
         return False
     name = event.get("event")
     if name == "start":
-        return (number(event.get("world_size")) or 0) >= 1
-    return isinstance(name, str) and all(number(event.get(key)) is not None for key in NEEDED.get(name, ()))
+        return 1 <= (number(event.get("world_size")) or 0) < COUNTABLE
+    if not isinstance(name, str) or any(number(event.get(key)) is None for key in NEEDED.get(name, ())):
+        return False
+    # A loss may be nan or inf; a step and a number of samples may not.
+    return all(0 <= event[key] < COUNTABLE for key in NEEDED.get(name, ()) if key in ("step", "samples"))
 
 
 def take(run: Run, event: dict) -> None:

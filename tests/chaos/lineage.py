@@ -1,6 +1,7 @@
 """Runs with faults in them, and the count of what they took: shared by tests/e2e and `make chaos`."""
 
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -57,3 +58,28 @@ def tally(directory: Path, epochs: int = EPOCHS) -> tuple[int, int]:
         lost += sum(seen[i] == 0 for i in range(SAMPLES))
         repeated += sum(count - 1 for count in seen.values() if count > 1)
     return lost, repeated
+
+
+def struck_at(done: Done) -> float | None:
+    """Return when (seconds since the epoch) the fault of this attempt struck; None where it never came to its point."""
+    found = re.search(r"attack: .* time ([\d.]+)", done.stdout)
+    return float(found[1]) if found else None
+
+
+def seconds_lost(directory: Path, faults: list[float]) -> float:
+    """Return how many seconds of training were done again, over the faults that struck at these times.
+
+    For each: from the checkpoint that the next attempt went on from, or from the attempt's own start where that came later.
+    """
+    paths = directory.glob("metrics*.jsonl")  # an attempt that found no checkpoint begins a new one
+    lines = sorted(
+        (json.loads(line) for path in paths for line in path.read_text().splitlines()), key=lambda e: e["time"]
+    )
+    lost = 0.0
+    for previous, fault in zip([0.0, *faults], faults, strict=False):
+        began = max((e["time"] for e in lines if e["event"] == "start" and previous < e["time"] < fault), default=fault)
+        until = next((later for later in faults if later > fault), float("inf"))
+        resumed = next((e["step"] for e in lines if e["event"] == "resume" and fault < e["time"] < until), None)
+        saved = [e["time"] for e in lines if e["event"] == "checkpoint" and e["step"] == resumed and e["time"] < fault]
+        lost += fault - max([began, *saved])
+    return lost

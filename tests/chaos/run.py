@@ -1,54 +1,44 @@
 """Attack runs at random, start them again, and compare with runs that nothing disturbed: to the bit, sample by sample.
 
-make chaos                              20 attacks
+make chaos                                                    20 attacks, 1,000 damaged checkpoints, 4 -> 3 -> 2 -> 4 ranks
 make chaos CHAOS="--attacks 200 --seed 7"
+make chaos CHAOS="--attacks 0 --schedule ''"                  only the checkpoints: seconds
+make chaos CHAOS="--attacks 0 --damages 0 --schedule 2,1,2"   only the change of ranks
 """
 
 import argparse
 import contextlib
 import random
-import re
 import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain import checkpoint
-from tests.chaos.lineage import attacked, results, tally
+from tests.chaos.damages import damages
+from tests.chaos.lineage import attacked, results, seconds_lost, struck_at, tally
+from tests.chaos.outcome import Outcome, table
+from tests.chaos.schedule import schedule
 
 BATCH = {2: 32, 3: 20, 4: 16}  # by ranks: samples per rank and step
 # Where a fault strikes, and how often a whole run comes by there.
 TRAINING = {"load": 16, "backward": 16, "allreduce": 16, "update": 16, "evaluate": 2, "snapshot": 8}
 WRITING = {"digest": 7, "fsync": 7, "half": 7, "rename": 7, "directory": 7, "prune": 7}  # rank 0's alone
-STARTING = {"start": 1, "broadcast": 1}
+STARTING = {"start": 1, "broadcast": 1, "restore": 1}
 ENDS = ("kill", "segv", "raise")
 HANGS = ("stop", "spin", "sleep")
 ATTEMPTS = 5  # starts of one run, after which it counts as not survived
 
 
-@dataclass
-class Outcome:
-    attack: str
-    survived: bool  # it came to its end, with no hang and no code but those promised
-    equal: bool
-    lost: int
-    repeated: int
-    detected: float | None  # seconds from the fault to the end of the launcher; None where the run went on
-    redone: float  # seconds that the second start took
-    leftovers: int
-    note: str = ""
-
-
-def draw(chance: random.Random, ranks: int) -> dict:
+def draw(chance: random.Random, ranks: int, *, restarted: bool = False) -> dict:
+    """Return a fault. restarted: for the second attempt, whose start-up is struck more often."""
     kind = chance.choices((*ENDS, *HANGS, "term", "full"), (4, 2, 2, 2, 1, 1, 2, 1))[0]
     if kind == "full":
         points, rank = {"fsync": 7, "half": 7, "rename": 7, "directory": 7}, 0
     elif kind in HANGS or kind == "term":  # a hang before the first step is given ten minutes
         points, rank = TRAINING, chance.randrange(ranks)
     else:
-        points = chance.choice((TRAINING, TRAINING, WRITING, STARTING))
+        points = chance.choice((TRAINING, STARTING, STARTING) if restarted else (TRAINING, TRAINING, WRITING, STARTING))
         rank = 0 if points is WRITING else chance.randrange(ranks)
     point = chance.choice(list(points))
     first = 2 if kind in HANGS else 1
@@ -86,11 +76,14 @@ def strike(chance: random.Random, directory: Path, wholes: dict[tuple[str, int],
     """One run: attacked once or twice, perhaps with its newest checkpoint spoiled, and started until it ends."""
     ranks = chance.choice(tuple(BATCH))
     launcher = chance.choice(("mpirun", "mpirun", "gloo"))
-    attacks = [draw(chance, ranks) for _ in range(chance.choice((1, 1, 2)))]
+    attacks = [draw(chance, ranks)]
+    if chance.random() < 1 / 3:
+        attacks.append(draw(chance, ranks, restarted=True))
+    kind = attacks[0]["kind"] if len(attacks) == 1 else "twice"
     label = f"{ranks} ranks, {launcher}: " + ", then ".join(
         "{kind} rank {rank} at {point} {count}".format(**attack) for attack in attacks
     )
-    shared, seconds, detected, left = shared_memory(), 0.0, None, 0
+    shared, faults, detected, left = shared_memory(), [], [], 0
     for attempt in range(ATTEMPTS):
         attack = attacks[attempt] if attempt < len(attacks) else None
         flags = "--step-timeout 5"
@@ -99,86 +92,77 @@ def strike(chance: random.Random, directory: Path, wholes: dict[tuple[str, int],
                 directory, ranks=ranks, batch=BATCH[ranks], flags=flags, attack=attack, launcher=launcher, timeout=150
             )
         except AssertionError as error:
-            return Outcome(label, False, False, 0, 0, None, 0.0, 0, f"hang: {str(error)[:60]}")
-        ended, seconds, left = time.time(), done.seconds, left + done.left_behind
-        struck = re.search(r"attack: .* time ([\d.]+)", done.stdout)
+            return Outcome(kind, label, False, False, note=f"hang: {str(error)[:60]}")
+        ended, left = time.time(), left + done.left_behind
         if done.code == 0:
             break
+        struck = struck_at(done)
         if struck is None:
             tail = " ".join((done.stderr or done.stdout).split())[-200:]
-            return Outcome(label, False, False, 0, 0, None, 0.0, left, f"code {done.code} without a fault: {tail}")
-        detected = max(detected or 0.0, ended - float(struck[1]))
+            note = f"code {done.code} without a fault: {tail}"
+            return Outcome(kind, label, False, False, leftovers=left, note=note)
+        faults.append(struck)
+        detected.append(ended - struck)
         if chance.random() < 0.2:
             label += damage(chance, directory)
     else:
-        return Outcome(label, False, False, 0, 0, detected, 0.0, left, "never came to its end")
+        return Outcome(kind, label, False, False, 0, 0, max(detected), leftovers=left, note="never came to its end")
     lost, repeated = tally(directory)
     temporary = [path for path in (directory / "checkpoints").iterdir() if path.name.startswith(".")]
     segments = shared_memory() - shared
     leftovers = left + len(temporary) + len(segments)
     note = f"left behind: {left} processes, {temporary}, {segments}" if leftovers else ""
     return Outcome(
-        label, True, results(directory) == wholes[launcher, ranks], lost, repeated, detected, seconds, leftovers, note
-    )
+        kind, label, True, results(directory) == wholes[launcher, ranks], lost, repeated, max(detected, default=None),
+        seconds_lost(directory, faults) if faults else None, leftovers, note,
+    )  # fmt: skip
+
+
+def undisturbed(scratch: Path) -> dict[tuple[str, int], dict]:
+    """Return what runs that nothing disturbed end with, by launcher and ranks."""
+    wholes = {}
+    for launcher in ("mpirun", "gloo"):  # which sum three numbers in different orders
+        for ranks, batch in BATCH.items():
+            whole = scratch / f"{launcher}{ranks}"
+            done = attacked(whole, ranks=ranks, batch=batch, launcher=launcher)
+            assert done.code == 0, done
+            wholes[launcher, ranks] = results(whole)
+    return wholes
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tests.chaos.run", description=__doc__)
-    parser.add_argument("--attacks", type=int, default=20)
+    parser = argparse.ArgumentParser(
+        prog="tests.chaos.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--attacks", type=int, default=20, help="on processes (default: 20)")
+    parser.add_argument("--damages", type=int, default=1000, help="to a checkpoint (default: 1000)")
+    parser.add_argument(
+        "--schedule", default="4,3,2,4", help="ranks of the parts of one run (default: 4,3,2,4; '': none)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     flags = parser.parse_args()
     chance = random.Random(flags.seed)
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        wholes = {}
-        for launcher in ("mpirun", "gloo"):  # which sum three numbers in different orders
-            for ranks, batch in BATCH.items():
-                whole = Path(scratch) / f"{launcher}{ranks}"
-                done = attacked(whole, ranks=ranks, batch=batch, launcher=launcher)
-                assert done.code == 0, done
-                wholes[launcher, ranks] = results(whole)
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        wholes = undisturbed(scratch) if flags.attacks else {}
         for number in range(1, flags.attacks + 1):
-            directory = Path(scratch) / str(number)
-            outcome = strike(chance, directory, wholes)
-            outcomes.append(outcome)
-            good = outcome.survived and outcome.equal and not (outcome.lost or outcome.repeated or outcome.leftovers)
-            detected = "-" if outcome.detected is None else f"{outcome.detected:.1f} s"
-            print(
-                f"{number:4} {'ok  ' if good else 'FAIL'} {detected:>7}  {outcome.attack}  {outcome.note}", flush=True
-            )
-            if not good:
-                print(f"     {outcome}", flush=True)
+            outcomes.append(strike(chance, scratch / str(number), wholes))
+            print(f"{number:4} {outcomes[-1]}", flush=True)
+            if not outcomes[-1].good:
+                print(f"     {outcomes[-1]!r}", flush=True)
+        if flags.schedule:
+            outcomes.append(schedule([int(ranks) for ranks in flags.schedule.split(",")], scratch, chance))
+            print(f"     {outcomes[-1]}", flush=True)
+        if flags.damages:
+            done = attacked(scratch / "sound")
+            assert done.code == 0, done
+            for outcome in damages(scratch / "sound", scratch, flags.damages, chance):
+                outcomes.append(outcome)
+                if not outcome.good:
+                    print(f"     {outcome}", flush=True)
     print(table(outcomes))
-    bad = [o for o in outcomes if not o.survived or not o.equal or o.lost or o.repeated or o.leftovers]
-    return 1 if bad else 0
-
-
-def table(outcomes: list[Outcome]) -> str:
-    groups: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        kinds = Counter(re.findall(r"(kill|segv|raise|stop|spin|sleep|term|full) rank", outcome.attack))
-        name = next(iter(kinds)) if sum(kinds.values()) == 1 else "twice"
-        groups.setdefault(name, []).append(outcome)
-    head = (
-        "attack",
-        "number",
-        "survived",
-        "bits equal",
-        "lost",
-        "repeated",
-        "leftovers",
-        "detected in s: median, worst",
-    )
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for name, some in [*sorted(groups.items()), ("all", outcomes)]:
-        times = sorted(o.detected for o in some if o.detected is not None)
-        spread = f"{times[len(times) // 2]:.1f}, {times[-1]:.1f}" if times else "-"
-        cells = (
-            name, len(some), sum(o.survived for o in some), sum(o.equal for o in some), sum(o.lost for o in some),
-            sum(o.repeated for o in some), sum(o.leftovers for o in some), spread,
-        )  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+    return 0 if all(outcome.good for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

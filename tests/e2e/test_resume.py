@@ -1,10 +1,14 @@
 """A run that was killed, started again: the same bits as one that was not; and what stands in the way of a restart."""
 
+import random
+
 import pytest
 import torch
 
 from hvdtrain import checkpoint
-from tests.chaos.lineage import attacked, results, tally
+from tests.chaos.damages import damages
+from tests.chaos.lineage import attacked, results, seconds_lost, struck_at, tally
+from tests.chaos.schedule import schedule
 
 from .launchers import events, summary
 
@@ -36,6 +40,7 @@ def test_a_killed_run_ends_as_if_nothing_had_been(attack, whole, tmp_path):
     assert tally(tmp_path) == (0, 0)  # samples lost, samples repeated
     (resumed,) = events(tmp_path, "resume")
     assert 0 < resumed["step"] < 16
+    assert 0 <= seconds_lost(tmp_path, [struck_at(killed)]) < killed.seconds
     lines = events(tmp_path)
     assert [line["event"] for line in lines][0 :: len(lines) - 1] == ["start", "end"]  # one record of both parts
     assert not [path for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")]
@@ -67,3 +72,16 @@ def test_a_full_disk_is_said_and_training_goes_on(whole, tmp_path):
     assert "No space left on device): training goes on; the last good one is step-00000003" in done.stderr, done
     assert events(tmp_path, "error")[0]["kind"] == "checkpoint"
     assert results(tmp_path) == results(whole)
+
+
+def test_damaged_checkpoints_of_a_real_run_are_rejected_and_the_one_before_is_taken(whole, tmp_path):
+    outcomes = list(damages(whole, tmp_path, 60, random.Random(2)))
+    assert len(outcomes) == 60
+    assert [str(outcome) for outcome in outcomes if not outcome.good] == []
+
+
+@pytest.mark.slow
+def test_ranks_that_change_between_kills(tmp_path):
+    outcome = schedule((2, 1, 2), tmp_path, random.Random(1))
+    assert outcome.good, outcome
+    assert outcome.seconds_lost > 0

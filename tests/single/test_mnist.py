@@ -56,7 +56,7 @@ def test_horovods_own_flag_name_works():
         (["--momentum", "1"], "argument --momentum: '1' is not a number from 0 to below 1"),
         (["--batch-size", "0"], "argument --batch-size: '0' is not a whole number of at least 1"),
         (["--batch-size", "1.5"], "'1.5' is not a whole number"),
-        (["--seed", "-1"], "'-1' is not a whole number from 0"),
+        (["--seed", "-1"], "'-1' is not a whole number of at least 0"),
         (["--engine", "smoke"], "invalid choice: 'smoke'"),
         (["--epochs"], "expected one argument"),
     ],

@@ -1,0 +1,351 @@
+"""Files as nobody should leave them: one clear line or the right answer, and no more memory than the file has bytes."""
+
+import gzip
+import io
+import json
+import tarfile
+from argparse import Namespace
+from pathlib import Path
+
+import fake_mnist as fake
+import pytest
+import torch
+from examples import JSON, changed, little_memory, one_line, spoilt, tried
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain import checkpoint, resume, telemetry
+from hvdtrain.convnet import MODELS
+from hvdtrain.data import cache, idx, published, shards
+from hvdtrain.data.shards import Shard, ShardBatches
+from hvdtrain.engines.single import SerialWorld
+from hvdtrain.errors import UserError
+from hvdtrain.reporting import page
+from hvdtrain.reporting.runs import read_runs, samples_at, time_shares
+
+
+@pytest.fixture
+def world() -> SerialWorld:
+    world = SerialWorld(tuning=False, rank=0, size=1, launcher="none")
+    world.device = torch.device("cpu")
+    return world
+
+
+# IDX
+
+
+@pytest.fixture
+def mnist(tmp_path, monkeypatch) -> Path:
+    """A small sound MNIST, and no cache."""
+    for name in published.PUBLISHED:
+        monkeypatch.setitem(published.PUBLISHED, name, fake.published(name))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
+    return fake.write(tmp_path / "mnist")
+
+
+@st.composite
+def idx_files(draw: st.DrawFn, name: str) -> bytes:
+    """What may lie under the name of an IDX file: damaged, under another header, or anything."""
+    sound = fake.MNIST[name]
+    sizes = st.sampled_from([0, 1, 19, 20, 21, 28, 784, 2**16, 2**31 - 1, 2**31, 2**32 - 1])
+    shape = draw(st.lists(sizes, max_size=5))
+    kind = draw(st.sampled_from([8, 8, 8, 9, 0x0D, 0, 255]))
+    header = bytes([0, 0, kind, len(shape)]) + b"".join(n.to_bytes(4, "big") for n in shape)
+    return draw(
+        st.one_of(
+            spoilt(sound),
+            st.binary(max_size=40).map(lambda rest: header + rest),
+            st.just(header + sound[16:]),
+            st.binary(max_size=200),
+            st.sampled_from([*fake.MNIST.values(), *fake.FASHION.values()]),
+        )
+    )
+
+
+@tried(100)
+@given(data=st.data())
+def test_any_idx_file_is_refused_or_right(mnist, data):
+    name = data.draw(st.sampled_from(fake.NAMES))
+    plain, packed = mnist / name, mnist / f"{name}.gz"
+    content = data.draw(idx_files(name))
+    compressed = data.draw(st.booleans())
+    if compressed:
+        content = gzip.compress(content, compresslevel=1)
+        content = data.draw(st.just(content) | spoilt(content))
+        plain.unlink(missing_ok=True)
+    (packed if compressed else plain).write_bytes(content)
+    try:
+        with little_memory():
+            loaded = idx.load("mnist", mnist, download=False)
+    except UserError as error:
+        one_line(error)
+    else:
+        tensors = (loaded.train_images, loaded.train_labels, loaded.test_images, loaded.test_labels)
+        for file, tensor in zip(fake.NAMES, tensors, strict=True):
+            assert bytes(tensor.flatten().tolist()) == fake.MNIST[file][16 if "images" in file else 8 :]
+    finally:
+        packed.unlink(missing_ok=True)
+        plain.write_bytes(fake.MNIST[name])
+
+
+@tried(100)
+@given(
+    parts=st.lists(st.binary(max_size=30) | st.integers(0, 2**21).map(bytes), max_size=4),
+    spoil=st.booleans(), limit=st.integers(1, 5000), data=st.data(),
+)  # fmt: skip
+def test_of_any_gzip_file_no_more_than_the_limit_is_unpacked(parts, spoil, limit, data):
+    packed = b"".join(gzip.compress(part, compresslevel=1) for part in parts)
+    packed = data.draw(spoilt(packed)) if spoil else packed
+    with little_memory():
+        content, problem = published.gunzip(packed, limit)
+    assert len(content) <= limit
+    if not spoil:
+        whole = b"".join(parts)
+        assert content == whole[:limit]
+        assert bool(problem) == (not whole)
+    elif not problem and len(content) < limit:
+        assert content == gzip.decompress(packed)
+
+
+def test_a_gzip_file_of_a_hundred_thousand_empty_ones_takes_no_time():
+    assert "gzip files in one" in published.gunzip(gzip.compress(b"") * 100_000, 10**6)[1]
+
+
+@tried(40)
+@given(
+    notes=st.one_of(
+        st.binary(max_size=100), JSON.map(lambda value: json.dumps(value).encode()), st.just(b"[" * 100_000)
+    )
+)
+def test_any_notes_in_the_cache_do_no_harm(mnist, notes, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (cache.directory("mnist") / cache.NOTES).write_bytes(notes)
+    with little_memory():
+        assert idx.load("mnist", mnist, download=False).train_labels.tolist() == list(fake.MNIST[fake.NAMES[1]][8:])
+
+
+# Shards
+
+
+def tar_of(count: int) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for number in range(count):
+            for name, content in ((f"{number}.jpg", b"image"), (f"{number}.cls", str(number % 3).encode())):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+TAR = tar_of(5)
+TARS = st.one_of(spoilt(TAR), spoilt(gzip.compress(TAR)), st.binary(max_size=600))
+
+
+def shard_directory(tmp_path: Path) -> Path:
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir(exist_ok=True)
+        (tmp_path / split / "000000.tar").write_bytes(TAR)
+        (tmp_path / split / "sizes.json").write_text('{"000000.tar": 5}')
+        (tmp_path / split / "classes.json").write_text('["a", "b", "c"]')
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["sizes.json", "classes.json"])
+@tried(50)
+@given(content=st.one_of(
+    st.binary(max_size=60), JSON.map(lambda value: json.dumps(value).encode()), st.just(b"[" * 100_000),
+    changed({"000000.tar": 5}).map(lambda value: json.dumps(value).encode()),
+))  # fmt: skip
+def test_any_index_of_shards_is_refused_or_right(name, content, world, tmp_path):
+    directory = shard_directory(tmp_path)
+    (directory / "train" / name).write_bytes(content)
+    options = dict(side=8, seed=1, workers=0, classes=None, train_count=None)
+    try:
+        with little_memory():
+            source = shards.open_shards(world, directory, (None, None), **options)
+    except UserError as error:
+        one_line(error)
+        return
+    if name == "classes.json":
+        assert source.classes == 3
+        assert json.loads(content) == ["a", "b", "c"]
+    else:
+        said = json.loads(content).get("000000.tar")
+        assert source.train_count == (5 if said is None else said)
+        assert 0 < source.train_count <= len(TAR)
+
+
+class Undecoded:
+    """In place of `Prepare`: takes every image as it is."""
+
+    side = 1
+
+    def __call__(self, content: bytes, epoch: int, name: str) -> torch.Tensor:
+        return torch.zeros(3, 1, 1, dtype=torch.uint8)
+
+
+@tried(60)
+@given(content=TARS)
+def test_of_any_shard_each_sample_is_read_or_reported(content, tmp_path):
+    path = tmp_path / "000000.tar"
+    path.write_bytes(content)
+    with little_memory():
+        assert shards.headers_count(path) <= len(content) / 512 or content[:2] == b"\x1f\x8b"
+        batches = list(ShardBatches([Shard(str(path), 5)], Undecoded(), 3, 1, 0, 1, None))
+    labels = [label for batch in batches for label in batch.labels.tolist()[: batch.samples]]
+    assert all(label in (0, 1, 2) for label in labels)
+    if content != TAR and len(labels) < 5:
+        assert any(batch.broken for batch in batches)
+
+
+# Checkpoints
+
+
+@pytest.fixture(scope="module")
+def saved() -> tuple[dict, dict]:
+    """Facts and tensors of a small run's checkpoint."""
+    model = MODELS["convnet-nonorm"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    facts = {
+        "format": 1,
+        "position": dict(epoch=0, taken=64, samples=64, step=1, skipped=0, train_seconds=1.5, evaluation={}),
+        "accuracy": None,
+        "begun": dict(ranks=1, batch_size=64, accumulate=1),
+        "world_size": 1,
+        "engine": "serial",
+        "config": {"lr": 0.1, "epochs": 2},
+        "data": {"dataset": "digits", "train_samples": 128},
+        "optimizer": {"values": {}, "groups": [{"lr": 0.1, "momentum": 0.9}]},
+        "scaler": {},
+        "buffers": [1, 0],
+    }
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors["buffers"] = torch.zeros(1, 0)
+    assert optimizer.state_dict()["param_groups"]
+    return facts, tensors
+
+
+def go_on(directory: Path, world: SerialWorld) -> resume.Position:
+    """Resume as hvdtrain.mnist does; return where training stands."""
+    model = MODELS["convnet-nonorm"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    flags = Namespace(checkpoint_steps=None, output_dir=directory, keep=3, batch_size=64, accumulate=1,
+                      reduction="average", resume="auto")  # fmt: skip
+    found = resume.Checkpoints(world, flags, {"lr": 0.1, "epochs": 2}, {"dataset": "digits", "train_samples": 128})
+    try:
+        with telemetry.Telemetry(world, None, progress=False) as quiet:
+            at = found.begin(quiet)
+            found.restore(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+        return at
+    finally:
+        found.close()
+
+
+def test_a_sound_checkpoint_goes_on(saved, world, tmp_path):
+    facts, tensors = saved
+    checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
+    assert go_on(tmp_path, world) == resume.Position(**facts["position"])
+
+
+@tried(60)
+@given(data=st.data())
+def test_any_facts_under_a_right_checksum_are_refused_or_taken(saved, world, data, tmp_path):
+    """As another version, or somebody's editor, might write them."""
+    facts, tensors = saved
+    facts = data.draw(changed(facts))
+    path = tmp_path / "checkpoints" / checkpoint.name_of(1)
+    checkpoint.write(path, facts, tensors)
+    try:
+        at = go_on(tmp_path, world)
+    except UserError as error:
+        one_line(error)
+        return
+    finally:
+        for left in path.parent.glob("*"):
+            left.unlink()
+    if at.step:
+        assert at == resume.Position(**facts["position"])
+        assert min(at.epoch, at.taken, at.samples, at.step, at.skipped) >= 0
+
+
+@tried(100)
+@given(
+    tensors=st.dictionaries(
+        st.sampled_from(["buffers", "model.x", "__metadata__", ""]),
+        st.fixed_dictionaries({
+            "dtype": st.sampled_from(["F32", "U8", "BF16", "BOOL", "F8_E4M3", "X", 7]),
+            "shape": st.lists(st.sampled_from([0, 1, 7, 2**31, 2**40, 2**63, 2**64, -1, "x"]), max_size=3),
+            "data_offsets": st.lists(st.sampled_from([0, 4, 28, 2**33, 2**63, 2**64 - 1, -4]), min_size=1, max_size=3),
+        }) | JSON,
+        max_size=3,
+    ),
+    metadata=JSON, length=st.none() | st.sampled_from([0, 1, 2**20, 10**8, 10**8 + 1, 2**32, 2**63, 2**64 - 1]),
+    body=st.binary(max_size=64),
+)  # fmt: skip
+def test_headers_that_lie_are_refused_without_taking_the_memory(tensors, metadata, length, body, tmp_path):
+    header = json.dumps(tensors | {"__metadata__": metadata}).encode()
+    path = tmp_path / "lying"
+    path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + body)
+    with little_memory(), pytest.raises(checkpoint.Damaged) as caught:
+        checkpoint.read(path)
+    assert len(str(caught.value).splitlines()) == 1
+    assert checkpoint.read_facts(path) == {}
+
+
+# What a run has written, as the report and a restart read it
+
+
+RUN = [
+    {"event": "start", "time": 1.0, "world_size": 2, "engine": "horovod", "dataset": "digits", "config": {"lr": 0.1},
+     "versions": {"torch": "2"}, "ranks": [{"rank": 0, "host": "a"}]},
+    {"event": "train", "time": 2.0, "epoch": 1, "step": 1, "samples": 64, "loss": 1.0, "loading_seconds": 1e-3},
+    {"event": "ranks", "time": 2.5, "loading_seconds": [1, 2], "compute_seconds": [1, 2], "communication_seconds": [0, 1],
+     "elapsed_seconds": [3, 6]},
+    {"event": "evaluate", "time": 3.0, "epoch": 1, "loss": 0.5, "accuracy": 0.9, "count": 10},
+    {"event": "checkpoint", "time": 3.5, "file": "step-00000001.safetensors", "step": 1},
+    {"event": "start", "time": 9.0, "world_size": 2},
+    {"event": "resume", "time": 9.5, "step": 1, "samples": 64},
+    {"event": "stop", "time": 10.0, "reason": "SIGTERM"},
+    {"event": "error", "time": 10.0, "kind": "failure", "message": "x"},
+    {"event": "end", "time": 11.0, "test_accuracy": 0.9, "test_loss": 0.4, "samples": 64, "total_seconds": 9.0},
+]  # fmt: skip
+MISTAKES = {"time": 3.0, "confusion": [[3, 1], [0, 4]], "shape": [2, 2], "mistakes": [
+    {"index": 7, "label": 0, "predicted": 1, "loss": 2.5, "pixels": "AAAAAA=="}
+]}  # fmt: skip
+
+
+@tried(60)
+@given(data=st.data())
+def test_any_record_of_a_run_makes_a_page_or_is_refused(data, tmp_path):
+    events = data.draw(changed(RUN))
+    lines = "".join(json.dumps(event) + "\n" for event in events) if isinstance(events, list) else json.dumps(events)
+    record = lines.encode()
+    (tmp_path / "metrics.jsonl").write_bytes(data.draw(st.just(record) | spoilt(record)))
+    for name, value in (("summary.json", RUN[-1]), ("mistakes.json", MISTAKES)):
+        written = json.dumps(data.draw(st.just(value) | changed(value))).encode()
+        (tmp_path / name).write_bytes(data.draw(st.just(written) | spoilt(written)))
+    try:
+        with little_memory():
+            (run,) = read_runs([tmp_path])
+            shown = page.build([run], [])
+            for _, shares in time_shares(run):
+                assert all(0 <= share <= 1 for share in shares.values())
+            assert 0 <= samples_at(run, 1) < 2**53
+    except UserError as error:
+        one_line(error)
+        return
+    shown.encode()
+    assert run.ranks >= 1
+
+
+@tried(60)
+@given(content=st.binary(max_size=200) | st.text(max_size=50).map(str.encode))
+def test_a_restart_keeps_every_complete_line_of_any_record(content, world, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content)
+    with telemetry.Telemetry(world, tmp_path, progress=False, continued=True) as written:
+        written.event("resume", step=1)
+    kept = content[: content.rfind(b"\n") + 1]
+    assert path.read_bytes().startswith(kept)
+    assert json.loads(path.read_bytes()[len(kept) :])["event"] == "resume"
