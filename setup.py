@@ -1,4 +1,4 @@
-"""pyproject.toml says what hvdtrain is. Here only: what lies beside the package goes into the wheel, for `hvdtrain.unpack`."""
+"""pyproject.toml says what hvdtrain is. Only here: what lies beside the package goes into the wheel (`hvdtrain.unpack`)."""
 
 import shutil
 from pathlib import Path
