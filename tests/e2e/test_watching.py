@@ -1,12 +1,15 @@
 """--profile, --tensorboard and the display under real launchers: what they write is read back."""
 
+import base64
 import gzip
+import io
 import json
 import os
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from .launchers import events, launch, summary, train
@@ -93,6 +96,25 @@ def test_tensorboard_has_what_metrics_has(watched):
     accumulator = EventAccumulator(str(directory / "tensorboard"))
     accumulator.Reload()
     assert {"Conv2d", "aten::_convolution"} & {node.op for node in accumulator.Graph().node}
+
+
+def test_tensorboard_shows_the_worst_mistakes_as_the_record_has_them(watched):
+    directory, _ = watched
+    accumulator = EventAccumulator(str(directory / "tensorboard"))
+    accumulator.Reload()
+    assert accumulator.Tags()["images"] == ["test/mistakes"]
+    (shown,) = accumulator.Images("test/mistakes")
+    assert shown.step == events(directory, "train")[-1]["samples"]
+    record = json.loads((directory / "mistakes.json").read_text())
+    height, width = record["shape"]
+    with Image.open(io.BytesIO(shown.encoded_image_string)) as picture:
+        rows = -(-len(record["mistakes"]) // 8)
+        assert picture.height == rows * (84 // max(height, width) * height + 28)
+        scale = 84 // max(height, width)
+        first = picture.convert("L").crop((0, 0, width * scale, height * scale)).resize((width, height), 0)
+        assert first.tobytes() == base64.b64decode(record["mistakes"][0]["pixels"])
+        caption = picture.convert("L").crop((0, height * scale, 84, height * scale + 28))
+        assert max(caption.tobytes()) == 255  # letters
 
 
 def test_times_of_every_rank_are_written_once_an_epoch(watched):
