@@ -1,6 +1,7 @@
 """--profile: some steps of every rank, side by side in one file that Perfetto (ui.perfetto.dev) opens.
 
-Each rank records with torch.profiler; Horovod's own timeline, which rank 0 keeps of all ranks, becomes further rows.
+Each rank records with torch.profiler; Horovod's own timeline, which rank 0 keeps of all ranks, becomes further rows. Here they
+are recorded, gathered and written; `traces` puts them together.
 """
 
 import gzip
@@ -10,7 +11,7 @@ import socket
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from hvdtrain import files
 from hvdtrain.clock import Clock
 from hvdtrain.engines.base import World
 from hvdtrain.telemetry import Telemetry
+from hvdtrain.traces import merge
 
 if TYPE_CHECKING:
     from torch.profiler import profile as TorchProfiler
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 WAIT_STEPS, WARMUP_STEPS = 3, 2  # the first steps allocate; then the profiler itself starts up
 ROUNDS = 20  # barriers that compare the clocks
 SLICE_BYTES = 2**20  # what one collective carries of each rank's record, so that no rank holds them all but rank 0
-PIDS_PER_RANK = 100
-PHASES_TID = 2**22 + 1  # above every thread number of Linux (PID_MAX_LIMIT)
 
 
 class Profile:
@@ -202,119 +202,3 @@ def _read_timeline(path: Path) -> list[dict]:
     except (OSError, ValueError) as error:
         print(f"warning: Horovod's timeline cannot be read ({error}): the profile goes without", flush=True)
         return []
-
-
-def clock_offsets(kernels: Sequence[str], rounds: Sequence[Sequence[Sequence[int]]]) -> list[tuple[float, float]]:
-    """Return by rank how far its wall clock is ahead of rank 0's, and by how much that may be wrong; in nanoseconds.
-
-    rounds: by rank, (entry, exit) of some barriers, each on the rank's own clock. Nobody leaves a barrier before everybody
-    has entered it, so exit_r - offset >= entry_0 and exit_0 >= entry_r - offset: each round bounds the offset from both
-    sides, and the middle of what all rounds allow is taken (F. Cristian, Probabilistic clock synchronization, 1989). Ranks
-    on one kernel share its clock, and their bounds.
-    """
-    bounds: dict[str, tuple[float, float]] = {}
-    for kernel, mine in zip(kernels, rounds, strict=True):
-        low = max(entry - exit_0 for (entry, _), (_, exit_0) in zip(mine, rounds[0], strict=True))
-        high = min(left - entry_0 for (_, left), (entry_0, _) in zip(mine, rounds[0], strict=True))
-        before = bounds.get(kernel, (low, high))
-        bounds[kernel] = max(low, before[0]), min(high, before[1])
-    bounds[kernels[0]] = 0, 0
-    return [(sum(bounds[kernel]) / 2, (bounds[kernel][1] - bounds[kernel][0]) / 2) for kernel in kernels]
-
-
-def merge(pieces: Sequence[Mapping], first_step: int, steps: int, timeline: Sequence[Mapping]) -> dict:
-    """Return one Chrome trace of all ranks; `ts` in microseconds since rank 0 began, on rank 0's clock.
-
-    pieces: by rank, what `Profile` gathers, of `steps` steps. timeline: Horovod's, of rank 0.
-    """
-    offsets = clock_offsets([piece["kernel"] for piece in pieces], [piece["rounds"] for piece in pieces])
-    zero_ns, end_ns = pieces[0]["began_ns"], pieces[0]["ended_ns"]
-    events: list[dict] = []
-    for rank, (piece, (offset_ns, _)) in enumerate(zip(pieces, offsets, strict=True)):
-        events += _rows_of_rank(rank, piece, (piece["began_ns"] - offset_ns - zero_ns) / 1000, first_step, steps)
-    events += timeline_rows(timeline, len(pieces) * PIDS_PER_RANK + 1, zero_ns, end_ns)
-    within_us = max(uncertainty for _, uncertainty in offsets) / 1000
-    other = {
-        "ranks": len(pieces), "hosts": [piece["host"] for piece in pieces], "first_step": first_step, "steps": steps,
-        "began_ns": zero_ns, "ended_ns": end_ns, "clock_offsets_us": [offset / 1000 for offset, _ in offsets],
-        "clocks_within_us": within_us,
-    }  # fmt: skip
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
-
-
-def _named(pid: int, name: str, sort: int) -> list[dict]:
-    return [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}},
-        {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": sort}},
-    ]
-
-
-def _rows_of_rank(rank: int, piece: Mapping, shift_us: float, first_step: int, steps: int) -> list[dict]:
-    """Return a rank's events: its threads, each of its GPUs, and the phases as the clock booked them."""
-    labels = {e["pid"]: e["args"]["labels"] for e in piece["events"] if e["name"] == "process_labels"}
-    used = {event["pid"] for event in piece["events"] if event["ph"] != "M"}
-    pids: dict[int, int] = {}
-    for pid in sorted(used, key=lambda pid: (labels.get(pid) != "CPU", pid)):
-        pids[pid] = rank * PIDS_PER_RANK + len(pids) + 1
-    host = f"rank {rank} on {piece['host']}"
-    rows = []
-    for old, new in pids.items():
-        rows += _named(new, f"{host}, {labels[old]}" if labels.get(old, "CPU") != "CPU" else host, new)
-    step = first_step
-    for event in sorted(piece["events"], key=lambda event: event["ts"]):
-        if event["pid"] not in pids or event["name"].startswith("process_"):
-            continue
-        moved = event | {"pid": pids[event["pid"]], "ts": event["ts"] + shift_us}
-        if "id" in event:  # of an arrow from one event to another
-            moved["id"] = f"{rank}.{event['id']}"
-        if event["name"].startswith("ProfilerStep#") and event.get("cat") == "user_annotation":
-            if step == first_step + steps:  # one that had only begun when the run was over
-                continue
-            moved["name"] = f"step {step}"
-            step += 1
-        rows.append(moved)
-    pid = rank * PIDS_PER_RANK + 1
-    if not pids:
-        rows += _named(pid, host, pid)
-    for name, args in (("thread_name", {"name": "phases"}), ("thread_sort_index", {"sort_index": -1})):
-        rows.append({"ph": "M", "name": name, "pid": pid, "tid": PHASES_TID, "args": args})
-    for phase, start_us, microseconds in piece["spans"]:
-        where = {"pid": pid, "tid": PHASES_TID, "ts": start_us + shift_us, "dur": microseconds}
-        rows.append({"ph": "X", "cat": "phase", "name": phase} | where)
-    return rows
-
-
-def timeline_rows(timeline: Sequence[Mapping], pid: int, began_ns: int, ended_ns: int) -> list[dict]:
-    """Return Horovod's timeline (a process per tensor; `ts` since its own start) as one process with a thread per tensor.
-
-    What lies outside of the recording is left out, and so is what has no beginning or no end.
-    """
-    start_us = next((e["args"]["start_time_since_epoch_in_micros"] for e in timeline if "args" in e
-                     and "start_time_since_epoch_in_micros" in e["args"]), None)  # fmt: skip
-    if start_us is None:
-        return []
-    shift_us, length_us = start_us - began_ns / 1000, (ended_ns - began_ns) / 1000
-    names = {e["pid"]: e["args"]["name"] for e in timeline if e.get("name") == "process_name" and "name" in e["args"]}
-    rows: list[dict] = []
-    used: set[int] = set()
-    opened: dict[int, list[tuple[str, float]]] = {}
-    for event in timeline:
-        tensor, at = event.get("pid", 0), event.get("ts", -1) + shift_us
-        if tensor not in names or event["ph"] not in "BEX" or not 0 <= at <= length_us:
-            continue
-        stack = opened.setdefault(tensor, [])
-        if event["ph"] == "B":
-            stack.append((event["name"], at))
-            continue
-        if event["ph"] == "X":  # a rank has announced the tensor
-            name, since = f"rank {event['name']} ready", at
-        elif stack:
-            name, since = stack.pop()
-        else:
-            continue
-        where = {"pid": pid, "tid": tensor, "ts": since, "dur": at - since, "args": event.get("args", {})}
-        rows.append({"ph": "X", "cat": "horovod", "name": name} | where)
-        used.add(tensor)
-    threads = [{"ph": "M", "name": "thread_name", "pid": pid, "tid": tensor, "args": {"name": names[tensor]}}
-               for tensor in sorted(used)]  # fmt: skip
-    return (_named(pid, "Horovod's timeline, kept by rank 0", pid) if rows else []) + threads + rows

@@ -10,11 +10,8 @@ from typing import Any
 from hvdtrain import plotting
 from hvdtrain.reporting.runs import Record, Run, number, samples_at, time_shares
 
-INK, FAINT, ON = (
-    "#24292f",
-    "#d8dee4",
-    "#fefefe",
-)  # letters, lines, letters on bars; replaced by the page's own in the SVG
+# Letters, lines, letters on bars; replaced by the page's own in the SVG.
+INK, FAINT, ON = "#24292f", "#d8dee4", "#fefefe"
 PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
 LETTERS_ON = {"loading": "#1a1a1a", "compute": ON, "communication": ON, "other": ON}
 # On the page: a variable of its style sheet, which has another value in the dark.
@@ -88,7 +85,7 @@ def finish(
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):  # marks and clips of two pictures must not share their ids
         figure.savefig(text, format="svg", transparent=True)
-    figure.suptitle(f"{title}: {see}" if title else "", fontsize=9)
+    figure.suptitle(f"{title} ({see})" if title else "", fontsize=9)
     plotting.save(figure, directory / f"{name}.png")
     return Picture(name, title, see, for_page(text.getvalue(), f"{title}: {see}"))
 
@@ -157,14 +154,39 @@ def curves(figure, runs: Sequence[Run], quantity: str, axis: str) -> None:
                       linewidth=1, label=label, clip_on=False)  # fmt: skip
         marks(axes, run, axis, style["color"], place)
     axes.set_xlabel(axis)
+    if quantity == "loss":
+        scale_loss(axes, runs)
     if quantity == "accuracy":
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}" if value > 1 else f"{100 * value:.4g} %")
+        scale_accuracy(axes, runs)
     axes.xaxis.set_major_formatter(lambda value, _: thousands(value))
     if quantity == "samples_per_second":
         axes.yaxis.set_major_formatter(lambda value, _: thousands(value))
         axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     legend(figure, axes, len(runs))
+
+
+def scale_loss(axes, runs: Sequence[Run]) -> None:
+    """Where the first loss would leave the others no room, make the axis logarithmic."""
+    losses = [loss for run in runs for loss in values(run.train + run.evaluations, "loss") if loss == loss]
+    if losses and 0 < 8 * min(losses) < max(losses):
+        from matplotlib.ticker import LogLocator, NullLocator
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def scale_accuracy(axes, runs: Sequence[Run]) -> None:
+    """Leave the room to what follows the first tenth of training: the curves may come into the picture from below."""
+    end = max((event["samples"] for run in runs for event in run.train), default=0.0)
+    later = [event for run in runs for event in points(run.train, "accuracy") if event["samples"] >= end / 10]
+    tested = [event for run in runs for event in points(run.evaluations, "accuracy")]
+    lowest = min((value for value in values(later + tested, "accuracy") if value == value), default=0.0)
+    if 0 <= lowest <= 1:
+        axes.set_ylim(max(0.0, lowest - 0.5 * max(1 - lowest, 0.01)), 1.0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
 
 
 def legend(figure, axes, count: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain import imagenet, mnist
 from hvdtrain.errors import UserError
-from hvdtrain.profiling import PHASES_TID, clock_offsets, merge, timeline_rows
+from hvdtrain.traces import PHASES_TID, clock_offsets, merge, timeline_rows
 
 SECOND = 10**9
 MS = 10**6
