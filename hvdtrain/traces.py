@@ -25,15 +25,16 @@ def clock_offsets(kernels: Sequence[str], rounds: Sequence[Sequence[Sequence[int
 
 
 def merge(pieces: Sequence[Mapping], first_step: int, steps: int, timeline: Sequence[Mapping]) -> dict:
-    """Return one Chrome trace of all ranks; `ts` in microseconds since rank 0 began, on rank 0's clock.
+    """Return one Chrome trace of all ranks; `ts` in microseconds since the first of them began, on rank 0's clock.
 
     pieces: by rank, what `Profile` gathers, of `steps` steps. timeline: Horovod's, of rank 0.
     """
     offsets = clock_offsets([piece["kernel"] for piece in pieces], [piece["rounds"] for piece in pieces])
-    zero_ns, end_ns = pieces[0]["began_ns"], pieces[0]["ended_ns"]
+    began_ns = [piece["began_ns"] - round(offset_ns) for piece, (offset_ns, _) in zip(pieces, offsets, strict=True)]
+    zero_ns, end_ns = min(began_ns), pieces[0]["ended_ns"]
     events: list[dict] = []
-    for rank, (piece, (offset_ns, _)) in enumerate(zip(pieces, offsets, strict=True)):
-        events += _rows_of_rank(rank, piece, (piece["began_ns"] - offset_ns - zero_ns) / 1000, first_step, steps)
+    for rank, piece in enumerate(pieces):
+        events += _rows_of_rank(rank, piece, (began_ns[rank] - zero_ns) / 1000, first_step, steps)
     events += timeline_rows(timeline, len(pieces) * PIDS_PER_RANK + 1, zero_ns, end_ns)
     within_us = max(uncertainty for _, uncertainty in offsets) / 1000
     other = {
