@@ -2,7 +2,7 @@
 
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
@@ -147,11 +147,11 @@ def configuration(runs: Sequence[Run]) -> str:
 
 def notes(runs: Sequence[Run]) -> str:
     """What a reader has to know before trusting the pictures."""
-    lines = [(run.name, note) for run in runs for note in run.notes]
-    if not lines:
-        return ""
-    named: Callable[[str], str] = lambda name: f"<b>{text(name)}</b>: " if len(runs) > 1 else ""  # noqa: E731
-    return f'<div class="notes">{"".join(f"<p>{named(name)}{text(note)}</p>" for name, note in lines)}</div>'
+    lines = []
+    for run in runs:
+        whose = f"<b>{text(run.name)}</b>: " if len(runs) > 1 else ""
+        lines += [f"<p>{whose}{text(note)}</p>" for note in run.notes]
+    return f'<div class="notes">{"".join(lines)}</div>' if lines else ""
 
 
 def key(runs: Sequence[Run]) -> str:

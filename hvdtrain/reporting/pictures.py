@@ -43,23 +43,20 @@ def draw_all(runs: Sequence[Run], directory: Path) -> Iterator[Picture]:
     import matplotlib
 
     with matplotlib.rc_context(LETTERS):
-        if any(run.train or run.evaluations for run in runs):
-            for quantity in ("loss", "accuracy"):
-                if not any(points(run.evaluations, quantity) or points(run.train, quantity) for run in runs):
-                    continue
-                for axis in ("samples", "seconds"):
-                    see = "line: training, dots: test set" if quantity == "loss" else "of the test set"
-                    if quantity == "accuracy" and any(points(run.train, quantity) for run in runs):
-                        see = "line: training, dots: test set"
-                    name = f"{quantity}-over-{axis}"
-                    yield finish(
-                        directory, name, f"{quantity.capitalize()} over {axis}", see, curves, runs, quantity, axis
-                    )
+        for quantity in ("loss", "accuracy"):
+            trained = any(points(run.train, quantity) for run in runs)
+            if not trained and not any(points(run.evaluations, quantity) for run in runs):
+                continue
+            see = "line: training, dots: test set" if trained else "of the test set"
+            for axis in ("samples", "seconds"):
+                title = f"{quantity.capitalize()} over {axis}"
+                yield finish(directory, f"{quantity}-over-{axis}", title, see, curves, runs, quantity, axis)
         if any(time_shares(run) for run in runs):
             bars = sum(min(len(time_shares(run)), MOST_RANKS) for run in runs)
-            height = max(1.5, 0.9 + 0.34 * bars)
-            yield finish(directory, "time-shares", "Time by phase", "share of the time spent training", shares, runs,
-                         size=(SIZE[0], height))  # fmt: skip
+            size = SIZE[0], max(1.5, 0.9 + 0.34 * bars)
+            yield finish(
+                directory, "time-shares", "Time by phase", "share of the time spent training", shares, runs, size=size
+            )
         if any(points(run.train, "samples_per_second") for run in runs):
             yield finish(directory, "throughput", "Throughput", "samples per second, over all ranks", curves, runs,
                          "samples_per_second", "samples")  # fmt: skip
@@ -126,11 +123,12 @@ def values(events: Sequence[dict], quantity: str) -> list[float]:
 
 def running_mean(numbers: Sequence[float], width: int) -> list[float]:
     """Return the mean over the `width` newest numbers, gaps left out; at the beginning over those that there are."""
-    means = []
-    for end in range(1, len(numbers) + 1):
-        window = [value for value in numbers[max(0, end - width) : end] if value == value]
-        means.append(sum(window) / len(window) if window else float("nan"))
-    return means
+    import numpy
+
+    known = ~numpy.isnan(numbers)
+    sums, counts = numpy.nancumsum(numbers), numpy.cumsum(known)
+    sums[width:], counts[width:] = sums[width:] - sums[:-width], counts[width:] - counts[:-width]
+    return numpy.where(counts > 0, sums / numpy.maximum(counts, 1), numpy.nan).tolist()
 
 
 def curves(figure, runs: Sequence[Run], quantity: str, axis: str) -> None:
@@ -208,9 +206,7 @@ def marks(axes, run: Run, axis: str, colour: str, place: int) -> None:
         axes.axvline(attempt.samples if axis == "samples" else attempt.before, color=colour, linestyle=(0, (4, 3)),
                      linewidth=0.9)  # fmt: skip
     if axis == "samples":
-        at = sorted(
-            {samples_at(run, step) for event in run.checkpoints if (step := number(event.get("step"))) is not None}
-        )
+        at = samples_at(run, [event["step"] for event in points(run.checkpoints, "step")])
     else:
         at = [event["seconds"] for event in run.checkpoints]
     ground = axes.get_xaxis_transform()

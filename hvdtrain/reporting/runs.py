@@ -300,12 +300,10 @@ def time_shares(run: Run) -> list[tuple[str, dict[str, float]]]:
     return shares
 
 
-def samples_at(run: Run, step: float) -> float:
-    """Return how many samples had been taken after `step`, from the recorded steps on both sides of it."""
-    before = (0.0, 0.0)
-    for event in run.train:
-        if event["step"] >= step:
-            share = (step - before[0]) / max(event["step"] - before[0], 1)
-            return before[1] + share * (event["samples"] - before[1])
-        before = (event["step"], event["samples"])
-    return before[1]
+def samples_at(run: Run, steps: Sequence[float]) -> list[float]:
+    """Return how many samples had been taken after each of `steps`, from the recorded steps on both sides of it."""
+    import numpy
+
+    known_steps = [0.0, *(event["step"] for event in run.train)]
+    known_samples = [0.0, *(event["samples"] for event in run.train)]
+    return numpy.interp(steps, known_steps, known_samples).tolist()
