@@ -141,7 +141,7 @@ def test_tensorboard_shows_the_worst_mistakes_as_the_record_has_them(watched):
         first = picture.convert("L").crop((0, 0, width * scale, height * scale)).resize((width, height), 0)
         assert first.tobytes() == base64.b64decode(record["mistakes"][0]["pixels"])
         caption = picture.convert("L").crop((0, height * scale, 84, height * scale + 28))
-        assert max(caption.tobytes()) == 255  # letters
+        assert max(caption.tobytes()) > 200  # letters
 
 
 def test_times_of_every_rank_are_written_once_an_epoch(watched):
