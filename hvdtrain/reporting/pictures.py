@@ -206,7 +206,7 @@ def marks(axes, run: Run, axis: str, colour: str, place: int) -> None:
         axes.axvline(attempt.samples if axis == "samples" else attempt.before, color=colour, linestyle=(0, (4, 3)),
                      linewidth=0.9)  # fmt: skip
     if axis == "samples":
-        at = samples_at(run, [event["step"] for event in points(run.checkpoints, "step")])
+        at = samples_at(run, values(points(run.checkpoints, "step"), "step"))
     else:
         at = [event["seconds"] for event in run.checkpoints]
     ground = axes.get_xaxis_transform()
