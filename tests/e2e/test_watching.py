@@ -87,7 +87,7 @@ def test_the_profile_is_formed_as_perfetto_reads_it(watched):
     inside: dict[tuple[int, int], list[dict]] = {}
     for event in (event for event in timed if event["ph"] == "X"):
         stack = inside.setdefault((event["pid"], event["tid"]), [])
-        while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
+        while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"] + 0.001:  # microseconds: it reads nanoseconds
             stack.pop()
         assert not stack or event["ts"] + event["dur"] <= stack[-1]["ts"] + stack[-1]["dur"] + 0.01, (event, stack[-1])
         stack.append(event)
