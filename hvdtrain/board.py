@@ -1,8 +1,8 @@
-"""--tensorboard: the events of metrics.jsonl as TensorBoard's scalars, over samples, and the model's graph."""
+"""--tensorboard: the events of metrics.jsonl as scalars over samples, the worst mistakes as images, the model's graph."""
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,15 @@ from torch import Tensor, nn
 
 from hvdtrain.clock import Clock
 from hvdtrain.errors import UserError
+from hvdtrain.mistakes import Mistake
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch.utils.tensorboard import SummaryWriter
+
+COLUMNS = 8
+IMAGE_PIXELS = 84  # an image's longer side, or the largest whole multiple of it below
+CAPTION_PIXELS = 28  # two lines
 
 
 class Board:
@@ -52,6 +58,13 @@ class Board:
         elif name == "evaluate":
             self._add({f"test/{key}": value for key, value in fields.items() if key.startswith(("loss", "accuracy"))})
 
+    def mistakes(self, images: Tensor, mistakes: Sequence[Mistake]) -> None:
+        """Write the mistakes as one picture. images: uint8 [n, 1, height, width], the whole test set."""
+        if mistakes:
+            picture = montage(images, mistakes)
+            pixels = torch.tensor(bytearray(picture.tobytes()), dtype=torch.uint8).view(picture.height, picture.width)
+            self._open().add_image("test/mistakes", pixels, self._samples, dataformats="HW")
+
     def graph(self, model: nn.Module, images: Tensor) -> None:
         """Write the model's graph, found by running it on `images` in evaluation mode; it is left as it was."""
         if self._continued:  # it is there
@@ -77,3 +90,24 @@ class Board:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def montage(images: Tensor, mistakes: Sequence[Mistake]) -> "Image":
+    """Return one grey picture of the mistakes in their order; below each "7 as 2", its label and prediction, and the loss.
+
+    images: uint8 [n, 1, height, width], the whole test set.
+    """
+    from PIL import Image, ImageDraw  # tensorboard needs it too
+
+    height, width = images.shape[2:]
+    scale = max(1, IMAGE_PIXELS // max(height, width))
+    across, down = max(width * scale, IMAGE_PIXELS) + 4, height * scale + CAPTION_PIXELS
+    picture = Image.new("L", (across * min(COLUMNS, len(mistakes)), down * -(-len(mistakes) // COLUMNS)))
+    draw = ImageDraw.Draw(picture)
+    for place, mistake in enumerate(mistakes):
+        x, y = place % COLUMNS * across, place // COLUMNS * down
+        image = Image.frombytes("L", (width, height), bytes(images[mistake.index].flatten().tolist()))
+        picture.paste(image.resize((width * scale, height * scale), Image.Resampling.NEAREST), (x, y))
+        draw.text((x + 2, y + height * scale + 1), f"{mistake.label} as {mistake.predicted}", fill=255)
+        draw.text((x + 2, y + height * scale + 13), f"loss {mistake.loss:.3g}", fill=170)
+    return picture

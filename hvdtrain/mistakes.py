@@ -10,6 +10,7 @@ import base64
 import json
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -25,8 +26,19 @@ KEPT = 24  # each rank hands in its worst, so that the worst of all are among th
 MOST = torch.finfo(torch.float32).max  # stands for a loss that is not finite, for which JSON has no word
 
 
-def record_mistakes(world: World, logits: Tensor, images: Tensor, labels: Tensor, directory: Path) -> None:
-    """Put the ranks' mistakes together; rank 0 writes them. A collective. A full disk costs the record, not the training.
+@dataclass(frozen=True, order=True)
+class Mistake:
+    """A wrong prediction. The first field sorts: by loss."""
+
+    loss: float
+    index: int  # in the test set
+    label: int
+    predicted: int
+
+
+def record_mistakes(world: World, logits: Tensor, images: Tensor, labels: Tensor, directory: Path) -> list[Mistake]:
+    """Put the ranks' mistakes together; rank 0 writes them, and returns the worst (other ranks nothing), the highest losses
+    first. A collective. A full disk costs the record, not the training.
 
     logits: [m, classes] of this rank's shard. images, labels: uint8 [n, 1, height, width], int64 [n], the whole test set.
     """
@@ -43,18 +55,16 @@ def record_mistakes(world: World, logits: Tensor, images: Tensor, labels: Tensor
     found = [losses[:KEPT], mine[worst], truth[worst], predicted[worst]]
     everyone = world.gather(list(zip(*(values.tolist() for values in found), strict=True)), "mistakes.worst")
     if world.rank != 0:
-        return
-    together = sorted((tuple(mistake) for theirs in everyone for mistake in theirs), reverse=True)[:KEPT]
+        return []
+    together = sorted((Mistake(*mistake) for theirs in everyone for mistake in theirs), reverse=True)[:KEPT]
     mistakes = [
-        dict(
-            index=index, label=label, predicted=guess, loss=loss,
-            pixels=base64.b64encode(bytes(images[index].flatten().tolist())).decode(),
-        )
-        for loss, index, label, guess in together
-    ]  # fmt: skip
+        asdict(mistake) | dict(pixels=base64.b64encode(bytes(images[mistake.index].flatten().tolist())).decode())
+        for mistake in together
+    ]
     record = dict(time=time.time(), confusion=counts.tolist(), shape=list(images.shape[-2:]), mistakes=mistakes)
     try:
         with files.replacing(directory / FILE) as file:
             file.write(json.dumps(record) + "\n")
     except OSError as error:
         print(f"warning: {directory}/{FILE} not written ({error.strerror})", file=sys.stderr, flush=True)
+    return together

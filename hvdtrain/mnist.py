@@ -77,11 +77,11 @@ def scaled(images: Tensor) -> Tensor:
 
 
 def evaluate(
-    world: World, model: nn.Module, images: Tensor, labels: Tensor, output_dir: Path | None
+    world: World, model: nn.Module, images: Tensor, labels: Tensor, output_dir: Path | None, telemetry: Telemetry
 ) -> tuple[float, float, int]:
     """Return mean loss, accuracy (0 to 1) and count over the whole test set, each sample counted once over all ranks.
 
-    What the model gets wrong goes into `output_dir`.
+    What the model gets wrong goes into `output_dir`, and the worst of it to TensorBoard.
     """
     world.average_buffers(model)
     mine = shard(len(images), world.rank, world.size)
@@ -98,7 +98,8 @@ def evaluate(
     model.train()
     loss, correct, count = world.sum(sums, "evaluate").tolist()
     if output_dir is not None:
-        record_mistakes(world, torch.cat(outputs), images, labels, output_dir)
+        worst = record_mistakes(world, torch.cat(outputs), images, labels, output_dir)
+        telemetry.mistakes(images, worst)
     return loss / count, correct / count, int(count)
 
 
@@ -214,7 +215,9 @@ def train(
         at.train_seconds += clock.lap()
         telemetry.event("ranks", epoch=epoch + 1, **clock.per_rank())
 
-        test_loss, test_accuracy, test_count = evaluate(world, model, test_images, test_labels, flags.output_dir)
+        test_loss, test_accuracy, test_count = evaluate(
+            world, model, test_images, test_labels, flags.output_dir, telemetry
+        )
         at.end_epoch(loss=test_loss, accuracy=test_accuracy, count=test_count)
         telemetry.event("evaluate", epoch=epoch + 1, **at.evaluation)
         save()

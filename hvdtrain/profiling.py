@@ -1,8 +1,10 @@
 """--profile: some steps of every rank, side by side in one file that Perfetto (ui.perfetto.dev) opens.
 
-Each rank records with torch.profiler; Horovod's own timeline, which rank 0 keeps of all ranks, becomes further rows.
+Each rank records with torch.profiler; Horovod's own timeline, which rank 0 keeps of all ranks, becomes further rows. This
+records, gathers and writes them; `traces` puts them together.
 """
 
+import contextlib
 import gzip
 import json
 import os
@@ -10,7 +12,8 @@ import socket
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -20,7 +23,9 @@ import torch
 from hvdtrain import files
 from hvdtrain.clock import Clock
 from hvdtrain.engines.base import World
+from hvdtrain.errors import UserError
 from hvdtrain.telemetry import Telemetry
+from hvdtrain.traces import merge
 
 if TYPE_CHECKING:
     from torch.profiler import profile as TorchProfiler
@@ -28,8 +33,23 @@ if TYPE_CHECKING:
 WAIT_STEPS, WARMUP_STEPS = 3, 2  # the first steps allocate; then the profiler itself starts up
 ROUNDS = 20  # barriers that compare the clocks
 SLICE_BYTES = 2**20  # what one collective carries of each rank's record, so that no rank holds them all but rank 0
-PIDS_PER_RANK = 100
-PHASES_TID = 2**22 + 1  # above every thread number of Linux (PID_MAX_LIMIT)
+
+
+@dataclass
+class Recording:
+    """What this rank notes itself, beside torch's profiler."""
+
+    first_step: int
+    timeline: Path | None  # Horovod's, on rank 0
+    rounds: list[tuple[int, int]]  # barriers: entry, exit; `time.time_ns`
+    began_ns: int
+    began_counter: float  # the same moment by `time.perf_counter`
+    spans: list[tuple[str, float, float]] = field(default_factory=list)  # `Clock.spans`
+
+    def spans_us(self) -> list[tuple[str, float, float]]:
+        """Return phase, beginning and length in microseconds, since the recording began."""
+        cut = [(phase, max(start, self.began_counter), end) for phase, start, end in self.spans]
+        return [(phase, (start - self.began_counter) * 1e6, max(0.0, end - start) * 1e6) for phase, start, end in cut]
 
 
 class Profile:
@@ -40,11 +60,12 @@ class Profile:
 
     def __init__(self, world: World, flags: Namespace, telemetry: Telemetry, tick: Callable[[], None] = lambda: None):
         self.world, self.telemetry, self._tick = world, telemetry, tick
-        self._wanted: int | None = flags.profile
-        self._path = None if flags.output_dir is None else flags.output_dir / "profile.json.gz"
+        self._wanted: int | None = flags.profile  # steps; None once all is done
+        self._output_dir: Path = flags.output_dir
+        self._scratch, self._directory = contextlib.ExitStack(), Path()  # for the records, until they are gathered
         self._profiler: TorchProfiler | None = None
+        self._recording: Recording | None = None
         self._seen = self._recorded = 0  # steps
-        self._directory: tempfile.TemporaryDirectory | None = None
 
     def step(self, at_step: int, clock: Clock) -> None:
         """Call it after every step; `at_step`: steps since the beginning of training. A collective where recording begins
@@ -55,11 +76,11 @@ class Profile:
         entered = time.perf_counter()
         opens, ends = WAIT_STEPS + WARMUP_STEPS, WAIT_STEPS + WARMUP_STEPS + self._wanted
         if self._seen == WAIT_STEPS:
-            self._start()
+            self._start(self._wanted)
         elif self._profiler is not None:
             if self._seen == opens:
-                self._open(at_step)
-                clock.spans = self._spans
+                self._recording = self._open(at_step + 1)
+                clock.spans = self._recording.spans
             self._profiler.step()
             self._recorded = max(0, self._seen - opens)
             if self._seen == ends:
@@ -68,62 +89,52 @@ class Profile:
         if self._seen in (WAIT_STEPS, opens, ends):
             clock.leave_out(time.perf_counter() - entered)
 
-    def _start(self) -> None:
+    def _start(self, wanted: int) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to standard error that it starts and stops
         from torch.profiler import ProfilerActivity, profile, schedule
 
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.world.device.type == "cuda")
-        assert self._wanted is not None
-        steps = schedule(wait=0, warmup=WARMUP_STEPS, active=self._wanted, repeat=1)
+        steps = schedule(wait=0, warmup=WARMUP_STEPS, active=wanted, repeat=1)
         self._profiler = profile(activities=activities, schedule=steps)
         self._profiler.start()
         self._tick()
 
-    def _open(self, at_step: int) -> None:
-        self._first_step = at_step + 1
-        self._spans: list[tuple[str, float, float]] = []
-        self._rounds = []
-        self._directory = tempfile.TemporaryDirectory(prefix="hvdtrain-profile-")
-        self._timeline = Path(self._directory.name) / "timeline.json"
-        self._has_timeline = self.world.start_timeline(self._timeline)
+    def _open(self, first_step: int) -> Recording:
+        timeline = self._directory / "timeline.json"
+        has_timeline = self.world.start_timeline(timeline)
+        rounds = []
         for _ in range(ROUNDS):
             entry = time.time_ns()
             self.world.barrier()
-            self._rounds.append((entry, time.time_ns()))
-        self._began_ns, self._began_counter = time.time_ns(), time.perf_counter()
+            rounds.append((entry, time.time_ns()))
+        return Recording(first_step, timeline if has_timeline else None, rounds, time.time_ns(), time.perf_counter())
 
     def _finish(self) -> None:
         """Gather what every rank recorded; rank 0 merges and writes it. A collective."""
-        ended_ns = time.time_ns()
-        if self._has_timeline:
+        ended_ns, recording = time.time_ns(), self._recording
+        assert recording is not None
+        if recording.timeline is not None:
             self.world.barrier()  # nothing is under way that the timeline would cut in two
             self.world.stop_timeline()
         self._tick()
-        began = self._began_counter
         mine = {
-            "host": socket.gethostname(), "kernel": _kernel(), "rounds": self._rounds,
-            "began_ns": self._began_ns, "ended_ns": ended_ns, "events": self._torch_events(),
-            "spans": [
-                (phase, (max(start, began) - began) * 1e6, (end - max(start, began)) * 1e6)
-                for phase, start, end in self._spans
-            ],
+            "host": socket.gethostname(), "kernel": _kernel(), "rounds": recording.rounds,
+            "began_ns": recording.began_ns, "ended_ns": ended_ns, "spans": recording.spans_us(),
+            "events": self._torch_events(recording.began_ns),
         }  # fmt: skip
         self._tick()
-        pieces = self._gather(gzip.compress(json.dumps(mine).encode(), compresslevel=1))
+        gathered = self._gather(gzip.compress(json.dumps(mine).encode(), compresslevel=1))
         if self.world.rank == 0:
-            timeline = _read_timeline(self._timeline) if self._has_timeline else []
-            self._write(
-                merge(
-                    [json.loads(gzip.decompress(piece)) for piece in pieces], self._first_step, self._recorded, timeline
-                )
-            )
-        self._clean_up()
+            pieces = [json.loads(gzip.decompress(piece)) for piece in gathered]
+            timeline = _read_timeline(recording.timeline) if recording.timeline is not None else []
+            self._write(merge(pieces, recording.first_step, self._recorded, timeline))
+        self._wanted = self._profiler = None
+        self._scratch.close()
 
-    def _torch_events(self) -> list[dict]:
-        """Return this rank's events, `ts` in microseconds since the recording began here."""
+    def _torch_events(self, began_ns: int) -> list[dict]:
+        """Return this rank's events, `ts` in microseconds since `began_ns`."""
         assert self._profiler is not None
-        assert self._directory is not None
-        path = Path(self._directory.name) / "torch.json"
+        path = self._directory / "torch.json"
         try:
             self._profiler.stop()
             self._profiler.export_chrome_trace(str(path))
@@ -131,7 +142,7 @@ class Profile:
         except (OSError, RuntimeError, ValueError) as error:
             print(f"warning: rank {self.world.rank} has no profile of its own ({error})", flush=True)
             return []
-        base_us = (recorded.get("baseTimeNanoseconds", 0) - self._began_ns) / 1000
+        base_us = (recorded.get("baseTimeNanoseconds", 0) - began_ns) / 1000
         # Processes named by a text ("Spans", "Traces") hold the recording's own frame.
         events = [event for event in recorded["traceEvents"] if isinstance(event.get("pid"), int)]
         return [event | {"ts": event["ts"] + base_us} for event in events if "ts" in event]
@@ -151,41 +162,45 @@ class Profile:
         return [b"".join(part)[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def _write(self, merged: dict) -> None:
-        assert self._path is not None
-        steps = f"steps {self._first_step} to {self._first_step + self._recorded - 1}"
-        within_us = merged["otherData"]["clocks_within_us"]
-        clocks = f"clocks within {within_us / 1000:.2f} ms of each other" if within_us else "all on one clock"
+        path, other = self._output_dir / "profile.json.gz", merged["otherData"]
         try:
-            with files.replacing(self._path, "wb") as file:
+            with files.replacing(path, "wb") as file:
                 file.write(gzip.compress(json.dumps(merged, separators=(",", ":")).encode()))
         except OSError as error:
-            self.telemetry.say(f"warning: {self._path} not written ({error.strerror}): training goes on")
+            self.telemetry.say(f"warning: {path} not written ({error.strerror}): training goes on")
             return
-        said = f"profile: {steps} of {self.world.size} rank{'s'[: self.world.size > 1]}, {clocks}: {self._path}"
+        first, within_us = other["first_step"], other["clocks_within_us"]
+        clocks = f"clocks within {within_us / 1000:.2f} ms of each other" if within_us else "all on one clock"
+        ranks = f"{self.world.size} rank{'s'[: self.world.size > 1]}"
+        said = f"profile: steps {first} to {first + self._recorded - 1} of {ranks}, {clocks}: {path}"
         self.telemetry.say(f"{said} (open it at ui.perfetto.dev)")
-        self.telemetry.event("profile", first_step=self._first_step, steps=self._recorded, file=self._path.name)
-
-    def _clean_up(self) -> None:
-        self._wanted = self._profiler = None
-        if self._directory is not None:
-            self._directory.cleanup()
+        self.telemetry.event("profile", first_step=first, steps=self._recorded, file=path.name)
 
     def __enter__(self) -> "Profile":
+        if self._wanted is None:
+            return self
+        with self.world.agreement("profile"):
+            try:
+                scratch = self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-profile-"))
+            except OSError as error:
+                wanted = "set TMPDIR to a directory that can be written"
+                raise UserError(f"--profile has no room for its records ({error.strerror}): {wanted}") from error
+        self._directory = Path(scratch)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._wanted is None:
-            return
-        needed = f"--profile {self._wanted} begins after {WAIT_STEPS + WARMUP_STEPS} steps"
-        if error is None and self._recorded:
-            self.telemetry.say(f"profile: only {self._recorded} of {self._wanted} steps: the run is over ({needed})")
-            self._finish()
-            return
-        if error is None:
-            self.telemetry.say(f"profile: nothing recorded, the run is over after {self._seen} steps ({needed})")
-        self._clean_up()
+        if self._wanted is not None and error is None:
+            needed = f"--profile {self._wanted} begins after {WAIT_STEPS + WARMUP_STEPS} steps"
+            if self._recorded:
+                self.telemetry.say(
+                    f"profile: only {self._recorded} of {self._wanted} steps: the run is over ({needed})"
+                )
+                self._finish()
+            else:
+                self.telemetry.say(f"profile: nothing recorded, the run is over after {self._seen} steps ({needed})")
+        self._scratch.close()
 
 
 def _kernel() -> str:
@@ -202,119 +217,3 @@ def _read_timeline(path: Path) -> list[dict]:
     except (OSError, ValueError) as error:
         print(f"warning: Horovod's timeline cannot be read ({error}): the profile goes without", flush=True)
         return []
-
-
-def clock_offsets(kernels: Sequence[str], rounds: Sequence[Sequence[Sequence[int]]]) -> list[tuple[float, float]]:
-    """Return by rank how far its wall clock is ahead of rank 0's, and by how much that may be wrong; in nanoseconds.
-
-    rounds: by rank, (entry, exit) of some barriers, each on the rank's own clock. Nobody leaves a barrier before everybody
-    has entered it, so exit_r - offset >= entry_0 and exit_0 >= entry_r - offset: each round bounds the offset from both
-    sides, and the middle of what all rounds allow is taken (F. Cristian, Probabilistic clock synchronization, 1989). Ranks
-    on one kernel share its clock, and their bounds.
-    """
-    bounds: dict[str, tuple[float, float]] = {}
-    for kernel, mine in zip(kernels, rounds, strict=True):
-        low = max(entry - exit_0 for (entry, _), (_, exit_0) in zip(mine, rounds[0], strict=True))
-        high = min(left - entry_0 for (_, left), (entry_0, _) in zip(mine, rounds[0], strict=True))
-        before = bounds.get(kernel, (low, high))
-        bounds[kernel] = max(low, before[0]), min(high, before[1])
-    bounds[kernels[0]] = 0, 0
-    return [(sum(bounds[kernel]) / 2, (bounds[kernel][1] - bounds[kernel][0]) / 2) for kernel in kernels]
-
-
-def merge(pieces: Sequence[Mapping], first_step: int, steps: int, timeline: Sequence[Mapping]) -> dict:
-    """Return one Chrome trace of all ranks; `ts` in microseconds since rank 0 began, on rank 0's clock.
-
-    pieces: by rank, what `Profile` gathers, of `steps` steps. timeline: Horovod's, of rank 0.
-    """
-    offsets = clock_offsets([piece["kernel"] for piece in pieces], [piece["rounds"] for piece in pieces])
-    zero_ns, end_ns = pieces[0]["began_ns"], pieces[0]["ended_ns"]
-    events: list[dict] = []
-    for rank, (piece, (offset_ns, _)) in enumerate(zip(pieces, offsets, strict=True)):
-        events += _rows_of_rank(rank, piece, (piece["began_ns"] - offset_ns - zero_ns) / 1000, first_step, steps)
-    events += timeline_rows(timeline, len(pieces) * PIDS_PER_RANK + 1, zero_ns, end_ns)
-    within_us = max(uncertainty for _, uncertainty in offsets) / 1000
-    other = {
-        "ranks": len(pieces), "hosts": [piece["host"] for piece in pieces], "first_step": first_step, "steps": steps,
-        "began_ns": zero_ns, "ended_ns": end_ns, "clock_offsets_us": [offset / 1000 for offset, _ in offsets],
-        "clocks_within_us": within_us,
-    }  # fmt: skip
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
-
-
-def _named(pid: int, name: str, sort: int) -> list[dict]:
-    return [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}},
-        {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": sort}},
-    ]
-
-
-def _rows_of_rank(rank: int, piece: Mapping, shift_us: float, first_step: int, steps: int) -> list[dict]:
-    """Return a rank's events: its threads, each of its GPUs, and the phases as the clock booked them."""
-    labels = {e["pid"]: e["args"]["labels"] for e in piece["events"] if e["name"] == "process_labels"}
-    used = {event["pid"] for event in piece["events"] if event["ph"] != "M"}
-    pids: dict[int, int] = {}
-    for pid in sorted(used, key=lambda pid: (labels.get(pid) != "CPU", pid)):
-        pids[pid] = rank * PIDS_PER_RANK + len(pids) + 1
-    host = f"rank {rank} on {piece['host']}"
-    rows = []
-    for old, new in pids.items():
-        rows += _named(new, f"{host}, {labels[old]}" if labels.get(old, "CPU") != "CPU" else host, new)
-    step = first_step
-    for event in sorted(piece["events"], key=lambda event: event["ts"]):
-        if event["pid"] not in pids or event["name"].startswith("process_"):
-            continue
-        moved = event | {"pid": pids[event["pid"]], "ts": event["ts"] + shift_us}
-        if "id" in event:  # of an arrow from one event to another
-            moved["id"] = f"{rank}.{event['id']}"
-        if event["name"].startswith("ProfilerStep#") and event.get("cat") == "user_annotation":
-            if step == first_step + steps:  # one that had only begun when the run was over
-                continue
-            moved["name"] = f"step {step}"
-            step += 1
-        rows.append(moved)
-    pid = rank * PIDS_PER_RANK + 1
-    if not pids:
-        rows += _named(pid, host, pid)
-    for name, args in (("thread_name", {"name": "phases"}), ("thread_sort_index", {"sort_index": -1})):
-        rows.append({"ph": "M", "name": name, "pid": pid, "tid": PHASES_TID, "args": args})
-    for phase, start_us, microseconds in piece["spans"]:
-        where = {"pid": pid, "tid": PHASES_TID, "ts": start_us + shift_us, "dur": microseconds}
-        rows.append({"ph": "X", "cat": "phase", "name": phase} | where)
-    return rows
-
-
-def timeline_rows(timeline: Sequence[Mapping], pid: int, began_ns: int, ended_ns: int) -> list[dict]:
-    """Return Horovod's timeline (a process per tensor; `ts` since its own start) as one process with a thread per tensor.
-
-    What lies outside of the recording is left out, and so is what has no beginning or no end.
-    """
-    start_us = next((e["args"]["start_time_since_epoch_in_micros"] for e in timeline if "args" in e
-                     and "start_time_since_epoch_in_micros" in e["args"]), None)  # fmt: skip
-    if start_us is None:
-        return []
-    shift_us, length_us = start_us - began_ns / 1000, (ended_ns - began_ns) / 1000
-    names = {e["pid"]: e["args"]["name"] for e in timeline if e.get("name") == "process_name" and "name" in e["args"]}
-    rows: list[dict] = []
-    used: set[int] = set()
-    opened: dict[int, list[tuple[str, float]]] = {}
-    for event in timeline:
-        tensor, at = event.get("pid", 0), event.get("ts", -1) + shift_us
-        if tensor not in names or event["ph"] not in "BEX" or not 0 <= at <= length_us:
-            continue
-        stack = opened.setdefault(tensor, [])
-        if event["ph"] == "B":
-            stack.append((event["name"], at))
-            continue
-        if event["ph"] == "X":  # a rank has announced the tensor
-            name, since = f"rank {event['name']} ready", at
-        elif stack:
-            name, since = stack.pop()
-        else:
-            continue
-        where = {"pid": pid, "tid": tensor, "ts": since, "dur": at - since, "args": event.get("args", {})}
-        rows.append({"ph": "X", "cat": "horovod", "name": name} | where)
-        used.add(tensor)
-    threads = [{"ph": "M", "name": "thread_name", "pid": pid, "tid": tensor, "args": {"name": names[tensor]}}
-               for tensor in sorted(used)]  # fmt: skip
-    return (_named(pid, "Horovod's timeline, kept by rank 0", pid) if rows else []) + threads + rows

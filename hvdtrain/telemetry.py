@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from hvdtrain.clock import Window
 from hvdtrain.display import Display, remedies
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
+from hvdtrain.mistakes import Mistake
 
 if TYPE_CHECKING:
     from hvdtrain.board import Board
@@ -86,17 +88,24 @@ class Telemetry:
         line = json.dumps({"event": name, "time": time.time(), **fields}, default=str) + "\n"
         with self._lock:  # checkpoints are written, and hung ranks noticed, in threads of their own
             self._write(line)
-        if self._board is not None:
-            try:
-                self._board.event(name, fields)
-            except OSError as error:
-                self._board = None
-                print(f"warning: TensorBoard's files end here ({error.strerror})", file=sys.stderr, flush=True)
+        self._show(lambda board: board.event(name, fields))
 
     def graph(self, model: nn.Module, images: Tensor) -> None:
         """Show TensorBoard the model, by running it once on `images` ([b, channels, height, width], as it trains on)."""
-        if self._board is not None:
-            self._board.graph(model, images)
+        self._show(lambda board: board.graph(model, images))
+
+    def mistakes(self, images: Tensor, mistakes: Sequence[Mistake]) -> None:
+        """Show TensorBoard what the model gets wrong. images: uint8 [n, 1, height, width], the whole test set."""
+        self._show(lambda board: board.mistakes(images, mistakes))
+
+    def _show(self, write: Callable[["Board"], None]) -> None:
+        if self._board is None:
+            return
+        try:
+            write(self._board)
+        except OSError as error:
+            self._board = None
+            print(f"warning: TensorBoard's files end here ({error.strerror})", file=sys.stderr, flush=True)
 
     def _write(self, line: str) -> None:
         if self._file is None:

@@ -2,7 +2,7 @@
 
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
@@ -75,22 +75,22 @@ def figures(run: Run) -> dict[str, tuple[str, str]]:
     """Return the results by name: the figure, and what qualifies it. Of a run without an end, what it had come to."""
     said = {name: number(run.summary.get(name)) for name in run.summary}
     last = run.evaluations[-1] if run.evaluations else {}
-    accuracy, loss = (
-        said.get("test_accuracy", number(last.get("accuracy"))),
-        said.get("test_loss", number(last.get("loss"))),
-    )
+    accuracy = said.get("test_accuracy", number(last.get("accuracy")))
+    loss = said.get("test_loss", number(last.get("loss")))
     count = number(run.summary.get("test_count", last.get("count")))
     samples = said.get("samples") or (run.train[-1]["samples"] if run.train else None)
-    rate, whole = said.get("samples_per_second"), said.get("total_seconds")
+    rate = said.get("samples_per_second")
     if rate is None and run.train:
         rate = number(run.train[-1].get("samples_per_second"))
+    if len(run.attempts) > 1:  # total_seconds is the last one's alone, train_seconds of all
+        more = f"{duration(run.seconds)} with evaluation and checkpoints"
+    else:
+        whole = said.get("total_seconds")
+        more = f"{duration(whole)} with start-up and evaluation" if whole else ""
     return {
         "test accuracy": ("-" if accuracy is None else f"{accuracy:.2%}", f"of {count:,.0f} samples" if count else ""),
         "test loss": ("-" if loss is None else f"{loss:.4f}", ""),
-        "training": (
-            duration(said.get("train_seconds")),
-            f"{duration(whole)} with start-up and evaluation" if whole else "",
-        ),
+        "training": (duration(said.get("train_seconds")), more),
         "throughput": ("-" if rate is None else f"{rate:,.0f}/s", "samples, over all ranks"),
         "samples": ("-" if samples is None else f"{samples:,.0f}", ""),
         "state": (run.state, restarts(run)),
@@ -147,11 +147,11 @@ def configuration(runs: Sequence[Run]) -> str:
 
 def notes(runs: Sequence[Run]) -> str:
     """What a reader has to know before trusting the pictures."""
-    lines = [(run.name, note) for run in runs for note in run.notes]
-    if not lines:
-        return ""
-    named: Callable[[str], str] = lambda name: f"<b>{text(name)}</b>: " if len(runs) > 1 else ""  # noqa: E731
-    return f'<div class="notes">{"".join(f"<p>{named(name)}{text(note)}</p>" for name, note in lines)}</div>'
+    lines = []
+    for run in runs:
+        whose = f"<b>{text(run.name)}</b>: " if len(runs) > 1 else ""
+        lines += [f"<p>{whose}{text(note)}</p>" for note in run.notes]
+    return f'<div class="notes">{"".join(lines)}</div>' if lines else ""
 
 
 def key(runs: Sequence[Run]) -> str:
@@ -191,7 +191,7 @@ def mistakes(run: Run, place: int, pictures: dict[str, Picture], count: int) -> 
     total = sum(map(sum, run.record.confusion))
     cards.append(
         f'<div class="card"><h3>Worst mistakes</h3><p class="soft">{wrong:,} of {total:,} are wrong; '
-        f"label → prediction, and the loss: the highest first</p><div class='mistakes'>{shown_mistakes}</div></div>"
+        f"label → prediction, and the loss</p><div class='mistakes'>{shown_mistakes}</div></div>"
     )
     whose = f"{dot(place - 1)}{text(run.name)}: what it gets wrong" if count > 1 else "What it gets wrong"
     return f'<h2>{whose}</h2><div class="pair">{"".join(cards)}</div>'

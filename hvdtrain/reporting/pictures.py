@@ -10,11 +10,8 @@ from typing import Any
 from hvdtrain import plotting
 from hvdtrain.reporting.runs import Record, Run, number, samples_at, time_shares
 
-INK, FAINT, ON = (
-    "#24292f",
-    "#d8dee4",
-    "#fefefe",
-)  # letters, lines, letters on bars; replaced by the page's own in the SVG
+# Letters, lines, letters on bars; replaced by the page's own in the SVG.
+INK, FAINT, ON = "#24292f", "#d8dee4", "#fefefe"
 PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
 LETTERS_ON = {"loading": "#1a1a1a", "compute": ON, "communication": ON, "other": ON}
 # On the page: a variable of its style sheet, which has another value in the dark.
@@ -46,23 +43,20 @@ def draw_all(runs: Sequence[Run], directory: Path) -> Iterator[Picture]:
     import matplotlib
 
     with matplotlib.rc_context(LETTERS):
-        if any(run.train or run.evaluations for run in runs):
-            for quantity in ("loss", "accuracy"):
-                if not any(points(run.evaluations, quantity) or points(run.train, quantity) for run in runs):
-                    continue
-                for axis in ("samples", "seconds"):
-                    see = "line: training, dots: test set" if quantity == "loss" else "of the test set"
-                    if quantity == "accuracy" and any(points(run.train, quantity) for run in runs):
-                        see = "line: training, dots: test set"
-                    name = f"{quantity}-over-{axis}"
-                    yield finish(
-                        directory, name, f"{quantity.capitalize()} over {axis}", see, curves, runs, quantity, axis
-                    )
+        for quantity in ("loss", "accuracy"):
+            trained = any(points(run.train, quantity) for run in runs)
+            if not trained and not any(points(run.evaluations, quantity) for run in runs):
+                continue
+            see = "line: training, dots: test set" if trained else "of the test set"
+            for axis in ("samples", "seconds"):
+                title = f"{quantity.capitalize()} over {axis}"
+                yield finish(directory, f"{quantity}-over-{axis}", title, see, curves, runs, quantity, axis)
         if any(time_shares(run) for run in runs):
             bars = sum(min(len(time_shares(run)), MOST_RANKS) for run in runs)
-            height = max(1.5, 0.9 + 0.34 * bars)
-            yield finish(directory, "time-shares", "Time by phase", "share of the time spent training", shares, runs,
-                         size=(SIZE[0], height))  # fmt: skip
+            size = SIZE[0], max(1.5, 0.9 + 0.34 * bars)
+            yield finish(
+                directory, "time-shares", "Time by phase", "share of the time spent training", shares, runs, size=size
+            )
         if any(points(run.train, "samples_per_second") for run in runs):
             yield finish(directory, "throughput", "Throughput", "samples per second, over all ranks", curves, runs,
                          "samples_per_second", "samples")  # fmt: skip
@@ -88,7 +82,7 @@ def finish(
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):  # marks and clips of two pictures must not share their ids
         figure.savefig(text, format="svg", transparent=True)
-    figure.suptitle(f"{title}: {see}" if title else "", fontsize=9)
+    figure.suptitle(f"{title} ({see})" if title else "", fontsize=9)
     plotting.save(figure, directory / f"{name}.png")
     return Picture(name, title, see, for_page(text.getvalue(), f"{title}: {see}"))
 
@@ -129,11 +123,12 @@ def values(events: Sequence[dict], quantity: str) -> list[float]:
 
 def running_mean(numbers: Sequence[float], width: int) -> list[float]:
     """Return the mean over the `width` newest numbers, gaps left out; at the beginning over those that there are."""
-    means = []
-    for end in range(1, len(numbers) + 1):
-        window = [value for value in numbers[max(0, end - width) : end] if value == value]
-        means.append(sum(window) / len(window) if window else float("nan"))
-    return means
+    import numpy
+
+    known = ~numpy.isnan(numbers)
+    sums, counts = numpy.nancumsum(numbers), numpy.cumsum(known)
+    sums[width:], counts[width:] = sums[width:] - sums[:-width], counts[width:] - counts[:-width]
+    return numpy.where(counts > 0, sums / numpy.maximum(counts, 1), numpy.nan).tolist()
 
 
 def curves(figure, runs: Sequence[Run], quantity: str, axis: str) -> None:
@@ -157,14 +152,39 @@ def curves(figure, runs: Sequence[Run], quantity: str, axis: str) -> None:
                       linewidth=1, label=label, clip_on=False)  # fmt: skip
         marks(axes, run, axis, style["color"], place)
     axes.set_xlabel(axis)
+    if quantity == "loss":
+        scale_loss(axes, runs)
     if quantity == "accuracy":
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}" if value > 1 else f"{100 * value:.4g} %")
+        scale_accuracy(axes, runs)
     axes.xaxis.set_major_formatter(lambda value, _: thousands(value))
     if quantity == "samples_per_second":
         axes.yaxis.set_major_formatter(lambda value, _: thousands(value))
         axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     legend(figure, axes, len(runs))
+
+
+def scale_loss(axes, runs: Sequence[Run]) -> None:
+    """Where the first loss would leave the others no room, make the axis logarithmic."""
+    losses = [loss for run in runs for loss in values(run.train + run.evaluations, "loss") if loss == loss]
+    if losses and 0 < 8 * min(losses) < max(losses):
+        from matplotlib.ticker import LogLocator, NullLocator
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def scale_accuracy(axes, runs: Sequence[Run]) -> None:
+    """Leave the room to what follows the first tenth of training: the curves may come into the picture from below."""
+    end = max((event["samples"] for run in runs for event in run.train), default=0.0)
+    later = [event for run in runs for event in points(run.train, "accuracy") if event["samples"] >= end / 10]
+    tested = [event for run in runs for event in points(run.evaluations, "accuracy")]
+    lowest = min((value for value in values(later + tested, "accuracy") if value == value), default=0.0)
+    if 0 <= lowest <= 1:
+        axes.set_ylim(max(0.0, lowest - 0.5 * max(1 - lowest, 0.01)), 1.0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
 
 
 def legend(figure, axes, count: int) -> None:
@@ -186,9 +206,7 @@ def marks(axes, run: Run, axis: str, colour: str, place: int) -> None:
         axes.axvline(attempt.samples if axis == "samples" else attempt.before, color=colour, linestyle=(0, (4, 3)),
                      linewidth=0.9)  # fmt: skip
     if axis == "samples":
-        at = sorted(
-            {samples_at(run, step) for event in run.checkpoints if (step := number(event.get("step"))) is not None}
-        )
+        at = samples_at(run, values(points(run.checkpoints, "step"), "step"))
     else:
         at = [event["seconds"] for event in run.checkpoints]
     ground = axes.get_xaxis_transform()

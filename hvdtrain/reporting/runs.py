@@ -65,6 +65,12 @@ class Run:
         return self.attempts[-1].ranks
 
     @property
+    def seconds(self) -> float:
+        """How long all attempts ran."""
+        last = self.attempts[-1]
+        return last.before + last.ended - last.began
+
+    @property
     def engine(self) -> str:
         return str(self.start.get("engine", "?"))
 
@@ -179,7 +185,7 @@ def take(run: Run, event: dict) -> None:
     """Add one event to the run."""
     name = event["event"]
     if name == "start":
-        before = run.attempts[-1].before + run.attempts[-1].ended - run.attempts[-1].began if run.attempts else 0.0
+        before = run.seconds if run.attempts else 0.0
         run.attempts.append(Attempt(event["time"], event["time"], before, int(event["world_size"])))
         run.start, run.state, run.summary = event, "not ended", {}
         return
@@ -217,7 +223,8 @@ def go_back(run: Run, samples: float) -> None:
     """Count as lost what was recorded beyond `samples`."""
     while run.train and run.train[-1]["samples"] > samples:
         run.lost.append(run.train.pop())
-    run.evaluations = [event for event in run.evaluations if event["samples"] <= samples or not run.lost]
+    while run.evaluations and run.evaluations[-1]["samples"] > samples:
+        run.evaluations.pop()
 
 
 def read_json(run: Run, name: str) -> dict:
@@ -250,10 +257,9 @@ def read_record(run: Run) -> Record | None:
     except (KeyError, TypeError, ValueError, OverflowError, binascii.Error):
         sound = False
     else:
-        sound = (
-            all(len(row) == len(confusion) for row in confusion) and bool(confusion) and min(map(min, confusion)) >= 0
-        )
-        sound = sound and height > 0 < width and all(len(m["pixels"]) == height * width for m in mistakes)
+        square = bool(confusion) and all(len(row) == len(confusion) for row in confusion)
+        pictures = height > 0 < width and all(len(m["pixels"]) == height * width for m in mistakes)
+        sound = square and pictures and min(map(min, confusion)) >= 0
     if not sound:
         run.notes.append(f"{MISTAKES} is damaged: left out")
         return None
@@ -294,12 +300,10 @@ def time_shares(run: Run) -> list[tuple[str, dict[str, float]]]:
     return shares
 
 
-def samples_at(run: Run, step: float) -> float:
-    """Return how many samples had been taken after `step`, from the recorded steps on both sides of it."""
-    before = (0.0, 0.0)
-    for event in run.train:
-        if event["step"] >= step:
-            share = (step - before[0]) / max(event["step"] - before[0], 1)
-            return before[1] + share * (event["samples"] - before[1])
-        before = (event["step"], event["samples"])
-    return before[1]
+def samples_at(run: Run, steps: Sequence[float]) -> list[float]:
+    """Return how many samples had been taken after each of `steps`, from the recorded steps on both sides of it."""
+    import numpy
+
+    known_steps = [0.0, *(event["step"] for event in run.train)]
+    known_samples = [0.0, *(event["samples"] for event in run.train)]
+    return numpy.interp(steps, known_steps, known_samples).tolist()

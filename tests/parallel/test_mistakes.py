@@ -2,6 +2,7 @@
 
 import base64
 import json
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,9 @@ def test_the_record_does_not_depend_on_the_number_of_ranks(world, tmp_path_facto
     images = torch.randint(256, (N, 1, 3, 5), generator=generator).byte()
     directory = tmp_path_factory.mktemp("record")
 
-    record_mistakes(world, logits[shard(N, world.rank, world.size)], images, labels, directory)
+    worst = record_mistakes(world, logits[shard(N, world.rank, world.size)], images, labels, directory)
     if world.rank != 0:
+        assert worst == []
         assert not (directory / FILE).exists()
         return
 
@@ -31,6 +33,9 @@ def test_the_record_does_not_depend_on_the_number_of_ranks(world, tmp_path_facto
     wrong = sorted((predicted != labels).nonzero()[:, 0].tolist(), key=lambda i: -losses[i].item())[:KEPT]
     assert len(wrong) == KEPT
     assert [m["index"] for m in record["mistakes"]] == wrong
+    assert [asdict(mistake) for mistake in worst] == [
+        {key: value for key, value in m.items() if key != "pixels"} for m in record["mistakes"]
+    ]
     for m in record["mistakes"]:
         assert (m["label"], m["predicted"]) == (labels[m["index"]], predicted[m["index"]])
         assert list(base64.b64decode(m["pixels"])) == images[m["index"]].flatten().tolist()

@@ -5,13 +5,14 @@ import json
 from html.parser import HTMLParser
 
 import pytest
+from matplotlib.figure import Figure
 
 from hvdtrain import report
 from hvdtrain.engines.single import SerialWorld
 from hvdtrain.errors import UserError
 from hvdtrain.mistakes import record_mistakes
 from hvdtrain.reporting import page, pictures
-from hvdtrain.reporting.runs import differing, read_runs, time_shares
+from hvdtrain.reporting.runs import differing, read_runs, samples_at, time_shares
 
 HOSTILE = "<script>alert(1)</script>\"'&$\\frac{$"
 
@@ -148,6 +149,50 @@ def test_a_restart_takes_lost_steps_back_and_leaves_the_pause_out(leave):
     assert "not running in between14 min 57 s" in told
 
 
+def test_the_whole_time_of_a_restarted_run_is_that_of_all_its_attempts(leave):
+    end = END | {"time": 1005.0, "train_seconds": 7.0, "total_seconds": 6.0}
+    (run,) = read_runs([leave("run", start(100.0), step(103.0, 1), start(1000.0), step(1004.0, 2), end)])
+    assert page.figures(run)["training"] == ("7 s", "8 s with evaluation and checkpoints")
+
+
+def test_an_evaluation_that_was_lost_is_made_again(leave):
+    resume = {"event": "resume", "time": 200.5, "step": 1, "samples": 64, "epoch": 1}
+    (run,) = read_runs([leave("run", start(100.0), step(101.0, 1), step(102.0, 2), evaluation(103.0, 0.5),
+                              start(200.0), resume, step(201.0, 2), evaluation(202.0, 0.6))])  # fmt: skip
+    assert [event["accuracy"] for event in run.evaluations] == [0.6]
+
+
+def test_checkpoints_stand_between_the_recorded_steps(leave):
+    (run,) = read_runs([leave("run", start(100.0), step(101.0, 1), step(102.0, 5), step(103.0, 9))])
+    assert samples_at(run, [0, 1, 3, 9, 12]) == [0, 64, 192, 576, 576]
+    assert samples_at(run, []) == []
+
+
+def test_the_running_mean_leaves_gaps_out():
+    nan = float("nan")
+    means = pictures.running_mean([1.0, 3.0, nan, 5.0, nan, nan, 2.0], 2)
+    assert means == pytest.approx([1, 2, 3, 5, 5, nan, 2], nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("losses", "scale"), [((2.4, 1.0, 0.4), "linear"), ((2.4, 0.5, 0.1), "log"), ((2.0, 0.0), "linear")]
+)
+def test_a_first_loss_far_above_the_others_makes_the_axis_logarithmic(losses, scale, leave):
+    (run,) = read_runs([leave("run", start(100.0), *(step(101.0 + n, n, loss) for n, loss in enumerate(losses, 1)))])
+    axes = Figure().subplots()
+    pictures.scale_loss(axes, [run])
+    assert axes.get_yscale() == scale
+
+
+def test_the_axis_of_accuracy_ends_at_100_percent_and_begins_where_training_is_under_way(leave):
+    steps = [step(101.0 + n, n, accuracy=0.1 if n == 1 else 0.9) for n in range(1, 21)]
+    (run,) = read_runs([leave("run", start(100.0), *steps, evaluation(130.0, 0.96))])
+    axes = Figure().subplots()
+    pictures.scale_accuracy(axes, [run])
+    assert axes.get_ylim() == pytest.approx((0.85, 1.0))
+    assert axes.yaxis.get_major_formatter()(1.0000000000000002, 0) == "100 %"
+
+
 def test_a_start_with_nothing_to_resume_takes_every_step_again(leave):
     (run,) = read_runs([leave("run", start(100.0), step(101.0, 1), step(102.0, 2), start(200.0), step(203.0, 1))])
     assert [(event["step"], event["seconds"]) for event in run.train] == [(1, 5)]
@@ -164,11 +209,14 @@ def test_a_start_with_nothing_to_resume_takes_every_step_again(leave):
         ([*WHOLE[:3], "[" * 100_000, "[1]", "\x00\xff", '{"event": ["train"], "time": 1}', *WHOLE[3:]], "(line 4, 5, 6, 7)"),
         ([*WHOLE[:3], step(104.0, 3, loss="low"), *WHOLE[3:]], "(line 4)"),
         ([*WHOLE[:3], step(104.0, 10**400), *WHOLE[3:]], "(line 4)"),
+        ([*WHOLE[:3], step(104.0, float("inf")), start(9.0, world_size=float("inf")), *WHOLE[3:]], "(line 4, 5)"),
+        ([*WHOLE[:3], {"event": "resume", "time": 9.0, "step": float("nan"), "samples": 1}, *WHOLE[3:]], "(line 4)"),
         ([*WHOLE[:-1], {"event": "stop", "time": 106.0, "reason": "SIGTERM"}], "stopped on request (SIGTERM)"),
         ([*WHOLE[:-1], {"event": "error", "time": 106.0, "kind": "watchdog", "message": "rank 1 hangs"}], "rank 1 hangs"),
         ([*WHOLE[:2], step(102.0, 2, float("nan")), step(103.0, 3, float("inf"))], "no evaluation yet"),
     ],
-    ids=["no end", "no step", "no evaluation", "half a line", "junk", "text", "huge", "stop", "error", "nan"],
+    ids=["no end", "no step", "no evaluation", "half a line", "junk", "text", "huge", "endless", "not a number", "stop",
+         "error", "nan"],
 )  # fmt: skip
 def test_an_incomplete_run_is_shown_with_a_note(lines, note, leave):
     assert note in Page(page.build(read_runs([leave("run", *lines)]), [])).text

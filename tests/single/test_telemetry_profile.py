@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain import imagenet, mnist
 from hvdtrain.errors import UserError
-from hvdtrain.profiling import PHASES_TID, clock_offsets, merge, timeline_rows
+from hvdtrain.traces import PHASES_TID, clock_offsets, merge, timeline_rows
 
 SECOND = 10**9
 MS = 10**6
@@ -78,6 +78,18 @@ def test_ranks_stand_side_by_side_on_rank_0s_clock():
     assert len(set(arrows)) == 2  # or arrows would lead from one rank to another
     phases = [(e["pid"], e["name"]) for e in events if e["tid"] == PHASES_TID and e["ph"] == "X"]
     assert phases == [(pid, phase) for pid in (first, second) for phase in ("compute", "communication")]
+
+
+def test_a_rank_that_began_before_rank_0_still_begins_at_no_less_than_nought():
+    zero, other = barriers(0)
+    pieces = [piece(400, "a", 60 * SECOND, zero), piece(400, "b", 60 * SECOND - 2 * MS, other)]
+    merged = merge(pieces, 6, 2, [])
+    timed = [e for e in merged["traceEvents"] if e["ph"] != "M"]
+    assert min(e["ts"] for e in timed) == 0
+    assert [e["ts"] for e in timed] == sorted(e["ts"] for e in timed)
+    first = next(e for e in timed if e["name"] == "step 6" and e["pid"] == 1)
+    assert first["ts"] == pytest.approx(2000, abs=merged["otherData"]["clocks_within_us"])
+    assert merged["otherData"]["began_ns"] + first["ts"] * 1000 == pytest.approx(60 * SECOND, abs=1000)
 
 
 def test_a_rank_without_a_record_still_has_its_phases():

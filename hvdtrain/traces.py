@@ -1,0 +1,127 @@
+"""One Chrome trace of all ranks (the format that Perfetto and chrome://tracing read) from what each has recorded."""
+
+from collections.abc import Mapping, Sequence
+
+PIDS_PER_RANK = 100
+PHASES_TID = 2**22 + 1  # above every thread number of Linux (PID_MAX_LIMIT)
+
+
+def clock_offsets(kernels: Sequence[str], rounds: Sequence[Sequence[Sequence[int]]]) -> list[tuple[float, float]]:
+    """Return by rank how far its wall clock is ahead of rank 0's, and by how much that may be wrong; in nanoseconds.
+
+    rounds: by rank, (entry, exit) of some barriers, each on the rank's own clock. Nobody leaves a barrier before everybody
+    has entered it, so exit_r - offset >= entry_0 and exit_0 >= entry_r - offset: each round bounds the offset from both
+    sides, and the middle of what all rounds allow is taken (F. Cristian, Probabilistic clock synchronization, 1989). Ranks
+    on one kernel share its clock, and their bounds.
+    """
+    bounds: dict[str, tuple[float, float]] = {}
+    for kernel, mine in zip(kernels, rounds, strict=True):
+        low = max(entry - exit_0 for (entry, _), (_, exit_0) in zip(mine, rounds[0], strict=True))
+        high = min(left - entry_0 for (_, left), (entry_0, _) in zip(mine, rounds[0], strict=True))
+        before = bounds.get(kernel, (low, high))
+        bounds[kernel] = max(low, before[0]), min(high, before[1])
+    bounds[kernels[0]] = 0, 0
+    return [(sum(bounds[kernel]) / 2, (bounds[kernel][1] - bounds[kernel][0]) / 2) for kernel in kernels]
+
+
+def merge(pieces: Sequence[Mapping], first_step: int, steps: int, timeline: Sequence[Mapping]) -> dict:
+    """Return one Chrome trace of all ranks; `ts` in microseconds since the first of them began, on rank 0's clock.
+
+    pieces: by rank, what `Profile` gathers, of `steps` steps. timeline: Horovod's, of rank 0.
+    """
+    offsets = clock_offsets([piece["kernel"] for piece in pieces], [piece["rounds"] for piece in pieces])
+    began_ns = [piece["began_ns"] - round(offset_ns) for piece, (offset_ns, _) in zip(pieces, offsets, strict=True)]
+    zero_ns, end_ns = min(began_ns), pieces[0]["ended_ns"]
+    events: list[dict] = []
+    for rank, piece in enumerate(pieces):
+        events += _rows_of_rank(rank, piece, (began_ns[rank] - zero_ns) / 1000, first_step, steps)
+    events += timeline_rows(timeline, len(pieces) * PIDS_PER_RANK + 1, zero_ns, end_ns)
+    within_us = max(uncertainty for _, uncertainty in offsets) / 1000
+    other = {
+        "ranks": len(pieces), "hosts": [piece["host"] for piece in pieces], "first_step": first_step, "steps": steps,
+        "began_ns": zero_ns, "ended_ns": end_ns, "clock_offsets_us": [offset / 1000 for offset, _ in offsets],
+        "clocks_within_us": within_us,
+    }  # fmt: skip
+    # By time, a row's outer events before those inside them; names first, so that no event comes before its row has one.
+    events.sort(key=lambda e: (e["ph"] != "M", e["ph"] != "M" and e["ts"], -e.get("dur", 0)))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def _named(what: str, pid: int, tid: int, name: str, sort: int) -> list[dict]:
+    """Return the events that give a "process" or a "thread" its name and its place."""
+    row = {"ph": "M", "ts": 0, "pid": pid, "tid": tid}
+    return [
+        {"name": f"{what}_name", "args": {"name": name}} | row,
+        {"name": f"{what}_sort_index", "args": {"sort_index": sort}} | row,
+    ]
+
+
+def _rows_of_rank(rank: int, piece: Mapping, shift_us: float, first_step: int, steps: int) -> list[dict]:
+    """Return a rank's events: its threads, each of its GPUs, and the phases as the clock booked them."""
+    labels = {e["pid"]: e["args"]["labels"] for e in piece["events"] if e["name"] == "process_labels"}
+    used = {event["pid"] for event in piece["events"] if event["ph"] != "M"}
+    pids: dict[int, int] = {}
+    for pid in sorted(used, key=lambda pid: (labels.get(pid) != "CPU", pid)):
+        pids[pid] = rank * PIDS_PER_RANK + len(pids) + 1
+    host = f"rank {rank} on {piece['host']}"
+    rows = []
+    for old, new in pids.items():
+        name = f"{host}, {labels[old]}" if labels.get(old, "CPU") != "CPU" else host
+        rows += _named("process", new, 0, name, new)
+    step = first_step
+    for event in sorted(piece["events"], key=lambda event: event["ts"]):
+        if event["pid"] not in pids or event["name"].startswith("process_"):
+            continue
+        moved = event | {"pid": pids[event["pid"]], "ts": event["ts"] + shift_us}
+        if "id" in event:  # of an arrow from one event to another
+            moved["id"] = f"{rank}.{event['id']}"
+        if event["name"].startswith("ProfilerStep#") and event.get("cat") == "user_annotation":
+            if step == first_step + steps:  # one that had only begun when the run was over
+                continue
+            moved["name"] = f"step {step}"
+            step += 1
+        rows.append(moved)
+    pid = rank * PIDS_PER_RANK + 1
+    if not pids:
+        rows += _named("process", pid, 0, host, pid)
+    rows += _named("thread", pid, PHASES_TID, "phases", -1)
+    for phase, start_us, microseconds in piece["spans"]:
+        where = {"pid": pid, "tid": PHASES_TID, "ts": start_us + shift_us, "dur": microseconds}
+        rows.append({"ph": "X", "cat": "phase", "name": phase} | where)
+    return rows
+
+
+def timeline_rows(timeline: Sequence[Mapping], pid: int, began_ns: int, ended_ns: int) -> list[dict]:
+    """Return Horovod's timeline (a process per tensor; `ts` since its own start) as one process with a thread per tensor.
+
+    What lies outside of the recording is left out, and so is what has no beginning or no end.
+    """
+    start_us = next((e["args"]["start_time_since_epoch_in_micros"] for e in timeline if "args" in e
+                     and "start_time_since_epoch_in_micros" in e["args"]), None)  # fmt: skip
+    if start_us is None:
+        return []
+    shift_us, length_us = start_us - began_ns / 1000, (ended_ns - began_ns) / 1000
+    names = {e["pid"]: e["args"]["name"] for e in timeline if e.get("name") == "process_name" and "name" in e["args"]}
+    rows: list[dict] = []
+    used: set[int] = set()
+    opened: dict[int, list[tuple[str, float]]] = {}
+    for event in timeline:
+        tensor, at = event.get("pid", 0), event.get("ts", -1) + shift_us
+        if tensor not in names or event["ph"] not in "BEX" or not 0 <= at <= length_us:
+            continue
+        stack = opened.setdefault(tensor, [])
+        if event["ph"] == "B":
+            stack.append((event["name"], at))
+            continue
+        if event["ph"] == "X":  # a rank has announced the tensor
+            name, since = f"rank {event['name']} ready", at
+        elif stack:
+            name, since = stack.pop()
+        else:
+            continue
+        where = {"pid": pid, "tid": tensor, "ts": since, "dur": at - since, "args": event.get("args", {})}
+        rows.append({"ph": "X", "cat": "horovod", "name": name} | where)
+        used.add(tensor)
+    for tensor in sorted(used):
+        rows += _named("thread", pid, tensor, names[tensor], tensor)
+    return rows and _named("process", pid, 0, "Horovod's timeline, kept by rank 0", pid) + rows

@@ -1,0 +1,70 @@
+"""`hvdtrain.unpack`: what it writes over, and what it leaves alone. (With a real wheel: tests/e2e/test_wheel.py.)"""
+
+import os
+
+import pytest
+
+from hvdtrain import unpack
+from hvdtrain.errors import UserError
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package with what setup.py puts into the wheel."""
+    package = tmp_path / "site" / "hvdtrain"
+    (package / "_checkout" / "launch").mkdir(parents=True)
+    (package / "_checkout" / "launch" / "__pycache__").mkdir()
+    (package / "_checkout" / "launch" / "__pycache__" / "steps.pyc").write_text("")
+    script = package / "_checkout" / "launch" / "mpirun.sh"
+    script.write_text("#!/bin/bash\n")
+    script.chmod(0o755)
+    (package / "_checkout" / "launch" / "slurm.sbatch").write_text("how=starter\n")
+    (package / "mnist.py").write_text("pass\n")
+    monkeypatch.setattr(unpack, "PACKAGE", package)
+    monkeypatch.setattr(unpack, "BESIDE", package / "_checkout")
+    return package
+
+
+def written(directory):
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir()}
+
+
+def test_files_lie_as_in_a_clone_and_can_be_started(package, tmp_path):
+    assert unpack.unpack(tmp_path / "new" / "there", False) == (3, [])
+    assert written(tmp_path / "new" / "there") == {"launch/mpirun.sh", "launch/slurm.sbatch", "hvdtrain/mnist.py"}
+    assert os.access(tmp_path / "new" / "there" / "launch" / "mpirun.sh", os.X_OK)
+    assert unpack.unpack(tmp_path / "new" / "there", False) == (0, [])  # the same again: nothing to do
+
+
+@pytest.mark.parametrize("how", ["edited", "link", "dangling link"])
+def test_what_differs_is_not_replaced_unasked(package, tmp_path, how):
+    there = tmp_path / "there" / "launch" / "slurm.sbatch"
+    there.parent.mkdir(parents=True)
+    if how == "edited":
+        there.write_text("how=pmix\n")
+    else:
+        mine = tmp_path / "mine"
+        there.symlink_to(mine)
+        if how == "link":
+            mine.write_text("how=starter\n")
+    with pytest.raises(UserError, match=r"slurm\.sbatch: there already, and different: .*--overwrite"):
+        unpack.unpack(tmp_path / "there", False)
+    assert written(tmp_path / "there") == {"launch/slurm.sbatch"}  # nothing at all was written
+
+    assert unpack.unpack(tmp_path / "there", True) == (3, [there])
+    assert not there.is_symlink()
+    assert there.read_text() == "how=starter\n"
+    if how != "edited":
+        assert (tmp_path / "mine").exists() == (how == "link")  # no link is followed
+
+
+def test_a_checkout_has_them_already():
+    with pytest.raises(UserError, match="runs from a checkout, which has launch/ and containers/: /"):
+        unpack.unpack(unpack.PACKAGE, False)
+
+
+def test_where_it_cannot_write_it_is_one_line(package, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("sys.argv", ["unpack", str(tmp_path / "file" / "below")])
+    with pytest.raises(UserError, match="cannot be written"):
+        unpack.main()
