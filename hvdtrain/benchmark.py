@@ -191,7 +191,9 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     return peak
 
 
-def summarize(flags: Namespace, world: World, repeats: list[list[Repeat]], steps: int, flops: int | None) -> dict:
+def summarize(
+    flags: Namespace, world: World, repeats: list[list[Repeat]], steps: int, flops: int | None, gradient_bytes: int
+) -> dict:
     """Return benchmark.json's content. A collective."""
     facts = dict(rank=world.rank, host=socket.gethostname(), device=str(world.device), threads=torch.get_num_threads())
     facts |= dict(peak=peak_memory(world.device), hardware=measuring.hardware())
@@ -210,6 +212,7 @@ def summarize(flags: Namespace, world: World, repeats: list[list[Repeat]], steps
         samples_per_second=mean._asdict(), samples_per_second_repeats=rates,
         seconds_per_sample=phases([one for repeat in repeats for one in repeat]),
         cpu_seconds_per_sample=cpu_seconds([one for repeat in repeats for one in repeat]),
+        gradient_bytes=gradient_bytes,  # of a step, in the parameters' own type: what is reduced before any compression
         flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
         peak={name: max(rank["peak"][name] for rank in ranks) for name in ranks[0]["peak"]},
         ranks=ranks, automatic=world.notes, config=vars(flags), versions=versions(),
@@ -282,7 +285,8 @@ def main() -> int:
             model = model.to(world.device)
         batches = open_endless(flags, world, classes, shape)
         repeats, steps = measure(flags, world, model, batches)
-        result = summarize(flags, world, repeats, steps, flops)
+        gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        result = summarize(flags, world, repeats, steps, flops, gradient_bytes)
         if world.rank == 0:
             print(block(result), flush=True)
             if flags.output_dir is not None:
