@@ -8,7 +8,8 @@ import pytest
 
 from hvdtrain import scaling
 from hvdtrain.errors import UserError
-from hvdtrain.scaling import ALONE, APART, Configuration, configurations, parse, summarize, table
+from hvdtrain.scaling import configurations, parse
+from hvdtrain.speedup import ALONE, APART, Configuration, summarize, table, write
 
 PHASES = {"loading": 1.0, "compute": 7.0, "communication": 2.0}
 
@@ -57,7 +58,7 @@ def test_bounds_come_with_every_number_of_ranks():
 
 def test_csv_json_and_picture(tmp_path):
     flags = parse(["--output-dir", str(tmp_path)])
-    scaling.write(flags, summarize(ROUNDS, [ONE, TWO, DDP]), ROUNDS, {DDP: "exit code 1"})
+    write(flags, summarize(ROUNDS, [ONE, TWO, DDP]), ROUNDS, {DDP: "exit code 1"})
     with (tmp_path / "scaling.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["name"], row["ranks"]) for row in rows] == [("alone", "1"), ("apart", "2"), ("ddp", "2")]
