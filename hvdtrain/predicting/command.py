@@ -57,7 +57,8 @@ def predict(flags: Namespace) -> int:
     plotting.require_matplotlib()
     measured, checked = read(flags.model_of), read(flags.measured)
     require_alike([*measured.steps, *checked.steps])
-    most = max(ranks.hosts for ranks in [*(one.ranks for one in measured.steps), *(one.ranks for one in measured.sums)], default=1)
+    places = [step.ranks for step in measured.steps] + [one.ranks for one in measured.sums]
+    most = max((ranks.hosts for ranks in places), default=1)
     if most > 1:
         raise UserError(f"--model-of has runs on {most} hosts: it wants those of one; the others go to --measured")
     wire = Link(flags.latency_us * 1e-6, flags.bandwidth_gbit * 1e9 / 8 * flags.payload)
@@ -88,7 +89,7 @@ def predict(flags: Namespace) -> int:
                 gradient_bytes_on_wire=model.size, buckets=model.buckets,
                 predictions=[
                     dict(
-                        ranks=row.ranks.count, hosts=row.ranks.hosts, algorithm=row.algorithm,
+                        ranks=row.ranks.total, hosts=row.ranks.hosts, algorithm=row.algorithm,
                         all_reduce_seconds=row.communication._asdict(), step_seconds=row.plain._asdict(),
                         step_seconds_overlapped=row.overlapped._asdict(), computing_seconds=row.computing,
                     )
@@ -96,7 +97,7 @@ def predict(flags: Namespace) -> int:
                 ],
                 checks=[
                     dict(
-                        what=one.what, ranks=one.ranks.count, hosts=one.ranks.hosts, bytes=one.bytes,
+                        what=one.what, ranks=one.ranks.total, hosts=one.ranks.hosts, bytes=one.bytes,
                         measured_seconds=one.measured._asdict(), predicted_seconds=one.predicted._asdict(),
                     )
                     for one in checks
