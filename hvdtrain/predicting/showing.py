@@ -76,7 +76,7 @@ def draw(model: Model, predictions: Sequence[Prediction], checks: Sequence[Check
     titles = ["share of ranks that do not communicate"] + ["seconds, predicted over measured"] * bool(checks)
     figure, (left, *right) = plotting.panels(titles)
     figure.suptitle(
-        f"{model.engine}, {model.size / 1e6:.3g} MB per step, {model.wire.bandwidth * 8 / 1e9:.3g} Gbit/s, "
+        f"{model.engine}, {model.size / 1e6:.3g} MB per step, {model.wire.bandwidth * 8 / 1e9:.3g} Gbit/s of payload, "
         f"{model.wire.latency * 1e6:.3g} us",
         fontsize=10,
     )
@@ -96,13 +96,13 @@ def draw(model: Model, predictions: Sequence[Prediction], checks: Sequence[Check
             style = dict(color=colour, linestyle=line, marker=plotting.MARKERS[index], markersize=3.5)
             left.plot(counts, middle, label=f"{name}, {'no overlap' if kind == 'plain' else 'overlap'}", **style)
             left.fill_between(counts, least, most, color=colour, alpha=0.12, linewidth=0)
-    shown = [check for check in checks if check.share is not None]
+    shown = [check for check in checks if check.share is not None and check.ranks.hosts == 1]
     if shown:
         middle = [check.share.middle for check in shown if check.share]
         below = [check.share.middle - check.share.least for check in shown if check.share]
         above = [check.share.most - check.share.middle for check in shown if check.share]
         where = [check.ranks.total for check in shown]
-        left.errorbar(where, middle, yerr=[below, above], fmt="x", color="black", capsize=3, label="measured")
+        left.errorbar(where, middle, yerr=[below, above], fmt="x", color="black", capsize=3, label="measured, one host")
     left.set_xscale("log", base=2)
     ticks = sorted({one.ranks.total for one in predictions} | {check.ranks.total for check in shown})
     left.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45)
