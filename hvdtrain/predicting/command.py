@@ -62,7 +62,9 @@ def predict(flags: Namespace) -> int:
     if most > 1:
         raise UserError(f"--model-of has runs on {most} hosts: it wants those of one; the others go to --measured")
     wire = Link(flags.latency_us * 1e-6, flags.bandwidth_gbit * 1e9 / 8 * flags.payload)
-    found = prediction.models(measured, checked, wire, flags.compression, BUCKET_BYTES)
+    found, refused = prediction.models(measured, checked, wire, flags.compression, BUCKET_BYTES)
+    for why in refused:
+        print(f"left out: {why}", flush=True)
     per_host = flags.ranks_per_host or max(ranks.per_host for ranks in found[0].computing if ranks.hosts == 1)
     counts = flags.ranks or RANKS
     for count in counts:

@@ -55,8 +55,13 @@ def computing(steps: Sequence[Step]) -> dict[Ranks, tuple[Band, float]]:
     }
 
 
-def models(measured: Measured, checks: Measured, wire: Link, compression: str, bucket_bytes: int) -> list[Model]:
-    """Return one model per engine that communicated on one host. Raises UserError where there is too little to fit."""
+def models(
+    measured: Measured, checks: Measured, wire: Link, compression: str, bucket_bytes: int
+) -> tuple[list[Model], list[str]]:
+    """Return one model per engine that communicated on one host, and why others have none.
+
+    Raises UserError where there is too little to fit for any of them.
+    """
     alone = computing(measured.steps)
     if not alone:
         raise UserError("no run without communication: name the --output-dir of hvdtrain.scaling, which measures alone")
@@ -67,18 +72,28 @@ def models(measured: Measured, checks: Measured, wire: Link, compression: str, b
         dtype = WIRE_DTYPES[compression]
         said = f"no run of several ranks of one host with --compression {compression}: add the --output-dir of "
         raise UserError(f"{said}`hvdtrain.reduce --sweep` ({dtype}) there")
+    fits: dict[str, Fit] = {}
+    refused: list[str] = []
+    for engine, found in usable.items():
+        try:
+            fits[engine] = fit(found, engine)
+        except UserError as error:
+            refused.append(str(error))
+    if not fits:
+        raise UserError("; ".join(refused))
     full = measured.steps[0].gradient_bytes
-    return [
+    made = [
         Model(
-            engine=engine, compression=compression, fit=fit(found, engine), wire=wire,
+            engine=engine, compression=compression, fit=fitted, wire=wire,
             size=wire_bytes(full, compression), buckets=math.ceil(full / bucket_bytes),
             batch_size=measured.steps[0].batch_size,
             # A check that also has runs without communication is held against its own computing: two hosts of a test
             # may be one machine.
             computing=alone | {ranks: took for ranks, took in computing(checks.steps).items() if ranks.hosts > 1},
         )
-        for engine, found in usable.items()
+        for engine, fitted in fits.items()
     ]  # fmt: skip
+    return made, refused
 
 
 def reduction(model: Model, ranks: Ranks, algorithm: str, size: float, times: int = 1) -> Band:

@@ -177,6 +177,13 @@ def test_steps_alone_can_be_fitted_where_there_are_three_numbers_of_ranks(leave,
     assert whole["engines"][0]["predictions"][0]["hosts"] == 2  # 16 ranks: 8, the most that was measured, on each
 
 
+def test_an_engine_that_cannot_be_fitted_is_said_and_the_others_go_on(leave, tmp_path, capsys):
+    runs = rounds(0.5)["runs"] + [benchmark(2, 0.7, description="ddp over Gloo", round=1)]
+    whole = predict(tmp_path, str(leave("one", scaling=dict(runs=runs), reduce=sweep())))
+    assert [engine["engine"] for engine in whole["engines"]] == ["horovod over Gloo"]
+    assert "left out: ddp over Gloo: too few points" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("counts", [(2,), (2, 4, 8)])
 def test_a_range_is_in_order_and_time_grows_with_the_ranks(name, counts, leave):
@@ -184,7 +191,7 @@ def test_a_range_is_in_order_and_time_grows_with_the_ranks(name, counts, leave):
     measured.sums.extend(
         one for count in counts[1:] for one in command.read([leave(f"{count}", reduce=sweep(count))]).sums
     )
-    (model,) = prediction.models(measured, command.read([]), BETWEEN, "none", 25 * 2**20)
+    (model,), _ = prediction.models(measured, command.read([]), BETWEEN, "none", 25 * 2**20)
     before = 0.0
     for hosts in (1, 2, 16, 2048):
         found = prediction.predict(model, Ranks(hosts, 1), name)
