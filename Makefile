@@ -2,10 +2,14 @@
 # make setup PYTHON=python3.12 SETUP="--mpi system --gpu"     options are remembered; launch/setup --help lists them
 # make run NP=8 RUN="--dataset digits"
 # make chaos CHAOS="--attacks 200"       kill, stop, corrupt; start again; compare the bits and count the samples
+# make chaos EXAMPLES=20000              so many bad inputs of each kind afterwards
+# make soak SOAK="--ranks 8"             an hour of training, in which nothing may grow
 
 PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 NP ?= 2
-.PHONY: setup run test test-all lint bench chaos
+EXAMPLES ?= 5000
+BAD := tests/single/test_bad_settings.py tests/single/test_bad_files.py
+.PHONY: setup run test test-all lint bench chaos soak
 
 # Open MPI refuses root unless told twice; containers and CI are root. Nobody else gets this.
 ifeq ($(shell id -u),0)
@@ -30,6 +34,10 @@ lint: setup
 
 chaos: setup
 	. .venv/bin/activate && python -m tests.chaos.run $(CHAOS)
+	. .venv/bin/activate && HVDTRAIN_EXAMPLES=$(EXAMPLES) python -m pytest --timeout 7200 $(BAD)
+
+soak: setup
+	. .venv/bin/activate && python -m tests.chaos.soak $(SOAK)
 
 bench: setup
 	. .venv/bin/activate && python -m tests.bench $(BENCH)

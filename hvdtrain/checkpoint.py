@@ -237,11 +237,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Damaged, OSError) as error:
         raise UserError(f"{flags.file}: {error}: name another checkpoint") from error
     if flags.export is not None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        save_file(
-            {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}, flags.export
-        )
+        weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        try:
+            save_file(weights, flags.export)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"--export {flags.export}: cannot be written ({error}): name another place") from error
     print(json.dumps(facts, indent=2))
     return 0
 

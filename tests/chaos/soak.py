@@ -4,8 +4,8 @@ python -m tests.chaos.soak --minutes 60 --ranks 8          mpirun
 python -m tests.chaos.soak --minutes 60 --launcher gloo    horovodrun --gloo
 
 Trains on the embedded digits with checkpoints, evaluations and the comparison of weights going on, and stops the run by
-SIGUSR1. The first quarter of the time is the warm-up; after it, a straight line is fitted to the samples of each quantity. It
-fails where that line climbs by more than BOUNDS say.
+SIGUSR1. The first quarter of the time is the warm-up; after it, a straight line is fitted to the samples of each quantity.
+It fails where that line climbs by more than BOUNDS say.
 """
 
 import argparse

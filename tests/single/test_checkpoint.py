@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain import checkpoint
+from hvdtrain.errors import UserError
 
 TENSORS = {
     "model.weight": torch.arange(12, dtype=torch.float32).view(3, 4) / 7,
@@ -233,3 +234,5 @@ def test_export_gives_the_models_own_weights(tmp_path, capsys):
     assert checkpoint.main([str(path), "--export", str(tmp_path / "w.safetensors")]) == 0
     assert set(load_file(tmp_path / "w.safetensors")) == {"weight", "half", "steps", "empty"}
     assert json.loads(capsys.readouterr().out)["position"] == {"epoch": 1, "step": 12}
+    with pytest.raises(UserError, match=r"--export .*: cannot be written"):
+        checkpoint.main([str(path), "--export", str(tmp_path / "none" / "w.safetensors")])
