@@ -1,8 +1,8 @@
 """The documentation's commands, run in order as a reader would type them, and what is said to come out of them.
 
-A block marked ```sh is run; one marked ```sh slow only by `make test-all`. One marked ```python NAME becomes the file NAME. A
-block marked ```text right after commands is what they print: the same words, line for line, but not the same numbers; `...` alone
-on a line stands for any lines.
+A block marked ```sh is run; one marked ```sh slow only by `make test-all`. One marked ```python NAME becomes the file NAME.
+A block marked ```text right after commands is what they print: the same words, line for line, but not the same numbers;
+`...` alone on a line stands for any lines.
 """
 
 import re
