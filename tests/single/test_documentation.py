@@ -20,7 +20,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     """Return module and flags of every `python -m hvdtrain.NAME` in `text`; placeholders in capitals stand for a value."""
     found = []
     for module, tail in COMMAND.findall(text.replace("\\\n", " ")):
-        flags = re.split(r"  +|[()…]|, | and | or |;|>", tail)[0]
+        flags = re.split(r"  +|[()…]|, | and | or |[;>&]", tail)[0]
         if "--help" not in flags:
             found.append((module, shlex.split(flags)))
     return found
