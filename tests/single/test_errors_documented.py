@@ -86,7 +86,11 @@ def undocumented(messages: Iterator[tuple[int, str]]) -> list[str]:
     missing = []
     for line, said in sorted(set(messages)):
         parts = re.split(f"{VALUE}|\n", said.replace("`", "").strip())
-        if len(re.findall(r"[a-z]{3}", said)) > 1 and not re.search(".*?".join(map(re.escape, parts)), PAGE):
+        if (
+            " " in said.strip()
+            and len(re.findall(r"[a-z]{3}", said)) > 1
+            and not re.search(".*?".join(map(re.escape, parts)), PAGE)
+        ):
             missing.append(f"line {line}: {said}")
     return missing
 
