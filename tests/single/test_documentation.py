@@ -1,14 +1,17 @@
-"""What the documentation shows can be typed, and what it links to is there. (The launchers themselves: tests/e2e.)"""
+"""What the documentation shows can be typed, and what it links to is there. (tests/e2e/test_documentation.py runs it.)"""
 
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = [path for path in sorted((ROOT / "hvdtrain").glob("*.py")) if "\ndef parse(" in path.read_text()]
 COMMAND = re.compile(r"(?:python|torchrun[^#\n`|]*?) -m (hvdtrain\.\w+)([^#\n`|]*)")
 
@@ -17,7 +20,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     """Return module and flags of every `python -m hvdtrain.NAME` in `text`; placeholders in capitals stand for a value."""
     found = []
     for module, tail in COMMAND.findall(text.replace("\\\n", " ")):
-        flags = re.split(r"  +|[()…]|, | and | or |;|>", tail)[0]
+        flags = re.split(r"  +|[()…]|, | and | or |[;>&]", tail)[0]
         if "--help" not in flags:
             found.append((module, shlex.split(flags)))
     return found
@@ -48,3 +51,44 @@ def test_links_lead_somewhere(page):
             headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.M)
             anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in anchors, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_wrappers_and_make_take_what_is_shown(page):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for line in re.findall(r"^ *((?:launch/\w+\.sh|make) [^#\n]*)", page.read_text(), re.M):
+        wrapper = line.startswith("launch/")
+        command = shlex.split(line) if wrapper else ["make", "-n", *shlex.split(line)[1:]]
+        environment = {**os.environ, "PATH": path, "DRY_RUN": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_files_and_tests_that_are_named_exist(page):
+    text = page.read_text()
+    for name in re.findall(
+        r"(?<![\w/.*-])(?:launch|containers|tests|docs|hvdtrain)/[\w/-]+\.(?:py|sh|md|yaml|sbatch|def|txt)\b", text
+    ):
+        assert (ROOT / name).exists(), name
+    known = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in known, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_python_shown_runs(page):
+    for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+        exec(compile(code, str(page), "exec"), {})
+
+
+def test_quoted_lines_are_in_the_source():
+    """docs/horovod.md explains lines of the training script and of the engine: the ones that are there."""
+    source = "".join(
+        (ROOT / "hvdtrain" / name).read_text()
+        for name in ("mnist.py", "telemetry.py", "engines/horovod.py", "engines/base.py")
+    )
+    quoted = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "horovod.md").read_text(), re.M)
+    assert len(quoted) > 15
+    for line in quoted:
+        assert line in source, line

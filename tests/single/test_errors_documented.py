@@ -1,0 +1,114 @@
+"""docs/errors.md has every message with which hvdtrain and launch/ end, refuse or warn: found in the source, not by hand.
+
+A message is compared by its fixed words: where the source has a value in braces, the page has any placeholder.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "errors.md").read_text().replace("`", "").replace("\\|", "|")
+# What is raised with a message for users, and what says one without raising.
+KINDS = {"UserError", "Failure", "ArgumentTypeError", "Refusal", "BuildFailure", "BadFile", "DownloadFailed", "Damaged"}
+KINDS |= {"NotThere", "error", "_warn", "warn", "_end"}
+OPENINGS = ("warning: ", "hvdtrain: error: ")
+PYTHON = [
+    *sorted((ROOT / "hvdtrain").rglob("*.py")),
+    *sorted((ROOT / "launch").glob("*.py")),
+    ROOT / "launch" / "setup",
+]
+SHELL = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "launch" / "slurm.sbatch"]
+VALUE = "…"
+
+
+class Source:
+    """One module: the functions that it has, and what its names stand for in each."""
+
+    def __init__(self, path: Path):
+        self.tree = ast.parse(path.read_text())
+        self.functions = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
+
+    def messages(self) -> Iterator[tuple[int, str]]:
+        """Yield line and text of each message, and of each sentence that a name in it stands for."""
+        for function in [*self.functions.values(), self.tree]:
+            names: dict[str, list[ast.expr]] = {}
+            for node in ast.walk(function):
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                    names.setdefault(node.targets[0].id, []).append(node.value)
+                if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                    names.setdefault(node.target.id, []).append(node.value)
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and node.args:
+                    name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                    if name in KINDS or opening(node.args[0]).startswith(OPENINGS):
+                        yield from self.sentences(node.args[0], names, set())
+
+    def sentences(self, node: ast.expr, names: dict, seen: set[str]) -> Iterator[tuple[int, str]]:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+        elif isinstance(node, ast.JoinedStr):
+            fixed = [str(part.value) if isinstance(part, ast.Constant) else VALUE for part in node.values]
+            yield node.lineno, "".join(fixed)
+            for part in node.values:
+                if isinstance(part, ast.FormattedValue):
+                    yield from self.sentences(part.value, names, seen)
+        elif isinstance(node, ast.IfExp | ast.BoolOp | ast.BinOp):
+            for inner in ast.iter_child_nodes(node):
+                if isinstance(inner, ast.expr) and inner is not getattr(node, "test", None):
+                    yield from self.sentences(inner, names, seen)
+        elif isinstance(node, ast.Name) and node.id not in seen:
+            for value in names.get(node.id, []):
+                yield from self.sentences(value, names, seen | {node.id})
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in seen:
+            function = self.functions.get(node.func.id)
+            for inner in ast.walk(function) if function else ():
+                if isinstance(inner, ast.Return) and inner.value is not None:
+                    yield from self.sentences(inner.value, {}, seen | {node.func.id})
+
+
+def opening(node: ast.expr) -> str:
+    first = node.values[0] if isinstance(node, ast.JoinedStr) else node
+    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+
+
+def shell_messages(path: Path) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        for said in re.findall(r'(?:refuse|say|echo) "((?:[^"\\]|\\.)*)"', line):
+            yield number, re.sub(r"\$\(\(.*?\)\)|\$\{.*?\}+|\$\w+", VALUE, said)
+
+
+def undocumented(messages: Iterator[tuple[int, str]]) -> list[str]:
+    """Return the messages of two words or more that no line of the page has, each with its line in the source."""
+    missing = []
+    for line, said in sorted(set(messages)):
+        parts = re.split(f"{VALUE}|\n", said.replace("`", "").strip())
+        if (
+            " " in said.strip()
+            and len(re.findall(r"[a-z]{3}", said)) > 1
+            and not re.search(".*?".join(map(re.escape, parts)), PAGE)
+        ):
+            missing.append(f"line {line}: {said}")
+    return missing
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_message_of_the_source_is_in_the_docs(path):
+    assert undocumented(Source(path).messages()) == []
+
+
+@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
+def test_every_message_of_the_wrappers_is_in_the_docs(path):
+    assert undocumented(shell_messages(path)) == []
+
+
+def test_the_search_finds_messages_and_misses_no_new_one():
+    found = {said for path in PYTHON for _, said in Source(path).messages()}
+    assert len(found) > 150
+    source = Source(ROOT / "hvdtrain" / "errors.py")
+    source.tree = ast.parse('raise UserError(f"{n} new words that nobody has written down: try again")')
+    source.functions = {}
+    assert undocumented(source.messages()) == ["line 1: … new words that nobody has written down: try again"]
