@@ -33,7 +33,7 @@ def test_alone_without_a_launcher(tmp_path):
     assert done.stderr == "", done
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_same_seed_same_bits_whoever_launches(ranks, tmp_path):
     results = {}
     for launcher in ("mpirun", "horovodrun"):

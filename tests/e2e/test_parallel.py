@@ -7,8 +7,9 @@ import pytest
 from .launchers import LAUNCHERS, ROOT, TORCHRUN, launch
 
 RANKS = (1, 2, 3)
-CASES = [(launcher, "horovod", ranks) for launcher in LAUNCHERS for ranks in RANKS]
+CASES = [(launcher, "horovod", ranks) for launcher in LAUNCHERS for ranks in RANKS if (launcher, ranks) != ("gloo", 1)]
 CASES += [("torchrun", "ddp", ranks) for ranks in RANKS] + [("mpirun", "ddp", 2)]
+CASES += [pytest.param("gloo", "horovod", 1, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("launcher", "engine", "ranks"), CASES)

@@ -8,6 +8,7 @@ import pytest
 from .cluster import Cluster, needs_hosts
 from .launchers import launch
 
+pytestmark = pytest.mark.slow
 TINY = "--batch-size 4 --repeats 2 --steps 2 --warmup-steps 1"
 SWEEP = "hvdtrain.reduce --sweep --dtype float32 --seconds-per-size 0.05"
 WIRE_MBIT = 20  # so slow that the wire is what counts, however busy this machine is
