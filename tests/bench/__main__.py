@@ -35,14 +35,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default=",".join(known), help="default: %(default)s")
+    parser.add_argument("--rows", default=",".join(known), help="default: %(default)s; none: only write")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--data-dir", type=lambda text: Path(text).resolve(), help="where MNIST's files are")
     parser.add_argument("--peers", type=lambda text: Path(text).resolve(), help="where the peers' examples are")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "bench", help="what was measured, row by row")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="gets speed.md and speed.png")
     flags = parser.parse_args()
-    wanted = flags.rows.split(",")
+    wanted = [] if flags.rows == "none" else flags.rows.split(",")
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"--rows: {unknown[0]!r} is not one of {', '.join(known)}")
     flags.results.mkdir(parents=True, exist_ok=True)

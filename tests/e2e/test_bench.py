@@ -1,0 +1,29 @@
+"""`make bench`, its cheapest row: measured once, written down, and what was not measured said so."""
+
+import sys
+
+from .launchers import ROOT, launch
+
+
+def test_a_row_is_measured_and_written_down(tmp_path):
+    where = f"--results {tmp_path}/results --docs {tmp_path}"
+    done = launch(f"{sys.executable} -m tests.bench --rows start-2 --repeats 1 {where}", cwd=ROOT)
+    assert done.code == 0, done
+    page = (tmp_path / "speed.md").read_text()
+    measured = [line for line in page.splitlines() if "start-up" in line and "**" in line]
+    assert len(measured) == 1, page
+    assert "not measured yet" in page
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_that_needs_what_is_not_there_says_so(tmp_path):
+    where = f"--results {tmp_path}/results --docs {tmp_path}"
+    done = launch(f"{sys.executable} -m tests.bench --rows whole --repeats 1 {where}", cwd=ROOT)
+    assert done.code == 0, done
+    assert "needs MNIST: name its directory with --data-dir" in (tmp_path / "speed.md").read_text()
+
+
+def test_an_unknown_row_is_refused():
+    done = launch(f"{sys.executable} -m tests.bench --rows nonsense", cwd=ROOT)
+    assert done.code == 2, done
+    assert "'nonsense' is not one of throughput-2" in done.stderr
