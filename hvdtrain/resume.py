@@ -195,6 +195,7 @@ class Checkpoints:
         listed = "; ".join(f"{name}: {there} there, {here} now" for name, there, here in unlike)
         if strict:
             how = "give the same, or another --output-dir, or --resume never"
+            listed = " ".join(listed.splitlines())  # a name there may be anything
             raise UserError(f"{self.directory} holds a run with other flags ({listed}): {how}")
         self._warn(f"the checkpoint was written with other flags ({listed}): continued with those given now")
 
@@ -332,6 +333,7 @@ def require_whole(facts: dict, tensors: Mapping[str, Tensor]) -> None:
             and all(isinstance(part, dict) for part in (facts["config"], facts["data"], facts["scaler"], values))
             and all(isinstance(part, dict) for part in (*groups, *values.values()))
             and facts["buffers"] == list(tensors["buffers"].shape)
+            and all(type(length) is int for length in facts["buffers"])
             and len(facts["buffers"]) == 2
         )
     except (KeyError, TypeError, AttributeError):

@@ -170,7 +170,7 @@ def read_events(run: Run) -> list[dict]:
 
 
 def usable(event: object) -> bool:
-    if not isinstance(event, dict) or not math.isfinite(number(event.get("time")) or math.nan):
+    if not isinstance(event, dict) or not abs(number(event.get("time")) or math.nan) < COUNTABLE:
         return False
     name = event.get("event")
     if name == "start":
