@@ -1,6 +1,8 @@
 """Horovod's waiting as our build has it (launch/horovod_waiting.py): ranks that are late, early, out of order, or done."""
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 @pytest.fixture
 def hvd(world):
     if world.engine != "horovod":
-        pytest.skip("Horovod's own calls")
+        pytest.skip(f"these call Horovod itself, which {world.engine} has not")
     return world.hvd
 
 
@@ -49,3 +51,18 @@ def test_ranks_that_joined_take_part_without_queueing(world, hvd):
         present = world.size - step  # ranks 0 .. step - 1 have joined, and count as zeros
         assert hvd.allreduce(ones(), op=hvd.Sum, name=f"uneven.{step}").tolist() == [present] * 4
     assert hvd.join() == world.size - 1
+
+
+def wakings() -> int:
+    """Return how often the threads of this process have slept and were woken."""
+    states = [path.read_text() for path in Path("/proc/self/task").glob("*/status")]
+    return sum(int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", state, re.M)[1]) for state in states)
+
+
+def test_while_nothing_is_queued_no_thread_looks_for_work(world, hvd):
+    hvd.allreduce(ones(), op=hvd.Sum, name="before")
+    before = wakings()
+    time.sleep(0.3)
+    woken = wakings() - before
+    hvd.allreduce(ones(), op=hvd.Sum, name="after")  # the others may be asleep still
+    assert woken < 200  # looking every 0.1 ms, it would be thousands
