@@ -193,9 +193,9 @@ class Checkpoints:
         if not unlike:
             return
         listed = "; ".join(f"{name}: {there} there, {here} now" for name, there, here in unlike)
+        listed = " ".join(listed.splitlines())  # a name there may be anything
         if strict:
             how = "give the same, or another --output-dir, or --resume never"
-            listed = " ".join(listed.splitlines())  # a name there may be anything
             raise UserError(f"{self.directory} holds a run with other flags ({listed}): {how}")
         self._warn(f"the checkpoint was written with other flags ({listed}): continued with those given now")
 

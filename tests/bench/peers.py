@@ -32,24 +32,19 @@ def peers(setting: Setting) -> dict[str, float]:
     The accuracy they reached is printed. Their files: see `--peers`.
     """
     assert setting.peers is not None
+    scripts = {"horovod": setting.peers / "pytorch_mnist.py", "pytorch": setting.peers / "main.py"}
+    for name, script in scripts.items():
+        if not script.exists():
+            raise Left(f"--peers {setting.peers} lacks {script.name}, the example of {name}")
     for_torchvision(setting, setting.scratch / "data")
     (setting.scratch / "work").mkdir()
-    horovod = ["--data-dir", str(setting.scratch / "data"), "--no-cuda"]
+    start = [program("horovodrun"), "-np", "2", sys.executable]
     commands = {
-        "horovod": [
-            program("horovodrun"),
-            "-np",
-            "2",
-            sys.executable,
-            str(setting.peers / "pytorch_mnist.py"),
-            *horovod,
-        ],
-        "pytorch": [sys.executable, str(setting.peers / "main.py")],
+        "horovod": [*start, str(scripts["horovod"]), "--data-dir", str(setting.scratch / "data"), "--no-cuda"],
+        "pytorch": [sys.executable, str(scripts["pytorch"])],
     }
     seconds = {}
     for name in random.sample(list(commands), 2):
-        if not Path(commands[name][-1 if name == "pytorch" else 4]).exists():
-            raise Left(f"--peers {setting.peers} has not the example of {name}")
         seconds[name], accuracy = until_99(commands[name], setting.scratch / "work")
         print(f"    {name}'s example: {accuracy:.2f} % after {seconds[name]:.1f} s", flush=True)
     return seconds
