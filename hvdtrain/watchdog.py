@@ -4,6 +4,7 @@ Ranks train in step, so where one hangs, all stand still. Hence no heartbeats: t
 wrong. Each thread looks once a second whether its own main thread still makes steps. When rank 0's has made none for the
 time-out, its thread asks every rank where it stands. Who does not answer is stopped or cut off; who stands outside a
 collective keeps the others waiting. Rank 0 says so, and all end. Where rank 0 itself does not answer, the others end alone.
+A rank that wants to run and gets no core does not hang: the answers say for how long, and so much longer is waited.
 
 Threads run while the main thread waits inside Horovod, MPI or Gloo, which release Python's lock; no engine is called here.
 Only ranks that know the job's secret, which travels over the engine, can connect. Messages are lines of JSON.
@@ -36,6 +37,8 @@ GRACE_SECONDS = 3.0  # for launcher and engine to end a job with a dead rank in 
 HELLO_SECONDS = 20.0  # to connect, at the start
 FIRST_STEP_SECONDS = 600.0  # compiling, a cold file system, ...; or ten times the time-out, if that is more
 LEAST_SECONDS, TIMES_LONGEST = 30.0, 20.0  # the automatic time-out follows the longest time between two steps so far
+TIMES_LONGEST_ASKED = 3.0  # and so does one that was asked for, where steps turn out to take about so long
+MOST_STARVED = 9.0  # time-outs that are added at most for the time in which a rank was ready to run and had no core
 LONGEST_LINE = 2**20  # bytes
 STACK_FRAMES = 6
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -70,7 +73,7 @@ class Link:
 class Watchdog:
     """Made by every rank at once: a collective. `failed(headline)` is called on rank 0, in the thread, before all end.
 
-    step_timeout: seconds; None: it follows the measured steps; 0: a hung rank is waited for.
+    step_timeout: seconds; None: 30, or more if steps take long; 0: a hung rank is waited for.
     """
 
     def __init__(self, world: World, step_timeout: float | None, failed: Callable[[str], None]):
@@ -90,6 +93,8 @@ class Watchdog:
         self._stands: dict[int, dict] = {}
         self._asked_at: float | None = None
         self._seen_ticks, self._stalled, self._longest, self._looked_at = 0, 0.0, 0.0, time.monotonic()
+        self._waited_for_core: dict[str, float] = {}  # by thread: `waited_for_core` as this standstill began
+        self._starved = 0.0  # seconds of this standstill in which a rank wanted to run and had no core: known to rank 0
         self._interrupts = 0
         self._closing = False
         self._connect(world)
@@ -256,9 +261,12 @@ class Watchdog:
         if self.ticks != self._seen_ticks:
             self._longest = max(self._longest, self._stalled if self._seen_ticks else 0.0)
             self._seen_ticks, self._stalled, self._asked_at, self._stands = self.ticks, 0.0, None, {}
+            self._starved, self._waited_for_core = 0.0, {}
             return
+        if not self._stalled:
+            self._waited_for_core = waited_for_core()
         self._stalled += elapsed
-        late = 0.0 if self.rank == 0 else 3 * REPLY_SECONDS  # rank 0 judges first, if it can
+        late = self._starved if self.rank == 0 else 3 * REPLY_SECONDS  # rank 0 judges first, if it can
         if not self._links or self.step_timeout == 0 or self._stalled < self._limit() + late:
             return
         if self._asked_at is None:
@@ -272,7 +280,9 @@ class Watchdog:
             self._end(f"rank 0 on {self._hosts[0]} does not answer (stopped, spinning outside Python, or cut off)")
 
     def _limit(self) -> float:
-        limit = self.step_timeout or max(LEAST_SECONDS, TIMES_LONGEST * self._longest)
+        """Return how many seconds may pass without a step while every rank has a core."""
+        least, times = (self.step_timeout, TIMES_LONGEST_ASKED) if self.step_timeout else (LEAST_SECONDS, TIMES_LONGEST)
+        limit = max(least, times * self._longest)
         return limit if self._seen_ticks else max(FIRST_STEP_SECONDS, 10 * limit)
 
     def _stand(self) -> dict:
@@ -283,9 +293,17 @@ class Watchdog:
         ours = [frame for frame in stack if frame.filename.startswith(PACKAGE_FILES)] or stack
         at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}, {ours[-1].name}" if ours else "nowhere"
         telling = [frame for frame in stack if not frame.filename.endswith("contextlib.py")]
-        return {"step": self.step, "waits": waits, "at": at, "stack": traceback.format_list(telling[-STACK_FRAMES:])}
+        starved = max((now - self._waited_for_core.get(task, now) for task, now in waited_for_core().items()), default=0.0)
+        return {"step": self.step, "waits": waits, "at": at, "stack": traceback.format_list(telling[-STACK_FRAMES:]),
+                "starved": starved}  # fmt: skip
 
     def _judge(self) -> None:
+        """End the job, unless a rank was only kept from running: then wait for so much longer, and ask again."""
+        starved = min(max(stand["starved"] for stand in self._stands.values()), MOST_STARVED * self._limit())
+        if self._stalled < self._limit() + starved:
+            self._starved, self._asked_at = starved, None
+            return
+
         def named(ranks: list[int]) -> str:
             return " and ".join(f"rank {rank} on {self._hosts[rank]}" for rank in ranks)
 
@@ -321,6 +339,19 @@ class Watchdog:
             self._failed(headline)
             time.sleep(0.5)
         os._exit(1)
+
+
+def waited_for_core() -> dict[str, float]:
+    """Return, by thread of this process, the seconds in which it was ready to run and no core was free.
+
+    Source: the second number of schedstat, proc(5). Empty where the kernel does not count them.
+    """
+    waited = {}
+    with contextlib.suppress(OSError, IndexError):
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/schedstat") as file:
+                waited[task] = int(file.read().split()[1]) / 1e9
+    return waited
 
 
 def own_address_towards(host: str, own: str) -> str:

@@ -3,7 +3,8 @@
 ATTACK='{"rank": 1, "point": "backward", "count": 7, "kind": "kill"}' mpirun -np 2 python tests/chaos/attacked.py ...
 
 The rank carries out the fault the `count`-th time (from 1) it comes to the point. TAKEN names a directory where each rank
-logs the index of every sample that it takes, step by step.
+logs the index of every sample that it takes, step by step. STRUCK names the file to which the rank adds when (seconds since
+the epoch) its fault struck: a launcher may lose what was printed just before.
 """
 
 import contextlib
@@ -43,7 +44,8 @@ def come_to(point: str) -> bool:
     if reached != ATTACK["count"]:
         return False
     kind = ATTACK["kind"]
-    print(f"attack: rank {RANK} {kind} at {point} {reached}, time {time.time():.3f}", flush=True)
+    with open(os.environ["STRUCK"], "a") as struck:
+        struck.write(f"{time.time():.3f} {kind} of rank {RANK} at {point} {reached}\n")
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])
     elif kind == "raise":

@@ -1,7 +1,6 @@
 """Runs with faults in them, and the count of what they took: shared by tests/e2e and `make chaos`."""
 
 import json
-import re
 import sys
 import time
 from collections import Counter
@@ -21,12 +20,14 @@ def attacked(
 ) -> Done:  # fmt: skip
     """Train on `ranks` ranks with at most one fault, and log each sample that is taken in `directory`/taken."""
     (directory / "taken").mkdir(parents=True, exist_ok=True)
+    (directory / "struck").unlink(missing_ok=True)
     start = LAUNCHERS[launcher].format(ranks=ranks)
     command = f"{start} {sys.executable} {ROOT}/tests/chaos/attacked.py {FLAGS} --batch-size {batch} {flags}"
     extra = {
         "PYTHONPATH": str(ROOT),
         "ATTACK": json.dumps(attack or {}),
         "TAKEN": str(directory / "taken"),
+        "STRUCK": str(directory / "struck"),
         "ATTEMPT": str(time.time_ns()),
     }
     return launch(f"{command} --output-dir {directory}", timeout=timeout, **extra)
@@ -60,10 +61,10 @@ def tally(directory: Path, epochs: int = EPOCHS) -> tuple[int, int]:
     return lost, repeated
 
 
-def struck_at(done: Done) -> float | None:
-    """Return when (seconds since the epoch) the fault of this attempt struck; None where it never came to its point."""
-    found = re.search(r"attack: .* time ([\d.]+)", done.stdout)
-    return float(found[1]) if found else None
+def struck_at(directory: Path) -> float | None:
+    """Return when (seconds since the epoch) the fault of the last attempt struck; None where it never came to its point."""
+    path = directory / "struck"
+    return float(path.read_text().split()[0]) if path.exists() else None
 
 
 def seconds_lost(directory: Path, faults: list[float]) -> float:

@@ -96,7 +96,7 @@ def strike(chance: random.Random, directory: Path, wholes: dict[tuple[str, int],
         ended, left = time.time(), left + done.left_behind
         if done.code == 0:
             break
-        struck = struck_at(done)
+        struck = struck_at(directory)
         if struck is None:
             tail = " ".join((done.stderr or done.stdout).split())[-200:]
             note = f"code {done.code} without a fault: {tail}"

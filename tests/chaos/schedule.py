@@ -33,7 +33,7 @@ def schedule(ranks: Sequence[int], scratch: Path, chance: random.Random) -> Outc
         except AssertionError as error:
             return Outcome("ranks changed", label, False, False, note=f"hang: {str(error)[:60]}")
         left += done.left_behind
-        struck = struck_at(done)
+        struck = struck_at(apart)
         if (done.code == 0) != last or (struck is None) != last:
             return Outcome(
                 "ranks changed", label, False, False, leftovers=left, note=f"part {place + 1}: {str(done)[-300:]}"
