@@ -205,7 +205,8 @@ def add_surviving(group: Parser) -> None:
         type=non_negative,
         metavar="SECONDS",
         help="without a step for so long, the rank that hangs is named and all end (default: 30, or 20 times the longest "
-        "step so far; the first may take 10 minutes, or 10 times as long; 0: wait for ever)",
+        "step so far; one that is given: at least 3 times that; the first may take 10 minutes, or 10 times as long; time "
+        "without a free core does not count; 0: wait for ever)",
     )
 
 

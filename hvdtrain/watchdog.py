@@ -41,6 +41,7 @@ TIMES_LONGEST_ASKED = 3.0  # and so does one that was asked for, where steps tur
 MOST_STARVED = 9.0  # time-outs that are added at most for the time in which a rank was ready to run and had no core
 LONGEST_LINE = 2**20  # bytes
 STACK_FRAMES = 6
+TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ENGINE_FILES = str(Path(engines.__file__).parent)
 PACKAGE_FILES = str(Path(engines.__file__).parent.parent)
@@ -93,8 +94,10 @@ class Watchdog:
         self._stands: dict[int, dict] = {}
         self._asked_at: float | None = None
         self._seen_ticks, self._stalled, self._longest, self._looked_at = 0, 0.0, 0.0, time.monotonic()
-        self._waited_for_core: dict[str, float] = {}  # by thread: `waited_for_core` as this standstill began
-        self._starved = 0.0  # seconds of this standstill in which a rank wanted to run and had no core: known to rank 0
+        self._counted_at = 0.0  # when `_without_core` last looked
+        self._cpu: dict[int, float] = {}  # CPU seconds of each thread then
+        self._starved = 0.0  # seconds of this standstill in which threads of this rank wanted to run and had no core
+        self._excused = 0.0  # seconds that rank 0 has added to the time-out for such times, of all ranks
         self._interrupts = 0
         self._closing = False
         self._connect(world)
@@ -258,25 +261,27 @@ class Watchdog:
         for rank, (since, what) in list(self._gone.items()):
             if now - since > GRACE_SECONDS + (rank == 0):
                 self._end(f"rank {rank} on {self._hosts[rank]} {what}")
+        starved = self._without_core()
         if self.ticks != self._seen_ticks:
             self._longest = max(self._longest, self._stalled if self._seen_ticks else 0.0)
             self._seen_ticks, self._stalled, self._asked_at, self._stands = self.ticks, 0.0, None, {}
-            self._starved, self._waited_for_core = 0.0, {}
+            self._starved = self._excused = 0.0
             return
-        if not self._stalled:
-            self._waited_for_core = waited_for_core()
         self._stalled += elapsed
-        late = self._starved if self.rank == 0 else 3 * REPLY_SECONDS  # rank 0 judges first, if it can
+        late = self._excused if self.rank == 0 else 3 * REPLY_SECONDS  # rank 0 judges first, if it can
         if not self._links or self.step_timeout == 0 or self._stalled < self._limit() + late:
             return
         if self._asked_at is None:
             self._asked_at, self._stands = now, {self.rank: self._stand()}
             self._send_all(where=True)
-        elif self.rank == 0 and (len(self._stands) == self.size or now - self._asked_at > REPLY_SECONDS):
+            return
+        # Where this rank lacks a core, its neighbours may too.
+        silent = now - self._asked_at > REPLY_SECONDS + min(starved, MOST_STARVED * REPLY_SECONDS)
+        if self.rank == 0 and (silent or len(self._stands) == self.size):
             self._judge()
         elif self.rank != 0 and 0 in self._stands:
             self._stalled, self._asked_at = 0.0, None  # it lives, and will judge
-        elif self.rank != 0 and now - self._asked_at > REPLY_SECONDS:
+        elif self.rank != 0 and silent:
             self._end(f"rank 0 on {self._hosts[0]} does not answer (stopped, spinning outside Python, or cut off)")
 
     def _limit(self) -> float:
@@ -293,15 +298,28 @@ class Watchdog:
         ours = [frame for frame in stack if frame.filename.startswith(PACKAGE_FILES)] or stack
         at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}, {ours[-1].name}" if ours else "nowhere"
         telling = [frame for frame in stack if not frame.filename.endswith("contextlib.py")]
-        starved = max((now - self._waited_for_core.get(task, now) for task, now in waited_for_core().items()), default=0.0)
         return {"step": self.step, "waits": waits, "at": at, "stack": traceback.format_list(telling[-STACK_FRAMES:]),
-                "starved": starved}  # fmt: skip
+                "starved": self._without_core()}  # fmt: skip
+
+    def _without_core(self) -> float:
+        """Return for how many seconds of this standstill threads of this rank wanted to run and had no core, added up.
+
+        Looked at once a second and when asked: what a thread that is ready to run has not run since the last look.
+        """
+        now, threads = time.monotonic(), other_threads()
+        for thread, (ready, cpu) in threads.items():
+            if ready and thread in self._cpu:
+                self._starved += now - self._counted_at - (cpu - self._cpu[thread])
+        self._counted_at, self._cpu = now, {thread: cpu for thread, (_, cpu) in threads.items()}
+        return max(0.0, self._starved)
 
     def _judge(self) -> None:
         """End the job, unless a rank was only kept from running: then wait for so much longer, and ask again."""
-        starved = min(max(stand["starved"] for stand in self._stands.values()), MOST_STARVED * self._limit())
-        if self._stalled < self._limit() + starved:
-            self._starved, self._asked_at = starved, None
+        self._stands[self.rank] = self._stand()
+        starved = sum(stand["starved"] for stand in self._stands.values())  # one may have waited for the other
+        self._excused = min(starved, MOST_STARVED * self._limit())
+        if self._stalled < self._limit() + self._excused:
+            self._asked_at = None
             return
 
         def named(ranks: list[int]) -> str:
@@ -341,17 +359,18 @@ class Watchdog:
         os._exit(1)
 
 
-def waited_for_core() -> dict[str, float]:
-    """Return, by thread of this process, the seconds in which it was ready to run and no core was free.
+def other_threads() -> dict[int, tuple[bool, float]]:
+    """Return, by thread of this process other than the caller's, whether it runs or is ready to run, and its CPU seconds.
 
-    Source: the second number of schedstat, proc(5). Empty where the kernel does not count them.
+    Source: stat in /proc/PID/task/TID, proc(5). (schedstat counts a wait for a core only when it is over.)
     """
-    waited = {}
-    with contextlib.suppress(OSError, IndexError):
-        for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/schedstat") as file:
-                waited[task] = int(file.read().split()[1]) / 1e9
-    return waited
+    threads = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it may have ended just now
+            state, *numbers = (task / "stat").read_text().rpartition(")")[2].split()
+            threads[int(task.name)] = state == "R", (int(numbers[10]) + int(numbers[11])) / TICKS_A_SECOND
+    threads.pop(threading.get_native_id(), None)
+    return threads
 
 
 def own_address_towards(host: str, own: str) -> str:

@@ -1,5 +1,6 @@
 """Stop signals, gradients that are not finite, flipped bits, ranks that hang or die: real launchers, bounded time."""
 
+import itertools
 import json
 import os
 import re
@@ -48,6 +49,32 @@ def test_no_false_alarm_while_a_rank_is_only_slow(tmp_path):
     )
     done = launch(command, timeout=60)
     assert done.code == 0, done
+
+
+@pytest.mark.slow
+def test_no_false_alarm_where_ranks_hardly_get_a_core(tmp_path):
+    """Each of the polite ranks has a thousandth of a core for 15 s, which is far below a step in 2 s."""
+    autogroup = Path("/proc/sys/kernel/sched_autogroup_enabled")
+    if autogroup.exists() and autogroup.read_text().strip() != "0":
+        pytest.skip("nice counts only within a session here: echo 0 > /proc/sys/kernel/sched_autogroup_enabled")
+    command = f"nice -n 19 {LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} -m hvdtrain.mnist --dataset digits"
+    ranks = subprocess.Popen(
+        [*command.split(), "--epochs=30", "--step-timeout=2", "--no-progress", f"--output-dir={tmp_path}"], cwd=ROOT,
+        env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    crowd = []
+    try:
+        wait_for_training(tmp_path)
+        crowd = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(16 * os.cpu_count())]
+        time.sleep(15)
+    finally:
+        for process in crowd:
+            process.kill()
+            process.wait()
+    _, errors = ranks.communicate(timeout=60)
+    assert ranks.returncode == 0, errors
+    times = [event["time"] for event in events(tmp_path)]
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 12, "they were not kept from running"
 
 
 @pytest.mark.slow
