@@ -37,6 +37,7 @@ class Guard:
         # Adasum steps inside backward(): there the weights tell, one step later, and nothing can be skipped.
         self.adasum = flags.reduction == "adasum"
         self._buffers: list[Tensor] = []
+        self._compared_at: int | None = None  # the step after which the weights were last compared
         self._watchdog = Watchdog(world, flags.step_timeout, failed=self._record)
         if self._watchdog.off:
             telemetry.say(f"warning: hung ranks will not be noticed: the ranks cannot connect ({self._watchdog.off})")
@@ -106,9 +107,13 @@ class Guard:
         return " and ".join(ranks) or "each rank's own are, their sum over ranks is not"
 
     def compare_replicas(self, at: Position, model: nn.Module) -> None:
-        """Raise Failure on every rank where the parameters are not the same bits on all. A collective."""
-        if self.world.size == 1:
+        """Raise Failure on every rank where the parameters are not the same bits on all. A collective.
+
+        Again after the same step, it does nothing: that a checkpoint is due and that steps are due both ask for it.
+        """
+        if self.world.size == 1 or self._compared_at == at.step:
             return
+        self._compared_at = at.step
         names = [name for name, _ in model.named_parameters()]
         sums = torch.stack([checksum(parameter) for parameter in model.parameters()]).cpu()
         rows = self.world.all_gather(sums, "guard.replicas")

@@ -49,9 +49,12 @@ def slots(hosts: str) -> int:
     return total
 
 
-def command(variant: str, ranks: int, module: str, flags: Sequence[str], hosts: str | None = None) -> list[str]:
+def command(
+    variant: str, ranks: int, module: str, flags: Sequence[str], hosts: str | None = None, interface: str | None = None
+) -> list[str]:
     """Return the command line that starts `ranks` ranks of `module` by `variant`, on `hosts` ("a:4,b:4") or here.
 
+    interface: the network interface that joins the hosts (default: the launcher looks for it).
     torchrun wants to be started on every host, so on several mpirun starts ddp's ranks.
     """
     launcher, engine = VARIANTS[variant]
@@ -64,10 +67,13 @@ def command(variant: str, ranks: int, module: str, flags: Sequence[str], hosts: 
         carried = [
             part for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ for part in ("-x", name)
         ]
+        if interface:
+            carried += ["--mca", "btl_tcp_if_include", interface, "-x", f"GLOO_SOCKET_IFNAME={interface}"]
         return [program("mpirun"), "-np", str(ranks), "-H", str(hosts), *carried, *python, *engine, *flags]
     if launcher:
         name, *options = launcher.split()
         where = [] if hosts is None else ["-H", hosts]
+        where += ["--network-interfaces", interface] if hosts and interface else []
         return [program(name), *options, "-np", str(ranks), *where, *python, *engine, *flags]
     return [*python, *engine, *flags]
 

@@ -61,6 +61,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     )
     parser.add_argument("--rounds", type=cli.positive_int, default=3, help="each runs everything once (default: 3)")
     parser.add_argument("--hosts", help="NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
+    parser.add_argument("--interface", metavar="NAME", help="that joins the hosts (default: the launcher looks for it)")
     parser.add_argument(
         "--threads", type=cli.threads, help="torch threads of every rank (default: cores / most ranks on a host)"
     )
@@ -79,6 +80,8 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     flags.ranks = flags.ranks or [2**power for power in range(most.bit_length())]
     if total is not None and flags.ranks[-1] > total:
         raise UserError(f"--ranks {flags.ranks[-1]}, but --hosts {flags.hosts} has {total} slots: add hosts or slots")
+    if flags.interface and not flags.hosts:
+        raise UserError("--interface joins hosts: name them with --hosts NAME:SLOTS,...")
     if flags.threads is None:
         hosts = flags.hosts.split(",") if flags.hosts else []
         per_host = max((int(host.rpartition(":")[2]) for host in hosts), default=flags.ranks[-1])
@@ -107,7 +110,7 @@ def command_of(which: Configuration, flags: Namespace, directory: Path) -> list[
     variant = "ddp" if bound else which.name  # while nobody communicates, Gloo's threads sleep; Horovod's never do
     benchmark = [*QUICK, *flags.benchmark, "--threads", str(flags.threads), "--output-dir", str(directory.absolute())]
     benchmark += ["--no-communication"] * bound
-    return command(variant, which.ranks, "hvdtrain.benchmark", benchmark, flags.hosts)
+    return command(variant, which.ranks, "hvdtrain.benchmark", benchmark, flags.hosts, flags.interface)
 
 
 def measure(which: Configuration, flags: Namespace, directory: Path) -> dict | str:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -289,33 +290,34 @@ def on_two_hosts(setting: Setting, rate: str, module: str, flags: list[str]) -> 
     return json.loads((out / f"{module.rpartition('.')[2]}.json").read_text())
 
 
-TAKE = """
-import socket, time
-server = socket.create_server(("", 9999))
-connection, _ = server.accept()
-taken, buffer, began = 0, bytearray(2**20), time.perf_counter()
+BOTH_WAYS = """
+import socket, sys, threading, time
+if sys.argv[1] == "a":
+    connection, _ = socket.create_server(("", 9999)).accept()
+else:
+    time.sleep(1)
+    connection = socket.create_connection(("a", 9999))
+began, given, taken, buffer = time.perf_counter(), bytes(2**20), 0, bytearray(2**20)
+def give():
+    while time.perf_counter() - began < 4:
+        connection.sendall(given)
+    connection.shutdown(socket.SHUT_WR)
+threading.Thread(target=give).start()
 while some := connection.recv_into(buffer):
     taken += some
 print(taken / (time.perf_counter() - began))
 """
-GIVE = """
-import socket, time
-time.sleep(1)
-connection, began = socket.create_connection(("a", 9999)), time.perf_counter()
-while time.perf_counter() - began < 3:
-    connection.sendall(bytes(2**20))
-"""
 
 
 def plain_tcp(setting: Setting, rate: str) -> float:
-    """Return the bytes per second that one TCP connection carries between two such hosts."""
+    """Return the bytes per second that one TCP connection between two such hosts carries each way, both ways at once."""
     with Cluster(Path(tempfile.mkdtemp(dir=setting.scratch)), ["a", "b"], rate=rate) as cluster:
-        both = {host: cluster.start(host, [sys.executable, "-c", does]) for host, does in (("a", TAKE), ("b", GIVE))}
-        return float(cluster.finish(both, 60)["a"].stdout)
+        both = {host: cluster.start(host, [sys.executable, "-c", BOTH_WAYS, host]) for host in ("a", "b")}
+        return statistics.mean(float(done.stdout) for done in cluster.finish(both, 60).values())
 
 
 def wire(megabits: int) -> Callable[[Setting], dict[str, float]]:
-    """16 MiB all-reduced between two hosts: how much of what one TCP connection carries, each way."""
+    """16 MiB all-reduced between two hosts: how much of what one TCP connection carries both ways at once."""
 
     def measure(setting: Setting) -> dict[str, float]:
         size = ["--min-bytes", str(2**24), "--max-bytes", str(2**24), "--seconds-per-size", "4"]

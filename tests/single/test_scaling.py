@@ -95,6 +95,7 @@ def test_what_follows_two_dashes_is_the_benchmarks():
         ("--ranks 1,x", "'x' is not a whole number"),
         ("--ranks 8 --hosts a:4", "--ranks 8, but --hosts a:4 has 4 slots"),
         ("--hosts a", "'a' is not NAME:SLOTS"),
+        ("--interface eth0", "--interface joins hosts: name them with --hosts"),
     ],
 )
 def test_bad_flags(flags, complaint):
