@@ -143,7 +143,7 @@ def train(
     def loss_of(batch: Batch) -> Tensor:
         """Compute a loss again, outside of training: for the guard, to find the layer that went wrong."""
         with autocast:
-            logits = model(scaled(train_images[batch.indices]))
+            logits = model(scaled(train_images.index_select(0, batch.indices)))
             return F.cross_entropy(logits, train_labels[batch.indices], label_smoothing=flags.label_smoothing)
 
     def save() -> None:
@@ -158,7 +158,7 @@ def train(
         if at.reached(flags.target_accuracy):
             break
         clock.restart()
-        order = epoch_order(len(train_images), flags.seed, epoch)[at.taken :]
+        order = epoch_order(len(train_images), flags.seed, epoch)[at.taken :].to(world.device)
         for step in steps(order, world.rank, world.size, flags.batch_size, global_batch=begun.global_batch):
             guard.begin_step(at, model)
             rate = peak_rate * optim.schedule_factor(flags.lr_schedule, at.samples / samples_planned)
@@ -168,7 +168,9 @@ def train(
             optimizer.zero_grad()
             loss_sum, local_count = torch.zeros((), device=world.device), 0
             for i, batch in enumerate(step.batches):
-                images, labels = scaled(train_images[batch.indices]), train_labels[batch.indices]
+                # Several times faster than train_images[indices], whose kernel goes value by value.
+                images = scaled(train_images.index_select(0, batch.indices))
+                labels = train_labels.index_select(0, batch.indices)
                 clock.mark("loading")
                 with world.backward_pass(replica, optimizer, i, len(step.batches)):
                     with autocast:

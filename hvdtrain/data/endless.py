@@ -65,7 +65,7 @@ def gathered_batches(
     whole = len(images) // batch_size * batch_size
     while True:
         for indices in torch.randperm(len(images), generator=generator)[:whole].to(images.device).split(batch_size):
-            yield scaled(images[indices], memory_format), labels[indices]
+            yield scaled(images.index_select(0, indices), memory_format), labels.index_select(0, indices)
 
 
 def folder_batches(flags: Namespace, world: World, memory_format: torch.memory_format) -> Batches:

@@ -2,7 +2,7 @@
 
 make bench BENCH="--data-dir DIR"                                    all rows, 7 repeats: hours on two cores
 python -m tests.bench --rows throughput-2,start-2 --repeats 3        some of them; the others keep what was measured
-python -m tests.bench --rows whole --repeats 10 --data-dir DIR --peers PEERS
+python -m tests.bench --rows whole --add --data-dir DIR --peers PEERS
 
 Each repeat runs every side of a comparison once, in a random order, and takes the ratio: a slow minute touches both sides.
 The table has the median over repeats, and the range. DIR has MNIST's files. PEERS has two examples as their authors
@@ -37,6 +37,7 @@ def main() -> int:
     )
     parser.add_argument("--rows", default=",".join(known), help="default: %(default)s; none: only write")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--add", action="store_true", help="to the repeats that were measured earlier")
     parser.add_argument("--data-dir", type=lambda text: Path(text).resolve(), help="where MNIST's files are")
     parser.add_argument("--peers", type=lambda text: Path(text).resolve(), help="where the peers' examples are")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "bench", help="what was measured, row by row")
@@ -54,10 +55,11 @@ def main() -> int:
 
 
 def measure(group: Group, flags: argparse.Namespace) -> None:
-    """Fill `results`/GROUP.json, anew."""
-    values: dict[str, list[float]] = {}
-    left = ""
-    for repeat in range(1, flags.repeats + 1):
+    """Fill `results`/GROUP.json, anew, or add to it."""
+    path, left = flags.results / f"{group.name}.json", ""
+    values: dict[str, list[float]] = json.loads(path.read_text())["values"] if flags.add and path.exists() else {}
+    first = max(map(len, values.values()), default=0) + 1
+    for repeat in range(first, first + flags.repeats):
         began = time.monotonic()
         try:
             once = measure_once(group, flags.data_dir, flags.peers, repeat)
@@ -68,9 +70,11 @@ def measure(group: Group, flags: argparse.Namespace) -> None:
         for key, value in once.items():
             values.setdefault(key, []).append(value)
         said = "  ".join(f"{key} {value:.4g}" for key, value in once.items())
-        print(f"{group.name}  {repeat}/{flags.repeats}  {time.monotonic() - began:.0f} s  {said}", flush=True)
+        print(
+            f"{group.name}  {repeat}/{first + flags.repeats - 1}  {time.monotonic() - began:.0f} s  {said}", flush=True
+        )
     measuring.write_json(
-        flags.results / f"{group.name}.json",
+        path,
         dict(values=values, left=left, date=time.strftime("%Y-%m-%d"), hardware=measuring.hardware(), versions=versions()),
     )  # fmt: skip
 

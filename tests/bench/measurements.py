@@ -167,7 +167,7 @@ data = idx.load("mnist", data_dir)
 def ours(epoch):
     for step in steps(epoch_order(60_000, 1, epoch), 0, 1, 64):
         for batch in step.batches:
-            scaled(data.train_images[batch.indices]), data.train_labels[batch.indices]
+            scaled(data.train_images.index_select(0, batch.indices)), data.train_labels.index_select(0, batch.indices)
 from torchvision import datasets, transforms
 transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
 theirs = torch.utils.data.DataLoader(datasets.MNIST(root, train=True, transform=transform), batch_size=64, shuffle=True)
@@ -340,12 +340,17 @@ def compressed(setting: Setting) -> dict[str, float]:
     return {"wire-fp16": rates["fp16"] / rates["none"]}
 
 
-def overlap(setting: Setting) -> dict[str, float]:
+def overlap(megabits: int, batch_size: int) -> Callable[[Setting], dict[str, float]]:
     """A step's time over the longer of its two parts: compute, measured without communication, and the wire's bound."""
-    flags = "--model resnet18 --image-size 224 --batch-size 4 --warmup-steps 2 --repeats 3 --steps 3"
-    seconds = {}
-    for kind in random.sample(["both", "compute"], 2):
-        alone = ["--no-communication"] if kind == "compute" else []
-        result = on_two_hosts(setting, "1gbit", "hvdtrain.benchmark", [*flags.split(), *alone])
-        seconds[kind] = 2 * 4 / result["samples_per_second"]["mean"]
-    return {"overlap": seconds["both"] / max(seconds["compute"], RESNET18_BYTES * 8 / 1e9)}
+
+    def measure(setting: Setting) -> dict[str, float]:
+        flags = f"--model resnet18 --image-size 224 --batch-size {batch_size} --warmup-steps 1 --repeats 2 --steps 2"
+        seconds = {}
+        for kind in random.sample(["both", "compute"], 2):
+            alone = ["--no-communication"] if kind == "compute" else []
+            result = on_two_hosts(setting, f"{megabits}mbit", "hvdtrain.benchmark", [*flags.split(), *alone])
+            seconds[kind] = 2 * batch_size / result["samples_per_second"]["mean"]
+        bound = max(seconds["compute"], RESNET18_BYTES * 8 / (megabits * 1e6))
+        return {f"overlap-{megabits}-{batch_size}": seconds["both"] / bound}
+
+    return measure

@@ -93,9 +93,16 @@ def groups() -> tuple[Group, ...]:
               "--compression fp16", compressed,
               (Row("wire-fp16", "fp16 on that wire over float32, ResNet-18", "at least 1.95", "2.0",
                    "2, less the compute"),)),
-        Group("overlap", "the same at 1 Gbit/s without --compression", overlap,
-              (Row("overlap", "overlap: a step over max(compute, communication), ResNet-18, 1 Gbit/s", "at most 1.1", "",
-                   "the last bucket, and cores that communication takes"),)),
+        *(Group(f"overlap-{megabits}-{batch_size}", "launch/mpirun.sh -H a:1,b:1 --interface eth0 -- python -m "
+                f"hvdtrain.benchmark --model resnet18 --batch-size {batch_size}; and --no-communication",
+                overlap(megabits, batch_size),
+                (Row(f"overlap-{megabits}-{batch_size}", f"overlap: a step over max(compute, communication), ResNet-18, "
+                     f"{megabits} Mbit/s, {batch_size} images per rank: {which}", "at most 1.1", "", limit),))
+          for megabits, batch_size, which, limit in (
+              (100, 4, "the wire takes longer", "1, and what is computed before the first bucket is full"),
+              (1000, 4, "both take about as long", "the forward pass cannot overlap, nor the last bucket"),
+              (1000, 16, "computing takes longer", "1, and the cores that communication takes"),
+          )),
         Group("guards", "mpirun -np 2 python tests/bench/guarded.py --checkpoint-steps 50", guards,
               (Row("checkpoints", "a checkpoint every 50 steps, share of training's time", "at most 0.01", "", "0"),
                Row("guards", "all guards, share of training's time", "at most 0.01", "",

@@ -5,13 +5,15 @@ import sys
 from .launchers import ROOT, launch
 
 
-def test_a_row_is_measured_and_written_down(tmp_path):
+def test_a_row_is_measured_and_written_down_and_more_repeats_are_added(tmp_path):
     where = f"--results {tmp_path}/results --docs {tmp_path}"
-    done = launch(f"{sys.executable} -m tests.bench --rows start-2 --repeats 1 {where}", cwd=ROOT)
-    assert done.code == 0, done
+    for _ in range(2):
+        done = launch(f"{sys.executable} -m tests.bench --rows start-2 --add --repeats 1 {where}", cwd=ROOT)
+        assert done.code == 0, done
     page = (tmp_path / "speed.md").read_text()
     measured = [line for line in page.splitlines() if "start-up" in line and "**" in line]
     assert len(measured) == 1, page
+    assert "| 2 |" in measured[0], page
     assert "not measured yet" in page
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
