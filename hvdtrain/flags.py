@@ -130,7 +130,7 @@ def add_world(group: Parser) -> None:
         "--tuning",
         choices=("auto", "off"),
         default="auto",
-        help="auto sets what makes Horovod and MPI fast where you have not set it; off leaves every default",
+        help="auto sets what makes Horovod, MPI and malloc fast where you have not set it; off leaves every default",
     )
 
 

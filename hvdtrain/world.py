@@ -13,6 +13,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from hvdtrain.allocation import keep_freed_memory
 from hvdtrain.engines.base import World
 from hvdtrain.errors import Failure, UserError
 
@@ -89,6 +90,8 @@ def start(
         )
     with world.agreement("device"):
         world.device = world.choose_device(device)
+    if tuning and world.device.type == "cpu" and keep_freed_memory(os.environ):
+        world.notes.append("malloc keeps freed memory")
     if threads is not None or tuning:
         torch.set_num_threads(threads or cores_of_rank(world))
     return world
