@@ -7,13 +7,10 @@ collective keeps the others waiting. Rank 0 says so, and all end. Where rank 0 i
 A rank that wants to run and gets no core does not hang: the answers say for how long, and so much longer is waited.
 
 Threads run while the main thread waits inside Horovod, MPI or Gloo, which release Python's lock; no engine is called here.
-Only ranks that know the job's secret, which travels over the engine, can connect. Messages are lines of JSON.
 """
 
 import contextlib
 import faulthandler
-import hmac
-import json
 import os
 import secrets
 import selectors
@@ -30,45 +27,20 @@ import torch
 
 from hvdtrain import engines
 from hvdtrain.engines.base import World
+from hvdtrain.links import Link, accept, own_address_towards, say_hello
 
 LOOK_SECONDS = 1.0  # between two looks at the main thread
 REPLY_SECONDS = 3.0  # to answer where one stands
 GRACE_SECONDS = 3.0  # for launcher and engine to end a job with a dead rank in their own way
-HELLO_SECONDS = 20.0  # to connect, at the start
 FIRST_STEP_SECONDS = 600.0  # compiling, a cold file system, ...; or ten times the time-out, if that is more
 LEAST_SECONDS, TIMES_LONGEST = 30.0, 20.0  # the automatic time-out follows the longest time between two steps so far
 TIMES_LONGEST_ASKED = 3.0  # and so does one that was asked for, where steps turn out to take about so long
 MOST_STARVED = 9.0  # time-outs that are added at most for the time in which a rank was ready to run and had no core
-LONGEST_LINE = 2**20  # bytes
 STACK_FRAMES = 6
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ENGINE_FILES = str(Path(engines.__file__).parent)
 PACKAGE_FILES = str(Path(engines.__file__).parent.parent)
-
-
-class Link:
-    """One connection: dictionaries in both directions. Any thread may send; the watchdog's receives."""
-
-    def __init__(self, connection: socket.socket):
-        self.socket = connection
-        self._unread = b""
-        self._lock = threading.Lock()
-
-    def send(self, **message: object) -> None:
-        with self._lock, contextlib.suppress(OSError):  # a dead peer is noticed by `receive`
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[dict] | None:
-        """Return what has arrived; None where the peer is gone."""
-        try:
-            data = self.socket.recv(65536)
-        except OSError:
-            data = b""
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        if not data or len(self._unread) > LONGEST_LINE:
-            return None
-        return [json.loads(line) for line in lines]
 
 
 class Watchdog:
@@ -371,54 +343,3 @@ def other_threads() -> dict[int, tuple[bool, float]]:
             threads[int(task.name)] = state == "R", (int(numbers[10]) + int(numbers[11])) / TICKS_A_SECOND
     threads.pop(threading.get_native_id(), None)
     return threads
-
-
-def own_address_towards(host: str, own: str) -> str:
-    """Return the address of the interface from which `host` is reached; connecting UDP sends nothing."""
-    if host == own:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
-
-
-def accept(listener: socket.socket, key: bytes, size: int) -> dict[int, Link]:
-    """Return a link for each rank from 1. A stranger's connection is closed, and takes two seconds at most."""
-    links: dict[int, Link] = {}
-    until = time.monotonic() + HELLO_SECONDS
-    while len(links) < size - 1:
-        listener.settimeout(max(0.01, until - time.monotonic()))
-        connection, _ = listener.accept()  # TimeoutError is an OSError
-        with contextlib.suppress(OSError):
-            connection.settimeout(2.0)
-            challenge = secrets.token_bytes(32)
-            connection.sendall(challenge)
-            answer = receive_exactly(connection, 4 + 32 + 32)
-            rank, theirs, proof = answer[:4], answer[4:36], answer[36:]
-            if hmac.compare_digest(proof, hmac.digest(key, b"rank" + rank + challenge + theirs, "sha256")):
-                connection.sendall(hmac.digest(key, b"hub" + theirs + challenge, "sha256"))
-                connection.settimeout(5.0)
-                links[int.from_bytes(rank)] = Link(connection)
-                continue
-        connection.close()
-    return links
-
-
-def say_hello(address: tuple[str, int], key: bytes, rank: int) -> socket.socket:
-    """Connect to rank 0; both prove that they know `key`. Raises OSError."""
-    connection = socket.create_connection(address, timeout=HELLO_SECONDS)
-    challenge, mine, number = receive_exactly(connection, 32), secrets.token_bytes(32), rank.to_bytes(4)
-    connection.sendall(number + mine + hmac.digest(key, b"rank" + number + challenge + mine, "sha256"))
-    if not hmac.compare_digest(receive_exactly(connection, 32), hmac.digest(key, b"hub" + mine + challenge, "sha256")):
-        raise OSError(f"whoever listens at {address[0]}:{address[1]} is not rank 0")
-    connection.settimeout(5.0)
-    return connection
-
-
-def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        if not (part := connection.recv(count - len(data))):
-            raise ConnectionError("closed during the hello")
-        data += part
-    return data

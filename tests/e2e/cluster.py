@@ -113,7 +113,7 @@ class Cluster:
                 str(switch),
             ]
             subprocess.run(["nsenter", "--target", str(first), "--net", *cable], check=True, timeout=20)
-            # A burst holds the largest packets whole, as for a network card: cut up here, 1 Gbit/s would keep two cores busy.
+            # A burst holds the largest packets whole, as for a network card: cut up here, 1 Gbit/s keeps two cores busy.
             shape = (
                 f"tc qdisc add dev eth0 root tbf rate {self._rate} burst 128kb latency 100ms" if self._rate else "true"
             )

@@ -204,7 +204,7 @@ def test_strangers_cannot_connect():
     import socket
     import threading
 
-    from hvdtrain.watchdog import accept, say_hello
+    from hvdtrain.links import accept, say_hello
 
     listener = socket.create_server(("127.0.0.1", 0))
     address, key = listener.getsockname(), bytes(32)
