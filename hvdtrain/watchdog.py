@@ -235,7 +235,8 @@ class Watchdog:
                 self._end(f"rank {rank} on {self._hosts[rank]} {what}")
         starved = self._without_core()
         if self.ticks != self._seen_ticks:
-            self._longest = max(self._longest, self._stalled if self._seen_ticks else 0.0)
+            if self._seen_ticks:
+                self._longest = max(self._longest, self._stalled - max(starved, self._excused))
             self._seen_ticks, self._stalled, self._asked_at, self._stands = self.ticks, 0.0, None, {}
             self._starved = self._excused = 0.0
             return
