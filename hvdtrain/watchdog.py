@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -36,11 +37,19 @@ FIRST_STEP_SECONDS = 600.0  # compiling, a cold file system, ...; or ten times t
 LEAST_SECONDS, TIMES_LONGEST = 30.0, 20.0  # the automatic time-out follows the longest time between two steps so far
 TIMES_LONGEST_ASKED = 3.0  # and so does one that was asked for, where steps turn out to take about so long
 MOST_STARVED = 9.0  # time-outs that are added at most for the time in which a rank was ready to run and had no core
+TURNS = 20.0  # a second on a core: who comes on more often is not kept from running
 STACK_FRAMES = 6
-TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ENGINE_FILES = str(Path(engines.__file__).parent)
 PACKAGE_FILES = str(Path(engines.__file__).parent.parent)
+
+
+class Running(NamedTuple):
+    """How a thread runs. turns: how often it has come on a core."""
+
+    ready: bool  # it runs, or would if there were a core
+    cpu_seconds: float
+    turns: int
 
 
 class Watchdog:
@@ -67,7 +76,7 @@ class Watchdog:
         self._asked_at: float | None = None
         self._seen_ticks, self._stalled, self._longest, self._looked_at = 0, 0.0, 0.0, time.monotonic()
         self._counted_at = 0.0  # when `_without_core` last looked
-        self._cpu: dict[int, float] = {}  # CPU seconds of each thread then
+        self._threads: dict[int, Running] = {}  # what it saw then
         self._starved = 0.0  # seconds of this standstill in which threads of this rank wanted to run and had no core
         self._excused = 0.0  # seconds that rank 0 has added to the time-out for such times, of all ranks
         self._interrupts = 0
@@ -277,13 +286,16 @@ class Watchdog:
     def _without_core(self) -> float:
         """Return for how many seconds of this standstill threads of this rank wanted to run and had no core, added up.
 
-        Looked at once a second and when asked: what a thread that is ready to run has not run since the last look.
+        Looked at once a second and when asked: what a thread that is ready to run, and hardly comes on, has not run since.
+        Not the loops in which MPI waits: there may be more of them than cores, but each yields, and comes on again.
         """
         now, threads = time.monotonic(), other_threads()
-        for thread, (ready, cpu) in threads.items():
-            if ready and thread in self._cpu:
-                self._starved += now - self._counted_at - (cpu - self._cpu[thread])
-        self._counted_at, self._cpu = now, {thread: cpu for thread, (_, cpu) in threads.items()}
+        elapsed = now - self._counted_at
+        for thread, running in threads.items():
+            before = self._threads.get(thread)
+            if before and running.ready and running.turns - before.turns < TURNS * elapsed:
+                self._starved += elapsed - (running.cpu_seconds - before.cpu_seconds)
+        self._counted_at, self._threads = now, threads
         return max(0.0, self._starved)
 
     def _judge(self) -> None:
@@ -332,15 +344,16 @@ class Watchdog:
         os._exit(1)
 
 
-def other_threads() -> dict[int, tuple[bool, float]]:
-    """Return, by thread of this process other than the caller's, whether it runs or is ready to run, and its CPU seconds.
+def other_threads() -> dict[int, Running]:
+    """Return the threads of this process other than the caller's, by number; empty where the kernel does not count turns.
 
-    Source: stat in /proc/PID/task/TID, proc(5). (schedstat counts a wait for a core only when it is over.)
+    Source: stat and schedstat in /proc/PID/task/TID. (schedstat has the wait for a core, too, but only once it is over.)
     """
     threads = {}
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it may have ended just now
-            state, *numbers = (task / "stat").read_text().rpartition(")")[2].split()
-            threads[int(task.name)] = state == "R", (int(numbers[10]) + int(numbers[11])) / TICKS_A_SECOND
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            nanoseconds, _, turns = map(int, (task / "schedstat").read_text().split())
+            threads[int(task.name)] = Running(state == "R", nanoseconds / 1e9, turns)
     threads.pop(threading.get_native_id(), None)
     return threads

@@ -2,6 +2,7 @@
 
 make chaos                                                    20 attacks, 1,000 damaged checkpoints, 4 -> 3 -> 2 -> 4 ranks
 make chaos CHAOS="--attacks 200 --seed 7"
+make chaos CHAOS="--attacks 30 --kinds stop,spin,sleep"       ranks that hang
 make chaos CHAOS="--attacks 0 --schedule ''"                  only the checkpoints: seconds
 make chaos CHAOS="--attacks 0 --damages 0 --schedule 2,1,2"   only the change of ranks
 """
@@ -12,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain import checkpoint
@@ -25,14 +27,14 @@ BATCH = {2: 32, 3: 20, 4: 16}  # by ranks: samples per rank and step
 TRAINING = {"load": 16, "backward": 16, "allreduce": 16, "update": 16, "evaluate": 2, "snapshot": 8}
 WRITING = {"digest": 7, "fsync": 7, "half": 7, "rename": 7, "directory": 7, "prune": 7}  # rank 0's alone
 STARTING = {"start": 1, "broadcast": 1, "restore": 1}
-ENDS = ("kill", "segv", "raise")
 HANGS = ("stop", "spin", "sleep")
+KINDS = {"kill": 4, "segv": 2, "raise": 2, "stop": 2, "spin": 1, "sleep": 1, "term": 2, "full": 1}  # how often each is drawn
 ATTEMPTS = 5  # starts of one run, after which it counts as not survived
 
 
-def draw(chance: random.Random, ranks: int, *, restarted: bool = False) -> dict:
-    """Return a fault. restarted: for the second attempt, whose start-up is struck more often."""
-    kind = chance.choices((*ENDS, *HANGS, "term", "full"), (4, 2, 2, 2, 1, 1, 2, 1))[0]
+def draw(chance: random.Random, kinds: Sequence[str], ranks: int, *, restarted: bool = False) -> dict:
+    """Return a fault of one of `kinds`. restarted: for the second attempt, whose start-up is struck more often."""
+    kind = chance.choices(kinds, [KINDS[kind] for kind in kinds])[0]
     if kind == "full":
         points, rank = {"fsync": 7, "half": 7, "rename": 7, "directory": 7}, 0
     elif kind in HANGS or kind == "term":  # a hang before the first step is given ten minutes
@@ -72,13 +74,15 @@ def shared_memory() -> set[str]:
     }
 
 
-def strike(chance: random.Random, directory: Path, wholes: dict[tuple[str, int], dict]) -> Outcome:
+def strike(
+    chance: random.Random, kinds: Sequence[str], directory: Path, wholes: dict[tuple[str, int], dict]
+) -> Outcome:
     """One run: attacked once or twice, perhaps with its newest checkpoint spoiled, and started until it ends."""
     ranks = chance.choice(tuple(BATCH))
     launcher = chance.choice(("mpirun", "mpirun", "gloo"))
-    attacks = [draw(chance, ranks)]
+    attacks = [draw(chance, kinds, ranks)]
     if chance.random() < 1 / 3:
-        attacks.append(draw(chance, ranks, restarted=True))
+        attacks.append(draw(chance, kinds, ranks, restarted=True))
     kind = attacks[0]["kind"] if len(attacks) == 1 else "twice"
     label = f"{ranks} ranks, {launcher}: " + ", then ".join(
         "{kind} rank {rank} at {point} {count}".format(**attack) for attack in attacks
@@ -140,14 +144,18 @@ def main() -> int:
         "--schedule", default="4,3,2,4", help="ranks of the parts of one run (default: 4,3,2,4; '': none)"
     )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of attacks (default: %(default)s)")
     flags = parser.parse_args()
+    kinds = flags.kinds.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        parser.error(f"--kinds: {unknown[0]!r} is not one of {', '.join(KINDS)}")
     chance = random.Random(flags.seed)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         wholes = undisturbed(scratch) if flags.attacks else {}
         for number in range(1, flags.attacks + 1):
-            outcomes.append(strike(chance, scratch / str(number), wholes))
+            outcomes.append(strike(chance, kinds, scratch / str(number), wholes))
             print(f"{number:4} {outcomes[-1]}", flush=True)
             if not outcomes[-1].good:
                 print(f"     {outcomes[-1]!r}", flush=True)

@@ -28,7 +28,9 @@ from .launchers import LAUNCHERS, MARK, ROOT, environment, events, kill, launch,
     ids=["stopped", "spinning", "rank 0 stopped"],
 )
 def test_a_hung_rank_is_named_and_ends_the_job(attack, blame, tmp_path):
-    done = attacked(tmp_path, flags="--step-timeout 4 --epochs 200", attack={**attack, "count": 5})
+    # More ranks than cores: those that wait in MPI spin, but that does not keep the others from running.
+    ranks = 4 if attack["kind"] == "spin" else 2
+    done = attacked(tmp_path, ranks=ranks, flags="--step-timeout 4 --epochs 200", attack={**attack, "count": 5})
     took = time.time() - struck_at(tmp_path)
     assert done.code not in (0, 2, 75), done
     assert blame.format(host=os.uname().nodename) in done.stderr, done
