@@ -286,15 +286,20 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
         # Horovod's build asks the first nvcc on PATH which GPUs it knows.
         env["PATH"] = f"{env['CUDA_HOME']}/bin{os.pathsep}{env['PATH']}"
     sdist = sdist or fetch_sdist(options.cache_dir, pip, env)
+    source = unpack(sdist, scratch)
+    patches.apply(source, target.torch, mpi=bool(target.mpi))
+    return compile_wheel(source, env, scratch / "build.log")
+
+
+def unpack(sdist: Path, directory: Path) -> Path:
+    """Return the source's directory, in `directory`."""
     with tarfile.open(sdist) as archive:
         # Debian 12's Python 3.11.2 has no filters yet; the archive's checksum is ours.
         if hasattr(tarfile, "data_filter"):
-            archive.extractall(scratch, filter="data")
+            archive.extractall(directory, filter="data")
         else:
-            archive.extractall(scratch)
-    source = scratch / f"horovod-{patches.VERSION}"
-    patches.apply(source, target.torch, mpi=bool(target.mpi))
-    return compile_wheel(source, env, scratch / "build.log")
+            archive.extractall(directory)
+    return directory / f"horovod-{patches.VERSION}"
 
 
 def download(directory: Path, pip: Pip, cuda: str) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -41,10 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sdist = build_horovod.default_cache() / "sources" / horovod_patches.SDIST
     if not sdist.is_file():
         pytest.skip("Horovod's source is not in the cache: the wheel was")
-    directory = tmp_path_factory.mktemp("source")
-    with tarfile.open(build_horovod.checked_sdist(sdist)) as archive:
-        archive.extractall(directory, filter="data")
-    root = directory / f"horovod-{horovod_patches.VERSION}"
+    root = build_horovod.unpack(build_horovod.checked_sdist(sdist), tmp_path_factory.mktemp("source"))
     horovod_patches.apply(root, "2.15.0")
     return root
 
