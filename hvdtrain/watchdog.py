@@ -344,16 +344,17 @@ class Watchdog:
         os._exit(1)
 
 
-def other_threads() -> dict[int, Running]:
+def other_threads(tasks: Path = Path("/proc/self/task")) -> dict[int, Running]:
     """Return the threads of this process other than the caller's, by number; empty where the kernel does not count turns.
 
     Source: stat and schedstat in /proc/PID/task/TID. (schedstat has the wait for a core, too, but only once it is over.)
     """
     threads = {}
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it may have ended just now
+    for task in tasks.glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it may have ended just now; another kernel's words
             state = (task / "stat").read_text().rpartition(")")[2].split()[0]
             nanoseconds, _, turns = map(int, (task / "schedstat").read_text().split())
-            threads[int(task.name)] = Running(state == "R", nanoseconds / 1e9, turns)
+            if turns:  # else none are counted: whoever exists has come on a core once
+                threads[int(task.name)] = Running(state == "R", nanoseconds / 1e9, turns)
     threads.pop(threading.get_native_id(), None)
     return threads

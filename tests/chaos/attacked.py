@@ -44,7 +44,7 @@ def come_to(point: str) -> bool:
     if reached != ATTACK["count"]:
         return False
     kind = ATTACK["kind"]
-    with Path(os.environ["STRUCK"]).open("a") as struck:
+    with Path(os.environ.get("STRUCK", os.devnull)).open("a") as struck:
         struck.write(f"{time.time():.3f} {kind} of rank {RANK} at {point} {reached}\n")
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])

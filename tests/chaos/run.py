@@ -28,16 +28,8 @@ TRAINING = {"load": 16, "backward": 16, "allreduce": 16, "update": 16, "evaluate
 WRITING = {"digest": 7, "fsync": 7, "half": 7, "rename": 7, "directory": 7, "prune": 7}  # rank 0's alone
 STARTING = {"start": 1, "broadcast": 1, "restore": 1}
 HANGS = ("stop", "spin", "sleep")
-KINDS = {
-    "kill": 4,
-    "segv": 2,
-    "raise": 2,
-    "stop": 2,
-    "spin": 1,
-    "sleep": 1,
-    "term": 2,
-    "full": 1,
-}  # how often each is drawn
+# How often each is drawn.
+KINDS = {"kill": 4, "segv": 2, "raise": 2, "stop": 2, "spin": 1, "sleep": 1, "term": 2, "full": 1}
 ATTEMPTS = 5  # starts of one run, after which it counts as not survived
 
 
