@@ -55,15 +55,16 @@ def command(
     """Return the command line that starts `ranks` ranks of `module` by `variant`, on `hosts` ("a:4,b:4") or here.
 
     interface: the network interface that joins the hosts (default: the launcher looks for it).
-    torchrun wants to be started on every host, so on several mpirun starts ddp's ranks.
+    On several hosts mpirun starts ddp's ranks, because torchrun wants to be started on each; and Horovod's over MPI, because
+    horovodrun would call an mpirun that does not find itself where ssh gives no PATH.
     """
     launcher, engine = VARIANTS[variant]
     python = [sys.executable, "-m", module]
     if launcher == "torchrun" and hosts is None:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         return [*start, "-m", module, *engine, *flags]
-    if launcher == "torchrun":
-        # Over ssh a rank has none of this shell's environment; Horovod's launcher carries it by itself.
+    if launcher in ("torchrun", "horovodrun") and hosts is not None:
+        # Over ssh a rank has none of this shell's environment; horovodrun --gloo carries it by itself.
         carried = [
             part for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ for part in ("-x", name)
         ]

@@ -18,7 +18,10 @@ from hvdtrain.launching import command, run_job, slots
         ("horovod", 2, (), "horovodrun -np 2 python -m M --engine horovod -x"),
         ("horovod-gloo", 8, ("a:4,b:4",), "horovodrun --gloo -np 8 -H a:4,b:4 python -m M --engine horovod -x"),
         ("horovod", 2, ("a:1,b:1", "eth0"),
-         "horovodrun -np 2 -H a:1,b:1 --network-interfaces eth0 python -m M --engine horovod -x"),
+         "mpirun -np 2 -H a:1,b:1 -x PATH --mca btl_tcp_if_include eth0 -x GLOO_SOCKET_IFNAME=eth0 "
+         "python -m M --engine horovod -x"),
+        ("horovod-gloo", 2, ("a:1,b:1", "eth0"),
+         "horovodrun --gloo -np 2 -H a:1,b:1 --network-interfaces eth0 python -m M --engine horovod -x"),
         ("horovod-untuned", 1, (), "horovodrun -np 1 python -m M --engine horovod --tuning off -x"),
         ("ddp", 4, (), "python -m torch.distributed.run --standalone --nproc-per-node 4 -m M --engine ddp -x"),
         ("ddp", 4, ("a:4",), "mpirun -np 4 -H a:4 -x PATH python -m M --engine ddp -x"),
