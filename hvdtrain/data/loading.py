@@ -4,16 +4,20 @@ Images travel as uint8 [b, 3, side, side] and are scaled on the device: a quarte
 """
 
 import atexit
+import contextlib
+import functools
 import hashlib
 import io
+import math
 import multiprocessing
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import forkserver
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -24,6 +28,8 @@ from hvdtrain.data.broken import Broken
 from hvdtrain.sharding import Batch, Step, epoch_order, steps, steps_per_epoch
 
 PREFETCH = 2  # batches that each worker keeps ready
+LARGEST_IMAGE = 2**26  # pixels; Pillow looks at larger ones, and refuses those that would fill the memory
+LARGEST_RATIO = math.log(4 / 3)  # of width to height, its logarithm; the smallest is its negative
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -90,7 +96,9 @@ def start_workers_early() -> None:
     this server has none of it; and having imported torch once, it forks a worker in hundredths of a second.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hvdtrain.data.loading", "torchvision.transforms.v2", "PIL.JpegImagePlugin"])
+    context.set_forkserver_preload(
+        ["hvdtrain.data.loading", "torchvision.transforms.v2", "PIL.JpegImagePlugin", "simplejpeg"]
+    )
     # Ignored signals stay ignored across exec and fork: launchers and Ctrl-C send them to every process of a job, and when
     # to stop is the rank's decision. When the rank is gone, its workers end themselves, and so the server.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}
@@ -125,7 +133,7 @@ def loader(dataset: Dataset, workers: int, device: torch.device, jobs: Iterable 
         generator=torch.Generator(),  # else each pass over the data moves the global one, which dropout draws from
         multiprocessing_context="forkserver" if workers else None,
         # The server may have been started while mpirun had this rank bound to one core.
-        worker_init_fn=partial(_begin_worker, os.sched_getaffinity(0)) if workers else None,
+        worker_init_fn=functools.partial(_begin_worker, os.sched_getaffinity(0)) if workers else None,
     )
 
 
@@ -157,30 +165,73 @@ class Prepare:
     """
 
     def __init__(self, side: int, seed: int = 0, *, train: bool):
-        from torchvision.transforms import v2
-
         self.side, self.seed, self.train = side, seed, train
-        self.random = v2.Compose([v2.RandomResizedCrop(side, antialias=True), v2.RandomHorizontalFlip()])
-        self.middle = v2.Compose([v2.Resize(side * 8 // 7, antialias=True), v2.CenterCrop(side)])  # 256 for 224
 
     def __call__(self, content: bytes, epoch: int, name: str) -> Tensor:
         """Raises what decoders raise where `content` is no image."""
         image = decode(content)
         if not self.train:
-            return self.middle(image)
-        with torch.random.fork_rng(devices=[]):  # without workers this is the rank's own process: dropout draws there
-            torch.default_generator.manual_seed(mixed_seed(self.seed, epoch, name))
-            return self.random(image)
+            return middle(image, self.side)
+        return random_part(image, self.side, random.Random(mixed_seed(self.seed, epoch, name)))
+
+
+def random_part(image: Tensor, side: int, draw: random.Random) -> Tensor:
+    """Return what torchvision's RandomResizedCrop and RandomHorizontalFlip would, with a generator of its own.
+
+    torchvision draws from torch's global generator, which in the rank's own process is dropout's.
+    """
+    from torchvision.transforms.v2 import functional
+
+    # A copy, so that the pixels are neighbours again: resizing a view takes longer than the copy and resizing that.
+    part = functional.crop(image, *random_box(image.shape[1], image.shape[2], draw)).clone()
+    resized = functional.resize(part, [side, side], antialias=True)
+    return functional.horizontal_flip(resized) if draw.random() < 0.5 else resized
+
+
+def random_box(height: int, width: int, draw: random.Random) -> tuple[int, int, int, int]:
+    """Return top, left, height and width of 8 to 100 % of an image's area, between 3:4 and 4:3 (Szegedy et al. 2014)."""
+    for _ in range(10):
+        area = height * width * draw.uniform(0.08, 1.0)
+        ratio = math.exp(draw.uniform(-LARGEST_RATIO, LARGEST_RATIO))
+        h, w = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 0 < h <= height and 0 < w <= width:
+            return draw.randint(0, height - h), draw.randint(0, width - w), h, w
+    # Long and narrow: as much of its middle as the ratio allows.
+    h, w = min(height, max(1, round(width * 4 / 3))), min(width, max(1, round(height * 4 / 3)))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def middle(image: Tensor, side: int) -> Tensor:
+    from torchvision.transforms.v2 import functional
+
+    resized = functional.resize(image, [side * 8 // 7], antialias=True)  # for 224, to 256
+    return functional.center_crop(resized, [side, side])
 
 
 def decode(content: bytes) -> Tensor:
     """Return uint8 [3, height, width], RGB."""
-    # Not torchvision.io: a quarter faster with the crop, but deprecated in torchvision 0.29, to be removed.
+    # Both use libjpeg-turbo, and the pixels are the same; Pillow copies them twice more. Not torchvision.io, which is
+    # deprecated in torchvision 0.29, to be removed.
+    fast = simplejpeg()
+    if fast is not None:
+        with contextlib.suppress(ValueError):  # what it will not decode, Pillow may, or says why not
+            height, width, *_ = fast.decode_jpeg_header(content)
+            if height * width <= LARGEST_IMAGE:
+                return torch.from_numpy(fast.decode_jpeg(content)).permute(2, 0, 1)
     from PIL import Image
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     with Image.open(io.BytesIO(content)) as image:
         return pil_to_tensor(image.convert("RGB"))
+
+
+@functools.cache
+def simplejpeg() -> ModuleType | None:
+    try:
+        import simplejpeg
+    except ImportError:
+        return None
+    return simplejpeg
 
 
 def collate(samples: list[tuple[Tensor, int]], broken: list[Broken], side: int) -> Loaded:

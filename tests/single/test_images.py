@@ -2,7 +2,9 @@
 
 import io
 import json
+import random
 import shutil
+import struct
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -152,9 +154,9 @@ def test_images_do_not_depend_on_workers_and_change_with_the_epoch(kind, folder,
         assert sum((pictures(alone) & pictures(batches(2))).values()) > 24
 
 
-def jpeg(mode: str = "RGB", kind: str = "JPEG") -> bytes:
+def jpeg(mode: str = "RGB", kind: str = "JPEG", **options) -> bytes:
     file = io.BytesIO()
-    Image.effect_noise((40, 30), 100).convert(mode).save(file, kind)
+    Image.effect_noise((40, 30), 100).convert(mode).save(file, kind, **options)
     return file.getvalue()
 
 
@@ -164,6 +166,68 @@ def jpeg(mode: str = "RGB", kind: str = "JPEG") -> bytes:
 def test_every_kind_of_image_becomes_rgb(mode, kind):
     image = loading.decode(jpeg(mode, kind))
     assert (image.dtype, image.shape) == (torch.uint8, (3, 30, 40))
+
+
+JPEGS = {
+    "colour": jpeg(),
+    "grey": jpeg("L"),
+    "four colours": jpeg("CMYK"),
+    "progressive": jpeg(progressive=True),
+    "no pixel left out": jpeg(subsampling=0),
+}
+
+
+@pytest.mark.parametrize("name", JPEGS)
+def test_pixels_are_the_same_where_pillow_decodes(name, monkeypatch):
+    image = loading.decode(JPEGS[name])
+    monkeypatch.setattr(loading, "simplejpeg", lambda: None)
+    assert torch.equal(image, loading.decode(JPEGS[name]))
+
+
+def test_an_image_that_would_fill_the_memory_is_refused(monkeypatch):
+    """Pillow's limit holds, whoever decodes: a file of some bytes may say that it has 65,500 x 65,500 pixels."""
+    content = bytearray(jpeg())
+    frame = content.index(b"\xff\xc0")  # then two bytes of length and one of precision, height and width
+    content[frame + 5 : frame + 9] = struct.pack(">HH", 65_500, 65_500)
+    with pytest.raises(Image.DecompressionBombError):
+        loading.decode(bytes(content))
+
+
+def test_random_parts_are_distributed_as_torchvisions():
+    from torchvision.transforms import RandomResizedCrop
+
+    torch.manual_seed(1)
+    draw, picture = random.Random(1), torch.zeros(3, 375, 500)
+    ours = torch.tensor([loading.random_box(375, 500, draw) for _ in range(4000)]).double()
+    scale, ratio = [0.08, 1.0], [3 / 4, 4 / 3]
+    theirs = torch.tensor([RandomResizedCrop.get_params(picture, scale, ratio) for _ in range(4000)]).double()
+    for boxes in (ours, theirs):
+        top, left, height, width = boxes.T
+        assert (torch.stack([top, left, 375 - top - height, 500 - left - width]) >= 0).all()
+        assert (height > 0).all()
+    tolerance = 4 * (2 / 4000) ** 0.5  # of a mean of 4,000, in standard deviations
+    for column in range(4):
+        a, b = ours[:, column], theirs[:, column]
+        assert abs(a.mean() - b.mean()) < tolerance * b.std(), column
+        assert abs(a.std() / b.std() - 1) < 0.1, column
+    areas = [float((boxes[:, 2] * boxes[:, 3]).mean()) / (375 * 500) for boxes in (ours, theirs)]
+    assert areas[0] == pytest.approx(areas[1], abs=0.02)
+
+
+@pytest.mark.parametrize("size", [(1, 1000), (1000, 1), (1, 1), (10, 300)])
+def test_of_a_narrow_image_the_middle_is_taken_as_torchvision_has_it(size):
+    from torchvision.transforms import RandomResizedCrop
+
+    class Least(random.Random):
+        """Draws whatever fits no such image."""
+
+        def uniform(self, low: float, high: float) -> float:
+            return 1e9 if high == 1.0 else low
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "uniform_", lambda tensor, low, high: tensor.fill_(1e9 if high == 1.0 else low))
+        theirs = RandomResizedCrop.get_params(torch.zeros(3, *size), [0.08, 1.0], [3 / 4, 4 / 3])
+    assert loading.random_box(*size, Least()) == tuple(theirs)
 
 
 @pytest.mark.parametrize(
