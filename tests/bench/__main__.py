@@ -5,8 +5,9 @@ python -m tests.bench --rows throughput-2,start-2 --repeats 3        some of the
 python -m tests.bench --rows whole --add --data-dir DIR --peers PEERS
 
 Each repeat runs every side of a comparison once, in a random order, and takes the ratio: a slow minute touches both sides.
-The table has the median over repeats, and the range. DIR has MNIST's files. PEERS has two examples as their authors
-published them: `pytorch_mnist.py` (horovod/horovod, examples/pytorch) and `main.py` (pytorch/examples, mnist).
+The table has the median over repeats, and the range. DIR has MNIST's files. PEERS has examples as their authors
+published them: `pytorch_mnist.py` and `pytorch_synthetic_benchmark.py` (horovod/horovod, examples/pytorch), and `main.py`
+(pytorch/examples, mnist).
 """
 
 import argparse

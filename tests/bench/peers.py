@@ -1,4 +1,4 @@
-"""The whole way to 99 % on MNIST, ours and the peers', as a user's shell sees it."""
+"""Ours beside the peers' own examples: the whole way to 99 % on MNIST as a user's shell sees it; ResNet-50 on a GPU."""
 
 import json
 import random
@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import torch
 
 from hvdtrain.launching import command, program
 from tests.bench.measurements import Left, Setting, for_torchvision, job, mnist_data
@@ -69,3 +71,25 @@ def until_99(arguments: list[str], directory: Path) -> tuple[float, float]:
         process.terminate()
         process.wait(timeout=30)
     return seconds, best
+
+
+def one_gpu(setting: Setting) -> dict[str, float]:
+    """ResNet-50 on synthetic images on one GPU: ours in bf16 over the benchmark that Horovod ships, as it comes."""
+    if not torch.cuda.is_available():
+        raise Left("needs a GPU, and torch sees none here")
+    script = None if setting.peers is None else setting.peers / "pytorch_synthetic_benchmark.py"
+    if script is None or not script.exists():
+        raise Left("needs Horovod's pytorch_synthetic_benchmark.py: name its directory with --peers")
+    flags = ["--model", "resnet50", "--batch-size", "256", "--amp", "bf16", "--channels-last", "--compile"]
+    out, log = setting.scratch / "out", setting.scratch / "theirs.log"
+    sides = {
+        "ours": command("horovod", 1, "hvdtrain.benchmark", [*flags, "--output-dir", str(out)]),
+        "theirs": [program("horovodrun"), "-np", "1", sys.executable, str(script)],
+    }
+    for side in random.sample(list(sides), 2):
+        job(sides[side], log if side == "theirs" else setting.scratch / "ours.log")
+    ours = json.loads((out / "benchmark.json").read_text())["samples_per_second"]["mean"]
+    theirs = re.search(r"Img/sec per GPU: ([\d.]+)", log.read_text())
+    if theirs is None:
+        raise Left(f"{script.name} did not say `Img/sec per GPU`")
+    return {"gpu": ours / float(theirs[1]), "gpu-images": ours}

@@ -8,17 +8,19 @@ from pathlib import Path
 from tests.bench.measurements import (
     Setting,
     compressed,
+    every_count,
     guards,
     jpeg,
     memory,
     mnist_input,
+    one_host,
     overlap,
     resnet,
     start_up,
     throughput,
     wire,
 )  # fmt: skip
-from tests.bench.peers import whole
+from tests.bench.peers import one_gpu, whole
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,12 @@ def groups() -> tuple[Group, ...]:
         )  # fmt: skip
     return (
         *found,
+        Group("every-count", "python -m tests.bench --rows every-count", every_count,
+              (Row("every-count", "over the faster of the two untuned: the least of 1, 3, 4, 5, 6 and 7 ranks",
+                   "at least 1", "", "one rank: nothing there to be tuned"),)),
+        Group("one-host", f"horovodrun -np 2 {bench} --compression auto", one_host,
+              (Row("fp16-one-host", "`--compression auto` over none, 2 ranks on one host", "at least 1", "0.2 to 1 (fp16)",
+                   "1: it chooses none there"),)),
         Group("memory", "mpirun -np 3 python -m hvdtrain.mnist", memory,
               (Row("memory", "memory of one more rank on a host, over that of bare imports", "at most 1.1",
                    "", "1, and what a step computes"),)),
@@ -114,6 +122,10 @@ def groups() -> tuple[Group, ...]:
                Row("whole-horovod", "Horovod's own example, 2 ranks: its time to 99.0 %, or to its end, over ours",
                    "at least 25", "", ""),
                Row("whole-pytorch", "PyTorch's own example: the same", "at least 25", "", ""))),
+        Group("gpu", "horovodrun -np 1 python -m hvdtrain.benchmark --batch-size 256 --amp bf16 --channels-last --compile",
+              one_gpu,
+              (Row("gpu", "ResNet-50 on one GPU over Horovod's shipped benchmark as it comes", "at least 6", "", ""),
+               Row("gpu-images", "its images/s", "at least 3500", "", ""))),
     )  # fmt: skip
 
 
