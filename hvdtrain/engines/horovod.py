@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hvdtrain.engines.base import World
 from hvdtrain.errors import UserError
 
-BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's bucket_cap_mb
+LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is DistributedDataParallel's bucket_cap_mb
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
 
 
@@ -45,16 +45,27 @@ def tuned_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
-def buckets(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+def bucket_bytes(total: int) -> int:
+    """Return how many bytes of gradients travel together, of a model that has `total`: a sixteenth, within limits.
+
+    When the last bucket is full, backward is over, and nothing is left for it to travel behind: it had better be small
+    (docs/results.md). Below 1 MiB an all-reduce takes about as long whatever it holds.
+    """
+    return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, total // 16))
+
+
+def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> list[list[nn.Parameter]]:
     """Split the trainable `parameters` into groups of at most `limit` bytes (or one parameter), last layer first.
 
     Backward reaches the last layer first, so its bucket travels while the layers before it are still being computed; a model
-    smaller than `limit` is one bucket.
+    smaller than `limit` is one bucket. limit: None takes `bucket_bytes`.
     """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    sizes = [parameter.numel() * parameter.element_size() for parameter in trainable]
+    limit = bucket_bytes(sum(sizes)) if limit is None else limit
     groups: list[list[nn.Parameter]] = []
     filled = limit
-    for parameter in reversed([parameter for parameter in parameters if parameter.requires_grad]):
-        size = parameter.numel() * parameter.element_size()
+    for parameter, size in zip(reversed(trainable), reversed(sizes), strict=True):
         if filled + size > limit:
             groups.append([])
             filled = 0
@@ -156,7 +167,7 @@ class HorovodWorld(World):
             backward_passes_per_step=accumulate,
             # Fixed buckets: gradients are always summed in the same order, so that a run repeats to the bit. Without them
             # they are fused as they happen to become ready, and three ranks gave three different results in three runs.
-            groups=buckets(list(model.parameters()), BUCKET_BYTES) if self.tuning else None,
+            groups=buckets(list(model.parameters())) if self.tuning else None,
         )
         self._passes = accumulate
         self._adasum = reduction == "adasum" and self.size > 1

@@ -8,7 +8,7 @@ every step.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hvdtrain.errors import UserError
@@ -56,10 +56,11 @@ def computing(steps: Sequence[Step]) -> dict[Ranks, tuple[Band, float]]:
 
 
 def models(
-    measured: Measured, checks: Measured, wire: Link, compression: str, bucket_bytes: int
+    measured: Measured, checks: Measured, wire: Link, compression: str, bucket_bytes: Callable[[int], int]
 ) -> tuple[list[Model], list[str]]:
     """Return one model per engine that communicated on one host, and why others have none.
 
+    bucket_bytes: how many bytes travel together, of how many in all.
     Raises UserError where there is too little to fit for any of them.
     """
     alone = computing(measured.steps)
@@ -85,7 +86,7 @@ def models(
     made = [
         Model(
             engine=engine, compression=compression, fit=fitted, wire=wire,
-            size=wire_bytes(full, compression), buckets=math.ceil(full / bucket_bytes),
+            size=wire_bytes(full, compression), buckets=math.ceil(full / bucket_bytes(full)),
             batch_size=measured.steps[0].batch_size,
             # A check that also has runs without communication is held against its own computing: two hosts of a test
             # may be one machine.

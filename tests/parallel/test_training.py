@@ -165,7 +165,7 @@ def test_adasum_of_equal_updates_is_the_update(world):
 
 
 def test_small_buckets_change_nothing_but_rounding_and_repeat_to_the_bit(world, monkeypatch):
-    monkeypatch.setattr("hvdtrain.engines.horovod.BUCKET_BYTES", 100)
+    monkeypatch.setattr("hvdtrain.engines.horovod.bucket_bytes", lambda total: 100)
     ours, _ = train(world, batch_size=3)
     again, _ = train(world, batch_size=3)
     theirs, _ = train_alone(batch_size=3 * world.size)

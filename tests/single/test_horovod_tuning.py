@@ -2,7 +2,7 @@
 
 import torch
 
-from hvdtrain.engines.horovod import PredividedCompressor, buckets, tuned_environment
+from hvdtrain.engines.horovod import PredividedCompressor, bucket_bytes, buckets, tuned_environment
 
 
 def test_everything_is_set_where_nothing_was():
@@ -28,6 +28,15 @@ def test_buckets_hold_every_trainable_parameter_once_last_layer_first():
     assert [[p.numel() for p in group] for group in buckets(parameters, limit=8 * 4)] == [[1], [100], [5, 3]]
     assert len(buckets(parameters, limit=10**6)) == 1
     assert buckets([], limit=8) == []
+
+
+def test_the_last_bucket_is_a_small_part_of_a_model():
+    """Nothing is left to hide its travelling behind."""
+    parameters = [torch.nn.Parameter(torch.zeros(2**18)) for _ in range(64)]  # 64 MiB, 1 MiB each
+    assert [len(group) for group in buckets(parameters)] == [4] * 16
+    assert len(buckets(parameters[:1])) == 1
+    assert bucket_bytes(116_136) == 2**20  # the ConvNet: one bucket
+    assert bucket_bytes(2**34) == 25 * 2**20
 
 
 def test_predivided_fp16_sum_does_not_overflow_where_the_mean_does_not():

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from hvdtrain.engines.horovod import bucket_bytes
 from hvdtrain.errors import UserError
 from hvdtrain.predicting import command, prediction
 from hvdtrain.predicting.fitting import Point, fit
@@ -13,7 +14,7 @@ from hvdtrain.scaling import parse
 
 INSIDE, BETWEEN = Link(1e-5, 1e9), Link(1e-4, 1e8)
 WIRE = "--bandwidth-gbit 1 --latency-us 50"
-MEGABYTES = 40e6  # of gradients: two buckets
+MEGABYTES = 40e6  # of gradients: 16 buckets
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -146,18 +147,18 @@ def test_a_whole_prediction(leave, tmp_path, capsys):
     whole = predict(tmp_path, f"{one} {' '.join(map(str, sweeps))} --measured {between} --ranks-per-host 2 --payload 1")
     (engine,) = whole["engines"]
     assert engine["engine"] == "horovod over Gloo"
-    assert (engine["buckets"], engine["gradient_bytes_on_wire"]) == (2, MEGABYTES)
+    assert (engine["buckets"], engine["gradient_bytes_on_wire"]) == (16, MEGABYTES)
     assert engine["fit"]["latency"] == pytest.approx(3e-5)
     assert [row["ranks"] for row in engine["predictions"]][::3] == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
     row = next(row for row in engine["predictions"] if (row["ranks"], row["algorithm"]) == (64, "ring"))
-    travels = [2 * (2e-4 + 126 * 8e-5) + 126 / 64 * MEGABYTES / bandwidth for bandwidth in (125e6, 1 / (8e-9 + 5e-10))]
+    travels = [16 * (2e-4 + 126 * 8e-5) + 126 / 64 * MEGABYTES / bandwidth for bandwidth in (125e6, 1 / (8e-9 + 5e-10))]
     assert row["all_reduce_seconds"]["least"] == pytest.approx(travels[0])
     assert row["all_reduce_seconds"]["most"] == pytest.approx(travels[1])
     middle = math.sqrt(travels[0] * travels[1])
     assert row["step_seconds"]["middle"] == pytest.approx(0.5 + middle)
     assert row["step_seconds"]["least"] == pytest.approx(0.4 + travels[0])
     assert row["step_seconds"]["most"] == pytest.approx(0.6 + travels[1])
-    assert row["step_seconds_overlapped"]["middle"] == pytest.approx(0.5 + max(middle / 2, middle - 0.5 * 2 / 3))
+    assert row["step_seconds_overlapped"]["middle"] == pytest.approx(0.5 + max(middle / 16, middle - 0.5 * 2 / 3))
     here, there, *sizes = engine["checks"]
     assert (here["ranks"], here["hosts"], there["hosts"], len(sizes)) == (2, 1, 2, 25)
     assert there["measured_seconds"]["middle"] == pytest.approx(0.9)
@@ -191,7 +192,7 @@ def test_a_range_is_in_order_and_time_grows_with_the_ranks(name, counts, leave):
     measured.sums.extend(
         one for count in counts[1:] for one in command.read([leave(f"{count}", reduce=sweep(count))]).sums
     )
-    (model,), _ = prediction.models(measured, command.read([]), BETWEEN, "none", 25 * 2**20)
+    (model,), _ = prediction.models(measured, command.read([]), BETWEEN, "none", bucket_bytes)
     before = 0.0
     for hosts in (1, 2, 16, 2048):
         found = prediction.predict(model, Ranks(hosts, 1), name)
