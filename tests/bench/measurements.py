@@ -89,6 +89,16 @@ def every_count(setting: Setting) -> dict[str, float]:
     return {"every-count": min(ratios.values()), **{f"count-{ranks}": ratio for ranks, ratio in ratios.items()}}
 
 
+def ddp_as_it_comes(setting: Setting) -> dict[str, float]:
+    """DDP without what hvdtrain sets for it, malloc above all: as a script of one's own has it."""
+    ratios = {}
+    for ranks in (2, 8):
+        kinds = random.sample(("horovod", "ddp-untuned"), 2)
+        rates = {kind: rate(setting, kind, ranks, "--repeats", "5") for kind in kinds}
+        ratios[f"ddp-untuned-{ranks}"] = rates["horovod"] / rates["ddp-untuned"]
+    return ratios
+
+
 def one_host(setting: Setting) -> dict[str, float]:
     """What `--compression auto` chooses where all ranks are on one host, over none."""
     rates = {kind: rate(setting, "horovod", 2, "--compression", kind) for kind in random.sample(("auto", "none"), 2)}

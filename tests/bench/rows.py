@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.bench.measurements import (
     Setting,
     compressed,
+    ddp_as_it_comes,
     every_count,
     guards,
     jpeg,
@@ -55,8 +56,8 @@ def groups() -> tuple[Group, ...]:
                 (
                     Row(f"apart-{ranks}", f"MNIST ConvNet, {ranks} ranks on 2 cores: over {ranks} ranks that never "
                         "communicate", reach, apart, "1: the other side does strictly less"),
-                    Row(f"ddp-{ranks}", f"the same over DDP with Gloo, {ranks} ranks", "at least 2", over_ddp,
-                        "what DDP leaves of the row above: both compute the same"),
+                    Row(f"ddp-{ranks}", f"over DDP with Gloo, {ranks} ranks; input, format and malloc as ours", "at least 2",
+                        over_ddp, "what DDP leaves of the row above: both compute the same"),
                     Row(f"horovod-untuned-{ranks}", f"over Horovod and MPI untuned, {ranks} ranks", "at least 1",
                         "1.8 to 8", ""),
                     Row(f"horovod-gloo-{ranks}", f"over Horovod and Gloo untuned, {ranks} ranks", "at least 1",
@@ -75,6 +76,10 @@ def groups() -> tuple[Group, ...]:
         )  # fmt: skip
     return (
         *found,
+        Group("ddp-untuned", f"torchrun --nproc-per-node 2 -m {bench.removeprefix('python -m ')} --engine ddp --tuning off",
+              ddp_as_it_comes,
+              (Row("ddp-untuned-2", "over DDP with Gloo as it comes, 2 ranks", "at least 2", "1.5", "both compute the same"),
+               Row("ddp-untuned-8", "the same, 8 ranks", "at least 2", "1.4", "as above"))),
         Group("every-count", "python -m tests.bench --rows every-count", every_count,
               (Row("every-count", "over the faster of the two untuned: the least of 1, 3, 4, 5, 6 and 7 ranks",
                    "at least 1", "", "one rank: nothing there to be tuned"),)),
