@@ -81,9 +81,9 @@ class Guard:
         too many steps in a row were left out. loss: of this rank's batches. loss_of: computes that of one of the step's
         `parts` again, on the bare model, to find the culprit.
         """
-        tensors = [p if self.adasum else p.grad for p in model.parameters() if p.grad is not None]
+        tensors = [p.detach() if self.adasum else p.grad for p in model.parameters() if p.grad is not None]
         # Looked at in Python: isfinite and all, as kernels that nothing else calls, would be half of what this costs.
-        sums = torch.stack([tensor.detach().sum(dtype=torch.float32) for tensor in tensors]).tolist()
+        sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).tolist()
         if all(map(math.isfinite, sums)):
             at.skipped = 0
             return True
