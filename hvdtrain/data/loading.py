@@ -212,12 +212,12 @@ def decode(content: bytes) -> Tensor:
     """Return uint8 [3, height, width], RGB."""
     # Both use libjpeg-turbo, and the pixels are the same; Pillow copies them twice more. Not torchvision.io, which is
     # deprecated in torchvision 0.29, to be removed.
-    fast = simplejpeg()
-    if fast is not None:
+    simplejpeg = fast_decoder()
+    if simplejpeg is not None:
         with contextlib.suppress(ValueError):  # what it will not decode, Pillow may, or says why not
-            height, width, *_ = fast.decode_jpeg_header(content)
+            height, width, *_ = simplejpeg.decode_jpeg_header(content)
             if height * width <= LARGEST_IMAGE:
-                return torch.from_numpy(fast.decode_jpeg(content)).permute(2, 0, 1)
+                return torch.from_numpy(simplejpeg.decode_jpeg(content)).permute(2, 0, 1)
     from PIL import Image
     from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -226,7 +226,8 @@ def decode(content: bytes) -> Tensor:
 
 
 @functools.cache
-def simplejpeg() -> ModuleType | None:
+def fast_decoder() -> ModuleType | None:
+    """Return simplejpeg where it is installed; a missing one is looked for once, not for each image."""
     try:
         import simplejpeg
     except ImportError:

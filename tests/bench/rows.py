@@ -94,7 +94,7 @@ def groups() -> tuple[Group, ...]:
                    "memory: 784 bytes gathered and scaled, 3,136 written"),)),
         Group("jpeg", "python -m tests.bench --rows jpeg", jpeg,
               (Row("jpeg", "image folder, JPEG, images/s per core over torchvision's tutorial", "at least 2", "",
-                   "decoding, which is the same on both sides"),)),
+                   "decoding: both sides have libjpeg-turbo"),)),
         Group("resnet", "mpirun -np 2 python -m hvdtrain.benchmark --batch-size 8 --amp bf16 --channels-last", resnet,
               (Row("resnet", "ResNet-50 on CPU, bf16 channels_last over float32 NCHW", "at least 1.6", "", ""),)),
         Group("wire-100", "launch/mpirun.sh -H a:1,b:1 --interface eth0 -- python -m hvdtrain.reduce --sweep", wire(100),
