@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,17 +130,19 @@ def start_up(ranks: int) -> Callable[[Setting], dict[str, float]]:
     return measure
 
 
-def resident(arguments: list[str], log: Path) -> float:
-    """Return the most bytes that the Python processes of a job held together, each shared page counted once (PSS)."""
-    most = 0.0
+def own_bytes(arguments: list[str], log: Path) -> int:
+    """Return the most bytes that a rank has for itself at any time, of the rank that has least: rank 0 also reports."""
+    most: Counter[Path] = Counter()
     with log.open("w") as output:
         process = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=environment())
         while process.poll() is None:
-            most = max(most, sum(pss(path) for path in Path("/proc").glob("[0-9]*") if parent_of(path) == process.pid))
+            for path in Path("/proc").glob("[0-9]*"):
+                if parent_of(path) == process.pid:
+                    most[path] = max(most[path], anonymous(path))
             time.sleep(0.05)
     if process.returncode:
         raise Left(f"{' '.join(arguments[:6])} ... ended with {process.returncode}; see {log}")
-    return most
+    return min(most.values())
 
 
 def parent_of(path: Path) -> int:
@@ -149,23 +152,21 @@ def parent_of(path: Path) -> int:
         return 0
 
 
-def pss(path: Path) -> int:
+def anonymous(path: Path) -> int:
+    """Return the bytes of a process that are no file's. Files' pages (libraries, the data) are one copy for all ranks."""
     try:
-        found = re.search(r"^Pss:\s+(\d+) kB", (path / "smaps_rollup").read_text(), re.M)
+        found = re.search(r"^Anonymous:\s+(\d+) kB", (path / "smaps_rollup").read_text(), re.M)
     except OSError:  # it ended meanwhile
         return 0
     return int(found[1]) * 1024 if found else 0
 
 
 def memory(setting: Setting) -> dict[str, float]:
-    """What a third rank adds to two."""
     train = ["-m", "hvdtrain.mnist", *mnist_data(setting), "--train-samples", "2000", "--no-progress", "--threads", "1"]
     bare = ["-c", f"{BARE}import time; time.sleep(3)"]
-    added = {}
-    for name, arguments in random.sample([("ours", train), ("bare", bare)], 2):
-        two, three = (resident(mpirun(ranks, *arguments), setting.scratch / f"{name}.log") for ranks in (2, 3))
-        added[name] = three - two
-    return {"memory": added["ours"] / added["bare"]}
+    sides = random.sample([("ours", train), ("bare", bare)], 2)
+    own = {name: own_bytes(mpirun(3, *arguments), setting.scratch / f"{name}.log") for name, arguments in sides}
+    return {"memory": own["ours"] / own["bare"]}
 
 
 def mnist_data(setting: Setting) -> list[str]:
