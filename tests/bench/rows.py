@@ -88,7 +88,7 @@ def groups() -> tuple[Group, ...]:
                    "1: it chooses none there"),)),
         Group("memory", "mpirun -np 3 python -m hvdtrain.mnist", memory,
               (Row("memory", "memory of one more rank on a host, over that of bare imports", "at most 1.1",
-                   "", "1, and what a step computes"),)),
+                   "", "1, and the memory of a step"),)),
         Group("input", "python -m tests.bench --rows input", mnist_input,
               (Row("input", "MNIST input, per sample, over torchvision's dataset with a DataLoader", "at least 100", "39",
                    "memory: 784 bytes gathered and scaled, 3,136 written"),)),
