@@ -142,6 +142,8 @@ def draw(known: list[Group], results: Path, path: Path) -> None:
     axes.set_yticks(range(len(points)), [key for key, _ in reversed(points)])
     axes.axvline(1, color="grey", linewidth=1, linestyle="--")
     axes.set_xscale("log")
+    axes.set_xticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
+    axes.set_xticks([], minor=True)
     plotting.save(figure, path)
 
 

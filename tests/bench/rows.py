@@ -119,7 +119,7 @@ def groups() -> tuple[Group, ...]:
         Group("guards", "mpirun -np 2 python tests/bench/guarded.py --checkpoint-steps 50", guards,
               (Row("checkpoints", "a checkpoint every 50 steps, share of training's time", "at most 0.01", "", "0"),
                Row("guards", "all guards, share of training's time", "at most 0.01", "",
-                   "includes waiting for the slower rank, which the next step would have done"))),
+                   "0.009: a sum of each gradient, each step"))),
         Group("whole", "horovodrun -np 2 python -m hvdtrain.mnist --seed 1", whole,
               (Row("whole-seconds", "the whole command, one epoch of MNIST, 2 ranks, a seed per repeat: seconds", "",
                    "11.3", ""),
