@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hvdtrain import flags as cli
 from hvdtrain import measuring, plotting
-from hvdtrain.engines.horovod import bucket_bytes
 from hvdtrain.errors import UserError
 from hvdtrain.predicting import prediction, showing
 from hvdtrain.predicting.formulas import ALGORITHMS, Link, Ranks
@@ -62,7 +61,7 @@ def predict(flags: Namespace) -> int:
     if most > 1:
         raise UserError(f"--model-of has runs on {most} hosts: it wants those of one; the others go to --measured")
     wire = Link(flags.latency_us * 1e-6, flags.bandwidth_gbit * 1e9 / 8 * flags.payload)
-    found, refused = prediction.models(measured, checked, wire, flags.compression, bucket_bytes)
+    found, refused = prediction.models(measured, checked, wire, flags.compression)
     for why in refused:
         print(f"left out: {why}", flush=True)
     per_host = flags.ranks_per_host or max(ranks.per_host for ranks in found[0].computing if ranks.hosts == 1)

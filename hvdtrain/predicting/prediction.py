@@ -8,9 +8,10 @@ every step.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from hvdtrain.engines.horovod import bucket_bytes
 from hvdtrain.errors import UserError
 from hvdtrain.predicting.fitting import Fit, fit
 from hvdtrain.predicting.formulas import ALGORITHMS, Link, Ranks, exposed
@@ -55,12 +56,9 @@ def computing(steps: Sequence[Step]) -> dict[Ranks, tuple[Band, float]]:
     }
 
 
-def models(
-    measured: Measured, checks: Measured, wire: Link, compression: str, bucket_bytes: Callable[[int], int]
-) -> tuple[list[Model], list[str]]:
+def models(measured: Measured, checks: Measured, wire: Link, compression: str) -> tuple[list[Model], list[str]]:
     """Return one model per engine that communicated on one host, and why others have none.
 
-    bucket_bytes: how many bytes travel together, of how many in all.
     Raises UserError where there is too little to fit for any of them.
     """
     alone = computing(measured.steps)

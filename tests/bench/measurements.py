@@ -234,7 +234,6 @@ for split in ("train", "val"):
             image = torch.nn.functional.interpolate(coarse, (375, 500), mode="bicubic").clamp(0, 1)[0]
             image = (image + 0.05 * torch.rand(3, 375, 500, generator=generator)).clamp(0, 1)
             Image.fromarray((image * 255).byte().permute(1, 2, 0).numpy()).save(directory / f"{number}.jpg", quality=90)
-print(0)
 """
 EPOCHS = """
 import time
@@ -280,7 +279,7 @@ with start("serial", threads=1) as world:
 def jpeg(setting: Setting) -> dict[str, float]:
     """Images per second and core: 500 x 375 pixels, cropped at random to 224; torchvision's as its tutorials have it."""
     images = str(setting.scratch / "images")
-    in_process(IMAGES, images, log=setting.scratch)
+    job([sys.executable, "-c", IMAGES, images], setting.scratch / "images.log")
     rates = {
         side: in_process(EPOCHS + FOLDERS[side], images, log=setting.scratch)
         for side in random.sample(list(FOLDERS), 2)

@@ -184,11 +184,18 @@ def test_pixels_are_the_same_where_pillow_decodes(name, monkeypatch):
     assert torch.equal(image, loading.decode(JPEGS[name]))
 
 
+@pytest.mark.parametrize("name", sorted(JPEGS.keys() - {"four colours"}))
+def test_jpegs_are_decoded_without_pillow(name, monkeypatch):
+    monkeypatch.setattr(Image, "open", lambda file: pytest.fail("Pillow was asked"))
+    assert loading.decode(JPEGS[name]).shape == (3, 30, 40)
+
+
 def test_an_image_that_would_fill_the_memory_is_refused(monkeypatch):
     """Pillow's limit holds, whoever decodes: a file of some bytes may say that it has 65,500 x 65,500 pixels."""
     content = bytearray(jpeg())
     frame = content.index(b"\xff\xc0")  # then two bytes of length and one of precision, height and width
     content[frame + 5 : frame + 9] = struct.pack(">HH", 65_500, 65_500)
+    monkeypatch.setattr(loading.fast_decoder(), "decode_jpeg", lambda content: pytest.fail("memory was asked for"))
     with pytest.raises(Image.DecompressionBombError):
         loading.decode(bytes(content))
 

@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from hvdtrain.engines.horovod import bucket_bytes
 from hvdtrain.errors import UserError
 from hvdtrain.predicting import command, prediction
 from hvdtrain.predicting.fitting import Point, fit
@@ -192,7 +191,7 @@ def test_a_range_is_in_order_and_time_grows_with_the_ranks(name, counts, leave):
     measured.sums.extend(
         one for count in counts[1:] for one in command.read([leave(f"{count}", reduce=sweep(count))]).sums
     )
-    (model,), _ = prediction.models(measured, command.read([]), BETWEEN, "none", bucket_bytes)
+    (model,), _ = prediction.models(measured, command.read([]), BETWEEN, "none")
     before = 0.0
     for hosts in (1, 2, 16, 2048):
         found = prediction.predict(model, Ranks(hosts, 1), name)
