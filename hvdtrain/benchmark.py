@@ -26,18 +26,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hvdtrain import convnet, measuring, optim
-from hvdtrain import flags as cli
-from hvdtrain.clock import Clock
+from hvdtrain.analysis import measuring
 from hvdtrain.data import idx
 from hvdtrain.data.endless import Batches, open_endless, reads_folders
 from hvdtrain.data.loading import default_workers, start_workers_early
-from hvdtrain.engines.base import World
-from hvdtrain.engines.single import SerialWorld
-from hvdtrain.errors import UserError
-from hvdtrain.models import build_model, require_torchvision
-from hvdtrain.telemetry import versions
-from hvdtrain.world import cores_of_rank, run, start
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.exit_codes import run
+from hvdtrain.engines.single import SerialEngine
+from hvdtrain.engines.start import cores_of_rank, start
+from hvdtrain.models import convnet
+from hvdtrain.models.classifiers import build_model, require_torchvision
+from hvdtrain.training import flags as cli
+from hvdtrain.training import optim
+from hvdtrain.training.records.clock import Clock
+from hvdtrain.training.records.metrics import versions
 
 
 class Repeat(NamedTuple):
@@ -99,24 +102,24 @@ def count_flops(model: nn.Module, shape: Sequence[int]) -> int | None:
     return counter.get_total_flops() // 2 or None
 
 
-def measure(flags: Namespace, world: World, model: nn.Module, batches: Batches) -> tuple[list[list[Repeat]], int]:
+def measure(flags: Namespace, engine: Engine, model: nn.Module, batches: Batches) -> tuple[list[list[Repeat]], int]:
     """Train; return, per repeat and rank, what was measured, and the number of steps in each repeat. A collective."""
-    others: World = world
+    others: Engine = engine
     if flags.no_communication:
-        others = SerialWorld(tuning=False, rank=0, size=1, launcher="none")
-        others.device = world.device
+        others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+        others.device = engine.device
     optimizer = optim.build("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
-    predivide = float(world.size) if flags.compression == "fp16" else 1.0
+    predivide = float(engine.size) if flags.compression == "fp16" else 1.0
     replica, optimizer = others.distribute(model, optimizer, compression=flags.compression, predivide=predivide)
     others.broadcast(model, optimizer)
     forward = torch.compile(replica, dynamic=False) if flags.compile else replica
-    autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
-    scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
+    autocast = torch.autocast(engine.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
+    scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
 
     def repeat(steps: int, apart: bool) -> Repeat:
         """Train `steps` steps. apart: wait for the device after each phase, so that its work is booked where it was done."""
-        world.barrier()
-        measuring.settle(world.device)
+        engine.barrier()
+        measuring.settle(engine.device)
         clock = Clock()
         began, cpu_began = time.perf_counter(), time.process_time()
         for _ in range(steps):
@@ -128,15 +131,15 @@ def measure(flags: Namespace, world: World, model: nn.Module, batches: Batches) 
                     loss = F.cross_entropy(forward(images), labels)
                 scaler.scale(loss).backward()
             if apart:
-                measuring.settle(world.device)
+                measuring.settle(engine.device)
             clock.mark("compute", at=others.gradients_ready())
             with others.synchronized(optimizer):
                 mark(clock, "communication", apart)
                 scaler.step(optimizer)
             scaler.update()
             mark(clock, "compute", apart)
-            clock.count(flags.batch_size * world.size, flags.batch_size)
-        measuring.settle(world.device)
+            clock.count(flags.batch_size * engine.size, flags.batch_size)
+        measuring.settle(engine.device)
         clock.mark("compute")
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         rates = clock.rates()
@@ -145,23 +148,25 @@ def measure(flags: Namespace, world: World, model: nn.Module, batches: Batches) 
 
     def mark(clock: Clock, phase: str, apart: bool) -> None:
         if apart:
-            measuring.settle(world.device)
+            measuring.settle(engine.device)
         clock.mark(phase)
 
     repeat(flags.warmup_steps, False)
     steps = flags.steps
     if steps is None:
         trial = repeat(2, False).seconds / 2
-        steps = max(1, round(1 / max(world.gather(trial, "trial"))))  # the slowest rank's word, so alike on all
+        steps = max(
+            1, round(1 / max(engine.all_gather_object(trial, "trial")))
+        )  # the slowest rank's word, so alike on all
     # A GPU works on while the host goes on: there the phases are measured in repeats of their own, which do not count.
-    phases_apart = world.device.type == "cuda"
+    phases_apart = engine.device.type == "cuda"
     timed = [repeat(steps, False) for _ in range(flags.repeats)]
     if phases_apart:
         timed = [
             fast._replace(loading=slow.loading, compute=slow.compute, communication=slow.communication)
             for fast, slow in zip(timed, [repeat(steps, True) for _ in timed], strict=True)
         ]
-    by_rank = world.gather(timed, "repeats")
+    by_rank = engine.all_gather_object(timed, "repeats")
     return [[Repeat(*rank[number]) for rank in by_rank] for number in range(flags.repeats)], steps
 
 
@@ -192,12 +197,14 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def summarize(
-    flags: Namespace, world: World, repeats: list[list[Repeat]], steps: int, flops: int | None, gradient_bytes: int
+    flags: Namespace, engine: Engine, repeats: list[list[Repeat]], steps: int, flops: int | None, gradient_bytes: int
 ) -> dict:
     """Return benchmark.json's content. A collective."""
-    facts = dict(rank=world.rank, host=socket.gethostname(), device=str(world.device), threads=torch.get_num_threads())
-    facts |= dict(peak=peak_memory(world.device), hardware=measuring.hardware())
-    ranks = world.gather(facts, "facts")
+    facts = dict(
+        rank=engine.rank, host=socket.gethostname(), device=str(engine.device), threads=torch.get_num_threads()
+    )
+    facts |= dict(peak=peak_memory(engine.device), hardware=measuring.hardware())
+    ranks = engine.all_gather_object(facts, "facts")
     for rank in ranks:
         mine = [repeat[rank["rank"]] for repeat in repeats]
         rank["seconds_per_sample"] = phases(mine)
@@ -206,8 +213,8 @@ def summarize(
     rates = [throughput(repeat) for repeat in repeats]
     mean = measuring.mean(rates)
     return dict(
-        model=flags.model, batch_size_per_rank=flags.batch_size, engine=world.engine, description=world.description,
-        communicates=not flags.no_communication, world_size=world.size, hosts=len({rank["host"] for rank in ranks}),
+        model=flags.model, batch_size_per_rank=flags.batch_size, engine=engine.name, description=engine.description,
+        communicates=not flags.no_communication, world_size=engine.size, hosts=len({rank["host"] for rank in ranks}),
         input=flags.input, amp=flags.amp, channels_last=flags.channels_last, compile=flags.compile, steps=steps,
         samples_per_second=mean._asdict(), samples_per_second_repeats=rates,
         seconds_per_sample=phases([one for repeat in repeats for one in repeat]),
@@ -215,7 +222,7 @@ def summarize(
         gradient_bytes=gradient_bytes,  # of a step, in the parameters' own type: what is reduced before any compression
         flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
         peak={name: max(rank["peak"][name] for rank in ranks) for name in ranks[0]["peak"]},
-        ranks=ranks, automatic=world.notes, config=vars(flags), versions=versions(),
+        ranks=ranks, automatic=engine.notes, config=vars(flags), versions=versions(),
     )  # fmt: skip
 
 
@@ -263,18 +270,18 @@ def main() -> int:
     flags = parse()
     if reads_folders(flags) and flags.workers != 0:
         start_workers_early()
-    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
-        flags.compression = world.choose_compression(flags.compression)
-        flags.amp = world.choose_amp(flags.amp)
+    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as engine:
+        flags.compression = engine.choose_compression(flags.compression)
+        flags.amp = engine.choose_amp(flags.amp)
         if flags.workers is None:
-            flags.workers = default_workers(cores_of_rank(world), world.device)
+            flags.workers = default_workers(cores_of_rank(engine), engine.device)
         small = flags.model in convnet.MODELS
         channels, classes = (1, 10) if small else (3, 1000)
         shape = (channels, flags.image_size, flags.image_size)
-        with world.agreement("start"):
-            if flags.compile and world.device.type == "cpu" and not shutil.which("g++"):
+        with engine.raising_together("start"):
+            if flags.compile and engine.device.type == "cpu" and not shutil.which("g++"):
                 raise UserError("--compile on a CPU needs a C++ compiler: install g++, or leave it out")
-            if world.rank == 0 and flags.output_dir is not None:
+            if engine.rank == 0 and flags.output_dir is not None:
                 measuring.make_directory(flags.output_dir)
             if not small:
                 require_torchvision()
@@ -282,12 +289,12 @@ def main() -> int:
             # The weights stay contiguous whatever the images are: Horovod refuses gradients in channels_last.
             model = convnet.MODELS[flags.model]() if small else build_model(flags.model, classes, flags.image_size)
             flops = count_flops(model, shape)
-            model = model.to(world.device)
-        batches = open_endless(flags, world, classes, shape)
-        repeats, steps = measure(flags, world, model, batches)
+            model = model.to(engine.device)
+        batches = open_endless(flags, engine, classes, shape)
+        repeats, steps = measure(flags, engine, model, batches)
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        result = summarize(flags, world, repeats, steps, flops, gradient_bytes)
-        if world.rank == 0:
+        result = summarize(flags, engine, repeats, steps, flops, gradient_bytes)
+        if engine.rank == 0:
             print(block(result), flush=True)
             if flags.output_dir is not None:
                 measuring.write_json(flags.output_dir / "benchmark.json", result)

@@ -25,11 +25,14 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain import flags as cli
 from hvdtrain.data import idx
-from hvdtrain.engines.base import World
-from hvdtrain.errors import UserError
-from hvdtrain.world import ENGINES, LINGER_SECONDS, announced, cpu_quota, run, start
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.cores import cpu_quota
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.exit_codes import LINGER_SECONDS, run
+from hvdtrain.engines.launchers import announced
+from hvdtrain.engines.start import ENGINES, start
+from hvdtrain.training import flags as cli
 
 LEVELS = ("ok", "warning", "problem")
 LEAST_SHARED_MEMORY = 256 * 2**20  # bytes; containers get 64 MiB
@@ -71,12 +74,12 @@ class Findings:
 # ------------------------------------------------------------------------------------- before any rank meets another
 
 
-def check_build(found: Findings, engine: str) -> dict[str, str]:
+def check_build(found: Findings, engine_name: str) -> dict[str, str]:
     """Return the versions that must be the same on every rank."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
     if torch.cuda.is_available():
         versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-    if engine != "horovod":
+    if engine_name != "horovod":
         found.ok(f"torch {versions['torch']}, Python {versions['python']}")
         return versions
     try:
@@ -179,9 +182,11 @@ def check_memory_and_disk(found: Findings) -> None:
 # ------------------------------------------------------------------------------------------- with all ranks together
 
 
-def check_ranks(found: Findings, world: World) -> None:
+def check_ranks(found: Findings, engine: Engine) -> None:
     """Places and devices: each rank's own, on every rank alike."""
-    rows = world.gather([socket.gethostname(), world.local_rank, world.local_size, str(world.device)], "places")
+    rows = engine.all_gather_object(
+        [socket.gethostname(), engine.local_rank, engine.local_size, str(engine.device)], "places"
+    )
     on_host = Counter(host for host, *_ in rows)
     for rank, (host, local_rank, local_size, device) in enumerate(rows):
         if local_size != on_host[host] or not 0 <= local_rank < local_size:
@@ -197,8 +202,8 @@ def check_ranks(found: Findings, world: World) -> None:
     found.ok(f"ranks: {hosts}; devices: {', '.join(sorted({row[3] for row in rows}))}")
 
 
-def check_alike(found: Findings, world: World, versions: dict[str, str]) -> None:
-    rows = world.gather(versions, "versions")
+def check_alike(found: Findings, engine: Engine, versions: dict[str, str]) -> None:
+    rows = engine.all_gather_object(versions, "versions")
     for name in sorted({name for row in rows for name in row}):
         values = [row.get(name, "none") for row in rows]
         if len(set(values)) > 1:
@@ -210,8 +215,8 @@ def check_alike(found: Findings, world: World, versions: dict[str, str]) -> None
         found.ok(f"every rank alike: {shown}")
 
 
-def check_neighbours(found: Findings, world: World, own_address: str) -> None:
-    rows = world.gather([socket.gethostname(), own_address], "addresses")
+def check_neighbours(found: Findings, engine: Engine, own_address: str) -> None:
+    rows = engine.all_gather_object([socket.gethostname(), own_address], "addresses")
     hosts = dict(rows)
     if len(hosts) == 1:
         return
@@ -230,25 +235,25 @@ def check_neighbours(found: Findings, world: World, own_address: str) -> None:
             )
 
 
-def check_cores(found: Findings, world: World) -> None:
+def check_cores(found: Findings, engine: Engine) -> None:
     cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     have = min(cores, quota)
     threads = torch.get_num_threads()
-    line = f"cores: {have:g}; ranks on this host: {world.local_size}; torch threads per rank: {threads}"
-    if world.local_size * threads > have:
+    line = f"cores: {have:g}; ranks on this host: {engine.local_size}; torch threads per rank: {threads}"
+    if engine.local_size * threads > have:
         do = "fewer ranks, OMP_NUM_THREADS=1 (--threads 1), or more cores (--cpus-per-task, --bind-to none)"
         found.warning(line, "threads take turns: every rank waits for the slowest", do)
     else:
         found.ok(line)
 
 
-def check_output(found: Findings, world: World, directory: Path | None) -> None:
+def check_output(found: Findings, engine: Engine, directory: Path | None) -> None:
     """Rank 0 writes a file; every rank must see it."""
     if directory is None:
         return
-    name = world.gather(f".doctor-{uuid.uuid4().hex}", "probe")[0]
+    name = engine.all_gather_object(f".doctor-{uuid.uuid4().hex}", "probe")[0]
     written = ""
-    if world.rank == 0:
+    if engine.rank == 0:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / name).write_text("x")
@@ -257,10 +262,10 @@ def check_output(found: Findings, world: World, directory: Path | None) -> None:
             found.problem(
                 f"--output-dir {directory} cannot be written: {written}", "results would be lost", "name another"
             )
-    written = world.gather(written, "written")[0]
+    written = engine.all_gather_object(written, "written")[0]
     sees = (directory / name).exists()
-    missing = [rank for rank, seen in enumerate(world.gather(sees, "sees")) if not seen]
-    if world.rank == 0 and not written:
+    missing = [rank for rank, seen in enumerate(engine.all_gather_object(sees, "sees")) if not seen]
+    if engine.rank == 0 and not written:
         (directory / name).unlink(missing_ok=True)
         if missing:
             do = "name a directory on a shared file system"
@@ -275,31 +280,31 @@ def check_data(found: Findings, data_dir: Path | None) -> None:
     found.ok(f"data: {located.reason}")
 
 
-def check_all_reduce(found: Findings, world: World) -> None:
+def check_all_reduce(found: Findings, engine: Engine) -> None:
     """Sum known numbers, small and large, on the CPU and where training would happen."""
-    if world.size == 1:
+    if engine.size == 1:
         found.ok("one rank, nothing to reduce; to try a transport: `horovodrun -np 2 python -m hvdtrain.doctor`")
         return
-    for device in dict.fromkeys([torch.device("cpu"), world.device]):
+    for device in dict.fromkeys([torch.device("cpu"), engine.device]):
         medians = []
         for elements, repeats in ((SMALL, 50), (LARGE, 5)):
             name = f"doctor.{device.type}.{elements}"
-            tensor = torch.full((elements,), float(world.rank + 1), device=device)
-            wanted = torch.full_like(tensor, world.size * (world.size + 1) / 2)
-            if not torch.equal(world.sum(tensor, name), wanted):
+            tensor = torch.full((elements,), float(engine.rank + 1), device=device)
+            wanted = torch.full_like(tensor, engine.size * (engine.size + 1) / 2)
+            if not torch.equal(engine.sum(tensor, name), wanted):
                 do = "make setup SETUP=--fresh, then tell us"
                 found.problem(f"the all-reduce on {device.type} adds up wrong", "so would gradients", do)
             seconds = []
             for _ in range(repeats):
-                world.barrier()
+                engine.barrier()
                 began = time.perf_counter()
-                world.all_reduce_(tensor.zero_(), "sum", name)
+                engine.all_reduce_(tensor.zero_(), "sum", name)
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - began)
             # The slowest rank's median: the same on every rank, so that it is shown once.
-            medians.append(max(world.gather(statistics.median(seconds), f"{name}.seconds")))
-        carried = world.description if device == world.device else f"{world.engine}, CPU tensors"
+            medians.append(max(engine.all_gather_object(statistics.median(seconds), f"{name}.seconds")))
+        carried = engine.description if device == engine.device else f"{engine.name}, CPU tensors"
         bandwidth = LARGE * 4 / medians[1] / 1e9
         found.ok(f"all-reduce, {carried}: {medians[0] * 1e6:.0f} us for 4 B, {bandwidth:.3g} GB/s for 16 MiB (median)")
 
@@ -366,23 +371,23 @@ def main() -> int:
         check_memory_and_disk(found)
     with found.check("data"):
         check_data(found, flags.data_dir)
-    world = None
+    engine = None
     if found.worst() != "problem":  # else the engine would hang or abort on it
         with found.check("start"):
-            world = start(flags.engine, device=flags.device)
-    if world is None:
+            engine = start(flags.engine, device=flags.device)
+    if engine is None:
         time.sleep(LINGER_SECONDS if announced().rank else 0)  # one voice first: mpirun ends the others soon after
         show(merged([found.all], announced().rank), 1, flags.json)
         return 1
-    with world:
+    with engine:
         for check in (check_ranks, check_cores, check_all_reduce):
-            check(found, world)
-        check_alike(found, world, versions)
-        check_neighbours(found, world, own_address)
-        check_output(found, world, flags.output_dir)
-        findings = merged(world.gather(found.all, "findings"))
-        if world.rank == 0:
-            show(findings, world.size, flags.json)
+            check(found, engine)
+        check_alike(found, engine, versions)
+        check_neighbours(found, engine, own_address)
+        check_output(found, engine, flags.output_dir)
+        findings = merged(engine.all_gather_object(found.all, "findings"))
+        if engine.rank == 0:
+            show(findings, engine.size, flags.json)
         return int(any(finding["level"] == "problem" for finding in findings))
 
 

@@ -20,24 +20,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hvdtrain import flags as cli
-from hvdtrain import optim
-from hvdtrain.clock import Clock
-from hvdtrain.data.broken import Losses
+from hvdtrain.data.corrupt import Losses
 from hvdtrain.data.images import open_folder
 from hvdtrain.data.loading import Loaded, Plan, Source, default_workers, mixed_seed, start_workers_early
+from hvdtrain.data.sharding import passes_per_step
 from hvdtrain.data.shards import open_shards
 from hvdtrain.data.synthetic import open_synthetic
-from hvdtrain.engines.base import World
-from hvdtrain.errors import Failure, UserError
-from hvdtrain.guard import Guard
-from hvdtrain.models import build_model, require_torchvision
-from hvdtrain.profiling import Profile
-from hvdtrain.resume import Checkpoints
-from hvdtrain.sharding import passes_per_step
-from hvdtrain.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
-from hvdtrain.weights import load_weights
-from hvdtrain.world import cores_of_rank, run, start
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.exit_codes import run
+from hvdtrain.engines.start import cores_of_rank, start
+from hvdtrain.models.classifiers import build_model, require_torchvision
+from hvdtrain.models.weights import load_weights
+from hvdtrain.training import flags as cli
+from hvdtrain.training import optim
+from hvdtrain.training.records.clock import Clock
+from hvdtrain.training.records.metrics import Telemetry, parameters_sha256, seconds_since_process_start
+from hvdtrain.training.records.profiling import Profile
+from hvdtrain.training.resilience.guard import Guard
+from hvdtrain.training.resume import Checkpoints
 
 # Without --lr: 0.1 for every 256 images of the global batch (arXiv:1706.02677, section 2.1).
 RECIPES: dict[str, dict[str, object]] = {
@@ -93,21 +94,21 @@ def scaled(images: Tensor, pixels: Tensor, memory_format: torch.memory_format) -
     return images.sub_(pixels[0]).div_(pixels[1])
 
 
-def open_source(flags: Namespace, world: World) -> Source:
+def open_source(flags: Namespace, engine: Engine) -> Source:
     if flags.dataset == "synthetic":
-        count = flags.train_samples or 100 * flags.batch_size * world.size
-        return open_synthetic(world, flags.image_size, flags.batch_size, flags.classes or 1000, count, -(-count // 10))
+        count = flags.train_samples or 100 * flags.batch_size * engine.size
+        return open_synthetic(engine, flags.image_size, flags.batch_size, flags.classes or 1000, count, -(-count // 10))
     prepare = dict(side=flags.image_size, seed=flags.seed, workers=flags.workers)
     if flags.dataset == "folder":
-        return open_folder(world, flags.data_dir, **prepare)
+        return open_folder(engine, flags.data_dir, **prepare)
     patterns = (flags.train_shards, flags.test_shards)
     return open_shards(
-        world, flags.data_dir, patterns, classes=flags.classes, train_count=flags.train_samples, **prepare
+        engine, flags.data_dir, patterns, classes=flags.classes, train_count=flags.train_samples, **prepare
     )
 
 
 def evaluate(
-    world: World,
+    engine: Engine,
     model: nn.Module,
     forward: Callable[[Tensor], Tensor],
     batches: Iterable[Loaded],
@@ -115,8 +116,8 @@ def evaluate(
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[float, float, float, int]:
     """Return mean loss, top-1 and top-5 accuracy (0 to 1) and count over the test set, each sample once over all ranks."""
-    world.average_buffers(model)
-    sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, in the first, in the first five, count
+    engine.average_buffers(model)
+    sums = torch.zeros(4, dtype=torch.float64, device=engine.device)  # loss, in the first, in the first five, count
     model.eval()
     with torch.inference_mode():
         for batch in batches:
@@ -124,7 +125,7 @@ def evaluate(
             losses.note(batch.broken)
             if batch.samples == 0:
                 continue
-            truth = batch.labels.to(world.device)
+            truth = batch.labels.to(engine.device)
             logits = forward(batch.images).float()
             hits = logits.topk(min(5, logits.shape[1])).indices == truth[:, None]
             sums[0] += F.cross_entropy(logits, truth, reduction="sum")
@@ -132,7 +133,7 @@ def evaluate(
             sums[2] += hits.sum()
             sums[3] += batch.samples
     model.train()
-    loss, first, five, count = world.sum(sums.cpu(), "evaluate").tolist()
+    loss, first, five, count = engine.sum(sums.cpu(), "evaluate").tolist()
     if count == 0:
         raise UserError(
             "the test set has not one image that can be read: see --test-shards, --data-dir", everywhere=True
@@ -142,7 +143,7 @@ def evaluate(
 
 def train(
     flags: Namespace,
-    world: World,
+    engine: Engine,
     source: Source,
     telemetry: Telemetry,
     checkpoints: Checkpoints,
@@ -152,31 +153,31 @@ def train(
     at = checkpoints.begin(telemetry)  # where training stands: at the beginning, or where an earlier run left off
     begun = checkpoints.begun  # the rates and the global batch follow from this, also on other ranks than then
     memory_format = getattr(torch, MEMORY_FORMATS[flags.memory_format])
-    pixels = torch.tensor([MEAN, DEVIATION], device=world.device).view(2, 3, 1, 1) * 255
+    pixels = torch.tensor([MEAN, DEVIATION], device=engine.device).view(2, 3, 1, 1) * 255
 
     torch.manual_seed(flags.seed)
     # The weights stay contiguous, and so their gradients: Horovod refuses tensors in channels_last. The images alone decide
     # in which format the layers compute.
-    model = build_model(flags.model, source.classes, flags.image_size).to(world.device)
-    with world.agreement("weights"):
-        if flags.weights is not None and world.rank == 0:
+    model = build_model(flags.model, source.classes, flags.image_size).to(engine.device)
+    with engine.raising_together("weights"):
+        if flags.weights is not None and engine.rank == 0:
             load_weights(model, flags.weights)
     peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, begun.ranks, flags.reduction, begun.accumulate)
     optimizer = optim.build(flags.optimizer, optim.decay_groups(model), peak_rate, flags.momentum, flags.weight_decay)
-    replica, optimizer = world.distribute(
+    replica, optimizer = engine.distribute(
         model,
         optimizer,
         compression=flags.compression,
         predivide=flags.gradient_predivide_factor,
         reduction=flags.reduction,
-        accumulate=passes_per_step(begun.global_batch, world.size, flags.batch_size),
+        accumulate=passes_per_step(begun.global_batch, engine.size, flags.batch_size),
     )
-    world.broadcast(model, optimizer)
-    autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
-    scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
+    engine.broadcast(model, optimizer)
+    autocast = torch.autocast(engine.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
+    scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
     checkpoints.restore(model, optimizer, scaler)
     if flags.tensorboard:
-        telemetry.graph(model, torch.zeros(1, 3, flags.image_size, flags.image_size, device=world.device))
+        telemetry.graph(model, torch.zeros(1, 3, flags.image_size, flags.image_size, device=engine.device))
     compiled = torch.compile(replica, dynamic=False) if flags.compile else replica
 
     def test_forward(images: Tensor) -> Tensor:
@@ -185,7 +186,7 @@ def train(
 
     plan = Plan(
         source.train_count, min(flags.train_samples or source.train_count, source.train_count), flags.seed, flags.epochs,
-        world.rank, world.size, flags.batch_size, flags.accumulate, begun.global_batch, at.epoch, at.taken,
+        engine.rank, engine.size, flags.batch_size, flags.accumulate, begun.global_batch, at.epoch, at.taken,
     )  # fmt: skip
     batches = iter(source.train(plan))  # the batches of the plan below, in its order: workers run ahead of it
     losses = Losses(flags.max_broken, source.train_count)
@@ -210,17 +211,19 @@ def train(
         clock.restart()
         for step in plan.epoch(epoch):
             guard.begin_step(at, model)
-            torch.manual_seed(mixed_seed(flags.seed, at.samples, world.rank))  # dropout: the same again after a restart
+            torch.manual_seed(
+                mixed_seed(flags.seed, at.samples, engine.rank)
+            )  # dropout: the same again after a restart
             rate = peak_rate * optim.schedule_factor(flags.lr_schedule, at.samples / samples_planned)
             progress = at.samples / plan.per_epoch
             rate *= optim.warmup_factor(progress, flags.warmup_epochs, begun.ranks, flags.lr_scaling)
             optim.set_rate(optimizer, rate)
             optimizer.zero_grad()
-            loss_sum, local_count = torch.zeros((), device=world.device), 0
+            loss_sum, local_count = torch.zeros((), device=engine.device), 0
             for i, batch in enumerate(step.batches):
                 loaded = next(batches)
                 losses.note(loaded.broken)
-                images, labels = scaled(loaded.images, pixels, memory_format), loaded.labels.to(world.device)
+                images, labels = scaled(loaded.images, pixels, memory_format), loaded.labels.to(engine.device)
                 if len(labels) == 1 < flags.batch_size:
                     # An uneven end may leave one image, of which batch norm has no variance: twice, it has the same mean.
                     images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)
@@ -228,15 +231,15 @@ def train(
                 count = min(batch.local_count, loaded.samples)
                 weight = batch.weight * count / max(batch.local_count, 1)
                 clock.mark("loading")
-                with world.backward_pass(replica, optimizer, i, len(step.batches)):
+                with engine.backward_pass(replica, optimizer, i, len(step.batches)):
                     with autocast:
                         logits = compiled(images)
                         loss = F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing)
                     scaler.scale(loss * weight).backward()
                 loss_sum += loss.detach() * count
                 local_count += count
-            clock.mark("compute", at=world.gradients_ready())
-            with world.synchronized(optimizer):
+            clock.mark("compute", at=engine.gradients_ready())
+            with engine.synchronized(optimizer):
                 clock.mark("communication")
                 # Unscales, and skips the step where a gradient overflowed: summed over ranks, so seen by all of them.
                 if guard.finite(at, model, loss_sum, loss_of, [(images, labels)]) or scaler.is_enabled():
@@ -247,9 +250,9 @@ def train(
             at.advance(step.count)
             clock.count(step.count, local_count)
             if at.step == 1 or at.step % flags.log_steps == 0 or at.taken == plan.per_epoch:
-                losses.settle(world, telemetry)
-                mean_loss = world.mean(loss_sum / max(local_count, 1), local_count, "loss")
-                window = clock.measure(world, (logits.argmax(1) == labels).sum(), len(labels))
+                losses.settle(engine, telemetry)
+                mean_loss = engine.mean(loss_sum / max(local_count, 1), local_count, "loss")
+                window = clock.measure(engine, (logits.argmax(1) == labels).sum(), len(labels))
                 telemetry.event(
                     "train",
                     epoch=epoch + 1,
@@ -276,9 +279,9 @@ def train(
         telemetry.event("ranks", epoch=epoch + 1, **clock.per_rank())
 
         test_loss, test_accuracy, top5, test_count = evaluate(
-            world, model, test_forward, source.test(), losses, guard.tick
+            engine, model, test_forward, source.test(), losses, guard.tick
         )
-        losses.settle(world, telemetry)
+        losses.settle(engine, telemetry)
         at.end_epoch(loss=test_loss, accuracy=test_accuracy, accuracy_top5=top5, count=test_count)
         telemetry.event("evaluate", epoch=epoch + 1, **at.evaluation, broken=losses.total())
         save()
@@ -292,8 +295,8 @@ def train(
     telemetry.end(
         dict(
             dataset=source.name,
-            engine=world.engine,
-            world_size=world.size,
+            engine=engine.name,
+            world_size=engine.size,
             epochs=at.epoch,
             steps=at.step,
             samples=at.samples,
@@ -322,27 +325,27 @@ def main() -> int:
     if flags.dataset != "synthetic" and flags.workers != 0:
         start_workers_early()
     tuning, timeline = flags.tuning == "auto", flags.profile is not None
-    with start(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline) as world:
-        cli.require_equal(world, flags)
-        flags.compression = world.choose_compression(flags.compression)
-        flags.amp = world.choose_amp(flags.amp)
+    with start(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline) as engine:
+        cli.require_equal(engine, flags)
+        flags.compression = engine.choose_compression(flags.compression)
+        flags.amp = engine.choose_amp(flags.amp)
         if flags.gradient_predivide_factor is None:
-            flags.gradient_predivide_factor = float(world.size) if flags.compression == "fp16" else 1.0
+            flags.gradient_predivide_factor = float(engine.size) if flags.compression == "fp16" else 1.0
         if flags.workers is None:
-            flags.workers = default_workers(cores_of_rank(world), world.device)
-        with world.agreement("start"):
+            flags.workers = default_workers(cores_of_rank(engine), engine.device)
+        with engine.raising_together("start"):
             require_torchvision()
-        source = open_source(flags, world)
-        if source.train_count < world.size:
+        source = open_source(flags, engine)
+        if source.train_count < engine.size:
             count = source.train_count
-            raise UserError(f"{count} samples but {world.size} ranks: use -np {count} or fewer", everywhere=True)
+            raise UserError(f"{count} samples but {engine.size} ranks: use -np {count} or fewer", everywhere=True)
         data = dict(
             dataset=source.name, train_samples=flags.train_samples or source.train_count, classes=source.classes
         )
-        with world.agreement("output"):
-            checkpoints = Checkpoints(world, flags, asked, data)
+        with engine.raising_together("output"):
+            checkpoints = Checkpoints(engine, flags, asked, data)
             telemetry = Telemetry(
-                world,
+                engine,
                 flags.output_dir,
                 progress=not flags.no_progress,
                 continued=checkpoints.continues,
@@ -350,11 +353,11 @@ def main() -> int:
             )
         with (
             telemetry,
-            Guard(world, flags, telemetry) as guard,
-            Profile(world, flags, telemetry, guard.tick) as profile,
+            Guard(engine, flags, telemetry) as guard,
+            Profile(engine, flags, telemetry, guard.tick) as profile,
         ):
-            telemetry.start(world, source.name, source.reason, vars(flags))
-            return train(flags, world, source, telemetry, checkpoints, guard, profile)
+            telemetry.start(engine, source.name, source.reason, vars(flags))
+            return train(flags, engine, source, telemetry, checkpoints, guard, profile)
 
 
 if __name__ == "__main__":

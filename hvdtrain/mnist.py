@@ -19,21 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hvdtrain import flags as cli
-from hvdtrain import optim
-from hvdtrain.clock import Clock
-from hvdtrain.convnet import MODELS
 from hvdtrain.data import idx
-from hvdtrain.engines.base import World
-from hvdtrain.errors import Failure, UserError
-from hvdtrain.guard import Guard
-from hvdtrain.mistakes import record_mistakes
-from hvdtrain.profiling import Profile
-from hvdtrain.resume import Checkpoints
-from hvdtrain.sharding import Batch, epoch_order, passes_per_step, shard, steps
-from hvdtrain.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
-from hvdtrain.weights import load_weights
-from hvdtrain.world import run, start
+from hvdtrain.data.sharding import Batch, epoch_order, passes_per_step, shard, steps
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.exit_codes import run
+from hvdtrain.engines.start import start
+from hvdtrain.models.convnet import MODELS
+from hvdtrain.models.weights import load_weights
+from hvdtrain.training import flags as cli
+from hvdtrain.training import optim
+from hvdtrain.training.records.clock import Clock
+from hvdtrain.training.records.metrics import Telemetry, parameters_sha256, seconds_since_process_start
+from hvdtrain.training.records.misclassified import record_mistakes
+from hvdtrain.training.records.profiling import Profile
+from hvdtrain.training.resilience.guard import Guard
+from hvdtrain.training.resume import Checkpoints
 
 RECIPES: dict[str, dict[str, object]] = {
     # The quickest way to 99 %: one-cycle Adam with label smoothing. epochs: as FAST_EPOCHS has it for the data.
@@ -77,14 +78,14 @@ def scaled(images: Tensor) -> Tensor:
 
 
 def evaluate(
-    world: World, model: nn.Module, images: Tensor, labels: Tensor, output_dir: Path | None, telemetry: Telemetry
+    engine: Engine, model: nn.Module, images: Tensor, labels: Tensor, output_dir: Path | None, telemetry: Telemetry
 ) -> tuple[float, float, int]:
     """Return mean loss, accuracy (0 to 1) and count over the whole test set, each sample counted once over all ranks.
 
     What the model gets wrong goes into `output_dir`, and the worst of it to TensorBoard.
     """
-    world.average_buffers(model)
-    mine = shard(len(images), world.rank, world.size)
+    engine.average_buffers(model)
+    mine = shard(len(images), engine.rank, engine.size)
     sums = torch.zeros(3, dtype=torch.float64)  # loss, correct, count
     outputs = []
     model.eval()
@@ -96,16 +97,16 @@ def evaluate(
             sums[1] += (logits.argmax(1) == truth).sum().cpu()
             sums[2] += len(truth)
     model.train()
-    loss, correct, count = world.sum(sums, "evaluate").tolist()
+    loss, correct, count = engine.sum(sums, "evaluate").tolist()
     if output_dir is not None:
-        worst = record_mistakes(world, torch.cat(outputs), images, labels, output_dir)
+        worst = record_mistakes(engine, torch.cat(outputs), images, labels, output_dir)
         telemetry.mistakes(images, worst)
     return loss / count, correct / count, int(count)
 
 
 def train(
     flags: Namespace,
-    world: World,
+    engine: Engine,
     dataset: idx.Dataset,
     telemetry: Telemetry,
     checkpoints: Checkpoints,
@@ -114,28 +115,28 @@ def train(
 ) -> int:
     at = checkpoints.begin(telemetry)  # where training stands: at the beginning, or where an earlier run left off
     begun = checkpoints.begun  # the rates and the global batch follow from this, also on other ranks than then
-    train_images = dataset.train_images[: flags.train_samples].to(world.device)
-    train_labels = dataset.train_labels[: flags.train_samples].to(world.device)
-    test_images, test_labels = dataset.test_images.to(world.device), dataset.test_labels.to(world.device)
+    train_images = dataset.train_images[: flags.train_samples].to(engine.device)
+    train_labels = dataset.train_labels[: flags.train_samples].to(engine.device)
+    test_images, test_labels = dataset.test_images.to(engine.device), dataset.test_labels.to(engine.device)
 
     torch.manual_seed(flags.seed)
-    model = MODELS[flags.model]().to(world.device)
-    with world.agreement("weights"):
-        if flags.weights is not None and world.rank == 0:
+    model = MODELS[flags.model]().to(engine.device)
+    with engine.raising_together("weights"):
+        if flags.weights is not None and engine.rank == 0:
             load_weights(model, flags.weights)
     peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, begun.ranks, flags.reduction, begun.accumulate)
     optimizer = optim.build(flags.optimizer, model.parameters(), peak_rate, flags.momentum, flags.weight_decay)
-    replica, optimizer = world.distribute(
+    replica, optimizer = engine.distribute(
         model,
         optimizer,
         compression=flags.compression,
         predivide=flags.gradient_predivide_factor,
         reduction=flags.reduction,
-        accumulate=passes_per_step(begun.global_batch, world.size, flags.batch_size),
+        accumulate=passes_per_step(begun.global_batch, engine.size, flags.batch_size),
     )
-    world.broadcast(model, optimizer)
-    autocast = torch.autocast(world.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
-    scaler = torch.amp.GradScaler(world.device.type, enabled=flags.amp == "fp16")
+    engine.broadcast(model, optimizer)
+    autocast = torch.autocast(engine.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
+    scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
     checkpoints.restore(model, optimizer, scaler)
     if flags.tensorboard:
         telemetry.graph(model, scaled(train_images[:1]))
@@ -158,29 +159,29 @@ def train(
         if at.reached(flags.target_accuracy):
             break
         clock.restart()
-        order = epoch_order(len(train_images), flags.seed, epoch)[at.taken :].to(world.device)
-        for step in steps(order, world.rank, world.size, flags.batch_size, global_batch=begun.global_batch):
+        order = epoch_order(len(train_images), flags.seed, epoch)[at.taken :].to(engine.device)
+        for step in steps(order, engine.rank, engine.size, flags.batch_size, global_batch=begun.global_batch):
             guard.begin_step(at, model)
             rate = peak_rate * optim.schedule_factor(flags.lr_schedule, at.samples / samples_planned)
             progress = at.samples / len(train_images)
             rate *= optim.warmup_factor(progress, flags.warmup_epochs, begun.ranks, flags.lr_scaling)
             optim.set_rate(optimizer, rate)
             optimizer.zero_grad()
-            loss_sum, local_count = torch.zeros((), device=world.device), 0
+            loss_sum, local_count = torch.zeros((), device=engine.device), 0
             for i, batch in enumerate(step.batches):
                 # Several times faster than train_images[indices], whose kernel goes value by value.
                 images = scaled(train_images.index_select(0, batch.indices))
                 labels = train_labels.index_select(0, batch.indices)
                 clock.mark("loading")
-                with world.backward_pass(replica, optimizer, i, len(step.batches)):
+                with engine.backward_pass(replica, optimizer, i, len(step.batches)):
                     with autocast:
                         logits = replica(images)
                         loss = F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing)
                     scaler.scale(loss * batch.weight).backward()
                 loss_sum += loss.detach() * batch.local_count
                 local_count += batch.local_count
-            clock.mark("compute", at=world.gradients_ready())
-            with world.synchronized(optimizer):
+            clock.mark("compute", at=engine.gradients_ready())
+            with engine.synchronized(optimizer):
                 clock.mark("communication")
                 # Unscales, and skips the step where a gradient overflowed: summed over ranks, so seen by all of them.
                 if guard.finite(at, model, loss_sum, loss_of, step.batches) or scaler.is_enabled():
@@ -191,8 +192,8 @@ def train(
             at.advance(step.count)
             clock.count(step.count, local_count)
             if at.step == 1 or at.step % flags.log_steps == 0 or at.taken == len(train_images):
-                mean_loss = world.mean(loss_sum / max(local_count, 1), local_count, "loss")
-                window = clock.measure(world, (logits.argmax(1) == labels).sum(), len(labels))
+                mean_loss = engine.mean(loss_sum / max(local_count, 1), local_count, "loss")
+                window = clock.measure(engine, (logits.argmax(1) == labels).sum(), len(labels))
                 telemetry.event(
                     "train",
                     epoch=epoch + 1,
@@ -218,7 +219,7 @@ def train(
         telemetry.event("ranks", epoch=epoch + 1, **clock.per_rank())
 
         test_loss, test_accuracy, test_count = evaluate(
-            world, model, test_images, test_labels, flags.output_dir, telemetry
+            engine, model, test_images, test_labels, flags.output_dir, telemetry
         )
         at.end_epoch(loss=test_loss, accuracy=test_accuracy, count=test_count)
         telemetry.event("evaluate", epoch=epoch + 1, **at.evaluation)
@@ -232,8 +233,8 @@ def train(
     telemetry.end(
         dict(
             dataset=dataset.name,
-            engine=world.engine,
-            world_size=world.size,
+            engine=engine.name,
+            world_size=engine.size,
             epochs=at.epoch,
             steps=at.step,
             samples=at.samples,
@@ -258,35 +259,35 @@ def main() -> int:
     flags = parse()
     asked = dict(vars(flags))
     tuning, timeline = flags.tuning == "auto", flags.profile is not None
-    with start(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline) as world:
-        cli.require_equal(world, flags)
-        flags.compression = world.choose_compression(flags.compression)
-        flags.amp = world.choose_amp(flags.amp)
+    with start(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline) as engine:
+        cli.require_equal(engine, flags)
+        flags.compression = engine.choose_compression(flags.compression)
+        flags.amp = engine.choose_amp(flags.amp)
         if flags.gradient_predivide_factor is None:
-            flags.gradient_predivide_factor = float(world.size) if flags.compression == "fp16" else 1.0
-        with world.agreement("start"):
-            dataset = idx.load(flags.dataset, flags.data_dir, say=print if world.rank == 0 else None)
+            flags.gradient_predivide_factor = float(engine.size) if flags.compression == "fp16" else 1.0
+        with engine.raising_together("start"):
+            dataset = idx.load(flags.dataset, flags.data_dir, say=print if engine.rank == 0 else None)
             asked["epochs"] = flags.epochs = flags.epochs or FAST_EPOCHS[dataset.name]
             train_samples = min(flags.train_samples or len(dataset.train_images), len(dataset.train_images))
-            if train_samples < world.size:
-                raise UserError(f"{train_samples} samples but {world.size} ranks: use -np {train_samples} or fewer")
+            if train_samples < engine.size:
+                raise UserError(f"{train_samples} samples but {engine.size} ranks: use -np {train_samples} or fewer")
             data = dict(dataset=dataset.name, train_samples=train_samples, test_samples=len(dataset.test_images))
-            checkpoints = Checkpoints(world, flags, asked, data)
+            checkpoints = Checkpoints(engine, flags, asked, data)
             telemetry = Telemetry(
-                world,
+                engine,
                 flags.output_dir,
                 progress=not flags.no_progress,
                 continued=checkpoints.continues,
                 tensorboard=flags.tensorboard,
             )
-        world.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
+        engine.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
         with (
             telemetry,
-            Guard(world, flags, telemetry) as guard,
-            Profile(world, flags, telemetry, guard.tick) as profile,
+            Guard(engine, flags, telemetry) as guard,
+            Profile(engine, flags, telemetry, guard.tick) as profile,
         ):
-            telemetry.start(world, dataset.name, dataset.reason, vars(flags))
-            return train(flags, world, dataset, telemetry, checkpoints, guard, profile)
+            telemetry.start(engine, dataset.name, dataset.reason, vars(flags))
+            return train(flags, engine, dataset, telemetry, checkpoints, guard, profile)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain import flags as cli
-from hvdtrain import measuring, plotting
-from hvdtrain.engines.base import World
-from hvdtrain.errors import UserError
-from hvdtrain.telemetry import versions
-from hvdtrain.world import ENGINES, engine_class, run, start
+from hvdtrain.analysis import measuring, plotting
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.exit_codes import run
+from hvdtrain.engines.start import ENGINES, engine_class, start
+from hvdtrain.training import flags as cli
+from hvdtrain.training.records.metrics import versions
 
 REDUCTIONS = ("sum", "average", "min", "max", "product", "adasum")
 DTYPES = (
@@ -52,7 +53,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     cli.add_world(parser)
     flags = parser.parse(argv)
     if flags.op not in engine_class(flags.engine).reductions:
-        able = " or ".join(engine for engine in ENGINES if flags.op in engine_class(engine).reductions)
+        able = " or ".join(name for name in ENGINES if flags.op in engine_class(name).reductions)
         said = f"--reduction {flags.op} is not for --engine {flags.engine}: use --engine {able}"
         raise UserError(said, everywhere=True)
     if flags.min_bytes > flags.max_bytes:
@@ -61,11 +62,11 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     return flags
 
 
-def refusal(world: World, op: str, dtype: str) -> str | None:
+def refusal(engine: Engine, op: str, dtype: str) -> str | None:
     """Reduce one number for a trial; return why this engine cannot, or None. A collective."""
     try:
-        number = torch.ones(1, device=world.device).to(getattr(torch, dtype))
-        world.all_reduce_(number, op, f"trial.{op}.{dtype}")
+        number = torch.ones(1, device=engine.device).to(getattr(torch, dtype))
+        engine.all_reduce_(number, op, f"trial.{op}.{dtype}")
     except UserError:
         raise
     except Exception as error:  # each engine and each library under it has its own
@@ -73,12 +74,12 @@ def refusal(world: World, op: str, dtype: str) -> str | None:
     return None
 
 
-def refuse_dtype(world: World, op: str, dtype: str) -> None:
+def refuse_dtype(engine: Engine, op: str, dtype: str) -> None:
     """Raise UserError on every rank where the engine cannot reduce `dtype`, naming those that it can. A collective."""
-    why = refusal(world, op, dtype)
+    why = refusal(engine, op, dtype)
     if why is not None:
-        able = ", ".join(other for other in DTYPES if refusal(world, op, other) is None)
-        said = f"--dtype {dtype} with --reduction {op} is not for {world.description} ({why}): use {able}"
+        able = ", ".join(other for other in DTYPES if refusal(engine, op, other) is None)
+        said = f"--dtype {dtype} with --reduction {op} is not for {engine.description} ({why}): use {able}"
         raise UserError(said, everywhere=True)
 
 
@@ -88,28 +89,30 @@ def text(number: torch.Tensor) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def demonstrate(world: World, op: str, dtype: str) -> None:
+def demonstrate(engine: Engine, op: str, dtype: str) -> None:
     """Reduce rank + 1 over all ranks and print, in rank order, what each rank held before and after."""
-    refuse_dtype(world, op, dtype)
-    number = torch.tensor([world.rank + 1], device=world.device).to(getattr(torch, dtype))
+    refuse_dtype(engine, op, dtype)
+    number = torch.tensor([engine.rank + 1], device=engine.device).to(getattr(torch, dtype))
     before = text(number)
-    world.all_reduce_(number, op, "data")
-    held = world.gather([before, text(number)], "held")  # to rank 0, which alone prints: lines of ranks would mix
-    if world.rank == 0:
+    engine.all_reduce_(number, op, "data")
+    held = engine.all_gather_object(
+        [before, text(number)], "held"
+    )  # to rank 0, which alone prints: lines of ranks would mix
+    if engine.rank == 0:
         print("\n".join(f"before {rank} data {before}" for rank, (before, _) in enumerate(held)))
         print("\n".join(f"after {rank} data {after}" for rank, (_, after) in enumerate(held)), flush=True)
 
 
-def block_seconds(world: World, tensor: torch.Tensor, op: str, name: str, times: int) -> float:
+def block_seconds(engine: Engine, tensor: torch.Tensor, op: str, name: str, times: int) -> float:
     """Return the seconds that one of `times` all-reduces took on the slowest rank."""
-    world.barrier()
-    measuring.settle(world.device)
+    engine.barrier()
+    measuring.settle(engine.device)
     began = time.perf_counter()
     for _ in range(times):
-        world.all_reduce_(tensor, op, name)
-    measuring.settle(world.device)
+        engine.all_reduce_(tensor, op, name)
+    measuring.settle(engine.device)
     mine = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64)
-    world.all_reduce_(mine, "max", "block")
+    engine.all_reduce_(mine, "max", "block")
     return mine.item()
 
 
@@ -117,25 +120,25 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.element_size() == 1 else tensor  # float8 knows no comparison
 
 
-def measure(world: World, op: str, dtype: str, count: int, seconds: float) -> dict[str, object]:
+def measure(engine: Engine, op: str, dtype: str, count: int, seconds: float) -> dict[str, object]:
     """Time all-reduces of `count` elements for about `seconds`; return one row of the table.
 
     Raises RuntimeError where the result is wrong: a fast wrong answer is no answer.
     """
     kind = getattr(torch, dtype)
     name = f"sweep.{dtype}.{count}"
-    tensor = torch.full((count,), world.rank + 1, device=world.device, dtype=kind)
+    tensor = torch.full((count,), engine.rank + 1, device=engine.device, dtype=kind)
     one = tensor[:1].clone()
-    world.all_reduce_(one, op, name + ".one")
-    world.all_reduce_(tensor, op, name)  # also the first of the warm-up
+    engine.all_reduce_(one, op, name + ".one")
+    engine.all_reduce_(tensor, op, name)  # also the first of the warm-up
     if not torch.isclose(comparable(tensor), comparable(one), rtol=0.01).all():
-        raise RuntimeError(f"{world.description}: wrong {op} of {count} {dtype}")
+        raise RuntimeError(f"{engine.description}: wrong {op} of {count} {dtype}")
     tensor.zero_()  # so that sums stay finite, however often they are repeated
 
-    first = max(block_seconds(world, tensor, op, name, 1), 1e-9)
-    first = max(block_seconds(world, tensor, op, name, min(10, max(1, int(0.1 * seconds / first)))), 1e-9)
+    first = max(block_seconds(engine, tensor, op, name, 1), 1e-9)
+    first = max(block_seconds(engine, tensor, op, name, min(10, max(1, int(0.1 * seconds / first)))), 1e-9)
     times = min(MOST_IN_BLOCK, max(1, round(seconds / BLOCKS / first)))  # alike on all ranks: `first` is
-    blocks = [block_seconds(world, tensor, op, name, times) for _ in range(BLOCKS)]
+    blocks = [block_seconds(engine, tensor, op, name, times) for _ in range(BLOCKS)]
     taken, size = statistics.median(blocks), count * tensor.element_size()
     algorithm = size / max(taken, 1e-12)
     return dict(
@@ -148,7 +151,7 @@ def measure(world: World, op: str, dtype: str, count: int, seconds: float) -> di
         seconds_most=max(blocks),
         repeats=times * BLOCKS,
         algorithm_bytes_per_second=algorithm,
-        bus_bytes_per_second=algorithm * 2 * (world.size - 1) / world.size,
+        bus_bytes_per_second=algorithm * 2 * (engine.size - 1) / engine.size,
     )
 
 
@@ -164,33 +167,33 @@ def line(row: dict) -> str:
     return f"{row['bytes']:11d} {row['count']:11d} {row['dtype']:>9} {times} {row['repeats']:8d} {speeds}"
 
 
-def sweep(world: World, flags: Namespace) -> None:
+def sweep(engine: Engine, flags: Namespace) -> None:
     """Measure every size and dtype, print the table as it grows, and write JSON and picture to --output-dir."""
-    with world.agreement("output"):
-        if world.rank == 0 and flags.output_dir is not None:
+    with engine.raising_together("output"):
+        if engine.rank == 0 and flags.output_dir is not None:
             plotting.require_matplotlib()
             measuring.make_directory(flags.output_dir)
     dtypes = [flags.dtype] if flags.dtype else SWEPT
     for dtype in dtypes:
-        refuse_dtype(world, flags.op, dtype)
-    hosts = len(set(world.gather(socket.gethostname(), "hosts")))
-    about = f"{world.size} rank{'s'[: world.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {world.description}"
-    about += f", {world.device.type}, {flags.op}"
+        refuse_dtype(engine, flags.op, dtype)
+    hosts = len(set(engine.all_gather_object(socket.gethostname(), "hosts")))
+    about = f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}"
+    about += f", {engine.device.type}, {flags.op}"
     rows = []
-    if world.rank == 0:
+    if engine.rank == 0:
         print(f"{about}\n{HEADER}", flush=True)
     for dtype in dtypes:
         element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
         size = flags.min_bytes
         while size <= flags.max_bytes:
-            rows.append(measure(world, flags.op, dtype, max(1, size // element), flags.seconds_per_size))
-            if world.rank == 0:
+            rows.append(measure(engine, flags.op, dtype, max(1, size // element), flags.seconds_per_size))
+            if engine.rank == 0:
                 print(line(rows[-1]), flush=True)
             size *= 2
-    if world.rank == 0 and flags.output_dir is not None:
+    if engine.rank == 0 and flags.output_dir is not None:
         result = dict(
-            title=about, engine=world.engine, description=world.description, world_size=world.size, hosts=hosts,
-            device=str(world.device), config=vars(flags), automatic=world.notes, hardware=measuring.hardware(),
+            title=about, engine=engine.name, description=engine.description, world_size=engine.size, hosts=hosts,
+            device=str(engine.device), config=vars(flags), automatic=engine.notes, hardware=measuring.hardware(),
             versions=versions(), rows=rows,
         )  # fmt: skip
         measuring.write_json(flags.output_dir / "reduce.json", result)
@@ -220,11 +223,11 @@ def draw(about: str, rows: list[dict], path: Path) -> None:
 
 def main() -> int:
     flags = parse()
-    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as world:
+    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as engine:
         if flags.sweep:
-            sweep(world, flags)
+            sweep(engine, flags)
         else:
-            demonstrate(world, flags.op, flags.dtype or "float32")
+            demonstrate(engine, flags.op, flags.dtype or "float32")
     return 0
 
 

@@ -12,11 +12,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain import files, plotting
-from hvdtrain import flags as cli
-from hvdtrain.errors import UserError
-from hvdtrain.reporting import page, pictures, runs
-from hvdtrain.world import announced, run
+from hvdtrain.analysis import plotting
+from hvdtrain.analysis.reporting import page, pictures, runs
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.exit_codes import run
+from hvdtrain.engines.launchers import announced
+from hvdtrain.training import flags as cli
+from hvdtrain.training.records import files
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:

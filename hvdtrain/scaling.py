@@ -25,13 +25,14 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain import flags as cli
-from hvdtrain import measuring, plotting
-from hvdtrain.errors import UserError
-from hvdtrain.launching import VARIANTS, command, run_job, slots
-from hvdtrain.predicting import command as prediction
-from hvdtrain.speedup import ALONE, APART, Configuration, Rounds, rate, summarize, table, write
-from hvdtrain.world import announced, run
+from hvdtrain.analysis import measuring, plotting
+from hvdtrain.analysis.launching import VARIANTS, command, run_job, slots
+from hvdtrain.analysis.predicting import command as prediction
+from hvdtrain.analysis.scaling_results import ALONE, APART, Configuration, Rounds, rate, summarize, table, write
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.exit_codes import run
+from hvdtrain.engines.launchers import announced
+from hvdtrain.training import flags as cli
 
 QUICK = ["--model", "convnet", "--repeats", "5"]  # of hvdtrain.benchmark; flags after -- come later, and win
 INTERRUPTED = 130  # as shells say it: 128 + SIGINT

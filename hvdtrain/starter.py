@@ -21,10 +21,11 @@ from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain import flags as cli
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.exit_codes import run
+from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.rendezvous import Rendezvous, meeting_point
-from hvdtrain.errors import UserError
-from hvdtrain.world import announced, run
+from hvdtrain.training import flags as cli
 
 POLL_SECONDS = 0.1
 # Only straight to rank 0: a proxy variable of the site's must not send the ranks elsewhere.

@@ -13,10 +13,11 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hvdtrain import files
-from hvdtrain import flags as cli
-from hvdtrain.errors import UserError
-from hvdtrain.world import announced, run
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.exit_codes import run
+from hvdtrain.engines.launchers import announced
+from hvdtrain.training import flags as cli
+from hvdtrain.training.records import files
 
 PACKAGE = Path(__file__).resolve().parent
 BESIDE = PACKAGE / "_checkout"  # setup.py puts it into the wheel

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
 
 FILE = Path(__file__).with_name("digits.gz")
 SHA256 = "68aea062d35a127749050fa0e52dca09d6569ac08092c925610e0954e172dde2"  # of the content

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hvdtrain.convnet import MODELS
 from hvdtrain.data import idx
 from hvdtrain.data.images import open_folder
 from hvdtrain.data.loading import Plan
-from hvdtrain.engines.base import World
-from hvdtrain.errors import UserError
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.models.convnet import MODELS
 
 POOL_BATCHES = 4  # synthetic input draws from so many batches' worth of images
 FOR_EVER = 1_000_000_000  # epochs
@@ -23,19 +23,19 @@ def scaled(images: Tensor, memory_format: torch.memory_format) -> Tensor:
     return images.to(torch.float32, memory_format=memory_format).div_(255)
 
 
-def open_endless(flags: Namespace, world: World, classes: int, shape: Sequence[int]) -> Batches:
+def open_endless(flags: Namespace, engine: Engine, classes: int, shape: Sequence[int]) -> Batches:
     """Return the batches that this rank trains on, without end. A collective.
 
     Raises UserError, on every rank alike, where `--input real` has no data, or not enough.
     """
     memory_format = torch.channels_last if flags.channels_last else torch.contiguous_format
     if reads_folders(flags):
-        return folder_batches(flags, world, memory_format)
-    with world.agreement("input"):
-        generator = torch.Generator().manual_seed(flags.seed + world.rank)
+        return folder_batches(flags, engine, memory_format)
+    with engine.raising_together("input"):
+        generator = torch.Generator().manual_seed(flags.seed + engine.rank)
         if flags.input == "real":
-            dataset = idx.load(flags.dataset, flags.data_dir, say=print if world.rank == 0 else None)
-            images, labels = (part[world.rank :: world.size] for part in (dataset.train_images, dataset.train_labels))
+            dataset = idx.load(flags.dataset, flags.data_dir, say=print if engine.rank == 0 else None)
+            images, labels = (part[engine.rank :: engine.size] for part in (dataset.train_images, dataset.train_labels))
         else:
             count = flags.batch_size * (1 if flags.input == "mock" else POOL_BATCHES)
             images = torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=generator)
@@ -43,7 +43,7 @@ def open_endless(flags: Namespace, world: World, classes: int, shape: Sequence[i
         if len(images) < flags.batch_size:
             said = f"{len(images)} samples per rank are not one batch: use --batch-size {len(images)} or fewer ranks"
             raise UserError(said)
-        images, labels = images.to(world.device), labels.to(world.device)
+        images, labels = images.to(engine.device), labels.to(engine.device)
     if flags.input == "mock":
         return same_batch(scaled(images, memory_format), labels)
     return gathered_batches(images, labels, flags.batch_size, memory_format, generator)
@@ -68,12 +68,12 @@ def gathered_batches(
             yield scaled(images.index_select(0, indices), memory_format), labels.index_select(0, indices)
 
 
-def folder_batches(flags: Namespace, world: World, memory_format: torch.memory_format) -> Batches:
+def folder_batches(flags: Namespace, engine: Engine, memory_format: torch.memory_format) -> Batches:
     """Read whole batches from image folders, as imagenet.py does. A collective. Raises UserError on every rank alike."""
-    source = open_folder(world, flags.data_dir, side=flags.image_size, seed=flags.seed, workers=flags.workers)
+    source = open_folder(engine, flags.data_dir, side=flags.image_size, seed=flags.seed, workers=flags.workers)
     count = source.train_count
-    plan = Plan(count, count, flags.seed, FOR_EVER, world.rank, world.size, flags.batch_size)
-    if count < flags.batch_size * world.size:
+    plan = Plan(count, count, flags.seed, FOR_EVER, engine.rank, engine.size, flags.batch_size)
+    if count < flags.batch_size * engine.size:
         said = f"{count} images are not one batch per rank: use a smaller --batch-size, or fewer ranks"
         raise UserError(said, everywhere=True)
 
@@ -84,7 +84,7 @@ def folder_batches(flags: Namespace, world: World, memory_format: torch.memory_f
             if missed > plan.steps_per_epoch():
                 raise UserError(f"--data-dir {flags.data_dir}: a whole epoch had not one full batch of readable images")
             if missed == 0:
-                images = loaded.images.to(world.device, non_blocking=True)
-                yield scaled(images, memory_format), loaded.labels.to(world.device, non_blocking=True)
+                images = loaded.images.to(engine.device, non_blocking=True)
+                yield scaled(images, memory_format), loaded.labels.to(engine.device, non_blocking=True)
 
     return batches()

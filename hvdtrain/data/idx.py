@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hvdtrain.data import cache
 from hvdtrain.data.published import PUBLISHED, SIDE, BadFile, File, Published, content_of, gunzip, problem_of, show
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
 
 NAMES = ("auto", "mnist", "fashion-mnist", "digits")
 LOCK_SECONDS = 60.0  # then a process verifies for itself

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hvdtrain.data.broken import Broken, why
+from hvdtrain.data.corrupt import Broken, why
 from hvdtrain.data.loading import Loaded, Plan, Prepare, Source, collate, loader
-from hvdtrain.engines.base import World
-from hvdtrain.errors import UserError
-from hvdtrain.sharding import shard
+from hvdtrain.data.sharding import shard
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
 
 TEST_BATCH = 64
 
@@ -33,9 +33,9 @@ class Listing(NamedTuple):
         return bytes(self.names[start : int(self.ends[index])].numpy()).decode(errors="surrogateescape")
 
 
-def open_folder(world: World, data_dir: Path | None, *, side: int, seed: int, workers: int) -> Source:
+def open_folder(engine: Engine, data_dir: Path | None, *, side: int, seed: int, workers: int) -> Source:
     """Return the training and test set in `data_dir`. A collective. Raises UserError, on every rank alike."""
-    with world.agreement("folder"):
+    with engine.raising_together("folder"):
         listed = None
         if data_dir is None:
             raise UserError(
@@ -45,15 +45,18 @@ def open_folder(world: World, data_dir: Path | None, *, side: int, seed: int, wo
             if not directory.is_dir():
                 said = "is not a directory" if directory.exists() else "does not exist"
                 raise UserError(f"--data-dir: {directory} {said}: name the directory that has train/ and val/")
-        if world.rank == 0:
+        if engine.rank == 0:
             classes, train = list_folder(data_dir / "train")
             test_classes, test = list_folder(data_dir / "val")
             refuse_other_classes(classes, test_classes)
             listed = (len(classes), train, test)
-    classes = world.gather(listed[0] if listed else 0, "classes")[0]
+    classes = engine.all_gather_object(listed[0] if listed else 0, "classes")[0]
     train, test = (
         Listing(
-            *(from_rank_zero(world, part, f"{split}.{name}") for name, part in zip(Listing._fields, parts, strict=True))
+            *(
+                from_rank_zero(engine, part, f"{split}.{name}")
+                for name, part in zip(Listing._fields, parts, strict=True)
+            )
         )
         for split, parts in (("train", listed[1] if listed else EMPTY), ("test", listed[2] if listed else EMPTY))
     )
@@ -61,13 +64,13 @@ def open_folder(world: World, data_dir: Path | None, *, side: int, seed: int, wo
     def train_batches(plan: Plan) -> Iterable[Loaded]:
         jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
         return loader(
-            FolderBatches(data_dir / "train", train, Prepare(side, seed, train=True)), workers, world.device, jobs
+            FolderBatches(data_dir / "train", train, Prepare(side, seed, train=True)), workers, engine.device, jobs
         )
 
     def test_batches() -> Iterable[Loaded]:
-        mine = torch.arange(len(test.labels))[shard(len(test.labels), world.rank, world.size)]
+        mine = torch.arange(len(test.labels))[shard(len(test.labels), engine.rank, engine.size)]
         jobs = [(0, some.tolist()) for some in mine.split(TEST_BATCH) if len(some)]
-        return loader(FolderBatches(data_dir / "val", test, Prepare(side, train=False)), workers, world.device, jobs)
+        return loader(FolderBatches(data_dir / "val", test, Prepare(side, train=False)), workers, engine.device, jobs)
 
     counts = f"{len(train.labels):,} and {len(test.labels):,} images of {classes:,} classes"
     return Source("folder", f"{data_dir}: {counts}", classes, len(train.labels), train_batches, test_batches)
@@ -122,10 +125,10 @@ def refuse_other_classes(train: list[str], test: list[str]) -> None:
             )
 
 
-def from_rank_zero(world: World, tensor: Tensor, name: str) -> Tensor:
+def from_rank_zero(engine: Engine, tensor: Tensor, name: str) -> Tensor:
     """Return rank 0's `tensor` on every rank; theirs have its type and one dimension, and any length."""
-    length = world.gather(len(tensor), f"{name}.length")[0]
-    if world.rank != 0:
+    length = engine.all_gather_object(len(tensor), f"{name}.length")[0]
+    if engine.rank != 0:
         tensor = torch.zeros(length, dtype=tensor.dtype)
-    world.broadcast_(tensor, name)
+    engine.broadcast_(tensor, name)
     return tensor

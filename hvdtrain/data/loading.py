@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hvdtrain.data.broken import Broken
-from hvdtrain.sharding import Batch, Step, epoch_order, steps, steps_per_epoch
+from hvdtrain.data.corrupt import Broken
+from hvdtrain.data.sharding import Batch, Step, epoch_order, steps, steps_per_epoch
 
 PREFETCH = 2  # batches that each worker keeps ready
 LARGEST_IMAGE = 2**26  # pixels; Pillow looks at larger ones, and refuses those that would fill the memory

@@ -8,11 +8,11 @@ them (sizes.json, classes.json). The image files go in as they are.
 import json
 from pathlib import Path
 
-from hvdtrain import flags as cli
 from hvdtrain.data.images import list_folder, refuse_other_classes
-from hvdtrain.errors import UserError
-from hvdtrain.sharding import epoch_order
-from hvdtrain.world import run
+from hvdtrain.data.sharding import epoch_order
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.exit_codes import run
+from hvdtrain.training import flags as cli
 
 
 def make(root: Path, target: Path, per_shard: int, seed: int) -> int:

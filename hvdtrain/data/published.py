@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from hvdtrain.data import cache
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
 
 SIDE = 28  # pixels
 MOST_MEMBERS = 4000  # each costs a copy of what follows it; bgzip makes 720 of the largest file

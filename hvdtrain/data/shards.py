@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hvdtrain.data.broken import Broken, why
+from hvdtrain.data.corrupt import Broken, why
 from hvdtrain.data.images import TEST_BATCH
 from hvdtrain.data.loading import Loaded, Plan, Prepare, Source, collate, loader, mixed_seed
-from hvdtrain.engines.base import World
-from hvdtrain.errors import UserError
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
 
 SHUFFLE_SAMPLES = 1000  # that each reader holds at most, as files, to draw the next from: about 100 MB of ImageNet
 FRUITLESS_SHARDS = 10  # in a row: then a batch goes out as it is
@@ -44,7 +44,7 @@ class Sample(NamedTuple):
 
 
 def open_shards(
-    world: World,
+    engine: Engine,
     data_dir: Path | None,
     patterns: tuple[str | None, str | None],
     *,
@@ -58,29 +58,29 @@ def open_shards(
 
     classes, train_count: None takes them from the files. Raises UserError, on every rank alike.
     """
-    with world.agreement("webdataset"):
+    with engine.raising_together("webdataset"):
         try:
             import webdataset  # noqa: F401
         except ImportError as error:
             raise UserError(f"--dataset shards needs webdataset ({error}): pip install webdataset") from error
     found: list = [None, None, None]
-    with world.agreement("shards"):
-        if world.rank == 0:
+    with engine.raising_together("shards"):
+        if engine.rank == 0:
             train_urls, test_urls = (
                 find(split, pattern, data_dir) for split, pattern in zip(SPLITS, patterns, strict=True)
             )
             found = [train_urls, test_urls, choose_classes(train_urls + test_urls, classes)]
-    train_urls, test_urls, classes = world.gather(found, "shards")[0]
-    train = count_samples(world, train_urls, needed=train_count is None)
-    test = count_samples(world, test_urls, needed=False)
+    train_urls, test_urls, classes = engine.all_gather_object(found, "shards")[0]
+    train = count_samples(engine, train_urls, needed=train_count is None)
+    test = count_samples(engine, test_urls, needed=False)
     total = train_count or sum(shard.samples or 0 for shard in train)
     if total == 0:
         raise UserError(f"{train_urls[0]}: not one sample in it: are these tar files?", everywhere=True)
 
     def batches(shards: list[Shard], train: bool, plan: Plan | None) -> Iterable[Loaded]:
         prepare = Prepare(side, seed, train=train)
-        dataset = ShardBatches(shards, prepare, classes, seed, world.rank, world.size, plan)
-        return loader(dataset, workers, world.device)
+        dataset = ShardBatches(shards, prepare, classes, seed, engine.rank, engine.size, plan)
+        return loader(dataset, workers, engine.device)
 
     reason = (
         f"{len(train)} and {len(test)} shards, such as {train_urls[0]}: {total:,} images an epoch, {classes:,} classes"
@@ -153,12 +153,12 @@ def read_json(path: Path, kind: type):
     return value
 
 
-def count_samples(world: World, urls: list[str], *, needed: bool) -> list[Shard]:
+def count_samples(engine: Engine, urls: list[str], *, needed: bool) -> list[Shard]:
     """Return `urls` with their sizes: by sizes.json ({"000000.tar": 1000, ...}) beside them, else counted. A collective."""
-    with world.agreement("sizes"):
+    with engine.raising_together("sizes"):
         mine: dict[str, int] = {}
         announced: dict[Path, dict[str, int]] = {}
-        for url in urls[world.rank :: world.size]:
+        for url in urls[engine.rank :: engine.size]:
             if not url.startswith("/"):
                 if needed:
                     raise UserError(f"--train-samples N is needed: nobody can tell how many samples {url} has")
@@ -169,7 +169,7 @@ def count_samples(world: World, urls: list[str], *, needed: bool) -> list[Shard]
                 announced[path.parent] = read_json(beside, dict) if beside.exists() else {}
             size = announced[path.parent].get(path.name)
             mine[url] = headers_count(path) if size is None else believable(size, path)
-    sizes = {url: size for part in world.gather(mine, "sizes") for url, size in part.items()}
+    sizes = {url: size for part in engine.all_gather_object(mine, "sizes") for url, size in part.items()}
     return [Shard(url, sizes.get(url)) for url in urls]
 
 

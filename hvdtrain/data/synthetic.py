@@ -5,15 +5,19 @@ from collections.abc import Iterator
 import torch
 
 from hvdtrain.data.loading import Loaded, Plan, Source
-from hvdtrain.engines.base import World
-from hvdtrain.sharding import shard
+from hvdtrain.data.sharding import shard
+from hvdtrain.engines.base import Engine
 
 
-def open_synthetic(world: World, side: int, batch_size: int, classes: int, train_count: int, test_count: int) -> Source:
+def open_synthetic(
+    engine: Engine, side: int, batch_size: int, classes: int, train_count: int, test_count: int
+) -> Source:
     """Return a source whose batches all come from the same `batch_size` images, which each rank draws for itself."""
-    generator = torch.Generator().manual_seed(world.rank)
-    images = torch.randint(0, 256, (batch_size, 3, side, side), dtype=torch.uint8, generator=generator).to(world.device)
-    labels = torch.randint(0, classes, (batch_size,), generator=generator).to(world.device)
+    generator = torch.Generator().manual_seed(engine.rank)
+    images = torch.randint(0, 256, (batch_size, 3, side, side), dtype=torch.uint8, generator=generator).to(
+        engine.device
+    )
+    labels = torch.randint(0, classes, (batch_size,), generator=generator).to(engine.device)
 
     def some(count: int) -> Loaded:
         return Loaded(images[:count], labels[:count], count, [])
@@ -22,7 +26,7 @@ def open_synthetic(world: World, side: int, batch_size: int, classes: int, train
         return (some(len(batch.indices)) for _, batch in plan)
 
     def test() -> Iterator[Loaded]:
-        mine = len(range(test_count)[shard(test_count, world.rank, world.size)])
+        mine = len(range(test_count)[shard(test_count, engine.rank, engine.size)])
         return (some(min(batch_size, mine - start)) for start in range(0, mine, batch_size))
 
     reason = f"synthetic: {batch_size} random images per rank, over and over, as {train_count:,} an epoch"

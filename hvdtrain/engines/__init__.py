@@ -1,1 +1,1 @@
-"""One file per way of running data-parallel training; each offers one `World`."""
+"""One file per way of running data-parallel training; each offers one `Engine`."""

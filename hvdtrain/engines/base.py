@@ -1,4 +1,4 @@
-"""What every engine offers: `World`, the ranks of one run and the collectives over them.
+"""What every engine offers: `Engine`, the ranks of one run and the collectives over them.
 
 An engine supplies the abstract methods; what can be built from them stands here once. Every rank calls every collective, in
 the same order.
@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
 
 
 def computes_in_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -31,10 +31,10 @@ def computes_in_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(" ".join(lines).split()))
 
 
-class World(ABC):
+class Engine(ABC):
     """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
-    engine: str
+    name: str  # as --engine has it
     description: str  # the engine and what carries its messages
     rank: int
     size: int
@@ -116,7 +116,7 @@ class World(ABC):
 
     @classmethod  # noqa: B027 - few engines have one
     def offer_timeline(cls) -> None:
-        """Make `start_timeline` possible; call it before the world is made."""
+        """Make `start_timeline` possible; call it before the engine is made."""
 
     def start_timeline(self, path: Path) -> bool:
         """Let the engine record what it does itself, of all ranks, into `path` on rank 0; tell whether it can."""
@@ -133,7 +133,7 @@ class World(ABC):
         """Return "none" or "fp16": what was `asked`, or, for "auto", what the topology makes the faster."""
         if asked != "auto":
             return asked
-        hosts = len(set(self.gather(socket.gethostname(), "compression")))
+        hosts = len(set(self.all_gather_object(socket.gethostname(), "compression")))
         if hosts > 1:
             self.notes.append(f"compression fp16: gradients travel between {hosts} hosts")
             return "fp16"
@@ -144,7 +144,7 @@ class World(ABC):
         """Return "off", "fp16" or "bf16": what was `asked`, or, for "auto", bf16 where every rank's device has it."""
         if asked != "auto":
             return asked
-        if all(self.gather(computes_in_bf16(self.device), "amp")):
+        if all(self.all_gather_object(computes_in_bf16(self.device), "amp")):
             self.notes.append("amp bf16: every rank's device has instructions for it")
             return "bf16"
         self.notes.append(
@@ -171,7 +171,7 @@ class World(ABC):
         """Return once every rank has come here."""
         self.all_reduce_(torch.zeros(1), "sum", "barrier")
 
-    def gather(self, value: object, name: str) -> list:
+    def all_gather_object(self, value: object, name: str) -> list:
         """Return every rank's `value`, in rank order; it must be expressible in JSON (nothing is ever unpickled)."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = self.all_gather(torch.tensor([len(text)]), name + ".length")[:, 0].tolist()
@@ -181,7 +181,7 @@ class World(ABC):
         return [json.loads(bytes(row[:length].tolist())) for row, length in zip(gathered, lengths, strict=True)]
 
     @contextlib.contextmanager
-    def agreement(self, name: str) -> Iterator[None]:
+    def raising_together(self, name: str) -> Iterator[None]:
         """Run a block that may fail on some ranks only: what one rank raises, every rank raises, and none waits for ever."""
         failure: Exception | None = None
         try:
@@ -190,7 +190,7 @@ class World(ABC):
             failure = error
         message = None if failure is None else str(failure) if isinstance(failure, UserError) else repr(failure)
         user_error = isinstance(failure, UserError)
-        reports = self.gather([message, user_error, socket.gethostname()], f"agreement.{name}")
+        reports = self.all_gather_object([message, user_error, socket.gethostname()], f"agreement.{name}")
         failed = [(rank, *report) for rank, report in enumerate(reports) if report[0] is not None]
         if not failed:
             return
@@ -220,7 +220,7 @@ class World(ABC):
             },
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in local["param_groups"]],
         }
-        plan = self.gather(plan if self.rank == 0 else None, "optimizer.plan")[0]
+        plan = self.all_gather_object(plan if self.rank == 0 else None, "optimizer.plan")[0]
         received: dict[int, dict[str, object]] = {}
         for index, entries in plan["state"].items():
             received[int(index)] = {}
@@ -239,7 +239,7 @@ class World(ABC):
 
     def require_equal(self, what: str, value: object, remedy: str) -> None:
         """Raise UserError on every rank where `value` (JSON) is not the same on all of them."""
-        values = self.gather(value, f"equal.{what}")
+        values = self.all_gather_object(value, f"equal.{what}")
         for rank, other in enumerate(values):
             if other != values[0]:
                 said = f"ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}: {remedy}"
@@ -260,7 +260,7 @@ class World(ABC):
         for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(mean.view_as(buffer))
 
-    def __enter__(self) -> "World":
+    def __enter__(self) -> "Engine":
         return self
 
     def __exit__(

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import World
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.rendezvous import meeting_point
-from hvdtrain.errors import UserError
 
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
 
@@ -52,8 +52,8 @@ class GradientHook:
         return future.then(finish)
 
 
-class DdpWorld(World):
-    engine = "ddp"
+class DdpEngine(Engine):
+    name = "ddp"
     reductions = ("sum", "average", "min", "max", "product")
     lacks: ClassVar[dict[str, tuple | None]] = {"reduction": ("adasum",)}
 
@@ -80,7 +80,7 @@ class DdpWorld(World):
             raise UserError(
                 f"the ranks did not meet: {first}: check MASTER_ADDR, MASTER_PORT and the network"
             ) from error
-        hosts = self.gather(socket.gethostname(), "hosts")
+        hosts = self.all_gather_object(socket.gethostname(), "hosts")
         self.local_rank = Counter(hosts[:rank])[hosts[rank]]
         self.local_size = Counter(hosts)[hosts[rank]]
         self.description = "ddp over Gloo"
@@ -97,7 +97,7 @@ class DdpWorld(World):
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it itself
                 return dist.PrefixStore("hvdtrain", dist.TCPStore(host, port, size, is_master=False))
         elif launcher.startswith("mpirun"):
-            return DdpWorld._meet_over_mpi(rank, size)
+            return DdpEngine._meet_over_mpi(rank, size)
         else:
             host, port = meeting_point(os.environ, launcher)
         if rank == 0:
@@ -113,8 +113,8 @@ class DdpWorld(World):
             raise UserError(f"ddp under mpirun needs mpi4py ({error}): pip install mpi4py, or use torchrun") from error
         dist = torch.distributed
         timeout = timedelta(seconds=MEETING_SECONDS)
-        world = MPI.COMM_WORLD
-        same_host = world.Split_type(MPI.COMM_TYPE_SHARED).size == size
+        engine = MPI.COMM_WORLD
+        same_host = engine.Split_type(MPI.COMM_TYPE_SHARED).size == size
         message = bytearray(256)
         store = None
         if rank == 0:
@@ -122,7 +122,7 @@ class DdpWorld(World):
             store = serve(host, 0, size, wait_for_workers=False)
             told = f"{host} {store.port}".encode()
             message[: len(told)] = told
-        world.Bcast(message, root=0)
+        engine.Bcast(message, root=0)
         if store is None:
             host, port = message.rstrip(b"\0").decode().split()
             store = dist.TCPStore(host, int(port), size, is_master=False, timeout=timeout)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import World
-from hvdtrain.errors import UserError
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is DistributedDataParallel's bucket_cap_mb
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
@@ -94,8 +94,8 @@ class PredividedCompressor:
         return tensor.to(dtype).mul_(self.factor_after)
 
 
-class HorovodWorld(World):
-    engine = "horovod"
+class HorovodEngine(Engine):
+    name = "horovod"
     reductions = ("sum", "average", "adasum", "min", "max", "product")
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):

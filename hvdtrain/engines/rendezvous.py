@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
 
 
 def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, int]:

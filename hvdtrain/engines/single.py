@@ -7,14 +7,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import World
-from hvdtrain.errors import UserError
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
 
 
-class SerialWorld(World):
-    """A world of one rank, in which every collective returns what it was given."""
+class SerialEngine(Engine):
+    """A engine of one rank, in which every collective returns what it was given."""
 
-    engine = "serial"
+    name = "serial"
     reductions = ("sum", "average", "min", "max", "product")
     lacks: ClassVar[dict[str, tuple | None]] = {
         "compression": ("fp16",),
@@ -24,7 +24,7 @@ class SerialWorld(World):
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
         super().__init__(tuning=tuning, rank=0, size=1, launcher=launcher)
-        self.description = self.engine
+        self.description = self.name
         self.local_rank, self.local_size = 0, 1
 
     def choose_device(self, wanted: str) -> torch.device:
@@ -63,13 +63,13 @@ class SerialWorld(World):
         pass
 
 
-class DataParallelWorld(SerialWorld):
+class DataParallelEngine(SerialEngine):
     """`nn.DataParallel`: each batch is split over the GPUs, the gradients are summed on the first.
 
     `--batch-size` is that of the one rank, over all its GPUs.
     """
 
-    engine = "dataparallel"
+    name = "dataparallel"
 
     def choose_device(self, wanted: str) -> torch.device:
         device = super().choose_device(wanted)

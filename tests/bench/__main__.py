@@ -17,8 +17,9 @@ import sys
 import time
 from pathlib import Path
 
-from hvdtrain import files, measuring, plotting
-from hvdtrain.telemetry import versions
+from hvdtrain.analysis import measuring, plotting
+from hvdtrain.training.records import files
+from hvdtrain.training.records.metrics import versions
 from tests.bench.measurements import ROOT, Left
 from tests.bench.rows import Group, Row, groups, measure_once
 

@@ -8,10 +8,11 @@ import sys
 import time
 from collections import defaultdict
 
-from hvdtrain import mnist, world
-from hvdtrain.guard import Guard
-from hvdtrain.resume import Checkpoints
-from hvdtrain.world import announced
+from hvdtrain import mnist
+from hvdtrain.engines.exit_codes import run
+from hvdtrain.engines.launchers import announced
+from hvdtrain.training.resilience.guard import Guard
+from hvdtrain.training.resume import Checkpoints
 
 seconds: dict[str, float] = defaultdict(float)
 inside = [""]  # the outermost of our calls; what it calls counts as its own
@@ -46,4 +47,4 @@ def main() -> int:
     return code
 
 
-world.run(main)
+run(main)

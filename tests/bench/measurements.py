@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.launching import command, program, run_job
+from hvdtrain.analysis.launching import command, program, run_job
 from tests.e2e.cluster import Cluster, why_not
 from tests.e2e.launchers import environment
 
@@ -198,7 +198,7 @@ torch.set_num_threads(1)
 data_dir, root = sys.argv[1:]
 from hvdtrain.data import idx
 from hvdtrain.mnist import scaled
-from hvdtrain.sharding import epoch_order, steps
+from hvdtrain.data.sharding import epoch_order, steps
 data = idx.load("mnist", data_dir)
 def ours(epoch):
     for step in steps(epoch_order(60_000, 1, epoch), 0, 1, 64):
@@ -263,10 +263,10 @@ from pathlib import Path
 from hvdtrain.data.images import open_folder
 from hvdtrain.data.loading import Plan
 from hvdtrain.imagenet import scaled
-from hvdtrain.world import start
+from hvdtrain.engines.start import start
 pixels = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 1, 3, 1, 1)
-with start("serial", threads=1) as world:
-    source = open_folder(world, Path(sys.argv[1]), side=224, seed=1, workers=0)
+with start("serial", threads=1) as engine:
+    source = open_folder(engine, Path(sys.argv[1]), side=224, seed=1, workers=0)
     plan = Plan(200, 200, 1, 1, 0, 1, 32)
     def epoch():
         for loaded in source.train(plan):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.launching import command, program
+from hvdtrain.analysis.launching import command, program
 from tests.bench.measurements import Left, Setting, for_torchvision, job, mnist_data
 from tests.e2e.launchers import environment
 

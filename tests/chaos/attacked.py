@@ -17,14 +17,16 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain import checkpoint, mnist, resume, world
-from hvdtrain.engines.base import World
-from hvdtrain.engines.horovod import HorovodWorld
+from hvdtrain import mnist
+from hvdtrain.engines import exit_codes, launchers
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.horovod import HorovodEngine
+from hvdtrain.training import checkpoint, resume
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
 TAKEN = os.environ.get("TAKEN")
 ATTEMPT = os.environ.get("ATTEMPT", "0")  # higher in later jobs
-RANK = world.announced().rank
+RANK = launchers.announced().rank
 SIGNALS = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT, usr1=signal.SIGUSR1,
                segv=signal.SIGSEGV)  # fmt: skip
 reached = 0
@@ -73,7 +75,7 @@ def before(owner: object, name: str, point: str) -> None:
 
 
 before(mnist, "start", "start")
-before(HorovodWorld, "broadcast", "broadcast")
+before(HorovodEngine, "broadcast", "broadcast")
 before(torch.Tensor, "backward", "backward")
 before(mnist, "evaluate", "evaluate")
 before(resume.Checkpoints, "save", "snapshot")
@@ -83,7 +85,7 @@ before(checkpoint, "sync_directory", "directory")
 before(checkpoint, "prune", "prune")
 
 real_fsync, real_replace, real_scaled, real_steps = os.fsync, Path.replace, mnist.scaled, mnist.steps
-real_synchronized, real_epoch_order = HorovodWorld.synchronized, mnist.epoch_order
+real_synchronized, real_epoch_order = HorovodEngine.synchronized, mnist.epoch_order
 epoch_now = 0
 
 
@@ -107,7 +109,7 @@ def scaled(images: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def synchronized(self: World, optimizer: torch.optim.Optimizer):
+def synchronized(self: Engine, optimizer: torch.optim.Optimizer):
     come_to("allreduce")
     with real_synchronized(self, optimizer):
         if come_to("update") and ATTACK["kind"] == "flip":
@@ -136,6 +138,6 @@ def steps(order, rank, size, *args, **kwargs):
 
 os.fsync, Path.replace, mnist.scaled, mnist.steps = fsync, replace, scaled, steps
 mnist.epoch_order = epoch_order
-HorovodWorld.synchronized = synchronized
+HorovodEngine.synchronized = synchronized
 sys.argv[0] = "hvdtrain/mnist.py"
-world.run(mnist.main)
+exit_codes.run(mnist.main)

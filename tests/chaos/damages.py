@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain import checkpoint
+from hvdtrain.training import checkpoint
 from tests.chaos.outcome import Outcome
 
 KINDS = ("cut", "flip", "empty", "zeroed", "swapped", "appended", "put in", "header")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain import checkpoint
+from hvdtrain.training import checkpoint
 from tests.chaos.damages import damages
 from tests.chaos.lineage import attacked, results, seconds_lost, struck_at, tally
 from tests.chaos.outcome import Outcome, table

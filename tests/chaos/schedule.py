@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain import checkpoint
+from hvdtrain.training import checkpoint
 from tests.chaos.lineage import attacked, results, seconds_lost, struck_at, tally
 from tests.chaos.outcome import Outcome
 

@@ -53,8 +53,8 @@ def test_a_fault_on_one_host(flags, variables, expected):
 
 
 def test_ranks_that_differ():
-    body = "import sys, torch, hvdtrain.world as w, hvdtrain.doctor as d; "
-    body += "torch.__version__ = f'2.{w.announced().rank}'; w.run(d.main)"
+    body = "import sys, torch, hvdtrain.doctor as d; from hvdtrain.engines import exit_codes, launchers; "
+    body += "torch.__version__ = f'2.{launchers.announced().rank}'; exit_codes.run(d.main)"
     done = launch(f'mpirun --oversubscribe -np 2 {sys.executable} -c "{body}" --json')
     assert done.code == 1, done
     assert any("problem: torch differs: rank 0 has 2.0, rank 1 has 2.1" in fault for fault in faults(done)), done

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from hvdtrain.convnet import ConvNet
+from hvdtrain.models.convnet import ConvNet
 
 from .launchers import LAUNCHERS, TORCHRUN, events, launch, summary, train
 

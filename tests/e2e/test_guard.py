@@ -43,9 +43,10 @@ def test_a_hung_rank_is_named_and_ends_the_job(attack, blame, tmp_path):
 @pytest.mark.slow
 def test_no_false_alarm_while_a_rank_is_only_slow(tmp_path):
     """Stopped for less than the time-out, then continued."""
-    body = "import hvdtrain.mnist as m, hvdtrain.world as w, os, subprocess; real = m.evaluate; rank = w.announced().rank; "
+    body = "import hvdtrain.mnist as m, os, subprocess; "
+    body += "from hvdtrain.engines import exit_codes, launchers; real = m.evaluate; rank = launchers.announced().rank; "
     body += "pause = lambda: rank == 1 and (subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}']), "
-    body += "os.kill(os.getpid(), 19)); m.evaluate = lambda *a: (pause(), real(*a))[1]; w.run(m.main)"
+    body += "os.kill(os.getpid(), 19)); m.evaluate = lambda *a: (pause(), real(*a))[1]; exit_codes.run(m.main)"
     command = (
         f'mpirun --oversubscribe -np 2 {sys.executable} -c "{body}" --dataset digits --no-progress --step-timeout 8'
     )
@@ -206,7 +207,7 @@ def test_strangers_cannot_connect():
     import socket
     import threading
 
-    from hvdtrain.links import accept, say_hello
+    from hvdtrain.training.resilience.control_channel import accept, say_hello
 
     listener = socket.create_server(("127.0.0.1", 0))
     address, key = listener.getsockname(), bytes(32)

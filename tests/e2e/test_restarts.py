@@ -67,16 +67,18 @@ def test_a_killed_rank_costs_nothing_but_time(name, tmp_path):
     # Rank 1 kills itself at its twentieth step, the first time.
     body = f"""
 import os, pathlib, signal, sys
-from hvdtrain import guard, mnist, world
+from hvdtrain.training.resilience import guard
+from hvdtrain import mnist
+from hvdtrain.engines import exit_codes
 once, steps = pathlib.Path({str(tmp_path / "once")!r}), iter(range(10**6))
 begin = guard.Guard.begin_step
 def dies(self, at, model):
     begin(self, at, model)
-    if self.world.rank == 1 and next(steps) == 19 and not once.exists():
+    if self.engine.rank == 1 and next(steps) == 19 and not once.exists():
         once.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 guard.Guard.begin_step = dies
-world.run(mnist.main)
+exit_codes.run(mnist.main)
 """
     program = [sys.executable, "-c", body, *flags.split(), "--output-dir", str(tmp_path / "killed")]
     done = wrapper(name, "-np", "2", "--restarts", "2", "--", *program, timeout=100)

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hvdtrain import checkpoint
+from hvdtrain.training import checkpoint
 from tests.chaos.damages import damages
 from tests.chaos.lineage import attacked, results, seconds_lost, struck_at, tally
 from tests.chaos.schedule import schedule

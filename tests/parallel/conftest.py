@@ -11,25 +11,26 @@ import os
 
 import pytest
 
-from hvdtrain.world import announced, start
+from hvdtrain.engines.launchers import announced
+from hvdtrain.engines.start import start
 
 
 @pytest.fixture(scope="session")
-def world():
-    with start(os.environ.get("HVDTRAIN_TEST_ENGINE", "horovod"), device="cpu") as world:
-        yield world
+def engine():
+    with start(os.environ.get("HVDTRAIN_TEST_ENGINE", "horovod"), device="cpu") as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")
-def mpi(world):
+def mpi(engine):
     """mpi4py's MPI over the same ranks: another implementation to compare with."""
     if not announced().launcher.startswith("mpirun"):
         pytest.skip("started without MPI: no MPI among the ranks to compare with")
     import mpi4py
 
-    mpi4py.rc.initialize = world.engine != "horovod"  # Horovod has done so, and finishes it too
-    mpi4py.rc.finalize = world.engine != "horovod"
+    mpi4py.rc.initialize = engine.name != "horovod"  # Horovod has done so, and finishes it too
+    mpi4py.rc.finalize = engine.name != "horovod"
     from mpi4py import MPI
 
-    assert MPI.COMM_WORLD.size == world.size
+    assert MPI.COMM_WORLD.size == engine.size
     return MPI

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
 
 SUMMED = [torch.float32, torch.float64, torch.float16, torch.int32, torch.int64]
 SENT = [*SUMMED, torch.uint8]  # Horovod refuses to sum bytes
@@ -15,106 +15,106 @@ def data(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = (5, 3)) -> torc
 
 
 @pytest.mark.parametrize("dtype", SUMMED, ids=str)
-def test_sum(world, dtype):
-    expected = sum(data(rank, torch.float64).to(dtype).double() for rank in range(world.size)).to(dtype)
-    torch.testing.assert_close(world.sum(data(world.rank, dtype), "sum"), expected)
+def test_sum(engine, dtype):
+    expected = sum(data(rank, torch.float64).to(dtype).double() for rank in range(engine.size)).to(dtype)
+    torch.testing.assert_close(engine.sum(data(engine.rank, dtype), "sum"), expected)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in SUMMED if dtype != torch.float16], ids=str)
-def test_sum_is_mpis(world, mpi, dtype):
-    ours, theirs = data(world.rank, dtype), data(world.rank, dtype)
+def test_sum_is_mpis(engine, mpi, dtype):
+    ours, theirs = data(engine.rank, dtype), data(engine.rank, dtype)
     mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, theirs.numpy(), op=mpi.SUM)
-    torch.testing.assert_close(world.sum(ours, "sum.mpi"), theirs)
+    torch.testing.assert_close(engine.sum(ours, "sum.mpi"), theirs)
 
 
-def test_sum_leaves_its_input_alone(world):
-    tensor = data(world.rank, torch.float32)
-    world.sum(tensor, "sum.input")
-    assert torch.equal(tensor, data(world.rank, torch.float32))
+def test_sum_leaves_its_input_alone(engine):
+    tensor = data(engine.rank, torch.float32)
+    engine.sum(tensor, "sum.input")
+    assert torch.equal(tensor, data(engine.rank, torch.float32))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4, 2)], ids=str)
-def test_all_gather(world, shape):
-    gathered = world.all_gather(data(world.rank, torch.float32, shape), "gather")
-    assert torch.equal(gathered, torch.stack([data(rank, torch.float32, shape) for rank in range(world.size)]))
+def test_all_gather(engine, shape):
+    gathered = engine.all_gather(data(engine.rank, torch.float32, shape), "gather")
+    assert torch.equal(gathered, torch.stack([data(rank, torch.float32, shape) for rank in range(engine.size)]))
 
 
-def test_all_gather_is_mpis(world, mpi):
-    mine = data(world.rank, torch.float32)
-    theirs = torch.empty(world.size, *mine.shape)
+def test_all_gather_is_mpis(engine, mpi):
+    mine = data(engine.rank, torch.float32)
+    theirs = torch.empty(engine.size, *mine.shape)
     mpi.COMM_WORLD.Allgather(mine.numpy(), theirs.numpy())
-    assert torch.equal(world.all_gather(mine, "gather.mpi"), theirs)
+    assert torch.equal(engine.all_gather(mine, "gather.mpi"), theirs)
 
 
-def test_broadcast_is_mpis(world, mpi):
-    ours, theirs = data(world.rank, torch.float32), data(world.rank, torch.float32)
+def test_broadcast_is_mpis(engine, mpi):
+    ours, theirs = data(engine.rank, torch.float32), data(engine.rank, torch.float32)
     mpi.COMM_WORLD.Bcast(theirs.numpy(), root=0)
-    world.broadcast_(ours, "broadcast.mpi")
+    engine.broadcast_(ours, "broadcast.mpi")
     assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", SENT, ids=str)
 @pytest.mark.parametrize("shape", [(), (3, 2)], ids=str)
-def test_broadcast(world, shape, dtype):
-    tensor = data(world.rank, dtype, shape)
-    world.broadcast_(tensor, "broadcast")
+def test_broadcast(engine, shape, dtype):
+    tensor = data(engine.rank, dtype, shape)
+    engine.broadcast_(tensor, "broadcast")
     assert torch.equal(tensor, data(0, dtype, shape))
 
 
-def test_gather_takes_values_of_any_length(world):
-    value = {"rank": world.rank, "text": "é" * 50 * world.rank, "none": None}
-    expected = [{"rank": rank, "text": "é" * 50 * rank, "none": None} for rank in range(world.size)]
-    assert world.gather(value, "values") == expected
+def test_gather_takes_values_of_any_length(engine):
+    value = {"rank": engine.rank, "text": "é" * 50 * engine.rank, "none": None}
+    expected = [{"rank": rank, "text": "é" * 50 * rank, "none": None} for rank in range(engine.size)]
+    assert engine.all_gather_object(value, "values") == expected
 
 
-def test_mean_weighs_ranks_by_their_samples(world):
-    values, counts = [2.0 + rank for rank in range(world.size)], list(range(1, world.size + 1))
+def test_mean_weighs_ranks_by_their_samples(engine):
+    values, counts = [2.0 + rank for rank in range(engine.size)], list(range(1, engine.size + 1))
     expected = sum(v * c for v, c in zip(values, counts, strict=True)) / sum(counts)
-    assert world.mean(values[world.rank], counts[world.rank], "mean") == pytest.approx(expected)
+    assert engine.mean(values[engine.rank], counts[engine.rank], "mean") == pytest.approx(expected)
 
 
-def test_average_buffers_is_the_mean_of_each_and_spares_counters(world):
+def test_average_buffers_is_the_mean_of_each_and_spares_counters(engine):
     norm = torch.nn.BatchNorm1d(4)
-    norm.running_mean.fill_(float(world.rank))
-    norm.running_var.fill_(2.0 * world.rank)
+    norm.running_mean.fill_(float(engine.rank))
+    norm.running_var.fill_(2.0 * engine.rank)
     norm.num_batches_tracked.fill_(7)
-    world.average_buffers(norm)
-    mean = sum(range(world.size)) / world.size
+    engine.average_buffers(norm)
+    mean = sum(range(engine.size)) / engine.size
     torch.testing.assert_close(norm.running_mean, torch.full((4,), mean))
     torch.testing.assert_close(norm.running_var, torch.full((4,), 2 * mean))
     assert norm.num_batches_tracked == 7
 
 
-def test_ranks_that_disagree_are_told_who_differs(world):
-    world.require_equal("colour", "red", remedy="paint it")
-    if world.size > 1:
+def test_ranks_that_disagree_are_told_who_differs(engine):
+    engine.require_equal("colour", "red", remedy="paint it")
+    if engine.size > 1:
         with pytest.raises(UserError, match=r"rank 0 has red, rank 1 has blue: paint it"):
-            world.require_equal("colour", "red" if world.rank == 0 else "blue", remedy="paint it")
+            engine.require_equal("colour", "red" if engine.rank == 0 else "blue", remedy="paint it")
 
 
-def test_agreement_passes_where_all_is_well(world):
-    with world.agreement("well"):
+def test_agreement_passes_where_all_is_well(engine):
+    with engine.raising_together("well"):
         pass
 
 
-def test_error_on_one_rank_is_raised_on_all_and_named(world):
-    last = world.size - 1
-    with pytest.raises(UserError) as caught, world.agreement("one"):
-        if world.rank == last:
+def test_error_on_one_rank_is_raised_on_all_and_named(engine):
+    last = engine.size - 1
+    with pytest.raises(UserError) as caught, engine.raising_together("one"):
+        if engine.rank == last:
             raise UserError("no such directory: make it")
     message = str(caught.value)
     assert message.endswith("no such directory: make it")
-    assert message.startswith(f"rank {last} on ") == (world.size > 1)
+    assert message.startswith(f"rank {last} on ") == (engine.size > 1)
 
 
-def test_error_on_all_ranks_is_said_once_without_a_rank(world):
-    with pytest.raises(UserError) as caught, world.agreement("all"):
+def test_error_on_all_ranks_is_said_once_without_a_rank(engine):
+    with pytest.raises(UserError) as caught, engine.raising_together("all"):
         raise UserError("bad")
     assert str(caught.value) == "bad"
 
 
-def test_a_bug_on_one_rank_ends_the_others_too(world):
-    last = world.size - 1
-    with pytest.raises(ZeroDivisionError if world.rank == last else RuntimeError), world.agreement("bug"):
-        if world.rank == last:
+def test_a_bug_on_one_rank_ends_the_others_too(engine):
+    last = engine.size - 1
+    with pytest.raises(ZeroDivisionError if engine.rank == last else RuntimeError), engine.raising_together("bug"):
+        if engine.rank == last:
             1 / 0  # noqa: B018

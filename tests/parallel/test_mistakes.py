@@ -7,21 +7,21 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F
 
-from hvdtrain.mistakes import FILE, KEPT, record_mistakes
-from hvdtrain.sharding import shard
+from hvdtrain.data.sharding import shard
+from hvdtrain.training.records.misclassified import FILE, KEPT, record_mistakes
 
 N, CLASSES = 301, 10
 
 
-def test_the_record_does_not_depend_on_the_number_of_ranks(world, tmp_path_factory):
+def test_the_record_does_not_depend_on_the_number_of_ranks(engine, tmp_path_factory):
     generator = torch.Generator().manual_seed(3)
     logits = 3 * torch.randn(N, CLASSES, generator=generator)
     labels = torch.randint(CLASSES, (N,), generator=generator)
     images = torch.randint(256, (N, 1, 3, 5), generator=generator).byte()
     directory = tmp_path_factory.mktemp("record")
 
-    worst = record_mistakes(world, logits[shard(N, world.rank, world.size)], images, labels, directory)
-    if world.rank != 0:
+    worst = record_mistakes(engine, logits[shard(N, engine.rank, engine.size)], images, labels, directory)
+    if engine.rank != 0:
         assert worst == []
         assert not (directory / FILE).exists()
         return

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hvdtrain import optim
-from hvdtrain.sharding import epoch_order, steps
-from hvdtrain.telemetry import parameters_sha256
+from hvdtrain.data.sharding import epoch_order, steps
+from hvdtrain.training import optim
+from hvdtrain.training.records.metrics import parameters_sha256
 
 N, FEATURES, CLASSES = 22, 6, 4
 
@@ -24,26 +24,26 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(N, FEATURES, generator=generator), torch.randint(CLASSES, (N,), generator=generator)
 
 
-def train(world, *, batch_size, seed=1, epochs=2, name="sgd", accumulate=1, **how):
+def train(engine, *, batch_size, seed=1, epochs=2, name="sgd", accumulate=1, **how):
     """Train as the scripts do; return the model, and the loss over all ranks of every step."""
     x, y = samples()
     net = model(seed)
     optimizer = optim.build(name, net.parameters(), 0.1, 0.9, 1e-3)
-    replica, optimizer = world.distribute(net, optimizer, accumulate=accumulate, **how)
-    world.broadcast(net, optimizer)
+    replica, optimizer = engine.distribute(net, optimizer, accumulate=accumulate, **how)
+    engine.broadcast(net, optimizer)
     losses = []
     for epoch in range(epochs):
-        for step in steps(epoch_order(N, 1, epoch), world.rank, world.size, batch_size, accumulate):
+        for step in steps(epoch_order(N, 1, epoch), engine.rank, engine.size, batch_size, accumulate):
             optimizer.zero_grad()
             total = 0.0
             for number, batch in enumerate(step.batches):
-                with world.backward_pass(replica, optimizer, number, len(step.batches)):
+                with engine.backward_pass(replica, optimizer, number, len(step.batches)):
                     loss = F.cross_entropy(replica(x[batch.indices]), y[batch.indices])
                     (loss * batch.weight).backward()
                 total += loss.item() * batch.weight
-            with world.synchronized(optimizer):
+            with engine.synchronized(optimizer):
                 optimizer.step()
-            losses.append(world.sum(torch.tensor(total), "loss").item() / world.size)
+            losses.append(engine.sum(torch.tensor(total), "loss").item() / engine.size)
     return net, losses
 
 
@@ -71,69 +71,69 @@ def assert_same_weights(ours, theirs, **tolerance):
 @pytest.mark.parametrize("batch_size", [3, 7])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_many_ranks_are_one_rank_with_the_global_batch(world, name, batch_size, accumulate):
-    ours, our_losses = train(world, batch_size=batch_size, name=name, accumulate=accumulate)
-    theirs, their_losses = train_alone(batch_size=batch_size * accumulate * world.size, name=name)
+def test_many_ranks_are_one_rank_with_the_global_batch(engine, name, batch_size, accumulate):
+    ours, our_losses = train(engine, batch_size=batch_size, name=name, accumulate=accumulate)
+    theirs, their_losses = train_alone(batch_size=batch_size * accumulate * engine.size, name=name)
     assert our_losses == pytest.approx(their_losses, rel=1e-5)
     assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_sum_is_the_mean_times_the_ranks(world):
-    ours, _ = train(world, batch_size=3, reduction="sum")
-    theirs, _ = train_alone(batch_size=3 * world.size, gradient_factor=float(world.size))
+def test_sum_is_the_mean_times_the_ranks(engine):
+    ours, _ = train(engine, batch_size=3, reduction="sum")
+    theirs, _ = train_alone(batch_size=3 * engine.size, gradient_factor=float(engine.size))
     assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("predivide", [1.0, 3.0])
-def test_fp16_on_the_wire_stays_within_its_tolerance(world, predivide):
-    ours, losses = train(world, batch_size=3, compression="fp16", predivide=predivide)
-    theirs, reference = train_alone(batch_size=3 * world.size)
+def test_fp16_on_the_wire_stays_within_its_tolerance(engine, predivide):
+    ours, losses = train(engine, batch_size=3, compression="fp16", predivide=predivide)
+    theirs, reference = train_alone(batch_size=3 * engine.size)
     assert losses == pytest.approx(reference, rel=2e-3)
     assert_same_weights(ours, theirs, rtol=1e-2, atol=2e-3)
 
 
-def test_predivision_alone_changes_nothing_but_rounding(world):
-    ours, _ = train(world, batch_size=3, predivide=4.0)
-    theirs, _ = train_alone(batch_size=3 * world.size)
+def test_predivision_alone_changes_nothing_but_rounding(engine):
+    ours, _ = train(engine, batch_size=3, predivide=4.0)
+    theirs, _ = train_alone(batch_size=3 * engine.size)
     assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_fp16_mean_of_large_gradients_is_finite(world):
+def test_fp16_mean_of_large_gradients_is_finite(engine):
     net = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    replica, optimizer = world.distribute(net, optimizer, compression="fp16", predivide=float(world.size))
+    replica, optimizer = engine.distribute(net, optimizer, compression="fp16", predivide=float(engine.size))
     replica(torch.tensor([[40_000.0]])).sum().backward()
-    with world.synchronized(optimizer):
+    with engine.synchronized(optimizer):
         assert net.weight.grad.item() == pytest.approx(40_000.0, rel=1e-3)
 
 
-def test_overflow_on_one_rank_skips_the_step_on_all(world):
+def test_overflow_on_one_rank_skips_the_step_on_all(engine):
     """Loss scaling (`--amp fp16`): the ranks must take the same decision, or they train on different weights."""
     net = nn.Linear(1, 1, bias=False)
     nn.init.ones_(net.weight)
-    replica, optimizer = world.distribute(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    replica, optimizer = engine.distribute(net, torch.optim.SGD(net.parameters(), lr=1.0))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in range(2):  # overflows at step 0, on the last rank only
         optimizer.zero_grad()
-        x = float("inf") if step == 0 and world.rank == world.size - 1 else 0.25
-        with world.backward_pass(replica, optimizer, 0, 1):
+        x = float("inf") if step == 0 and engine.rank == engine.size - 1 else 0.25
+        with engine.backward_pass(replica, optimizer, 0, 1):
             scaler.scale(replica(torch.tensor([[x]])).sum()).backward()
-        with world.synchronized(optimizer):
+        with engine.synchronized(optimizer):
             scaler.step(optimizer)
         scaler.update()
         assert net.weight.item() == (1.0 if step == 0 else 0.75)
         assert scaler.get_scale() == 4.0
-    assert len(set(world.gather(net.weight.item(), "weights"))) == 1
+    assert len(set(engine.all_gather_object(net.weight.item(), "weights"))) == 1
 
 
-def test_autocast_stays_near_full_precision(world):
+def test_autocast_stays_near_full_precision(engine):
     x, y = samples()
     net = model(1)
-    replica, optimizer = world.distribute(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    replica, optimizer = engine.distribute(net, torch.optim.SGD(net.parameters(), lr=0.0))
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(replica(x), y)
     loss.backward()
-    with world.synchronized(optimizer):
+    with engine.synchronized(optimizer):
         pass
     alone = model(1)
     F.cross_entropy(alone(x), y).backward()
@@ -141,53 +141,53 @@ def test_autocast_stays_near_full_precision(world):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.1, atol=0.01)
 
 
-def test_adasum_of_equal_updates_is_the_update(world):
+def test_adasum_of_equal_updates_is_the_update(engine):
     """Adasum of identical vectors is the vector itself, of orthogonal ones their sum (arXiv:2006.02924, section 3)."""
-    if "adasum" not in world.reductions or not world.hvd.mpi_enabled() or world.size & (world.size - 1):
+    if "adasum" not in engine.reductions or not engine.hvd.mpi_enabled() or engine.size & (engine.size - 1):
         pytest.skip("Adasum needs Horovod over MPI and a power of two of ranks")
     net = nn.Linear(4, 1, bias=False)
     nn.init.ones_(net.weight)
-    replica, optimizer = world.distribute(net, torch.optim.SGD(net.parameters(), lr=0.5), reduction="adasum")
+    replica, optimizer = engine.distribute(net, torch.optim.SGD(net.parameters(), lr=0.5), reduction="adasum")
     replica(torch.ones(1, 4)).sum().backward()
-    with world.synchronized(optimizer):
+    with engine.synchronized(optimizer):
         optimizer.step()
     torch.testing.assert_close(net.weight.data, torch.full((1, 4), 0.5))
 
     optimizer.zero_grad()
     x = torch.zeros(1, 4)
-    x[0, world.rank] = 1.0
+    x[0, engine.rank] = 1.0
     replica(x).sum().backward()
-    with world.synchronized(optimizer):
+    with engine.synchronized(optimizer):
         optimizer.step()
     expected = torch.full((1, 4), 0.5)
-    expected[0, : world.size] = 0.0
+    expected[0, : engine.size] = 0.0
     torch.testing.assert_close(net.weight.data, expected)
 
 
-def test_small_buckets_change_nothing_but_rounding_and_repeat_to_the_bit(world, monkeypatch):
+def test_small_buckets_change_nothing_but_rounding_and_repeat_to_the_bit(engine, monkeypatch):
     monkeypatch.setattr("hvdtrain.engines.horovod.bucket_bytes", lambda total: 100)
-    ours, _ = train(world, batch_size=3)
-    again, _ = train(world, batch_size=3)
-    theirs, _ = train_alone(batch_size=3 * world.size)
+    ours, _ = train(engine, batch_size=3)
+    again, _ = train(engine, batch_size=3)
+    theirs, _ = train_alone(batch_size=3 * engine.size)
     assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
     assert_same_weights(ours, again, rtol=0, atol=0)
 
 
-def test_ranks_that_start_apart_end_with_the_same_bits(world):
-    net, _ = train(world, batch_size=3, seed=1 + world.rank, name="adamw")
-    assert len(set(world.gather(parameters_sha256(net), "hash"))) == 1
-    assert_same_weights(net, train(world, batch_size=3, seed=1, name="adamw")[0], rtol=0, atol=0)
+def test_ranks_that_start_apart_end_with_the_same_bits(engine):
+    net, _ = train(engine, batch_size=3, seed=1 + engine.rank, name="adamw")
+    assert len(set(engine.all_gather_object(parameters_sha256(net), "hash"))) == 1
+    assert_same_weights(net, train(engine, batch_size=3, seed=1, name="adamw")[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_broadcast_moves_neither_weights_nor_state_of_rank_zero(world, name):
-    net = model(1 + world.rank)
+def test_broadcast_moves_neither_weights_nor_state_of_rank_zero(engine, name):
+    net = model(1 + engine.rank)
     wrapped = optim.build(name, net.parameters(), 0.1, 0.9, 0.1)
-    _, optimizer = world.distribute(net, wrapped)
+    _, optimizer = engine.distribute(net, wrapped)
     before = copy.deepcopy(net.state_dict())
-    world.broadcast(net, optimizer)
+    engine.broadcast(net, optimizer)
     assert optimizer.state_dict()["state"] == {}
-    if world.rank == 0:
+    if engine.rank == 0:
         assert_same_weights(net, before_as_model(before), rtol=0, atol=0)
     assert_same_weights(net, model(1), rtol=0, atol=0)
 
@@ -199,18 +199,18 @@ def before_as_model(state) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_rank_without_optimizer_state_receives_it(world, name):
+def test_rank_without_optimizer_state_receives_it(engine, name):
     x, y = samples()
     net = model(1)
-    _, optimizer = world.distribute(net, optim.build(name, net.parameters(), 0.1, 0.9, 0.1))
+    _, optimizer = engine.distribute(net, optim.build(name, net.parameters(), 0.1, 0.9, 0.1))
     alone = model(1)
     plain = optim.build(name, alone.parameters(), 0.3, 0.9, 0.1)
     F.cross_entropy(alone(x), y).backward()
     plain.step()
-    if world.rank == 0:  # as after reading a checkpoint
+    if engine.rank == 0:  # as after reading a checkpoint
         net.load_state_dict(alone.state_dict())
         optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
-    world.broadcast(net, optimizer)
+    engine.broadcast(net, optimizer)
     ours, theirs = optimizer.state_dict(), plain.state_dict()
     torch.testing.assert_close(ours["state"], theirs["state"], rtol=0, atol=0)
     assert ours["param_groups"][0]["lr"] == 0.3

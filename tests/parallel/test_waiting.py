@@ -9,48 +9,48 @@ import torch
 
 
 @pytest.fixture
-def hvd(world):
-    if world.engine != "horovod":
-        pytest.skip(f"these call Horovod itself, which {world.engine} has not")
-    return world.hvd
+def hvd(engine):
+    if engine.name != "horovod":
+        pytest.skip(f"these call Horovod itself, which {engine.name} has not")
+    return engine.hvd
 
 
 def ones(n: int = 4) -> torch.Tensor:
     return torch.ones(n)
 
 
-def test_tensors_queued_in_another_order_on_each_rank(world, hvd):
+def test_tensors_queued_in_another_order_on_each_rank(engine, hvd):
     names = [f"order.{number}" for number in range(6)]
     for turn in range(3):  # the first is negotiated by name, the others by the cache
-        mine = names[world.rank :] + names[: world.rank]
+        mine = names[engine.rank :] + names[: engine.rank]
         handles = {name: hvd.allreduce_async(ones() * int(name[-1]), op=hvd.Sum, name=name) for name in mine}
         for name in names:
-            assert hvd.synchronize(handles[name]).tolist() == [world.size * int(name[-1])] * 4, (turn, name)
+            assert hvd.synchronize(handles[name]).tolist() == [engine.size * int(name[-1])] * 4, (turn, name)
 
 
-def test_a_late_rank_is_waited_for(world, hvd):
-    for late in (0, world.size - 1):
-        if world.rank == late:
+def test_a_late_rank_is_waited_for(engine, hvd):
+    for late in (0, engine.size - 1):
+        if engine.rank == late:
             time.sleep(0.6)  # twice: longer in all than the background thread sleeps where nothing is queued
-        assert hvd.allreduce(ones(), op=hvd.Sum, name="late").tolist() == [world.size] * 4
+        assert hvd.allreduce(ones(), op=hvd.Sum, name="late").tolist() == [engine.size] * 4
 
 
-def test_a_tensor_queued_while_an_earlier_one_waits_for_a_late_rank(world, hvd):
-    if world.rank == 0:
+def test_a_tensor_queued_while_an_earlier_one_waits_for_a_late_rank(engine, hvd):
+    if engine.rank == 0:
         time.sleep(0.3)
     first = hvd.allreduce_async(ones(), op=hvd.Sum, name="first")
-    if world.rank != 0:
+    if engine.rank != 0:
         time.sleep(0.1)
     second = hvd.allreduce_async(2 * ones(), op=hvd.Sum, name="second")
-    assert hvd.synchronize(second).tolist() == [2 * world.size] * 4
-    assert hvd.synchronize(first).tolist() == [world.size] * 4
+    assert hvd.synchronize(second).tolist() == [2 * engine.size] * 4
+    assert hvd.synchronize(first).tolist() == [engine.size] * 4
 
 
-def test_ranks_that_joined_take_part_without_queueing(world, hvd):
-    for step in range(1 + world.rank):
-        present = world.size - step  # ranks 0 .. step - 1 have joined, and count as zeros
+def test_ranks_that_joined_take_part_without_queueing(engine, hvd):
+    for step in range(1 + engine.rank):
+        present = engine.size - step  # ranks 0 .. step - 1 have joined, and count as zeros
         assert hvd.allreduce(ones(), op=hvd.Sum, name=f"uneven.{step}").tolist() == [present] * 4
-    assert hvd.join() == world.size - 1
+    assert hvd.join() == engine.size - 1
 
 
 def wakings() -> int:
@@ -59,7 +59,7 @@ def wakings() -> int:
     return sum(int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", state, re.M)[1]) for state in states)
 
 
-def test_while_nothing_is_queued_no_thread_looks_for_work(world, hvd):
+def test_while_nothing_is_queued_no_thread_looks_for_work(engine, hvd):
     hvd.allreduce(ones(), op=hvd.Sum, name="before")
     before = wakings()
     time.sleep(0.3)

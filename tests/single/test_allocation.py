@@ -5,15 +5,15 @@ import sys
 
 import pytest
 
-from hvdtrain.allocation import keep_freed_memory
+from hvdtrain.engines.malloc import keep_freed_memory
 
 STEPS = """
 import resource, sys
-from hvdtrain.allocation import keep_freed_memory
+from hvdtrain.engines.malloc import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory({})
 import torch
-from hvdtrain.convnet import ConvNet
+from hvdtrain.models.convnet import ConvNet
 torch.set_num_threads(1)
 model, images = ConvNet(), torch.zeros(64, 1, 28, 28)
 def step():

@@ -14,21 +14,22 @@ from examples import JSON, changed, little_memory, one_line, spoilt, tried
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain import checkpoint, resume, telemetry
-from hvdtrain.convnet import MODELS
+from hvdtrain.analysis.reporting import page
+from hvdtrain.analysis.reporting.runs import read_runs, samples_at, time_shares
 from hvdtrain.data import cache, idx, published, shards
 from hvdtrain.data.shards import Shard, ShardBatches
-from hvdtrain.engines.single import SerialWorld
-from hvdtrain.errors import UserError
-from hvdtrain.reporting import page
-from hvdtrain.reporting.runs import read_runs, samples_at, time_shares
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.single import SerialEngine
+from hvdtrain.models.convnet import MODELS
+from hvdtrain.training import checkpoint, resume
+from hvdtrain.training.records import metrics as telemetry
 
 
 @pytest.fixture
-def world() -> SerialWorld:
-    world = SerialWorld(tuning=False, rank=0, size=1, launcher="none")
-    world.device = torch.device("cpu")
-    return world
+def engine() -> SerialEngine:
+    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+    engine.device = torch.device("cpu")
+    return engine
 
 
 # IDX
@@ -157,13 +158,13 @@ def shard_directory(tmp_path: Path) -> Path:
     st.binary(max_size=60), JSON.map(lambda value: json.dumps(value).encode()), st.just(b"[" * 100_000),
     changed({"000000.tar": 5}).map(lambda value: json.dumps(value).encode()),
 ))  # fmt: skip
-def test_any_index_of_shards_is_refused_or_right(name, content, world, tmp_path):
+def test_any_index_of_shards_is_refused_or_right(name, content, engine, tmp_path):
     directory = shard_directory(tmp_path)
     (directory / "train" / name).write_bytes(content)
     options = dict(side=8, seed=1, workers=0, classes=None, train_count=None)
     try:
         with little_memory():
-            source = shards.open_shards(world, directory, (None, None), **options)
+            source = shards.open_shards(engine, directory, (None, None), **options)
     except UserError as error:
         one_line(error)
         return
@@ -226,15 +227,15 @@ def saved() -> tuple[dict, dict]:
     return facts, tensors
 
 
-def go_on(directory: Path, world: SerialWorld) -> resume.Position:
+def go_on(directory: Path, engine: SerialEngine) -> resume.Position:
     """Resume as hvdtrain.mnist does; return where training stands."""
     model = MODELS["convnet-nonorm"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     flags = Namespace(checkpoint_steps=None, output_dir=directory, keep=3, batch_size=64, accumulate=1,
                       reduction="average", resume="auto")  # fmt: skip
-    found = resume.Checkpoints(world, flags, {"lr": 0.1, "epochs": 2}, {"dataset": "digits", "train_samples": 128})
+    found = resume.Checkpoints(engine, flags, {"lr": 0.1, "epochs": 2}, {"dataset": "digits", "train_samples": 128})
     try:
-        with telemetry.Telemetry(world, None, progress=False) as quiet:
+        with telemetry.Telemetry(engine, None, progress=False) as quiet:
             at = found.begin(quiet)
             found.restore(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
         return at
@@ -242,22 +243,22 @@ def go_on(directory: Path, world: SerialWorld) -> resume.Position:
         found.close()
 
 
-def test_a_sound_checkpoint_goes_on(saved, world, tmp_path):
+def test_a_sound_checkpoint_goes_on(saved, engine, tmp_path):
     facts, tensors = saved
     checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
-    assert go_on(tmp_path, world) == resume.Position(**facts["position"])
+    assert go_on(tmp_path, engine) == resume.Position(**facts["position"])
 
 
 @tried(60)
 @given(data=st.data())
-def test_any_facts_under_a_right_checksum_are_refused_or_taken(saved, world, data, tmp_path):
+def test_any_facts_under_a_right_checksum_are_refused_or_taken(saved, engine, data, tmp_path):
     """As another version, or somebody's editor, might write them."""
     facts, tensors = saved
     facts = data.draw(changed(facts))
     path = tmp_path / "checkpoints" / checkpoint.name_of(1)
     checkpoint.write(path, facts, tensors)
     try:
-        at = go_on(tmp_path, world)
+        at = go_on(tmp_path, engine)
     except UserError as error:
         one_line(error)
         return
@@ -341,10 +342,10 @@ def test_any_record_of_a_run_makes_a_page_or_is_refused(data, tmp_path):
 
 @tried(60)
 @given(content=st.binary(max_size=200) | st.text(max_size=50).map(str.encode))
-def test_a_restart_keeps_every_complete_line_of_any_record(content, world, tmp_path):
+def test_a_restart_keeps_every_complete_line_of_any_record(content, engine, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(content)
-    with telemetry.Telemetry(world, tmp_path, progress=False, continued=True) as written:
+    with telemetry.Telemetry(engine, tmp_path, progress=False, continued=True) as written:
         written.event("resume", step=1)
     kept = content[: content.rfind(b"\n") + 1]
     assert path.read_bytes().startswith(kept)

@@ -11,10 +11,10 @@ from examples import one_line, tried
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hvdtrain import benchmark, doctor, imagenet, mnist, reduce, report, scaling, starter, world
-from hvdtrain import flags as cli
-from hvdtrain.engines import rendezvous
-from hvdtrain.errors import UserError
+from hvdtrain import benchmark, doctor, imagenet, mnist, reduce, report, scaling, starter
+from hvdtrain.engines import cores, exit_codes, launchers, rendezvous
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training import flags as cli
 
 NUMBERS = st.one_of(
     st.integers(-2, 4).map(str),
@@ -58,10 +58,10 @@ def ends(main) -> int:
     """Run `main` as a script does; return its exit code, having seen that what it says is one line where it says no."""
     shown = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")  # as Python's own standard error
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.time, "sleep", lambda seconds: None)  # other ranks than 0 linger
+        patch.setattr(exit_codes.time, "sleep", lambda seconds: None)  # other ranks than 0 linger
         patch.setattr(sys, "stderr", shown)
         with pytest.raises(SystemExit) as ended:
-            world.run(main)
+            exit_codes.run(main)
     shown.flush()
     said = shown.buffer.getvalue().decode()
     if ended.value.code != 0:
@@ -121,7 +121,7 @@ def test_extremes_train_or_give_one_line(flags, tmp_path, monkeypatch):
     assert ends(mnist.main) in (0, 2)
 
 
-VARIABLES = sorted({name for _, *names in world.LAUNCHERS for name in names})
+VARIABLES = sorted({name for _, *names in launchers.LAUNCHERS for name in names})
 ENVIRONMENTS = st.dictionaries(st.sampled_from(VARIABLES), VALUES.filter(lambda text: "\0" not in text), max_size=10)
 
 
@@ -129,12 +129,12 @@ ENVIRONMENTS = st.dictionaries(st.sampled_from(VARIABLES), VALUES.filter(lambda 
 @given(environment=ENVIRONMENTS)
 def test_any_announcement_is_a_rank_of_so_many_or_refused(environment):
     try:
-        told = world.announced(environment)
+        told = launchers.announced(environment)
     except UserError as error:
         one_line(error)
         return
     assert 0 <= told.rank < told.size
-    first = next(((n, r, s) for n, r, s in world.LAUNCHERS if r in environment and s in environment), None)
+    first = next(((n, r, s) for n, r, s in launchers.LAUNCHERS if r in environment and s in environment), None)
     if first is None:
         assert told == ("none", 0, 1)
     else:
@@ -146,7 +146,7 @@ def test_any_announcement_is_a_rank_of_so_many_or_refused(environment):
 )
 def test_a_rank_that_cannot_be_is_refused(rank, size):
     with pytest.raises(UserError, match=r"RANK=.*, WORLD_SIZE=.*(unset|correct)"):
-        world.announced({"RANK": rank, "WORLD_SIZE": size})
+        launchers.announced({"RANK": rank, "WORLD_SIZE": size})
 
 
 @pytest.mark.parametrize("launcher", ["Slurm", "torchrun", "mpirun (Open MPI)"])
@@ -198,9 +198,9 @@ def test_any_quota_of_a_container_leaves_at_least_one_thread(limit, membership, 
     (tmp_path / "pod").mkdir(exist_ok=True)
     (tmp_path / "pod" / "cpu.max").write_text(limit, errors="replace")
     (tmp_path / "membership").write_text(membership, errors="replace")
-    quota = world.cpu_quota(tmp_path, tmp_path / "membership")
+    quota = cores.cpu_quota(tmp_path, tmp_path / "membership")
     assert quota > 0
-    assert world.threads_for(0, [("a", [0, 1])], quota) in (1, 2)
+    assert cores.threads_for(0, [("a", [0, 1])], quota) in (1, 2)
 
 
 def test_the_variables_of_a_launcher_are_read_before_anything_is_started(monkeypatch, tmp_path):

@@ -7,17 +7,17 @@ import torch
 
 from hvdtrain import benchmark
 from hvdtrain.benchmark import Repeat, count_flops, parse, phases, throughput
-from hvdtrain.convnet import ConvNet
 from hvdtrain.data.endless import open_endless
-from hvdtrain.engines.single import SerialWorld
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.single import SerialEngine
+from hvdtrain.models.convnet import ConvNet
 
 
 @pytest.fixture
-def world():
-    world = SerialWorld(tuning=False, rank=0, size=1, launcher="none")
-    world.device = torch.device("cpu")
-    return world
+def engine():
+    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+    engine.device = torch.device("cpu")
+    return engine
 
 
 def test_throughput_is_all_samples_over_the_slowest_ranks_time():
@@ -46,39 +46,41 @@ def test_what_cannot_be_counted_is_none():
     assert count_flops(torch.nn.BatchNorm2d(1), (1, 2, 2)) is None  # nothing that the counter knows
 
 
-def batches(world, flags, number, shape=(1, 28, 28)):
-    return list(itertools.islice(open_endless(parse(flags.split()), world, 10, shape), number))
+def batches(engine, flags, number, shape=(1, 28, 28)):
+    return list(itertools.islice(open_endless(parse(flags.split()), engine, 10, shape), number))
 
 
-def test_mock_is_one_batch_for_ever(world):
-    (images, labels), (again, _) = batches(world, "--model convnet --batch-size 4 --input mock", 2)
+def test_mock_is_one_batch_for_ever(engine):
+    (images, labels), (again, _) = batches(engine, "--model convnet --batch-size 4 --input mock", 2)
     assert (images.shape, images.dtype, labels.shape) == ((4, 1, 28, 28), torch.float32, (4,))
     assert 0 <= images.min() < images.max() <= 1
     assert again is images
 
 
-def test_synthetic_is_another_batch_each_time_and_the_same_for_a_seed(world):
+def test_synthetic_is_another_batch_each_time_and_the_same_for_a_seed(engine):
     flags = "--model convnet --batch-size 4 --channels-last"
-    mine, same = (batches(world, flags, 9) for _ in range(2))
+    mine, same = (batches(engine, flags, 9) for _ in range(2))
     assert not torch.equal(mine[0][0], mine[1][0])
     assert all(torch.equal(one[0], other[0]) for one, other in zip(mine, same, strict=True))
     assert mine[0][0].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_real_digits_are_scaled_pixels(world):
-    (images, labels), *_ = batches(world, "--model convnet --batch-size 8 --input real --dataset digits", 1)
+def test_real_digits_are_scaled_pixels(engine):
+    (images, labels), *_ = batches(engine, "--model convnet --batch-size 8 --input real --dataset digits", 1)
     assert (images.shape, images.max().item()) == ((8, 1, 28, 28), 1.0)
     assert set(labels.tolist()) <= set(range(10))
 
 
-def test_image_folders_are_decoded_for_ever(world, tmp_path):
+def test_image_folders_are_decoded_for_ever(engine, tmp_path):
     image = pytest.importorskip("PIL.Image")
     for index in range(14):
         directory = tmp_path / f"{'train' if index < 8 else 'val'}/class{index % 2}"
         directory.mkdir(parents=True, exist_ok=True)
         image.new("RGB", (40, 30), (index * 10, 0, 255)).save(directory / f"{index}.jpg")
     flags = f"--batch-size 3 --image-size 16 --input real --data-dir {tmp_path} --workers 0"
-    for images, labels in batches(world, flags, 3, (3, 16, 16)):  # two of three, one of two that is left out, and again
+    for images, labels in batches(
+        engine, flags, 3, (3, 16, 16)
+    ):  # two of three, one of two that is left out, and again
         assert images.shape == (3, 3, 16, 16)
         assert images[:, 2].min() > 0.9
         assert set(labels.tolist()) <= {0, 1}
@@ -92,9 +94,9 @@ def test_image_folders_are_decoded_for_ever(world, tmp_path):
         ("--model convnet --input real --dataset digits --batch-size 5000", "1415 samples per rank are not one batch"),
     ],
 )
-def test_input_that_is_not_there(flags, complaint, world, tmp_path):
+def test_input_that_is_not_there(flags, complaint, engine, tmp_path):
     with pytest.raises(UserError) as caught:
-        batches(world, flags.format(tmp=tmp_path), 1)
+        batches(engine, flags.format(tmp=tmp_path), 1)
     assert complaint in str(caught.value)
 
 
@@ -120,14 +122,14 @@ def test_bad_flags(flags, complaint):
 
 
 @pytest.mark.parametrize("flags", ["--amp bf16 --channels-last", "--amp fp16 --batch-size 2", "--no-communication"])
-def test_measure_and_summary_agree(flags, world):
+def test_measure_and_summary_agree(flags, engine):
     flags = parse(
         f"--engine serial --model convnet --warmup-steps 1 --repeats 3 --steps 2 --input mock {flags}".split()
     )
-    world.size = 1
-    stream = open_endless(flags, world, 10, (1, 28, 28))
-    repeats, steps = benchmark.measure(flags, world, ConvNet(), stream)
-    result = benchmark.summarize(flags, world, repeats, steps, 1000, 4 * 29034)
+    engine.size = 1
+    stream = open_endless(flags, engine, 10, (1, 28, 28))
+    repeats, steps = benchmark.measure(flags, engine, ConvNet(), stream)
+    result = benchmark.summarize(flags, engine, repeats, steps, 1000, 4 * 29034)
     assert [len(repeat) for repeat in repeats] == [1, 1, 1]
     for (mine,) in repeats:
         assert mine.cpu_seconds > 0

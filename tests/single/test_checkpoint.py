@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hvdtrain import checkpoint
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training import checkpoint
 
 TENSORS = {
     "model.weight": torch.arange(12, dtype=torch.float32).view(3, 4) / 7,

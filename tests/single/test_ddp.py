@@ -1,10 +1,10 @@
-"""The ddp engine alone in its world."""
+"""The ddp engine alone in its engine."""
 
 from pathlib import Path
 
 import torch
 
-from hvdtrain.world import start
+from hvdtrain.engines.start import start
 
 
 def threads() -> list[str]:
@@ -13,11 +13,11 @@ def threads() -> list[str]:
 
 def test_shutdown_ends_gloos_threads():
     """One that outlives Python's own end may abort the process, after a run that was good."""
-    with start("ddp", device="cpu", tuning=False) as world:
+    with start("ddp", device="cpu", tuning=False) as engine:
         model = torch.nn.Linear(3, 2)
-        replica, optimizer = world.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
-        world.broadcast(model, optimizer)
-        with world.backward_pass(replica, optimizer, 0, 1):
+        replica, optimizer = engine.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+        engine.broadcast(model, optimizer)
+        with engine.backward_pass(replica, optimizer, 0, 1):
             replica(torch.ones(1, 3)).sum().backward()
         del replica
         assert any("gloo" in name for name in threads())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvdtrain.data import digits
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
 
 
 def test_shapes_ranges_and_the_split() -> None:

@@ -18,7 +18,7 @@ import fake_mnist as fake
 import pytest
 
 from hvdtrain.data import cache, download, idx, published
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 IMAGES = fake.NAMES[0]

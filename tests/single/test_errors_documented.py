@@ -108,7 +108,7 @@ def test_every_message_of_the_wrappers_is_in_the_docs(path):
 def test_the_search_finds_messages_and_misses_no_new_one():
     found = {said for path in PYTHON for _, said in Source(path).messages()}
     assert len(found) > 150
-    source = Source(ROOT / "hvdtrain" / "errors.py")
+    source = Source(ROOT / "hvdtrain" / "engines" / "errors.py")
     source.tree = ast.parse('raise UserError(f"{n} new words that nobody has written down: try again")')
     source.functions = {}
     assert undocumented(source.messages()) == ["line 1: … new words that nobody has written down: try again"]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hvdtrain import files
+from hvdtrain.training.records import files
 
 
 def test_whole_or_absent(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hvdtrain.data import cache, idx, published
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
 
 IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = fake.NAMES
 

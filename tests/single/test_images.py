@@ -18,12 +18,14 @@ pytest.importorskip("webdataset")
 
 from PIL import Image
 
-from hvdtrain import imagenet, models, optim
+from hvdtrain import imagenet
 from hvdtrain.data import images, loading, make_shards, shards, synthetic
-from hvdtrain.data.broken import Broken, Losses
+from hvdtrain.data.corrupt import Broken, Losses
 from hvdtrain.data.shards import Shard, ShardBatches
-from hvdtrain.engines.single import SerialWorld
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.single import SerialEngine
+from hvdtrain.models import classifiers as models
+from hvdtrain.training import optim
 from tests import image_set
 
 SIDE = 32
@@ -43,10 +45,10 @@ def tars(folder, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def world() -> SerialWorld:
-    world = SerialWorld(tuning=True, rank=0, size=1, launcher="none")
-    world.device = torch.device("cpu")
-    return world
+def engine() -> SerialEngine:
+    engine = SerialEngine(tuning=True, rank=0, size=1, launcher="none")
+    engine.device = torch.device("cpu")
+    return engine
 
 
 @pytest.fixture
@@ -117,8 +119,8 @@ def test_training_streams_repeat_and_depend_on_the_seed(tars):
     assert order(1) != order(2)
 
 
-def test_batches_of_a_folder_follow_the_order_of_the_interface(folder, world):
-    source = images.open_folder(world, folder, side=SIDE, seed=3, workers=0)
+def test_batches_of_a_folder_follow_the_order_of_the_interface(folder, engine):
+    source = images.open_folder(engine, folder, side=SIDE, seed=3, workers=0)
     plan = loading.Plan(48, 48, 3, epochs=2, rank=1, size=2, batch_size=7)
     got = [batch.labels.tolist() for batch in source.train(plan)]
     labels = torch.tensor([label for label in range(6) for _ in range(8)])  # in order of class
@@ -130,13 +132,13 @@ def test_batches_of_a_folder_follow_the_order_of_the_interface(folder, world):
 
 
 @pytest.mark.parametrize("kind", ["folder", "shards"])
-def test_images_do_not_depend_on_workers_and_change_with_the_epoch(kind, folder, tars, world):
+def test_images_do_not_depend_on_workers_and_change_with_the_epoch(kind, folder, tars, engine):
     def batches(workers: int, size: int = 1) -> list[torch.Tensor]:
         if kind == "folder":
-            source = images.open_folder(world, folder, side=SIDE, seed=1, workers=workers)
+            source = images.open_folder(engine, folder, side=SIDE, seed=1, workers=workers)
         else:
             options = dict(side=SIDE, seed=1, workers=workers, classes=None, train_count=None)
-            source = shards.open_shards(world, tars, (None, None), **options)
+            source = shards.open_shards(engine, tars, (None, None), **options)
         plan = loading.Plan(48, 48, 1, epochs=2, rank=0, size=size, batch_size=8)
         return [batch.images for batch in source.train(plan)]
 
@@ -245,12 +247,12 @@ def test_what_is_no_image_raises(content):
         loading.decode(content)
 
 
-def test_broken_files_of_a_folder_are_named_and_the_others_stay(folder, world, tmp_path):
+def test_broken_files_of_a_folder_are_named_and_the_others_stay(folder, engine, tmp_path):
     root = Path(shutil.copytree(folder, tmp_path / "copy"))
     victims = sorted((root / "val" / "red").iterdir())[:3]
     victims[0].write_bytes(b"")
     victims[1].write_bytes(victims[1].read_bytes()[:-200])
-    source = images.open_folder(world, root, side=SIDE, seed=1, workers=0)
+    source = images.open_folder(engine, root, side=SIDE, seed=1, workers=0)
     victims[2].unlink()
     batches = list(source.test())
     assert sum(batch.samples for batch in batches) == 28
@@ -289,7 +291,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_damaged_shard_is_named_and_every_sample_is_accounted_for(
-    damage, size, own_tars, monkeypatch, world, telemetry
+    damage, size, own_tars, monkeypatch, engine, telemetry
 ):
     spoil, reason = DAMAGES[damage]
     spoil(own_tars / "val" / "000001.tar")
@@ -298,7 +300,7 @@ def test_a_damaged_shard_is_named_and_every_sample_is_accounted_for(
         for batch in read(own_tars / "val", rank, size, monkeypatch):
             samples += batch.samples
             losses.note(batch.broken)
-    losses.settle(world, telemetry)
+    losses.settle(engine, telemetry)
     assert losses.total() + samples == 31
     assert samples >= 20
     told = next(line for line in telemetry.lines if "000001.tar: " in line and reason in line)
@@ -362,16 +364,16 @@ def test_samples_without_image_or_class_are_named(tmp_path, telemetry):
     }  # fmt: skip
 
 
-def test_losses_count_a_name_once_and_stop_over_the_limit(world, telemetry):
+def test_losses_count_a_name_once_and_stop_over_the_limit(engine, telemetry):
     losses = Losses(0.1, 30)
     for _ in range(3):
         losses.note([Broken("a", "cut"), Broken("b", "cut", lost=2)])
-        losses.settle(world, telemetry)
+        losses.settle(engine, telemetry)
     assert (losses.total(), losses.limit) == (3, 3)
     assert telemetry.lines == ["skipped: a: cut", "skipped: b: cut"]
     losses.note([Broken("c", "empty")])
     with pytest.raises(UserError, match=r"4 samples cannot be read, such as c \(empty\): --max-broken allows 3: mend"):
-        losses.settle(world, telemetry)
+        losses.settle(engine, telemetry)
 
 
 def test_patterns(tars, monkeypatch):
@@ -387,18 +389,18 @@ def test_patterns(tars, monkeypatch):
             shards.find("train", pattern, None)
 
 
-def test_counts_come_from_sizes_json_or_the_headers(own_tars, world):
+def test_counts_come_from_sizes_json_or_the_headers(own_tars, engine):
     urls = shards.find("train", None, own_tars)
-    announced = shards.count_samples(world, urls, needed=True)
+    announced = shards.count_samples(engine, urls, needed=True)
     (own_tars / "train" / "sizes.json").unlink()
-    assert shards.count_samples(world, urls, needed=True) == announced
+    assert shards.count_samples(engine, urls, needed=True) == announced
     assert sum(shard.samples for shard in announced) == 48
     with pytest.raises(UserError, match="--train-samples N is needed"):
-        shards.count_samples(world, ["pipe:cat x"], needed=True)
+        shards.count_samples(engine, ["pipe:cat x"], needed=True)
 
 
-def test_synthetic_batches_have_the_planned_sizes(world):
-    source = synthetic.open_synthetic(world, SIDE, 8, classes=5, train_count=20, test_count=11)
+def test_synthetic_batches_have_the_planned_sizes(engine):
+    source = synthetic.open_synthetic(engine, SIDE, 8, classes=5, train_count=20, test_count=11)
     plan = loading.Plan(20, 20, 1, epochs=1, rank=0, size=1, batch_size=8)
     batches = list(source.train(plan))
     assert [batch.samples for batch in batches] == [8, 8, 4]
@@ -483,7 +485,7 @@ def test_models_give_one_output_in_training(name, side):
     assert model(torch.zeros(2, 3, side, side)).shape == (2, 7)
 
 
-def test_evaluation_counts_the_first_and_the_first_five(world):
+def test_evaluation_counts_the_first_and_the_first_five(engine):
     logits = torch.eye(8)[[3, 3, 0]] + torch.arange(8, 0, -1) / 100  # best, then 0, 1, 2, ...
     labels = torch.tensor([3, 2, 7])  # first; among the first five; neither
     batches = [
@@ -491,7 +493,7 @@ def test_evaluation_counts_the_first_and_the_first_five(world):
         loading.Loaded(logits[2:], labels[2:], 1, []),
         loading.Loaded(logits[:1], labels[:1], 0, [Broken("x", "y")]),
     ]
-    _, first, five, count = imagenet.evaluate(world, torch.nn.Identity(), lambda images: images, batches, Losses(1, 9))
+    _, first, five, count = imagenet.evaluate(engine, torch.nn.Identity(), lambda images: images, batches, Losses(1, 9))
     assert (first, five, count) == (pytest.approx(1 / 3), pytest.approx(2 / 3), 3)
 
 

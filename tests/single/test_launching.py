@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import launching
-from hvdtrain.errors import UserError
-from hvdtrain.launching import command, run_job, slots
+from hvdtrain.analysis import launching
+from hvdtrain.analysis.launching import command, run_job, slots
+from hvdtrain.engines.errors import UserError
 
 
 @pytest.mark.parametrize(

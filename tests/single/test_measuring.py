@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from hvdtrain import measuring
-from hvdtrain.errors import UserError
+from hvdtrain.analysis import measuring
+from hvdtrain.engines.errors import UserError
 
 
 def test_student_t_leaves_a_fortieth_on_each_side():

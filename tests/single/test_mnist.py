@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from hvdtrain.convnet import ConvNet
 from hvdtrain.data import idx
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
 from hvdtrain.mnist import FAST_EPOCHS, RECIPES, parse
-from hvdtrain.weights import load_weights
+from hvdtrain.models.convnet import ConvNet
+from hvdtrain.models.weights import load_weights
 
 
 def test_convnet_is_the_tutorials():

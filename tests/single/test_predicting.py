@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from hvdtrain.errors import UserError
-from hvdtrain.predicting import command, prediction
-from hvdtrain.predicting.fitting import Point, fit
-from hvdtrain.predicting.formulas import ALGORITHMS, Link, Ranks, exposed, halving, ring, tree
+from hvdtrain.analysis.predicting import command, prediction
+from hvdtrain.analysis.predicting.fitting import Point, fit
+from hvdtrain.analysis.predicting.formulas import ALGORITHMS, Link, Ranks, exposed, halving, ring, tree
+from hvdtrain.engines.errors import UserError
 from hvdtrain.scaling import parse
 
 INSIDE, BETWEEN = Link(1e-5, 1e9), Link(1e-4, 1e8)

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from hvdtrain import plotting, reduce
-from hvdtrain.engines.single import SerialWorld
-from hvdtrain.errors import UserError
+from hvdtrain import reduce
+from hvdtrain.analysis import plotting
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.single import SerialEngine
 
 
-class PretendWorld(SerialWorld):
+class PretendWorld(SerialEngine):
     """Four ranks of which only this one is there: every sum is four times one's own. Enough for the arithmetic."""
 
     def __init__(self, wrong: bool = False):
@@ -32,9 +33,9 @@ def test_bandwidths_are_those_of_nccl_tests():
 
 
 def test_alone_nothing_changes(capsys):
-    world = SerialWorld(tuning=False, rank=0, size=1, launcher="none")
-    world.device = torch.device("cpu")
-    reduce.demonstrate(world, "max", "uint8")
+    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+    engine.device = torch.device("cpu")
+    reduce.demonstrate(engine, "max", "uint8")
     assert capsys.readouterr().out == "before 0 data 1\nafter 0 data 1\n"
 
 

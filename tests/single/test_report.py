@@ -8,11 +8,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from hvdtrain import report
-from hvdtrain.engines.single import SerialWorld
-from hvdtrain.errors import UserError
-from hvdtrain.mistakes import record_mistakes
-from hvdtrain.reporting import page, pictures
-from hvdtrain.reporting.runs import differing, read_runs, samples_at, time_shares
+from hvdtrain.analysis.reporting import page, pictures
+from hvdtrain.analysis.reporting.runs import differing, read_runs, samples_at, time_shares
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.single import SerialEngine
+from hvdtrain.training.records.misclassified import record_mistakes
 
 HOSTILE = "<script>alert(1)</script>\"'&$\\frac{$"
 
@@ -265,7 +265,7 @@ def test_under_a_launcher_with_several_ranks_it_refuses(leave, monkeypatch):
 
 
 def test_without_matplotlib_it_says_what_to_install(leave, tmp_path, monkeypatch):
-    monkeypatch.setattr("hvdtrain.plotting.find_spec", lambda name: None)
+    monkeypatch.setattr("hvdtrain.analysis.plotting.find_spec", lambda name: None)
     monkeypatch.setattr(
         "sys.argv", ["hvdtrain.report", str(leave("run", *WHOLE)), "--output-dir", str(tmp_path / "to")]
     )
@@ -324,9 +324,9 @@ def test_a_record_that_is_not_sound_or_not_this_runs_is_left_out(change, note, l
 def test_losses_that_are_not_finite_are_recorded_as_numbers(tmp_path):
     import torch
 
-    world = SerialWorld(tuning=False, rank=0, size=1, launcher="none")
+    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     logits = torch.tensor([[float("nan"), 0, 0], [0, float("inf"), 0], [0, 0, 9.0]])
-    record_mistakes(world, logits, torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([1, 0, 2]), tmp_path)
+    record_mistakes(engine, logits, torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([1, 0, 2]), tmp_path)
     record = json.loads((tmp_path / "mistakes.json").read_text(), parse_constant=pytest.fail)
     assert {m["index"] for m in record["mistakes"]} == {0, 1}
     assert sum(map(sum, record["confusion"])) == 3

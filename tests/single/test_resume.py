@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import checkpoint, imagenet, mnist
+from hvdtrain import imagenet, mnist
 from hvdtrain.data.loading import Plan
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training import checkpoint
 
 
 def alone(directory: Path, flags: str = "") -> int:
@@ -116,7 +117,7 @@ def test_never_keeps_the_earlier_run(copy):
 
 
 def test_two_runs_cannot_write_in_one_place(copy, monkeypatch):
-    monkeypatch.setattr("hvdtrain.resume.LOCK_SECONDS", 0.3)
+    monkeypatch.setattr("hvdtrain.training.resume.LOCK_SECONDS", 0.3)
     handle = os.open(copy, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

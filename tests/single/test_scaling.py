@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from hvdtrain import scaling
-from hvdtrain.errors import UserError
+from hvdtrain.analysis.scaling_results import ALONE, APART, Configuration, summarize, table, write
+from hvdtrain.engines.errors import UserError
 from hvdtrain.scaling import configurations, parse
-from hvdtrain.speedup import ALONE, APART, Configuration, summarize, table, write
 
 PHASES = {"loading": 1.0, "compute": 7.0, "communication": 2.0}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.rendezvous import meeting_point
-from hvdtrain.errors import UserError
 from hvdtrain.starter import Place, parse, place
 
 

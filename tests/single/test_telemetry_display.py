@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from hvdtrain import display
-from hvdtrain.clock import Clock, RankTimes, Window, added, shares
-from hvdtrain.display import Display, hint, line, remedies, slowest
-from hvdtrain.engines.single import SerialWorld
+from hvdtrain.engines.single import SerialEngine
+from hvdtrain.training.records import progress as display
+from hvdtrain.training.records.clock import Clock, RankTimes, Window, added, shares
+from hvdtrain.training.records.progress import Display, hint, line, remedies, slowest
 
 REMEDIES = {"loading": "more workers", "communication": "a larger batch"}
 
@@ -143,7 +143,7 @@ def test_plain_lines_keep_their_distance(monkeypatch):
     assert len(shown(monkeypatch, [window(rank(0, 9, 1))] * 6)) == 3
 
 
-class Pair(SerialWorld):
+class Pair(SerialEngine):
     """Two ranks, of which the other one reports the same and 100 bytes more."""
 
     def all_gather(self, tensor, name):
@@ -151,14 +151,14 @@ class Pair(SerialWorld):
 
 
 def test_the_clock_measures_all_ranks():
-    world = Pair(tuning=False, rank=0, size=1, launcher="none")
-    world.device = torch.device("cpu")
+    engine = Pair(tuning=False, rank=0, size=1, launcher="none")
+    engine.device = torch.device("cpu")
     clock = Clock()
     began = time.perf_counter()
     clock.mark("loading", at=began + 1)
     clock.mark("compute", at=began + 3)
     clock.count(20, 10)
-    seen = clock.measure(world, torch.tensor(3), 10)
+    seen = clock.measure(engine, torch.tensor(3), 10)
     assert seen.steps == 1
     assert seen.accuracy == 7 / 22  # 3 of 10 here, 4 of 12 there
     assert seen.rates["compute_seconds"] == pytest.approx(0.2)
@@ -166,7 +166,7 @@ def test_the_clock_measures_all_ranks():
     assert seen.ranks[1].resident_bytes - seen.ranks[0].resident_bytes == 100
     assert seen.ranks[0].resident_bytes > 1e7
     clock.mark("compute", at=began + 7)
-    clock.measure(world, torch.tensor(0), 10)
+    clock.measure(engine, torch.tensor(0), 10)
     assert clock.per_rank()["compute_seconds"] == pytest.approx([6, 6])
     assert set(clock.per_rank()) == {
         *("loading_seconds", "compute_seconds", "communication_seconds", "elapsed_seconds"),

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from hvdtrain import imagenet, mnist
-from hvdtrain.errors import UserError
-from hvdtrain.traces import PHASES_TID, clock_offsets, merge, timeline_rows
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training.records.traces import PHASES_TID, clock_offsets, merge, timeline_rows
 
 SECOND = 10**9
 MS = 10**6

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hvdtrain import unpack
-from hvdtrain.errors import UserError
+from hvdtrain.engines.errors import UserError
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hvdtrain.engines.base import computes_in_bf16
-from hvdtrain.errors import UserError
-from hvdtrain.world import Announced, announced, bound_by_default, bound_unexplained, cpu_quota, remedy, threads_for
+from hvdtrain.engines.cores import cpu_quota, threads_for
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import Announced, announced, bound_by_default, bound_unexplained, remedy
 
 
 def test_alone():
@@ -97,7 +98,7 @@ def test_open_mpi_five_says_nothing_of_its_binding_so_it_is_only_reported():
 
 
 def run_main(body: str, **environment: str) -> subprocess.CompletedProcess:
-    code = f"from hvdtrain.world import run\nfrom hvdtrain.errors import UserError\n{body}"
+    code = f"from hvdtrain.engines.exit_codes import run\nfrom hvdtrain.engines.errors import UserError\n{body}"
     return subprocess.run(
         [sys.executable, "-c", code],
         env={"PATH": "/usr/bin", **environment},

@@ -1,0 +1,160 @@
+"""Start N ranks of a module as a user would, with a hard time limit, and leave nothing behind."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import LAUNCHERS
+
+MARK = "HVDTRAIN_JOB"  # every process of a job carries it in its environment, wherever its launcher puts it
+TERM_SECONDS = 10.0  # what a launcher gets to end its ranks, here and on other hosts
+
+# Ways to train: what starts the ranks, and the flags that every script knows.
+VARIANTS = {
+    "horovod": ("horovodrun", ["--engine", "horovod"]),
+    "horovod-gloo": ("horovodrun --gloo", ["--engine", "horovod"]),
+    "horovod-untuned": ("horovodrun", ["--engine", "horovod", "--tuning", "off"]),
+    "ddp": ("torchrun", ["--engine", "ddp"]),
+    "ddp-untuned": ("torchrun", ["--engine", "ddp", "--tuning", "off"]),
+    "dataparallel": ("", ["--engine", "dataparallel"]),
+    "serial": ("", ["--engine", "serial"]),
+}
+
+
+class Ended(NamedTuple):
+    """How a job ended. code: the launcher's exit code; None where it ran past its time and was killed."""
+
+    code: int | None
+    seconds: float
+
+
+def slots(hosts: str) -> int:
+    """Return how many ranks "a:4,b:4" takes. Raises UserError where it is not written so."""
+    total = 0
+    for host in hosts.split(","):
+        name, _, number = host.rpartition(":")
+        if not name or not re.fullmatch("[0-9]{1,6}", number) or int(number) < 1:
+            raise UserError(f"--hosts {hosts}: {host!r} is not NAME:SLOTS; write a:4,b:4")
+        total += int(number)
+    return total
+
+
+def command(
+    variant: str, ranks: int, module: str, flags: Sequence[str], hosts: str | None = None, interface: str | None = None
+) -> list[str]:
+    """Return the command line that starts `ranks` ranks of `module` by `variant`, on `hosts` ("a:4,b:4") or here.
+
+    interface: the network interface that joins the hosts (default: the launcher looks for it).
+    On several hosts mpirun starts ddp's ranks, because torchrun wants to be started on each; and Horovod's over MPI, because
+    horovodrun would call an mpirun that does not find itself where ssh gives no PATH.
+    """
+    launcher, engine = VARIANTS[variant]
+    python = [sys.executable, "-m", module]
+    if launcher == "torchrun" and hosts is None:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return [*start, "-m", module, *engine, *flags]
+    if launcher in ("torchrun", "horovodrun") and hosts is not None:
+        # Over ssh a rank has none of this shell's environment; horovodrun --gloo carries it by itself.
+        carried = [
+            part for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ for part in ("-x", name)
+        ]
+        if interface:
+            carried += ["--mca", "btl_tcp_if_include", interface, "-x", f"GLOO_SOCKET_IFNAME={interface}"]
+        return [program("mpirun"), "-np", str(ranks), "-H", str(hosts), *carried, *python, *engine, *flags]
+    if launcher:
+        name, *options = launcher.split()
+        where = [] if hosts is None else ["-H", hosts]
+        where += ["--network-interfaces", interface] if hosts and interface else []
+        return [program(name), *options, "-np", str(ranks), *where, *python, *engine, *flags]
+    return [*python, *engine, *flags]
+
+
+def program(name: str) -> str:
+    """Return the path of `name`: beside this Python, or on PATH. Raises UserError where it is in neither."""
+    beside = Path(sys.executable).parent
+    found = shutil.which(name, path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
+    if found is None:
+        raise UserError(f"{name} is neither beside {sys.executable} nor on PATH: run `make setup`, or load its module")
+    return found
+
+
+def run_job(arguments: Sequence[str], seconds: float, log: Path) -> Ended:
+    """Run a command line to its end, its output into `log`; past its `seconds` it is killed, with all that it started.
+
+    So it is where this process is interrupted: no rank outlives the call.
+    """
+    job = uuid.uuid4().hex
+    environment = {**os.environ, MARK: job}
+    if not is_launcher(arguments):  # what a batch system says of its own job is not said to one process
+        for _, *names in LAUNCHERS:
+            for name in names:
+                environment.pop(name, None)
+    began = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
+            start_new_session=True,  # Ctrl-C is ours to pass on: else launchers and ranks answer it all at once
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with interrupts_deferred():
+                end(process, job)
+    return Ended(code, time.monotonic() - began)
+
+
+def is_launcher(arguments: Sequence[str]) -> bool:
+    return Path(arguments[0]).name in ("horovodrun", "mpirun") or "torch.distributed.run" in arguments
+
+
+@contextlib.contextmanager
+def interrupts_deferred():
+    """Ctrl-C and SIGTERM wait until this ends: they must neither stop the cleaning up nor be lost."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+def end(process: subprocess.Popen, job: str) -> None:
+    """Ask the launcher to end its ranks, which it alone can do on other hosts; then kill what is left on this one."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=TERM_SECONDS)
+    deadline = time.monotonic() + TERM_SECONDS
+    while left := members(job):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()  # takes note of its end, lest it stay as a zombie
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+
+
+def members(job: str) -> list[int]:
+    """Return the live processes of `job` on this host, found by their environment."""
+    needle, found = f"{MARK}={job}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if needle in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,86 @@
+"""What all measurements share: waiting for the device, means with their intervals, the hardware's name, files of results."""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training.records import files
+
+# Student's t, two-sided 95 %, for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2).
+STUDENT_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+class Mean(NamedTuple):
+    """The mean of n repeats, and the 95 % confidence interval of the true mean, as far as repeats are independent."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """Return the mean of `values` and its 95 % interval; of one value, nobody knows it: None."""
+    middle, n = statistics.fmean(values), len(values)
+    if n < 2:
+        return Mean(middle, None, None, n)
+    # Beyond 30 degrees of freedom that of 30: a little too wide, never too narrow.
+    half = STUDENT_T[min(n - 1, len(STUDENT_T)) - 1] * statistics.stdev(values) / n**0.5
+    return Mean(middle, middle - half, middle + half, n)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what was queued: only then does the clock tell what it took."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def hardware() -> dict[str, object]:
+    """Return what this process runs on: processor, the cores it may use, memory in bytes, GPU, and how busy it is."""
+    names = [
+        line.partition(":")[2].strip() for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")
+    ]
+    found: dict[str, object] = dict(
+        processor=names[0] if names else platform.processor(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        load_average=os.getloadavg()[0],  # of the last minute: processes that ran, or would have
+    )
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def make_directory(directory: Path) -> None:
+    """Make `directory`; raise UserError where nothing can be written there: before anything is measured, not after."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        trial = directory / f".trial.{os.getpid()}"
+        trial.touch()
+        trial.unlink()
+    except OSError as error:
+        said = f"--output-dir {directory} cannot be written ({error.strerror}): name another, or make room"
+        raise UserError(said) from error
+
+
+def write_json(path: Path, result: dict[str, object]) -> None:
+    """Write `result`, complete or not at all; what JSON does not know becomes text."""
+    with files.replacing(path) as file:
+        file.write(json.dumps(result, indent=2, default=str) + "\n")

@@ -1,0 +1,220 @@
+"""The page: one HTML file that needs nothing else. No script; every text from a run passes `text`, which escapes it."""
+
+import base64
+import time
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from itertools import pairwise
+
+from hvdtrain.analysis import plotting
+from hvdtrain.analysis.reporting.pictures import Picture, png
+from hvdtrain.analysis.reporting.runs import Run, differing, number, shown
+
+# Nothing is fetched and nothing is run, whatever a run's names may hold.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def text(value: object) -> str:
+    """Return what may stand inside the page, as text or in a quoted attribute."""
+    return escape("".join(c if c.isprintable() else "?" for c in str(value)))
+
+
+def build(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
+    """Return the page: the results first, then the pictures, then how it came about."""
+    by_name = {picture.name: picture for picture in pictures}
+    learning = [p for p in pictures if p.name.startswith(("loss", "accuracy"))]
+    timing = [by_name[name] for name in ("throughput", "time-shares") if name in by_name]
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    head = (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{text(title)} · hvdtrain</title>\n'
+        f'<link rel="icon" href="data:,">\n<style>\n{style()}</style>\n</head>\n<body>\n'
+    )
+    parts = [
+        f"<header><h1>{text(title)}</h1>{subtitle(runs)}</header>\n<main>",
+        facts(runs[0]) if len(runs) == 1 else f'<h2>Compared</h2><div class="card">{comparison(runs)}</div>',
+        notes(runs),
+        section("Learning", learning, key(runs)),
+        section("Where the time goes", timing),
+        *(mistakes(run, place, by_name, len(runs)) for place, run in enumerate(runs, 1)),
+        f'<h2>How it ran</h2><div class="stack">{"".join(history(run) for run in runs)}</div>',
+        configuration(runs),
+        f"</main>\n<footer><p>Made by hvdtrain.report, {moment(time.time())}.</p></footer>\n</body>\n</html>\n",
+    ]
+    return head + "\n".join(part for part in parts if part)
+
+
+def style() -> str:
+    return files("hvdtrain.analysis.reporting").joinpath("page.css").read_text()
+
+
+def subtitle(runs: Sequence[Run]) -> str:
+    data = dict.fromkeys(str(run.start.get("reason") or run.start.get("dataset", "?")) for run in runs)
+    return f'<p class="soft">{text("; ".join(data))}</p>'
+
+
+def moment(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def figures(run: Run) -> dict[str, tuple[str, str]]:
+    """Return the results by name: the figure, and what qualifies it. Of a run without an end, what it had come to."""
+    said = {name: number(run.summary.get(name)) for name in run.summary}
+    last = run.evaluations[-1] if run.evaluations else {}
+    accuracy = said.get("test_accuracy", number(last.get("accuracy")))
+    loss = said.get("test_loss", number(last.get("loss")))
+    count = number(run.summary.get("test_count", last.get("count")))
+    samples = said.get("samples") or (run.train[-1]["samples"] if run.train else None)
+    rate = said.get("samples_per_second")
+    if rate is None and run.train:
+        rate = number(run.train[-1].get("samples_per_second"))
+    if len(run.attempts) > 1:  # total_seconds is the last one's alone, train_seconds of all
+        more = f"{duration(run.seconds)} with evaluation and checkpoints"
+    else:
+        whole = said.get("total_seconds")
+        more = f"{duration(whole)} with start-up and evaluation" if whole else ""
+    return {
+        "test accuracy": ("-" if accuracy is None else f"{accuracy:.2%}", f"of {count:,.0f} samples" if count else ""),
+        "test loss": ("-" if loss is None else f"{loss:.4f}", ""),
+        "training": (duration(said.get("train_seconds")), more),
+        "throughput": ("-" if rate is None else f"{rate:,.0f}/s", "samples, over all ranks"),
+        "samples": ("-" if samples is None else f"{samples:,.0f}", ""),
+        "state": (run.state, restarts(run)),
+    }
+
+
+def restarts(run: Run) -> str:
+    again = len(run.attempts) - 1
+    return "" if not again else f"{again} restart{'s'[: again > 1]}"
+
+
+def facts(run: Run) -> str:
+    """The results of one run, side by side."""
+    shape = {"ranks": (str(run.ranks), f"{run.engine}, {len(run.hosts) or '?'} host{'s'[: len(run.hosts) > 1]}")}
+    cells = [
+        f"<div><dt>{text(name)}</dt><dd>{text(figure)}<small>{text(more)}</small></dd></div>"
+        for name, (figure, more) in (figures(run) | shape).items()
+        if name != "samples"
+    ]
+    return f'<dl class="facts">{"".join(cells)}</dl>'
+
+
+def dot(place: int) -> str:
+    return f'<span class="dot" style="background: var(--c{place % len(plotting.COLOURS)})"></span>'
+
+
+def table(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str], str]]) -> str:
+    """One column per run; rows: name, a text per run, class."""
+    heads = "".join(f"<th>{dot(place)}{text(run.name)}</th>" for place, run in enumerate(runs))
+    body = ""
+    for name, cells, kind in rows:
+        columns = "".join(f"<td>{text(cell)}</td>" for cell in cells)
+        body += f'<tr class="{kind}"><th>{text(name.replace("_", "-"))}</th>{columns}</tr>'
+    head = f"<thead><tr><th></th>{heads}</tr></thead>"
+    return f'<div class="scroll"><table class="runs">{head}<tbody>{body}</tbody></table></div>'
+
+
+def comparison(runs: Sequence[Run]) -> str:
+    """What differs first, then the results."""
+    rows = [(name, [run.config.get(name, "-") for run in runs], "differs") for name in differing(runs)]
+    results = [figures(run) for run in runs]
+    found = [(name, [result[name][0] for result in results], "") for name in results[0]]
+    rows += [(*found[0][:2], "first" if rows else ""), *found[1:]]
+    return table(runs, rows)
+
+
+def configuration(runs: Sequence[Run]) -> str:
+    unlike = differing(runs)
+    names = [*unlike, *(name for name in dict.fromkeys(n for run in runs for n in run.config) if name not in unlike)]
+    rows = [(name, [run.config.get(name, "-") for run in runs], "differs" if name in unlike else "") for name in names]
+    first = ": what differs first" if unlike else ""
+    return f'<details class="card"><summary>Configuration{first}</summary>{table(runs, rows)}</details>'
+
+
+def notes(runs: Sequence[Run]) -> str:
+    """What a reader has to know before trusting the pictures."""
+    lines = []
+    for run in runs:
+        whose = f"<b>{text(run.name)}</b>: " if len(runs) > 1 else ""
+        lines += [f"<p>{whose}{text(note)}</p>" for note in run.notes]
+    return f'<div class="notes">{"".join(lines)}</div>' if lines else ""
+
+
+def key(runs: Sequence[Run]) -> str:
+    """Explain the marks, if there are any."""
+    said = ["ticks on the ground: checkpoints"] if any(run.checkpoints for run in runs) else []
+    said += ["broken upright line: restart"] if any(len(run.attempts) > 1 for run in runs) else []
+    return "; ".join(said)
+
+
+def section(title: str, pictures: Sequence[Picture], more: str = "") -> str:
+    if not pictures:
+        return ""
+    cards = "".join(card(picture) for picture in pictures)
+    note = f'<p class="soft">{text(more[0].upper() + more[1:])}.</p>' if more else ""
+    return f'<h2>{text(title)}</h2><div class="pair">{cards}</div>{note}'
+
+
+def card(picture: Picture) -> str:
+    return (
+        f'<figure class="card"><h3>{text(picture.title)}</h3><figcaption>{text(picture.see)}</figcaption>'
+        f"{picture.svg}</figure>"
+    )
+
+
+def mistakes(run: Run, place: int, pictures: dict[str, Picture], count: int) -> str:
+    """The confusion matrix, and beside it the worst mistakes as images."""
+    if run.record is None:
+        return ""
+    cards = [card(pictures[name]) for name in (f"confusion-{place}",) if name in pictures]
+    shown_mistakes = "".join(
+        f'<figure><img alt="{m["label"]} taken for {m["predicted"]}" '
+        f'src="data:image/png;base64,{base64.b64encode(png(run.record, m)).decode()}">'
+        f"<figcaption><b>{m['label']} → {m['predicted']}</b><br>{m['loss']:.2f}</figcaption></figure>"
+        for m in run.record.mistakes
+    )
+    wrong = sum(n for i, row in enumerate(run.record.confusion) for j, n in enumerate(row) if i != j)
+    total = sum(map(sum, run.record.confusion))
+    cards.append(
+        f'<div class="card"><h3>Worst mistakes</h3><p class="soft">{wrong:,} of {total:,} are wrong; '
+        f"label → prediction, and the loss</p><div class='mistakes'>{shown_mistakes}</div></div>"
+    )
+    whose = f"{dot(place - 1)}{text(run.name)}: what it gets wrong" if count > 1 else "What it gets wrong"
+    return f'<h2>{whose}</h2><div class="pair">{"".join(cards)}</div>'
+
+
+def history(run: Run) -> str:
+    """When it started, was interrupted, ended; where it went on; what it ran on; which checkpoints are there."""
+    rows = []
+    for place, attempt in enumerate(run.attempts):
+        ranks = f"{attempt.ranks} rank{'s'[: attempt.ranks > 1]}"
+        since = "" if not attempt.step else f", after step {attempt.step:,} ({attempt.samples:,.0f} samples)"
+        rows.append((f"{'restarted' if place else 'started'} {moment(attempt.began)}",
+                     f"{ranks}{since}; ran {duration(attempt.ended - attempt.began)}"))  # fmt: skip
+    pause = sum(max(0.0, after.began - before.ended) for before, after in pairwise(run.attempts))
+    if pause:
+        rows.append(("not running in between", f"{duration(pause)}; left out of every picture"))
+    if run.lost:
+        rows.append(("recorded steps taken again", f"{len(run.lost)}, lost with their attempt"))
+    if run.kept:
+        rows.append(("checkpoints there", shown(run.kept)))
+    rows.append(("hosts", shown(run.hosts) or "?"))
+    automatic = run.start.get("automatic")
+    if isinstance(automatic, list) and automatic:
+        rows.append(("chosen automatically", "; ".join(map(str, automatic))))
+    body = "".join(f"<tr><th>{text(name)}</th><td>{text(said)}</td></tr>" for name, said in rows)
+    return f'<div class="card"><h3>{text(run.name)}</h3><table class="story">{body}</table></div>'

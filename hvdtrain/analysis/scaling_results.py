@@ -1,0 +1,177 @@
+"""What hvdtrain.scaling measured: the bounds, speed-up and efficiency over rounds, as a table, as files, as a picture."""
+
+import csv
+import statistics
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdtrain.analysis import measuring, plotting
+from hvdtrain.training.records import files
+from hvdtrain.training.records.metrics import versions
+
+ALONE, APART = "alone", "apart"  # the bounds
+
+
+class Configuration(NamedTuple):
+    """What is measured together: `name` is an engine's variant or a bound."""
+
+    name: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.ranks} rank{'s'[: self.ranks > 1]}"
+
+
+Rounds = list[dict[Configuration, dict]]  # per round, what benchmark.json says of each configuration that succeeded
+
+
+class Spread(NamedTuple):
+    """Over rounds."""
+
+    median: float
+    least: float
+    most: float
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    return Spread(statistics.median(values), min(values), max(values)) if values else None
+
+
+def rate(result: dict) -> float:
+    return result["samples_per_second"]["mean"]
+
+
+def summarize(rounds: Rounds, planned: list[Configuration]) -> list[dict]:
+    """Return one row per configuration that succeeded at least once.
+
+    speed_up: over one rank alone; efficiency_alone: that over N; efficiency_apart: over N ranks that do not communicate.
+    Each is taken within a round, and None where no round has both.
+    """
+    rows = []
+    for which in planned:
+        here = [results for results in rounds if which in results]
+        if not here:
+            continue
+        alone, apart = Configuration(ALONE, 1), Configuration(APART if which.ranks > 1 else ALONE, which.ranks)
+        speed_up = [rate(results[which]) / rate(results[alone]) for results in here if alone in results]
+        beside = [rate(results[which]) / rate(results[apart]) for results in here if apart in results]
+        rows.append(
+            dict(
+                name=which.name,
+                ranks=which.ranks,
+                rounds=len(here),
+                samples_per_second=spread([rate(results[which]) for results in here]),
+                speed_up=spread(speed_up),
+                efficiency_alone=spread([value / which.ranks for value in speed_up]),
+                efficiency_apart=spread(beside),
+                **{
+                    f"{phase}_seconds": statistics.median(
+                        results[which]["seconds_per_sample"][phase] for results in here
+                    )
+                    for phase in ("loading", "compute", "communication")
+                },
+            )
+        )
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Return the rows as a Markdown table: median, and least to most."""
+
+    def cell(value: Spread | None, pattern: str) -> str:
+        if value is None:
+            return "-"
+        return f"{value.median:{pattern}} ({value.least:{pattern}} to {value.most:{pattern}})"
+
+    lines = [
+        "| | ranks | samples/s | speed-up | of one alone x N | of N apart | communication |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        seconds = [row[f"{phase}_seconds"] for phase in ("loading", "compute", "communication")]
+        cells = [
+            row["name"],
+            str(row["ranks"]),
+            cell(row["samples_per_second"], ",.0f"),
+            cell(row["speed_up"], ".2f"),
+            cell(row["efficiency_alone"], ".2f"),
+            cell(row["efficiency_apart"], ".2f"),
+            f"{seconds[2] / sum(seconds):.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write(flags: Namespace, rows: list[dict], rounds: Rounds, failed: dict[Configuration, str]) -> None:
+    """Write scaling.csv, scaling.json and scaling.png."""
+    spreads = ("samples_per_second", "speed_up", "efficiency_alone", "efficiency_apart")
+    with files.replacing(flags.output_dir / "scaling.csv") as file:
+        flat = [
+            {key: value for key, value in row.items() if key not in spreads}
+            | {f"{key}_{part}": getattr(row[key], part, "") for key in spreads for part in Spread._fields}
+            for row in rows
+        ]
+        writer = csv.DictWriter(file, list(flat[0]))
+        writer.writeheader()
+        writer.writerows(flat)
+    named = [row | {key: row[key] and row[key]._asdict() for key in spreads} for row in rows]
+    runs = [dict(round=number, name=which.name, **result) for number, results in enumerate(rounds, 1)
+            for which, result in results.items()]  # fmt: skip
+    measuring.write_json(
+        flags.output_dir / "scaling.json",
+        dict(
+            config=vars(flags), hardware=measuring.hardware(), versions=versions(), rows=named,
+            failed={str(which): why for which, why in failed.items()}, runs=runs,
+        ),
+    )  # fmt: skip
+    draw(rows, title(rounds), flags.output_dir / "scaling.png")
+
+
+def title(rounds: Rounds) -> str:
+    result = next(result for results in rounds for result in results.values())
+    rank = result["ranks"][0]
+    how = f"{result['model']}, batch {result['batch_size_per_rank']} per rank, {rank['device'].split(':')[0]}"
+    return f"{how}, {rank['threads']} thread{'s'[: rank['threads'] > 1]} per rank; n = {len(rounds)}"
+
+
+def draw(rows: list[dict], about: str, path: Path) -> None:
+    """Draw throughput and the share of the second bound over ranks; bars from least to most."""
+    figure, (left, right) = plotting.panels(["throughput", "share of ranks that do not communicate"])
+    figure.suptitle(about, fontsize=10)
+    counts = sorted({row["ranks"] for row in rows})
+    alone = [row for row in rows if row["name"] == ALONE]
+    if alone:
+        one = alone[0]["samples_per_second"].median
+        left.plot(
+            counts,
+            [one * count for count in counts],
+            color="black",
+            linewidth=1,
+            linestyle=":",
+            label="one alone x N",
+        )
+    names = [name for name in dict.fromkeys(row["name"] for row in rows) if name not in (ALONE, APART)]
+    bound = [row for row in rows if row["name"] in (ALONE, APART)]
+    if len(bound) > 1:
+        bars(left, bound, "samples_per_second", color="grey", marker="x", linestyle="--", label="no communication")
+    for index, name in enumerate(names):
+        mine = [row for row in rows if row["name"] == name]
+        style = dict(color=plotting.COLOURS[index % 6], marker=plotting.MARKERS[index % 6], label=name)
+        bars(left, mine, "samples_per_second", **style)
+        bars(right, mine, "efficiency_apart", **style)
+    right.axhline(1, color="grey", linewidth=1, linestyle="--")
+    for axis, unit in ((left, "samples/s, all ranks"), (right, "share")):
+        axis.set(xlabel="ranks", ylabel=unit, ylim=(0, None))
+        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.legend(frameon=False)
+    plotting.save(figure, path)
+
+
+def bars(axes, rows: list[dict], key: str, **style: object) -> None:
+    drawn = [row for row in rows if row[key] is not None]
+    middle = [row[key].median for row in drawn]
+    below = [row[key].median - row[key].least for row in drawn]
+    above = [row[key].most - row[key].median for row in drawn]
+    axes.errorbar([row["ranks"] for row in drawn], middle, yerr=[below, above], capsize=3, markersize=5, **style)

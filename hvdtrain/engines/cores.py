@@ -1,0 +1,37 @@
+"""How many cores a rank really has: its affinity, its neighbours on the host, its control group. Imports no torch."""
+
+from pathlib import Path
+
+
+def threads_for(rank: int, cores: list[tuple[str, list[int]]], quota: float) -> int:
+    """Return how many threads `rank` should use: its share of the cores that it may run on, and at least one.
+
+    `cores`: per rank its host and the cores it may run on, which other ranks of the host may share or not.
+    `quota`: cores' worth of time that the container may use (`cpu_quota`).
+    """
+    host, mine = cores[rank]
+    neighbours = [set(theirs) for where, theirs in cores if where == host]
+    share = sum(1 / sum(core in theirs for theirs in neighbours) for core in mine)
+    return max(1, int(min(share, quota / len(neighbours)) + 1e-6))
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the cores' worth of time that this process's control group (version 2) allows; inf where it sets no limit."""
+    try:
+        own = next(line[4:] for line in membership.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        return float("inf")
+    quota = float("inf")
+    for directory in [root, *(root / part for part in _prefixes(own))]:
+        try:
+            limit, period = (directory / "cpu.max").read_text().split()
+            cores = float(limit) / float(period) if limit != "max" else quota
+        except (OSError, ValueError, ZeroDivisionError):
+            continue
+        quota = min(quota, cores) if cores > 0 else quota
+    return quota
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = [part for part in path.split("/") if part]
+    return ["/".join(parts[: depth + 1]) for depth in range(len(parts))]

@@ -1,0 +1,37 @@
+"""How a program ends: one line on standard error and an exit code."""
+
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.launchers import announced
+
+LINGER_SECONDS = 2.0
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Call `main` and exit with its code; a UserError or Failure becomes one line on standard error and its exit code.
+
+    Rank 0 speaks at once. The others linger first, because mpirun ends a job at the first rank that fails: left at once, one
+    of them could end rank 0 before it has said why. Then they say what rank 0 may not know.
+    """
+    try:
+        code = main()
+    except (UserError, Failure) as error:
+        script = f"hvdtrain.{Path(sys.argv[0]).stem}"
+        try:
+            rank = announced().rank
+        except UserError:
+            rank = 0
+        if rank != 0:
+            time.sleep(LINGER_SECONDS)
+            script += f": rank {rank} on {socket.gethostname()}"
+        if rank == 0 or not error.everywhere:
+            line = " ".join(str(error).splitlines())  # one line, whatever the user typed into it
+            print(f"{script}: error: {line}", file=sys.stderr, flush=True)
+        code = error.exit_code
+    sys.exit(code)

@@ -1,0 +1,80 @@
+"""Which rank a launcher says this process is, and how it bound the process to cores. Imports no torch.
+
+Only this file, the engines, the starter and the doctor read the variables that launchers set; everything else asks
+`engine.rank`.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hvdtrain.engines.errors import UserError
+
+MOST_RANKS = 2**20  # announced more, it is a mistake: the largest machines have fewer GPUs
+
+
+class Announced(NamedTuple):
+    """What a launcher told this process, before any engine was asked."""
+
+    launcher: str
+    rank: int
+    size: int
+
+
+# Innermost launcher first: mpirun inside sbatch sets its own variables beside Slurm's.
+LAUNCHERS = (
+    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun (MPICH or Intel MPI)", "PMI_RANK", "PMI_SIZE"),
+    ("torchrun", "RANK", "WORLD_SIZE"),
+    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),
+)
+
+
+def announced(environment: Mapping[str, str] = os.environ) -> Announced:
+    """Return what the innermost launcher announced; alone, rank 0 of 1 by the launcher "none".
+
+    Raises UserError where that is no rank of so many.
+    """
+    for launcher, rank, size in LAUNCHERS:
+        if rank not in environment or size not in environment:
+            continue
+        said = f"{rank}={environment[rank][:40]!r}, {size}={environment[size][:40]!r}"
+        try:
+            told = Announced(launcher, int(environment[rank]), int(environment[size]))
+        except ValueError:
+            raise UserError(f"{said}: not whole numbers; unset them") from None
+        if not 0 <= told.rank < told.size <= MOST_RANKS:
+            raise UserError(f"{said}: ranks go from 0 to below their number; correct them, or unset both")
+        return told
+    return Announced("none", 0, 1)
+
+
+def remedy(launcher: str, engine: str) -> str:
+    """Return what to type where this launcher's ranks did not find each other."""
+    if engine in ("serial", "dataparallel"):
+        return "it is one process; start it without a launcher, or use --engine ddp or horovod"
+    if launcher == "Slurm":
+        return "start with `srun --mpi=pmix` (see `srun --mpi=list`), or srun python -m hvdtrain.starter -m ..."
+    if launcher == "torchrun":
+        return "start with horovodrun or mpirun, or use --engine ddp"
+    return "this Horovod was built for another MPI, or for none; run `make setup`, or start with `horovodrun --gloo`"
+
+
+def bound_by_default(environment: Mapping[str, str]) -> bool:
+    """Tell whether mpirun bound this rank to one core without having been asked to.
+
+    Open MPI 4 does so for up to two ranks; training, MPI and the engine's own threads then share that core. What was asked
+    for (`--bind-to`, `--map-by`) stands in the environment, and is left alone.
+    """
+    asked = ("OMPI_MCA_hwloc_base_binding_policy", "OMPI_MCA_rmaps_base_mapping_policy")
+    return environment.get("OMPI_MCA_orte_bound_at_launch") == "1" and not any(name in environment for name in asked)
+
+
+def bound_unexplained(environment: Mapping[str, str], mine: int, host: int) -> bool:
+    """Tell whether Open MPI 5 bound this rank to one core; `mine` and `host` count the cores of the rank and of its host.
+
+    It does so for up to two ranks, unless it may oversubscribe. Whether anyone asked for it stands nowhere in the rank's
+    environment (5.0.11), so that this can be said but not undone.
+    """
+    return environment.get("PRTE_LAUNCHED") == "1" and mine == 1 < host

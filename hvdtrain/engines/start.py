@@ -1,0 +1,89 @@
+"""Start an engine and check it against the launcher: the single source of truth for ranks is the engine this returns."""
+
+import os
+import socket
+from collections.abc import Mapping
+
+import torch
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.cores import cpu_quota, threads_for
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, remedy
+from hvdtrain.engines.malloc import keep_freed_memory
+
+ENGINES = ("horovod", "ddp", "dataparallel", "serial")
+
+
+def start(
+    name: str, *, tuning: bool = True, device: str = "auto", threads: int | None = None, timeline: bool = False
+) -> Engine:
+    """Start the engine called `name`, and check it against what the launcher announced.
+
+    `threads`: torch's threads on this rank; None derives them from the cores that this rank really has.
+    `timeline`: `Engine.start_timeline` will be called.
+    Raises UserError where launcher and engine disagree, or the device cannot be had.
+    """
+    told = announced()
+    unbind = tuning and bound_by_default(os.environ)
+    if unbind:
+        # The kernel cuts the set down to what the job's own limits allow.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    kind = engine_class(name)
+    if timeline:
+        kind.offer_timeline()
+    engine = kind(tuning=tuning, rank=told.rank, size=told.size, launcher=told.launcher)
+    if told.launcher != "none" and (told.rank, told.size) != (engine.rank, engine.size):
+        engine.shutdown()
+        how = remedy(told.launcher, name)
+        said = f"{told.launcher} announced {told.size} ranks, but {name} sees {engine.size}: {how}"
+        raise UserError(said, everywhere=True)
+    if unbind:
+        engine.notes.append("mpirun's default binding to one core undone (--bind-to is respected)")
+    if tuning and bound_unexplained(os.environ, len(os.sched_getaffinity(0)), os.cpu_count() or 1):
+        engine.notes.append(
+            "mpirun bound rank 0 to one core, which its threads share: unless you meant it, --bind-to none"
+        )
+    with engine.raising_together("device"):
+        engine.device = engine.choose_device(device)
+    if tuning and engine.device.type == "cpu" and keep_freed_memory(os.environ):
+        engine.notes.append("malloc keeps freed memory")
+    if threads is not None or tuning:
+        torch.set_num_threads(threads or cores_of_rank(engine))
+    return engine
+
+
+def cores_of_rank(engine: Engine) -> int:
+    """Return this rank's share of the cores that it may run on, at least one. A collective."""
+    cores = engine.all_gather_object([socket.gethostname(), sorted(os.sched_getaffinity(0))], "cores")
+    return threads_for(engine.rank, cores, cpu_quota())
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Return the class of the engine called `name`; only the chosen engine's module is imported."""
+    if name == "horovod":
+        from hvdtrain.engines.horovod import HorovodEngine
+
+        return HorovodEngine
+    if name == "ddp":
+        from hvdtrain.engines.ddp import DdpEngine
+
+        return DdpEngine
+    from hvdtrain.engines import single
+
+    return single.DataParallelEngine if name == "dataparallel" else single.SerialEngine
+
+
+def refuse_foreign(engine_name: str, options: Mapping[str, object]) -> None:
+    """Raise UserError where `options` (flags by name; None: not given) ask for what only other engines can do."""
+    for name, refused in engine_class(engine_name).lacks.items():
+        value = options.get(name)
+        if value is not None and (refused is None or value in refused):
+            able = [
+                other
+                for other in ENGINES
+                if (lacked := engine_class(other).lacks.get(name, ())) is not None and value not in lacked
+            ]
+            flag = f"--{name.replace('_', '-')} {value}"
+            how = f"leave it out, or use --engine {' or '.join(able)}"
+            raise UserError(f"{flag} is not for --engine {engine_name}: {how}", everywhere=True)

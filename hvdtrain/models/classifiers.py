@@ -1,0 +1,38 @@
+"""torchvision's classifiers by name."""
+
+from torch import nn
+
+from hvdtrain.engines.errors import UserError
+
+
+def require_torchvision() -> None:
+    """Raise UserError where torchvision is not there, or is not this torch's."""
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # RuntimeError: "operator torchvision::nms does not exist"
+        said = str(error).partition("\n")[0]
+        raise UserError(
+            f"torchvision cannot be used ({said}): pip install the torchvision made for your torch"
+        ) from error
+
+
+def build_model(name: str, classes: int, side: int) -> nn.Module:
+    """Return torchvision's classifier `name` with random weights. Raises UserError where there is none for such images."""
+    from torchvision import models
+
+    if name not in models.list_models(module=models):
+        raise UserError(
+            f"--model {name}: torchvision has no such classifier (resnet50, vit_b_16, ...)", everywhere=True
+        )
+    options: dict[str, object] = {"num_classes": classes}
+    if name in ("googlenet", "inception_v3"):
+        options |= dict(aux_logits=False, init_weights=True)  # one output, as all the others have
+    if name.startswith("vit"):
+        options["image_size"] = side
+    if name.startswith("maxvit"):
+        options["input_size"] = (side, side)
+    try:
+        return models.get_model(name, weights=None, **options)
+    except (ValueError, AssertionError) as error:
+        said = f"--model {name} cannot be had for --image-size {side}: {error}"
+        raise UserError(said, everywhere=True) from error

@@ -1,0 +1,257 @@
+"""Checkpoints: complete or absent, verified, and free of code. One file each, in the safetensors format:
+
+    model.NAME            parameters and buffers, under their own names
+    optimizer.I.NAME      the optimizer's tensors of parameter I
+    buffers               [ranks, n]: each rank's own floating-point buffers (batch norm's running statistics), flattened
+    metadata "facts"      JSON: where training stands, the flags, what is no tensor; "sha256": of all of the above
+
+The learning rate needs no state: it follows from the position. Nor does randomness: it follows from seed, position and rank.
+
+python -m hvdtrain.training.checkpoint FILE                       verify it, and print where training stood
+python -m hvdtrain.training.checkpoint FILE --export W.safetensors    only the model's weights, for use elsewhere
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training.records import files
+
+NAME = re.compile(r"step-(\d{8,})\.safetensors")
+PATIENCE_SECONDS = 600.0
+TEMPORARY = re.compile(r"\.step-\d{8,}\.safetensors\.\d+")
+
+
+class Damaged(Exception):
+    """This file is not a complete, unaltered checkpoint. The message is one clause without the file's name."""
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}.safetensors"
+
+
+def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the facts and of every tensor's name, type, shape and bytes."""
+    total = hashlib.sha256(facts.encode())
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def write(path: Path, facts: dict, tensors: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint so that `path` is complete or absent, whatever fails in between. Raises OSError.
+
+    The file reaches the disk before its name does, and the name before this returns; a power cut leaves either.
+    """
+    import safetensors.torch
+
+    text = json.dumps(facts)
+    data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": digest(text, tensors)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with files.replacing(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """Return the facts and the tensors (on the CPU). Raises Damaged, or OSError where the file cannot be read.
+
+    Memory stays near the file's size: safetensors refuses a header over 100 MB, and tensors that do not fill the file.
+    """
+    import safetensors
+
+    with path.open("rb"):  # the system's own message for what cannot be opened
+        pass
+    try:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        text = metadata["facts"]
+        if digest(text, tensors) != metadata["sha256"]:
+            raise Damaged("its checksum does not fit its content")
+        facts = json.loads(text)
+    except Damaged:
+        raise
+    except KeyError as error:
+        raise Damaged(f"it has no {error} in its header") from error
+    except Exception as error:  # safetensors raises its own kind, and several of torch's for types it does not know
+        raise Damaged(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    if not isinstance(facts, dict) or facts.get("format") != 1:
+        raise Damaged("it was not written by this program's format 1")
+    return facts, tensors
+
+
+def read_facts(path: Path) -> dict:
+    """Return the facts alone, unverified; {} where they cannot be read."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            facts = json.loads((file.metadata() or {})["facts"])
+    except Exception:
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def listed(directory: Path) -> list[Path]:
+    """Return the checkpoints of `directory`, newest first; temporary files are none."""
+    try:
+        found = [(int(match[1]), path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name))]
+    except OSError:
+        return []
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def newest(directory: Path, warn: Callable[[str], None]) -> tuple[dict, dict[str, Tensor]] | None:
+    """Return facts and tensors of the newest sound checkpoint; `warn` of each damaged one, and set it aside."""
+    for path in listed(directory):
+        try:
+            return read(path)
+        except OSError as error:  # perhaps only for now
+            warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the one before")
+        except Damaged as error:
+            aside = path.with_name(path.name + ".damaged")
+            try:
+                path.rename(aside)
+                where = f"kept as {aside.name}"
+            except OSError:
+                where = "left where it is"
+            warn(f"checkpoint {path} is damaged ({error}): {where}; trying the one before")
+    return None
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints and the one with the best test accuracy (of equals the newest)."""
+    old = listed(directory)[keep:]
+    if not old:
+        return
+    scored = [
+        (accuracy, path)
+        for path in listed(directory)
+        if isinstance(accuracy := read_facts(path).get("accuracy"), (int, float)) and accuracy == accuracy  # no NaN
+    ]
+    best = max(accuracy for accuracy, _ in scored) if scored else None
+    best_path = next((path for accuracy, path in scored if accuracy == best), None)
+    for path in old:
+        if path != best_path:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def remove_temporaries(directory: Path) -> None:
+    """Remove what a writer that was killed has left."""
+    with contextlib.suppress(OSError):
+        for path in list(directory.iterdir()):
+            if TEMPORARY.fullmatch(path.name):
+                path.unlink()
+
+
+class Writer:
+    """Writes snapshots in the background, one at a time; of those that wait, only the newest is written.
+
+    `done(path, error)` is called in the writer's thread after each, with None or the OSError that it failed with.
+    """
+
+    def __init__(self, directory: Path, keep: int, done: Callable[[Path, OSError | None], None]):
+        self.directory, self.keep, self.done = directory, keep, done
+        self.failed: OSError | None = None  # of the newest attempt
+        self._waiting: tuple[dict, dict[str, Tensor]] | None = None
+        self._condition = threading.Condition()
+        self._busy = False
+        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+
+    def put(self, facts: dict, tensors: dict[str, Tensor]) -> None:
+        """Hand over a snapshot, which nobody may change any more."""
+        with self._condition:
+            self._waiting = facts, tensors
+            self._condition.notify_all()
+
+    def flush(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Return once nothing waits or is being written; `tick` is called about once a second meanwhile.
+
+        A file system that hangs is waited for no longer than PATIENCE_SECONDS: then `failed` says so.
+        """
+        until = time.monotonic() + PATIENCE_SECONDS
+        with self._condition:
+            while self._waiting is not None or self._busy:
+                self._condition.wait(1.0)
+                tick()
+                if time.monotonic() > until:
+                    self.failed = OSError(f"not written within {PATIENCE_SECONDS:.0f} s")
+                    return
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._busy = False
+                self._condition.notify_all()
+                while self._waiting is None:
+                    self._condition.wait()
+                facts, tensors = self._waiting
+                self._waiting, self._busy = None, True
+            self._write(facts, tensors)
+            del facts, tensors
+
+    def _write(self, facts: dict, tensors: dict[str, Tensor]) -> None:
+        path = self.directory / name_of(facts["position"]["step"])
+        self.failed = None
+        try:
+            write(path, facts, tensors)
+            prune(self.directory, self.keep)
+        except OSError as error:
+            self.failed = error
+        except Exception as error:  # whatever the library makes of it: this thread must not end in silence
+            self.failed = OSError(repr(error))
+        self.done(path, self.failed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="hvdtrain.training.checkpoint", description="Verify a checkpoint; export its weights."
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--export", type=Path, metavar="W.safetensors", help="write the model's weights there")
+    flags = parser.parse_args(argv)
+    try:
+        facts, tensors = read(flags.file)
+    except (Damaged, OSError) as error:
+        raise UserError(f"{flags.file}: {error}: name another checkpoint") from error
+    if flags.export is not None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        try:
+            save_file(weights, flags.export)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"--export {flags.export}: cannot be written ({error}): name another place") from error
+    print(json.dumps(facts, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    from hvdtrain.engines.exit_codes import run
+
+    run(main)

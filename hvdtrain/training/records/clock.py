@@ -1,0 +1,125 @@
+"""Where time goes: a clock for the phases of this rank, and what all ranks' clocks showed since the last look."""
+
+import resource
+import time
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvdtrain.engines.base import Engine
+
+
+class RankTimes(NamedTuple):
+    """One rank's seconds by phase, and in all (the rest is reporting), and the most memory that it has held so far."""
+
+    loading: float
+    compute: float
+    communication: float
+    elapsed: float
+    resident_bytes: int
+    cuda_bytes: int
+
+
+class Window(NamedTuple):
+    """What happened between two looks."""
+
+    steps: int
+    accuracy: float  # 0 to 1: of the last batch of the last step, over all ranks
+    ranks: list[RankTimes]
+    rates: dict[str, float]  # `Clock.rates` of this rank, and each phase's share of all ranks' time
+
+
+class Clock:
+    """Where this rank's time goes: each `mark` books the time since the one before on a phase. Seconds as the host sees
+    them: on CUDA, work that was only queued is booked where the host waits for it."""
+
+    PHASES = ("loading", "compute", "communication")
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, float, float]] | None = None  # while a list: phase, from, to (`time.perf_counter`)
+        self.restart()
+
+    def restart(self) -> None:
+        """An epoch begins: what went before is forgotten."""
+        self._began = self._marked = time.perf_counter()
+        self.totals: list[RankTimes] = []  # of all windows that `measure` looked at
+        self._open_window()
+
+    def _open_window(self) -> None:
+        self._window_began = time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._steps = self._samples = self._local_samples = 0
+
+    def mark(self, phase: str, at: float | None = None) -> None:
+        """Book the time up to `at` (`time.perf_counter`; default now) on `phase`."""
+        at = time.perf_counter() if at is None else at
+        self._seconds[phase] += at - self._marked
+        if self.spans is not None:
+            self.spans.append((phase, self._marked, at))
+        self._marked = at
+
+    def leave_out(self, seconds: float) -> None:
+        """Let the last `seconds` count for nothing: no phase, no rate, no lap."""
+        self._began += seconds
+        self._marked += seconds
+        self._window_began += seconds
+
+    def count(self, samples: int, local_samples: int) -> None:
+        """Count a step's samples: over all ranks, and on this one."""
+        self._steps += 1
+        self._samples += samples
+        self._local_samples += local_samples
+
+    def rates(self) -> dict[str, float]:
+        """Return samples per second over all ranks and seconds per sample of this rank by phase, since the last call."""
+        elapsed = time.perf_counter() - self._window_began
+        rates = {"samples_per_second": self._samples / elapsed}
+        for phase in self.PHASES:
+            rates[f"{phase}_seconds"] = self._seconds[phase] / max(self._local_samples, 1)
+        self._open_window()
+        return rates
+
+    def lap(self) -> float:
+        """Return the seconds since the clock was started, or since the last lap."""
+        began, self._began = self._began, time.perf_counter()
+        return self._began - began
+
+    def measure(self, engine: Engine, correct: Tensor, seen: int) -> Window:
+        """Return what happened on all ranks since the last call. A collective: 64 bytes from each rank.
+
+        correct: how many of the `seen` samples of this rank's last batch the model classified correctly.
+        """
+        cuda = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else 0
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        steps, phases = self._steps, [self._seconds[phase] for phase in self.PHASES]
+        mine = [*phases, time.perf_counter() - self._window_began, resident, cuda, float(correct), seen]
+        rows = engine.all_gather(torch.tensor(mine, dtype=torch.float64), "measure").tolist()
+        ranks = [RankTimes(row[0], row[1], row[2], row[3], int(row[4]), int(row[5])) for row in rows]
+        self.totals = added(self.totals, ranks)
+        accuracy = sum(row[6] for row in rows) / max(sum(row[7] for row in rows), 1)
+        share = {f"{phase}_share": value for phase, value in shares(ranks).items()}
+        return Window(steps, accuracy, ranks, self.rates() | share)
+
+    def per_rank(self) -> dict[str, list[float]]:
+        """Return, by quantity, a list over ranks: all that `measure` has seen of this clock."""
+        names = {field: f"{field}_seconds" for field in (*self.PHASES, "elapsed")}
+        return {names.get(f, f): [round(getattr(rank, f), 6) for rank in self.totals] for f in RankTimes._fields}
+
+
+def shares(ranks: list[RankTimes]) -> dict[str, float]:
+    """Return the share of each phase (0 to 1) in the time of all ranks; what is left of 1 went into reporting."""
+    elapsed = sum(rank.elapsed for rank in ranks)
+    return {phase: sum(getattr(rank, phase) for rank in ranks) / max(elapsed, 1e-9) for phase in Clock.PHASES}
+
+
+def added(before: list[RankTimes], since: list[RankTimes]) -> list[RankTimes]:
+    """Return the seconds of both windows, rank by rank, and the memory held at the later."""
+    if not before:
+        return since
+    seconds = ("loading", "compute", "communication", "elapsed")
+    return [
+        new._replace(**{name: getattr(old, name) + getattr(new, name) for name in seconds})
+        for old, new in zip(before, since, strict=True)
+    ]

@@ -1,0 +1,209 @@
+"""What a run leaves behind and shows: metrics.jsonl, summary.json, TensorBoard's files, the progress display.
+
+Only rank 0 writes and speaks; on the other ranks every method is there and does nothing.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training.records import files
+from hvdtrain.training.records.clock import Window
+from hvdtrain.training.records.misclassified import Mistake
+from hvdtrain.training.records.progress import Display, remedies
+
+if TYPE_CHECKING:
+    from hvdtrain.training.records.tensorboard import Board
+
+
+class Telemetry:
+    """Owns a run's output. Raises UserError where `output_dir` cannot be written.
+
+    continued: the run in `output_dir` goes on, and so does its metrics.jsonl; else that is kept under another name.
+    tensorboard: write TensorBoard's files too.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        output_dir: Path | None,
+        *,
+        progress: bool,
+        continued: bool = False,
+        tensorboard: bool = False,
+    ):
+        self.speaks = engine.rank == 0
+        self._lock = threading.Lock()
+        self.output_dir = output_dir if self.speaks else None
+        self._file = None
+        self._board: Board | None = None
+        self._display = Display(self.say) if progress and self.speaks else None
+        if self.output_dir is not None:
+            self._file = self._open(self.output_dir, continued)
+            if tensorboard:
+                from hvdtrain.training.records import tensorboard as board
+
+                self._board = board.Board(self.output_dir / "tensorboard", continued)
+
+    @staticmethod
+    def _open(directory: Path, continued: bool):
+        path = directory / "metrics.jsonl"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if continued and path.exists() and not path.is_symlink():
+                _drop_half_a_line(path)
+            elif os.path.lexists(path):  # an earlier run's, or a link: nothing is lost
+                path.rename(_free_name(directory))
+            (directory / "summary.json").unlink(missing_ok=True)
+            return files.open_to_append(path)
+        except OSError as error:
+            message = f"--output-dir {directory} cannot be written ({error.strerror}): name another, or make room"
+            raise UserError(message) from error
+
+    def say(self, line: str) -> None:
+        """Print a line on rank 0, above the progress bar where there is one."""
+        if not self.speaks:
+            return
+        if self._display is not None:
+            self._display.clear()
+        print(line, flush=True)
+
+    def event(self, name: str, **fields: object) -> None:
+        """Append one JSON object to metrics.jsonl."""
+        line = json.dumps({"event": name, "time": time.time(), **fields}, default=str) + "\n"
+        with self._lock:  # checkpoints are written, and hung ranks noticed, in threads of their own
+            self._write(line)
+        self._show(lambda board: board.event(name, fields))
+
+    def graph(self, model: nn.Module, images: Tensor) -> None:
+        """Show TensorBoard the model, by running it once on `images` ([b, channels, height, width], as it trains on)."""
+        self._show(lambda board: board.graph(model, images))
+
+    def mistakes(self, images: Tensor, mistakes: Sequence[Mistake]) -> None:
+        """Show TensorBoard what the model gets wrong. images: uint8 [n, 1, height, width], the whole test set."""
+        self._show(lambda board: board.mistakes(images, mistakes))
+
+    def _show(self, write: Callable[["Board"], None]) -> None:
+        if self._board is None:
+            return
+        try:
+            write(self._board)
+        except OSError as error:
+            self._board = None
+            print(f"warning: TensorBoard's files end here ({error.strerror})", file=sys.stderr, flush=True)
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:  # a full disk: what is lost is a line of the record, not the training
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+            print(f"warning: {self.output_dir}/metrics.jsonl ends here ({error.strerror})", file=sys.stderr, flush=True)
+
+    def start(self, engine: Engine, dataset: str, reason: str, config: dict[str, object]) -> None:
+        """Say what is about to run and why: first the data, then the ranks and each automatic choice."""
+        facts = {"rank": engine.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(engine.device)}
+        ranks = engine.all_gather_object(facts, "ranks")
+        hosts = len({rank["host"] for rank in ranks})
+        if self._display is not None:
+            self._display.hosts = [rank["host"] for rank in ranks]
+            self._display.remedies = remedies(config, hosts, engine.device.type)
+        self.say(f"data: {reason}")
+        self.say(
+            f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}, "
+            f"{engine.device.type}, {torch.get_num_threads()} torch thread{'s'[: torch.get_num_threads() > 1]} per rank"
+        )
+        if engine.notes:
+            self.say(f"automatic: {'; '.join(engine.notes)}")
+        self.event(
+            "start", world_size=engine.size, engine=engine.name, dataset=dataset, reason=reason, config=config,
+            versions=versions(), ranks=ranks, automatic=engine.notes,
+        )  # fmt: skip
+
+    def progress(self, epoch: int, epochs: int, step: int, steps: int, loss: float, window: Window) -> None:
+        """Show where training stands: one bar on a terminal, elsewhere a plain line now and then."""
+        if self._display is not None:
+            self._display.show(epoch, epochs, step, steps, loss, window)
+
+    def end(self, summary: dict[str, object]) -> None:
+        """Write summary.json (complete or absent) and the `end` event."""
+        self.event("end", **summary)
+        if self.output_dir is not None:
+            try:
+                with files.replacing(self.output_dir / "summary.json") as file:
+                    file.write(json.dumps(summary, indent=2) + "\n")
+            except OSError as error:
+                said = f"warning: {self.output_dir}/summary.json not written ({error.strerror}): {json.dumps(summary)}"
+                print(said, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._display is not None:
+            self._display.close()
+        if self._board is not None:
+            with contextlib.suppress(OSError):
+                self._board.close()
+            self._board = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> "Telemetry":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _drop_half_a_line(path: Path) -> None:
+    """Cut what a killed writer left after the last complete line."""
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _free_name(directory: Path) -> Path:
+    number = 1
+    while os.path.lexists(path := directory / f"metrics.{number}.jsonl"):
+        number += 1
+    return path
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("hvdtrain", "horovod"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def parameters_sha256(model: nn.Module) -> str:
+    """Return the SHA-256 of the parameters' bytes, in `state_dict` order (buffers left out)."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def seconds_since_process_start() -> float:
+    """Return the age of this process in seconds, imports included (proc(5): field 22 of stat, in clock ticks)."""
+    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime_seconds = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime_seconds - started_ticks / os.sysconf("SC_CLK_TCK")

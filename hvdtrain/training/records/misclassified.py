@@ -1,0 +1,72 @@
+"""The record of what a model gets wrong, in `--output-dir`/mistakes.json: confusions counted, the worst with their images.
+
+time          when it was written, in seconds since the epoch: one from before a run's start is another run's
+confusion     [classes][classes]: how many samples of the class (row) were taken for the class (column), over all ranks
+shape         [height, width] of an image
+mistakes      the highest losses first: index in the test set, label, predicted, loss, pixels (base64, a byte each)
+"""
+
+import base64
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hvdtrain.data.sharding import shard
+from hvdtrain.engines.base import Engine
+from hvdtrain.training.records import files
+
+FILE = "mistakes.json"
+KEPT = 24  # each rank hands in its worst, so that the worst of all are among them
+MOST = torch.finfo(torch.float32).max  # stands for a loss that is not finite, for which JSON has no word
+
+
+@dataclass(frozen=True, order=True)
+class Mistake:
+    """A wrong prediction. The first field sorts: by loss."""
+
+    loss: float
+    index: int  # in the test set
+    label: int
+    predicted: int
+
+
+def record_mistakes(engine: Engine, logits: Tensor, images: Tensor, labels: Tensor, directory: Path) -> list[Mistake]:
+    """Put the ranks' mistakes together; rank 0 writes them, and returns the worst (other ranks nothing), the highest losses
+    first. A collective. A full disk costs the record, not the training.
+
+    logits: [m, classes] of this rank's shard. images, labels: uint8 [n, 1, height, width], int64 [n], the whole test set.
+    """
+    mine = torch.arange(len(images))[shard(len(images), engine.rank, engine.size)]  # indices in the test set
+    logits, truth = logits.float().cpu(), labels.cpu()[mine]
+    classes, predicted = logits.shape[1], logits.argmax(1)
+    counts = torch.bincount(truth * classes + predicted, minlength=classes**2).view(classes, classes)
+    counts = engine.sum(counts, "mistakes.confusion")
+
+    wrong = (predicted != truth).nonzero()[:, 0]
+    losses = F.cross_entropy(logits[wrong], truth[wrong], reduction="none").nan_to_num(nan=MOST, posinf=MOST)
+    losses, order = losses.sort(descending=True)
+    worst = wrong[order[:KEPT]]
+    found = [losses[:KEPT], mine[worst], truth[worst], predicted[worst]]
+    everyone = engine.all_gather_object(
+        list(zip(*(values.tolist() for values in found), strict=True)), "mistakes.worst"
+    )
+    if engine.rank != 0:
+        return []
+    together = sorted((Mistake(*mistake) for theirs in everyone for mistake in theirs), reverse=True)[:KEPT]
+    mistakes = [
+        asdict(mistake) | dict(pixels=base64.b64encode(bytes(images[mistake.index].flatten().tolist())).decode())
+        for mistake in together
+    ]
+    record = dict(time=time.time(), confusion=counts.tolist(), shape=list(images.shape[-2:]), mistakes=mistakes)
+    try:
+        with files.replacing(directory / FILE) as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        print(f"warning: {directory}/{FILE} not written ({error.strerror})", file=sys.stderr, flush=True)
+    return together

@@ -1,0 +1,219 @@
+"""--profile: some steps of every rank, side by side in one file that Perfetto (ui.perfetto.dev) opens.
+
+Each rank records with torch.profiler; Horovod's own timeline, which rank 0 keeps of all ranks, becomes further rows. This
+records, gathers and writes them; `traces` puts them together.
+"""
+
+import contextlib
+import gzip
+import json
+import os
+import socket
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training.records import files
+from hvdtrain.training.records.clock import Clock
+from hvdtrain.training.records.metrics import Telemetry
+from hvdtrain.training.records.traces import merge
+
+if TYPE_CHECKING:
+    from torch.profiler import profile as TorchProfiler
+
+WAIT_STEPS, WARMUP_STEPS = 3, 2  # the first steps allocate; then the profiler itself starts up
+ROUNDS = 20  # barriers that compare the clocks
+SLICE_BYTES = 2**20  # what one collective carries of each rank's record, so that no rank holds them all but rank 0
+
+
+@dataclass
+class Recording:
+    """What this rank notes itself, beside torch's profiler."""
+
+    first_step: int
+    timeline: Path | None  # Horovod's, on rank 0
+    rounds: list[tuple[int, int]]  # barriers: entry, exit; `time.time_ns`
+    began_ns: int
+    began_counter: float  # the same moment by `time.perf_counter`
+    spans: list[tuple[str, float, float]] = field(default_factory=list)  # `Clock.spans`
+
+    def spans_us(self) -> list[tuple[str, float, float]]:
+        """Return phase, beginning and length in microseconds, since the recording began."""
+        cut = [(phase, max(start, self.began_counter), end) for phase, start, end in self.spans]
+        return [(phase, (start - self.began_counter) * 1e6, max(0.0, end - start) * 1e6) for phase, start, end in cut]
+
+
+class Profile:
+    """Use it as a context manager around training. Without --profile it does nothing.
+
+    flags: profile, output_dir. tick: tells the watchdog that this rank makes progress.
+    """
+
+    def __init__(self, engine: Engine, flags: Namespace, telemetry: Telemetry, tick: Callable[[], None] = lambda: None):
+        self.engine, self.telemetry, self._tick = engine, telemetry, tick
+        self._wanted: int | None = flags.profile  # steps; None once all is done
+        self._output_dir: Path = flags.output_dir
+        self._scratch, self._directory = contextlib.ExitStack(), Path()  # for the records, until they are gathered
+        self._profiler: TorchProfiler | None = None
+        self._recording: Recording | None = None
+        self._seen = self._recorded = 0  # steps
+
+    def step(self, at_step: int, clock: Clock) -> None:
+        """Call it after every step; `at_step`: steps since the beginning of training. A collective where recording begins
+        and ends. What it takes for itself is left out of the clock."""
+        if self._wanted is None:
+            return
+        self._seen += 1
+        entered = time.perf_counter()
+        opens, ends = WAIT_STEPS + WARMUP_STEPS, WAIT_STEPS + WARMUP_STEPS + self._wanted
+        if self._seen == WAIT_STEPS:
+            self._start(self._wanted)
+        elif self._profiler is not None:
+            if self._seen == opens:
+                self._recording = self._open(at_step + 1)
+                clock.spans = self._recording.spans
+            self._profiler.step()
+            self._recorded = max(0, self._seen - opens)
+            if self._seen == ends:
+                self._finish()
+                clock.spans = None
+        if self._seen in (WAIT_STEPS, opens, ends):
+            clock.leave_out(time.perf_counter() - entered)
+
+    def _start(self, wanted: int) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to standard error that it starts and stops
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.engine.device.type == "cuda")
+        steps = schedule(wait=0, warmup=WARMUP_STEPS, active=wanted, repeat=1)
+        self._profiler = profile(activities=activities, schedule=steps)
+        self._profiler.start()
+        self._tick()
+
+    def _open(self, first_step: int) -> Recording:
+        timeline = self._directory / "timeline.json"
+        has_timeline = self.engine.start_timeline(timeline)
+        rounds = []
+        for _ in range(ROUNDS):
+            entry = time.time_ns()
+            self.engine.barrier()
+            rounds.append((entry, time.time_ns()))
+        return Recording(first_step, timeline if has_timeline else None, rounds, time.time_ns(), time.perf_counter())
+
+    def _finish(self) -> None:
+        """Gather what every rank recorded; rank 0 merges and writes it. A collective."""
+        ended_ns, recording = time.time_ns(), self._recording
+        assert recording is not None
+        if recording.timeline is not None:
+            self.engine.barrier()  # nothing is under way that the timeline would cut in two
+            self.engine.stop_timeline()
+        self._tick()
+        mine = {
+            "host": socket.gethostname(), "kernel": _kernel(), "rounds": recording.rounds,
+            "began_ns": recording.began_ns, "ended_ns": ended_ns, "spans": recording.spans_us(),
+            "events": self._torch_events(recording.began_ns),
+        }  # fmt: skip
+        self._tick()
+        gathered = self._gather(gzip.compress(json.dumps(mine).encode(), compresslevel=1))
+        if self.engine.rank == 0:
+            pieces = [json.loads(gzip.decompress(piece)) for piece in gathered]
+            timeline = _read_timeline(recording.timeline) if recording.timeline is not None else []
+            self._write(merge(pieces, recording.first_step, self._recorded, timeline))
+        self._wanted = self._profiler = None
+        self._scratch.close()
+
+    def _torch_events(self, began_ns: int) -> list[dict]:
+        """Return this rank's events, `ts` in microseconds since `began_ns`."""
+        assert self._profiler is not None
+        path = self._directory / "torch.json"
+        try:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(path))
+            recorded = json.loads(path.read_text())
+        except (OSError, RuntimeError, ValueError) as error:
+            print(f"warning: rank {self.engine.rank} has no profile of its own ({error})", flush=True)
+            return []
+        base_us = (recorded.get("baseTimeNanoseconds", 0) - began_ns) / 1000
+        # Processes named by a text ("Spans", "Traces") hold the recording's own frame.
+        events = [event for event in recorded["traceEvents"] if isinstance(event.get("pid"), int)]
+        return [event | {"ts": event["ts"] + base_us} for event in events if "ts" in event]
+
+    def _gather(self, piece: bytes) -> list[bytes]:
+        """Return every rank's piece on rank 0, nothing elsewhere."""
+        lengths = self.engine.all_gather_object(len(piece), "profile.length")
+        parts: list[list[bytes]] = [[] for _ in lengths]
+        size = min(SLICE_BYTES, max(lengths))
+        for start in range(0, max(lengths), size):
+            part = piece[start : start + size].ljust(size, b"\0")
+            rows = self.engine.all_gather(torch.frombuffer(bytearray(part), dtype=torch.uint8), "profile.piece")
+            if self.engine.rank == 0:
+                for rank, row in enumerate(rows):
+                    parts[rank].append(row.numpy().tobytes())
+            self._tick()
+        return [b"".join(part)[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def _write(self, merged: dict) -> None:
+        path, other = self._output_dir / "profile.json.gz", merged["otherData"]
+        try:
+            with files.replacing(path, "wb") as file:
+                file.write(gzip.compress(json.dumps(merged, separators=(",", ":")).encode()))
+        except OSError as error:
+            self.telemetry.say(f"warning: {path} not written ({error.strerror}): training goes on")
+            return
+        first, within_us = other["first_step"], other["clocks_within_us"]
+        clocks = f"clocks within {within_us / 1000:.2f} ms of each other" if within_us else "all on one clock"
+        ranks = f"{self.engine.size} rank{'s'[: self.engine.size > 1]}"
+        said = f"profile: steps {first} to {first + self._recorded - 1} of {ranks}, {clocks}: {path}"
+        self.telemetry.say(f"{said} (open it at ui.perfetto.dev)")
+        self.telemetry.event("profile", first_step=first, steps=self._recorded, file=path.name)
+
+    def __enter__(self) -> "Profile":
+        if self._wanted is None:
+            return self
+        with self.engine.raising_together("profile"):
+            try:
+                scratch = self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-profile-"))
+            except OSError as error:
+                wanted = "set TMPDIR to a directory that can be written"
+                raise UserError(f"--profile has no room for its records ({error.strerror}): {wanted}") from error
+        self._directory = Path(scratch)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._wanted is not None and error is None:
+            needed = f"--profile {self._wanted} begins after {WAIT_STEPS + WARMUP_STEPS} steps"
+            if self._recorded:
+                self.telemetry.say(
+                    f"profile: only {self._recorded} of {self._wanted} steps: the run is over ({needed})"
+                )
+                self._finish()
+            else:
+                self.telemetry.say(f"profile: nothing recorded, the run is over after {self._seen} steps ({needed})")
+        self._scratch.close()
+
+
+def _kernel() -> str:
+    """Return what tells running kernels apart: ranks on one of them read one clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _read_timeline(path: Path) -> list[dict]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        print(f"warning: Horovod's timeline cannot be read ({error}): the profile goes without", flush=True)
+        return []

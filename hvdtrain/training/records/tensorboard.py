@@ -1,0 +1,113 @@
+"""--tensorboard: the events of metrics.jsonl as scalars over samples, the worst mistakes as images, the model's graph."""
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training.records.clock import Clock
+from hvdtrain.training.records.misclassified import Mistake
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch.utils.tensorboard import SummaryWriter
+
+COLUMNS = 8
+IMAGE_PIXELS = 84  # an image's longer side, or the largest whole multiple of it below
+CAPTION_PIXELS = 28  # two lines
+
+
+class Board:
+    """Writes into `directory`; what an earlier run left there is kept under another name, or gone on with (`continued`).
+
+    Raises UserError where the package is missing.
+    """
+
+    def __init__(self, directory: Path, continued: bool):
+        try:
+            # Imported only where it is used: neither torch nor this package depends on it.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(f"--tensorboard needs a package: pip install tensorboard ({error})") from error
+        if directory.exists() and not continued:
+            number = 1
+            while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+                number += 1
+            directory.rename(aside)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._make, self._directory = SummaryWriter, directory
+        self._writer: SummaryWriter | None = None
+        self._continued = continued
+        self._samples = 0  # since the beginning of training: what everything is drawn over
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Write what a `train` or `evaluate` event says; a `resume` event hides what was written beyond its point."""
+        if name == "resume":
+            self._samples = fields["samples"]
+            self._open()
+        elif name == "train":
+            self._samples = fields["samples"]
+            values = {f"train/{key}": fields[key] for key in ("loss", "accuracy")}
+            values |= {f"run/{key}": fields[key] for key in ("learning_rate", "samples_per_second")}
+            self._add(values | {f"share/{phase}": fields[f"{phase}_share"] for phase in Clock.PHASES})
+        elif name == "evaluate":
+            self._add({f"test/{key}": value for key, value in fields.items() if key.startswith(("loss", "accuracy"))})
+
+    def mistakes(self, images: Tensor, mistakes: Sequence[Mistake]) -> None:
+        """Write the mistakes as one picture. images: uint8 [n, 1, height, width], the whole test set."""
+        if mistakes:
+            picture = montage(images, mistakes)
+            pixels = torch.tensor(bytearray(picture.tobytes()), dtype=torch.uint8).view(picture.height, picture.width)
+            self._open().add_image("test/mistakes", pixels, self._samples, dataformats="HW")
+
+    def graph(self, model: nn.Module, images: Tensor) -> None:
+        """Write the model's graph, found by running it on `images` in evaluation mode; it is left as it was."""
+        if self._continued:  # it is there
+            return
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")  # of the tracer, about itself
+                self._open().add_graph(model, images)
+        except Exception as error:  # the tracer raises what it likes; a picture is not worth a run
+            print(f"warning: TensorBoard gets no graph of this model ({error})", file=sys.stderr, flush=True)
+
+    def _open(self) -> "SummaryWriter":
+        if self._writer is None:
+            purge = self._samples + 1 if self._continued else None
+            self._writer = self._make(str(self._directory), purge_step=purge, flush_secs=10)
+        return self._writer
+
+    def _add(self, values: Mapping[str, float]) -> None:
+        for tag, value in values.items():
+            self._open().add_scalar(tag, value, self._samples)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def montage(images: Tensor, mistakes: Sequence[Mistake]) -> "Image":
+    """Return one grey picture of the mistakes in their order; below each "7 as 2", its label and prediction, and the loss.
+
+    images: uint8 [n, 1, height, width], the whole test set.
+    """
+    from PIL import Image, ImageDraw  # tensorboard needs it too
+
+    height, width = images.shape[2:]
+    scale = max(1, IMAGE_PIXELS // max(height, width))
+    across, down = max(width * scale, IMAGE_PIXELS) + 4, height * scale + CAPTION_PIXELS
+    picture = Image.new("L", (across * min(COLUMNS, len(mistakes)), down * -(-len(mistakes) // COLUMNS)))
+    draw = ImageDraw.Draw(picture)
+    for place, mistake in enumerate(mistakes):
+        x, y = place % COLUMNS * across, place // COLUMNS * down
+        image = Image.frombytes("L", (width, height), bytes(images[mistake.index].flatten().tolist()))
+        picture.paste(image.resize((width * scale, height * scale), Image.Resampling.NEAREST), (x, y))
+        draw.text((x + 2, y + height * scale + 1), f"{mistake.label} as {mistake.predicted}", fill=255)
+        draw.text((x + 2, y + height * scale + 13), f"loss {mistake.loss:.3g}", fill=170)
+    return picture
