@@ -15,7 +15,7 @@ _MOVED = {
     "mistakes": "training.records.misclassified", "optim": "training.optim", "plotting": "analysis.plotting",
     "predicting": "analysis.predicting", "profiling": "training.records.profiling", "reporting": "analysis.reporting",
     "resume": "training.resume", "sharding": "data.sharding", "speedup": "analysis.scaling_results",
-    "telemetry": "training.records.metrics", "traces": "training.records.traces",
+    "telemetry": "training.records.telemetry", "traces": "training.records.traces",
     "watchdog": "training.resilience.watchdog", "weights": "models.weights", "world": "engines.start",
 }  # fmt: skip
 

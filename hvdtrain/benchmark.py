@@ -30,6 +30,7 @@ from hvdtrain.analysis import measuring
 from hvdtrain.data import idx
 from hvdtrain.data.endless import Batches, open_endless, reads_folders
 from hvdtrain.data.loading import default_workers, start_workers_early
+from hvdtrain.engines import flags as cli
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
@@ -37,10 +38,9 @@ from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import cores_of_rank, start
 from hvdtrain.models import convnet
 from hvdtrain.models.classifiers import build_model, require_torchvision
-from hvdtrain.training import flags as cli
 from hvdtrain.training import optim
 from hvdtrain.training.records.clock import Clock
-from hvdtrain.training.records.metrics import versions
+from hvdtrain.training.records.telemetry import versions
 
 
 class Repeat(NamedTuple):
@@ -55,7 +55,7 @@ class Repeat(NamedTuple):
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
-    parser = cli.parser("benchmark", __doc__)
+    parser = cli.Parser("hvdtrain.benchmark", __doc__)
     parser.add_argument("--model", default="resnet50", help="convnet or any torchvision classifier (default: resnet50)")
     parser.add_argument("--batch-size", type=cli.positive_int, help="samples per rank (default: convnet 64, others 32)")
     parser.add_argument(
@@ -74,8 +74,8 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--steps", type=cli.positive_int, help="per repeat (default: as many as take a second)")
     parser.add_argument("--seed", type=cli.seed, default=1)
     parser.add_argument("--output-dir", type=Path, help="write benchmark.json there (default: nowhere)")
-    cli.add_wire(parser)
-    cli.add_world(parser)
+    cli.add_compression(parser)
+    cli.add_engine(parser)
     flags = parser.parse(argv)
     small = flags.model in convnet.MODELS
     if small and flags.image_size not in (None, 28):
@@ -126,7 +126,7 @@ def measure(flags: Namespace, engine: Engine, model: nn.Module, batches: Batches
             images, labels = next(batches)
             mark(clock, "loading", apart)
             optimizer.zero_grad()
-            with others.backward_pass(replica, optimizer, 0, 1):
+            with others.micro_batch([replica], [optimizer], 0, 1):
                 with autocast:
                     loss = F.cross_entropy(forward(images), labels)
                 scaler.scale(loss).backward()

@@ -26,13 +26,13 @@ from pathlib import Path
 import torch
 
 from hvdtrain.data import idx
+from hvdtrain.engines import flags as cli
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import LINGER_SECONDS, run
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.start import ENGINES, start
-from hvdtrain.training import flags as cli
 
 LEVELS = ("ok", "warning", "problem")
 LEAST_SHARED_MEMORY = 256 * 2**20  # bytes; containers get 64 MiB
@@ -251,7 +251,7 @@ def check_output(found: Findings, engine: Engine, directory: Path | None) -> Non
     """Rank 0 writes a file; every rank must see it."""
     if directory is None:
         return
-    name = engine.all_gather_object(f".doctor-{uuid.uuid4().hex}", "probe")[0]
+    name = engine.broadcast_object(f".doctor-{uuid.uuid4().hex}", "probe")
     written = ""
     if engine.rank == 0:
         try:
@@ -262,7 +262,7 @@ def check_output(found: Findings, engine: Engine, directory: Path | None) -> Non
             found.problem(
                 f"--output-dir {directory} cannot be written: {written}", "results would be lost", "name another"
             )
-    written = engine.all_gather_object(written, "written")[0]
+    written = engine.broadcast_object(written, "written")
     sees = (directory / name).exists()
     missing = [rank for rank, seen in enumerate(engine.all_gather_object(sees, "sees")) if not seen]
     if engine.rank == 0 and not written:
@@ -345,7 +345,7 @@ def show(findings: list[dict[str, object]], size: int, as_json: bool) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
-    parser = cli.parser("doctor", __doc__ or "")
+    parser = cli.Parser("hvdtrain.doctor", __doc__)
     parser.add_argument("--engine", choices=ENGINES, default="horovod")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--data-dir", type=Path, help="where MNIST's files should be")

@@ -11,30 +11,20 @@ horovodrun -np 8 -H a:4,b:4 python -m hvdtrain.mnist      two hosts
 --output-dir OUT                    metrics.jsonl, summary.json, mistakes.json, checkpoints; started again, goes on there
 """
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from hvdtrain import training
 from hvdtrain.data import idx
-from hvdtrain.data.sharding import Batch, epoch_order, passes_per_step, shard, steps
-from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.exit_codes import run
-from hvdtrain.engines.start import start
+from hvdtrain.engines.errors import UserError
 from hvdtrain.models.convnet import MODELS
-from hvdtrain.models.weights import load_weights
-from hvdtrain.training import flags as cli
 from hvdtrain.training import optim
-from hvdtrain.training.records.clock import Clock
-from hvdtrain.training.records.metrics import Telemetry, parameters_sha256, seconds_since_process_start
+from hvdtrain.training.flags import Flags, add_optimization
 from hvdtrain.training.records.misclassified import record_mistakes
-from hvdtrain.training.records.profiling import Profile
-from hvdtrain.training.resilience.guard import Guard
-from hvdtrain.training.resume import Checkpoints
 
 RECIPES: dict[str, dict[str, object]] = {
     # The quickest way to 99 %: one-cycle Adam with label smoothing. epochs: as FAST_EPOCHS has it for the data.
@@ -52,19 +42,21 @@ FAST_EPOCHS = {"mnist": 1, "fashion-mnist": 1, "digits": 10}  # digits: a fortie
 EVALUATION_BATCH = 64  # as in training: fits into a core's cache, and into memory that the process holds already
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
-    parser = cli.parser("mnist", __doc__)
+METRICS = {"accuracy": training.Metric("max", percent=True), "loss": training.Metric("min")}
+
+
+def parse(argv: Sequence[str] | None = None) -> Flags:
+    parser = training.parser("hvdtrain.mnist", __doc__, epochs=None, batch_size=None)
     parser.add_argument(
         "--dataset", choices=idx.NAMES, default="auto", help="default: MNIST if it can be had, else digits"
     )
     parser.add_argument("--data-dir", type=Path, help="where the data files are, or go")
-    parser.add_argument("--train-samples", type=cli.positive_int, help="train on the first so many samples only")
+    parser.add_argument("--train-samples", type=training.positive_int, help="train on the first so many samples only")
     parser.add_argument("--recipe", choices=tuple(RECIPES), default="fast")
     parser.add_argument("--model", choices=tuple(MODELS), default="convnet")
-    cli.add_training(parser)
-    cli.add_surviving(parser)
-    cli.add_run(parser)
-    cli.add_watching(parser)
+    add_optimization(parser)
+    # What they choose is compared as what it comes to: which data, and how many samples.
+    parser.may_change_on_resume("dataset", "data_dir", "train_samples")
     return parser.parse(argv, RECIPES)
 
 
@@ -77,218 +69,60 @@ def scaled(images: Tensor) -> Tensor:
     return images.to(torch.float32, memory_format=torch.channels_last).div_(255)
 
 
-def evaluate(
-    engine: Engine, model: nn.Module, images: Tensor, labels: Tensor, output_dir: Path | None, telemetry: Telemetry
-) -> tuple[float, float, int]:
-    """Return mean loss, accuracy (0 to 1) and count over the whole test set, each sample counted once over all ranks.
-
-    What the model gets wrong goes into `output_dir`, and the worst of it to TensorBoard.
-    """
-    engine.average_buffers(model)
-    mine = shard(len(images), engine.rank, engine.size)
-    sums = torch.zeros(3, dtype=torch.float64)  # loss, correct, count
-    outputs = []
-    model.eval()
-    with torch.inference_mode():
-        for some, truth in zip(images[mine].split(EVALUATION_BATCH), labels[mine].split(EVALUATION_BATCH), strict=True):
-            logits = model(scaled(some))
-            outputs.append(logits)
-            sums[0] += F.cross_entropy(logits, truth, reduction="sum").cpu()
-            sums[1] += (logits.argmax(1) == truth).sum().cpu()
-            sums[2] += len(truth)
-    model.train()
-    loss, correct, count = engine.sum(sums, "evaluate").tolist()
-    if output_dir is not None:
-        worst = record_mistakes(engine, torch.cat(outputs), images, labels, output_dir)
-        telemetry.mistakes(images, worst)
-    return loss / count, correct / count, int(count)
+def load(flags: Flags, run: training.Run) -> idx.Dataset:
+    """Return the data, on every rank the same. A collective."""
+    with run.raising_together("data"):
+        dataset = idx.load(flags.dataset, flags.data_dir, say=run.say)
+        flags.epochs = flags.epochs or FAST_EPOCHS[dataset.name]
+        count = min(flags.train_samples or len(dataset.train_images), len(dataset.train_images))
+        if count < run.size:
+            raise UserError(f"{count} samples but {run.size} ranks: use -np {count} or fewer")
+    run.describe_data(dataset.name, dataset.reason, train_samples=count, test_samples=len(dataset.test_images))
+    return dataset
 
 
-def train(
-    flags: Namespace,
-    engine: Engine,
-    dataset: idx.Dataset,
-    telemetry: Telemetry,
-    checkpoints: Checkpoints,
-    guard: Guard,
-    profile: Profile,
-) -> int:
-    at = checkpoints.begin(telemetry)  # where training stands: at the beginning, or where an earlier run left off
-    begun = checkpoints.begun  # the rates and the global batch follow from this, also on other ranks than then
-    train_images = dataset.train_images[: flags.train_samples].to(engine.device)
-    train_labels = dataset.train_labels[: flags.train_samples].to(engine.device)
-    test_images, test_labels = dataset.test_images.to(engine.device), dataset.test_labels.to(engine.device)
+def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
+    train_images, train_labels = run.to_device(
+        dataset.train_images[: flags.train_samples], dataset.train_labels[: flags.train_samples]
+    )
+    test_images, test_labels = run.to_device(dataset.test_images, dataset.test_labels)
+    initial = run.initial  # how the run began: its rates stay, also on other ranks
+    peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, initial.ranks, flags.reduction, initial.accumulate)
 
     torch.manual_seed(flags.seed)
-    model = MODELS[flags.model]().to(engine.device)
-    with engine.raising_together("weights"):
-        if flags.weights is not None and engine.rank == 0:
-            load_weights(model, flags.weights)
-    peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, begun.ranks, flags.reduction, begun.accumulate)
-    optimizer = optim.build(flags.optimizer, model.parameters(), peak_rate, flags.momentum, flags.weight_decay)
-    replica, optimizer = engine.distribute(
-        model,
-        optimizer,
-        compression=flags.compression,
-        predivide=flags.gradient_predivide_factor,
-        reduction=flags.reduction,
-        accumulate=passes_per_step(begun.global_batch, engine.size, flags.batch_size),
-    )
-    engine.broadcast(model, optimizer)
-    autocast = torch.autocast(engine.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
-    scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
-    checkpoints.restore(model, optimizer, scaler)
-    if flags.tensorboard:
-        telemetry.graph(model, scaled(train_images[:1]))
+    net = MODELS[flags.model]()
+    optimizer = optim.build(flags.optimizer, net.parameters(), peak_rate, flags.momentum, flags.weight_decay)
+    model, _ = run.prepare(net, optimizer)
+    run.graph(net, scaled(train_images[:1]))
 
-    def loss_of(batch: Batch) -> Tensor:
-        """Compute a loss again, outside of training: for the guard, to find the layer that went wrong."""
-        with autocast:
-            logits = model(scaled(train_images.index_select(0, batch.indices)))
-            return F.cross_entropy(logits, train_labels[batch.indices], label_smoothing=flags.label_smoothing)
+    for _ in run.epochs(flags.epochs, stop_at={"accuracy": flags.target_accuracy}):
+        for step in run.steps(train_images, train_labels):
+            rate = peak_rate * optim.schedule_factor(flags.lr_schedule, run.progress)
+            step.lr = rate * optim.warmup_factor(run.epochs_done, flags.warmup_epochs, initial.ranks, flags.lr_scaling)
+            for images, labels in step.batches():
+                logits = model(scaled(images))
+                step.backward(F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing))
+                if step.logged:  # the loss without smoothing, as it is evaluated
+                    step.record(loss=F.cross_entropy(logits, labels), accuracy=logits.argmax(1) == labels)
+            step.update()
 
-    def save() -> None:
-        guard.compare_replicas(at, model)  # no checkpoint of weights that one rank has alone
-        checkpoints.save(at, model, optimizer, scaler)
-
-    steps_in_epoch = -(-len(train_images) // begun.global_batch)
-    samples_planned = flags.epochs * len(train_images)
-    mean_loss = float("nan")
-    clock = Clock()
-    for epoch in range(at.epoch, flags.epochs):
-        if at.reached(flags.target_accuracy):
-            break
-        clock.restart()
-        order = epoch_order(len(train_images), flags.seed, epoch)[at.taken :].to(engine.device)
-        for step in steps(order, engine.rank, engine.size, flags.batch_size, global_batch=begun.global_batch):
-            guard.begin_step(at, model)
-            rate = peak_rate * optim.schedule_factor(flags.lr_schedule, at.samples / samples_planned)
-            progress = at.samples / len(train_images)
-            rate *= optim.warmup_factor(progress, flags.warmup_epochs, begun.ranks, flags.lr_scaling)
-            optim.set_rate(optimizer, rate)
-            optimizer.zero_grad()
-            loss_sum, local_count = torch.zeros((), device=engine.device), 0
-            for i, batch in enumerate(step.batches):
-                # Several times faster than train_images[indices], whose kernel goes value by value.
-                images = scaled(train_images.index_select(0, batch.indices))
-                labels = train_labels.index_select(0, batch.indices)
-                clock.mark("loading")
-                with engine.backward_pass(replica, optimizer, i, len(step.batches)):
-                    with autocast:
-                        logits = replica(images)
-                        loss = F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing)
-                    scaler.scale(loss * batch.weight).backward()
-                loss_sum += loss.detach() * batch.local_count
-                local_count += batch.local_count
-            clock.mark("compute", at=engine.gradients_ready())
-            with engine.synchronized(optimizer):
-                clock.mark("communication")
-                # Unscales, and skips the step where a gradient overflowed: summed over ranks, so seen by all of them.
-                if guard.finite(at, model, loss_sum, loss_of, step.batches) or scaler.is_enabled():
-                    scaler.step(optimizer)
-            scaler.update()
-            clock.mark("compute")
-
-            at.advance(step.count)
-            clock.count(step.count, local_count)
-            if at.step == 1 or at.step % flags.log_steps == 0 or at.taken == len(train_images):
-                mean_loss = engine.mean(loss_sum / max(local_count, 1), local_count, "loss")
-                window = clock.measure(engine, (logits.argmax(1) == labels).sum(), len(labels))
-                telemetry.event(
-                    "train",
-                    epoch=epoch + 1,
-                    step=at.step,
-                    samples=at.samples,
-                    loss=mean_loss,
-                    accuracy=window.accuracy,
-                    loss_rank0=loss_sum.item() / max(local_count, 1),
-                    learning_rate=rate,
-                    **window.rates,
-                )
-                telemetry.progress(epoch + 1, flags.epochs, at.step, flags.epochs * steps_in_epoch, mean_loss, window)
-                clock.mark("reporting")
-            profile.step(at.step, clock)
-            stops = guard.stops(at)
-            if stops or checkpoints.due(at.step):
-                at.train_seconds += clock.lap()
-                save()
-                clock.mark("saving")
-            if stops:
-                return guard.leave(at, checkpoints)
-        at.train_seconds += clock.lap()
-        telemetry.event("ranks", epoch=epoch + 1, **clock.per_rank())
-
-        test_loss, test_accuracy, test_count = evaluate(
-            engine, model, test_images, test_labels, flags.output_dir, telemetry
-        )
-        at.end_epoch(loss=test_loss, accuracy=test_accuracy, count=test_count)
-        telemetry.event("evaluate", epoch=epoch + 1, **at.evaluation)
-        save()
-        telemetry.say(
-            f"epoch {epoch + 1}/{flags.epochs}  train loss {mean_loss:.4f}  test loss {test_loss:.4f}  "
-            f"test accuracy {test_accuracy:.2%} of {test_count:,}  {at.samples / at.train_seconds:,.0f} samples/s"
-        )
-
-    unsaved = checkpoints.close(guard.tick)
-    telemetry.end(
-        dict(
-            dataset=dataset.name,
-            engine=engine.name,
-            world_size=engine.size,
-            epochs=at.epoch,
-            steps=at.step,
-            samples=at.samples,
-            test_accuracy=at.evaluation["accuracy"],
-            test_loss=at.evaluation["loss"],
-            test_count=at.evaluation["count"],
-            train_seconds=at.train_seconds,
-            total_seconds=seconds_since_process_start(),
-            samples_per_second=at.samples / at.train_seconds,
-            parameters_sha256=parameters_sha256(model),
-        )
-    )
-    if unsaved:
-        raise Failure(unsaved)
-    if flags.target_accuracy is not None and not at.reached(flags.target_accuracy):
-        telemetry.say(f"target accuracy {flags.target_accuracy:.2%} not reached")
-        return 3
-    return 0
+        outputs = []
+        with run.evaluating(len(test_images), prefix="test") as mine:
+            batches = zip(*(part[mine].split(EVALUATION_BATCH) for part in (test_images, test_labels)), strict=True)
+            for images, labels in batches:
+                outputs.append(logits := net(scaled(images)))
+                run.record(loss=F.cross_entropy(logits, labels, reduction="sum"), accuracy=logits.argmax(1) == labels)
+        if flags.output_dir is not None:
+            worst = record_mistakes(run.engine, torch.cat(outputs), test_images, test_labels, flags.output_dir)
+            run.telemetry.mistakes(test_images, worst)
 
 
 def main() -> int:
     flags = parse()
-    asked = dict(vars(flags))
-    tuning, timeline = flags.tuning == "auto", flags.profile is not None
-    with start(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline) as engine:
-        cli.require_equal(engine, flags)
-        flags.compression = engine.choose_compression(flags.compression)
-        flags.amp = engine.choose_amp(flags.amp)
-        if flags.gradient_predivide_factor is None:
-            flags.gradient_predivide_factor = float(engine.size) if flags.compression == "fp16" else 1.0
-        with engine.raising_together("start"):
-            dataset = idx.load(flags.dataset, flags.data_dir, say=print if engine.rank == 0 else None)
-            asked["epochs"] = flags.epochs = flags.epochs or FAST_EPOCHS[dataset.name]
-            train_samples = min(flags.train_samples or len(dataset.train_images), len(dataset.train_images))
-            if train_samples < engine.size:
-                raise UserError(f"{train_samples} samples but {engine.size} ranks: use -np {train_samples} or fewer")
-            data = dict(dataset=dataset.name, train_samples=train_samples, test_samples=len(dataset.test_images))
-            checkpoints = Checkpoints(engine, flags, asked, data)
-            telemetry = Telemetry(
-                engine,
-                flags.output_dir,
-                progress=not flags.no_progress,
-                continued=checkpoints.continues,
-                tensorboard=flags.tensorboard,
-            )
-        engine.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
-        with (
-            telemetry,
-            Guard(engine, flags, telemetry) as guard,
-            Profile(engine, flags, telemetry, guard.tick) as profile,
-        ):
-            telemetry.start(engine, dataset.name, dataset.reason, vars(flags))
-            return train(flags, engine, dataset, telemetry, checkpoints, guard, profile)
+    with training.start(flags, metrics=METRICS) as run:
+        train(flags, run, load(flags, run))
+    return run.exit_code
 
 
 if __name__ == "__main__":
-    run(main)
+    training.main(main)

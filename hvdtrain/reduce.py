@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 
 from hvdtrain.analysis import measuring, plotting
+from hvdtrain.engines import flags as cli
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.start import ENGINES, engine_class, start
-from hvdtrain.training import flags as cli
-from hvdtrain.training.records.metrics import versions
+from hvdtrain.training.records.telemetry import versions
 
 REDUCTIONS = ("sum", "average", "min", "max", "product", "adasum")
 DTYPES = (
@@ -37,7 +37,7 @@ MOST_IN_BLOCK = 1000
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
-    parser = cli.parser("reduce", __doc__)
+    parser = cli.Parser("hvdtrain.reduce", __doc__)
     # dest: `--reduction` of gradients is refused by rules of its own (`refuse_foreign`).
     parser.add_argument("--reduction", dest="op", choices=REDUCTIONS, default="sum")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32; with --sweep float32 and float16")
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
         "--seconds-per-size", type=cli.positive, default=0.5, help="about so long each size is timed (default: 0.5)"
     )
     parser.add_argument("--output-dir", type=Path, help="with --sweep: write reduce.json and reduce.png there")
-    cli.add_world(parser)
+    cli.add_engine(parser)
     flags = parser.parse(argv)
     if flags.op not in engine_class(flags.engine).reductions:
         able = " or ".join(name for name in ENGINES if flags.op in engine_class(name).reductions)

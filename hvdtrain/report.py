@@ -14,15 +14,15 @@ from pathlib import Path
 
 from hvdtrain.analysis import plotting
 from hvdtrain.analysis.reporting import page, pictures, runs
+from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced
-from hvdtrain.training import flags as cli
 from hvdtrain.training.records import files
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
-    parser = cli.parser("report", __doc__)
+    parser = cli.Parser("hvdtrain.report", __doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="--output-dir of a run")
     parser.add_argument(
         "--output-dir", type=Path, default=Path("runs/report"), help="for the page and PNGs (default: runs/report)"

@@ -29,10 +29,10 @@ from hvdtrain.analysis import measuring, plotting
 from hvdtrain.analysis.launching import VARIANTS, command, run_job, slots
 from hvdtrain.analysis.predicting import command as prediction
 from hvdtrain.analysis.scaling_results import ALONE, APART, Configuration, Rounds, rate, summarize, table, write
+from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced
-from hvdtrain.training import flags as cli
 
 QUICK = ["--model", "convnet", "--repeats", "5"]  # of hvdtrain.benchmark; flags after -- come later, and win
 INTERRUPTED = 130  # as shells say it: 128 + SIGINT
@@ -51,7 +51,7 @@ def rank_counts(text: str) -> list[int]:
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
-    parser = cli.parser("scaling", __doc__)
+    parser = cli.Parser("hvdtrain.scaling", __doc__)
     parser.add_argument(
         "--engines", type=variants, default=["horovod", "ddp"], help=f"of {','.join(VARIANTS)} (default: horovod,ddp)"
     )

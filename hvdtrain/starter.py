@@ -21,11 +21,11 @@ from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.rendezvous import Rendezvous, meeting_point
-from hvdtrain.training import flags as cli
 
 POLL_SECONDS = 0.1
 # Only straight to rank 0: a proxy variable of the site's must not send the ranks elsewhere.
@@ -165,7 +165,7 @@ def environment(rank: int, hosts: list[str], address: str, port: int, interface:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the starter's own options, and the rest: what to run."""
-    parser = cli.parser("starter", __doc__)
+    parser = cli.Parser("hvdtrain.starter", __doc__)
     parser.usage = "hvdtrain.starter [OPTIONS] (-m MODULE | FILE) ARGUMENTS"
     parser.add_argument("--interface", help="of the job (default: the one that leads to rank 0)")
     parser.add_argument(

@@ -13,10 +13,10 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced
-from hvdtrain.training import flags as cli
 from hvdtrain.training.records import files
 
 PACKAGE = Path(__file__).resolve().parent
@@ -24,7 +24,7 @@ BESIDE = PACKAGE / "_checkout"  # setup.py puts it into the wheel
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
-    parser = cli.parser("unpack", __doc__)
+    parser = cli.Parser("hvdtrain.unpack", __doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; it need not exist")
     parser.add_argument("--overwrite", action="store_true", help="replace files that differ, and say which")
     return parser.parse_args(argv)

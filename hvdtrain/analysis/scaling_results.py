@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hvdtrain.analysis import measuring, plotting
 from hvdtrain.training.records import files
-from hvdtrain.training.records.metrics import versions
+from hvdtrain.training.records.telemetry import versions
 
 ALONE, APART = "alone", "apart"  # the bounds
 

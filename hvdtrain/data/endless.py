@@ -78,7 +78,7 @@ def folder_batches(flags: Namespace, engine: Engine, memory_format: torch.memory
         raise UserError(said, everywhere=True)
 
     def batches() -> Batches:
-        missed = 0  # smaller ones in a row: the last of an epoch, or what broken images left
+        missed = 0  # smaller ones in a row: the last of an epoch, or what corrupt images left
         for loaded in source.train(plan):
             missed = 0 if loaded.samples == flags.batch_size else missed + 1
             if missed > plan.steps_per_epoch():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hvdtrain.data.corrupt import Broken, why
+from hvdtrain.data.corrupt import CorruptSample, why
 from hvdtrain.data.loading import Loaded, Plan, Prepare, Source, collate, loader
 from hvdtrain.data.sharding import shard
 from hvdtrain.engines.base import Engine
@@ -50,7 +50,7 @@ def open_folder(engine: Engine, data_dir: Path | None, *, side: int, seed: int, 
             test_classes, test = list_folder(data_dir / "val")
             refuse_other_classes(classes, test_classes)
             listed = (len(classes), train, test)
-    classes = engine.all_gather_object(listed[0] if listed else 0, "classes")[0]
+    classes = engine.broadcast_object(listed and listed[0], "classes")
     train, test = (
         Listing(
             *(
@@ -84,15 +84,15 @@ class FolderBatches(Dataset):
 
     def __getitem__(self, job: tuple[int, list[int]]) -> Loaded:
         epoch, indices = job
-        samples, broken = [], []
+        samples, corrupt = [], []
         for index in indices:
             name = self.listing.name(index)
             try:
                 image = self.prepare((self.root / name).read_bytes(), epoch, name)
                 samples.append((image, int(self.listing.labels[index])))
             except Exception as error:  # whatever a decoder raises on bytes that are no image
-                broken.append(Broken(str(self.root / name), why(error)))
-        return collate(samples, broken, self.prepare.side)
+                corrupt.append(CorruptSample(str(self.root / name), why(error)))
+        return collate(samples, corrupt, self.prepare.side)
 
 
 EMPTY = Listing(torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
@@ -127,7 +127,7 @@ def refuse_other_classes(train: list[str], test: list[str]) -> None:
 
 def from_rank_zero(engine: Engine, tensor: Tensor, name: str) -> Tensor:
     """Return rank 0's `tensor` on every rank; theirs have its type and one dimension, and any length."""
-    length = engine.all_gather_object(len(tensor), f"{name}.length")[0]
+    length = engine.broadcast_object(len(tensor), f"{name}.length")
     if engine.rank != 0:
         tensor = torch.zeros(length, dtype=tensor.dtype)
     engine.broadcast_(tensor, name)

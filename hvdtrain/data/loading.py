@@ -1,4 +1,4 @@
-"""What image folders and shards have in common: decoding, seeded augmentation, input workers, and who is broken.
+"""What image folders and shards have in common: decoding, seeded augmentation, input workers, and who is corrupt.
 
 Images travel as uint8 [b, 3, side, side] and are scaled on the device: a quarter of float's bytes between the processes.
 """
@@ -15,7 +15,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from types import ModuleType
 from typing import NamedTuple
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hvdtrain.data.corrupt import Broken
+from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.data.sharding import Batch, Step, epoch_order, steps, steps_per_epoch
 
 PREFETCH = 2  # batches that each worker keeps ready
@@ -34,12 +34,12 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
 class Loaded(NamedTuple):
-    """One batch of one rank, without its broken samples."""
+    """One batch of one rank, without its corrupt samples."""
 
-    images: Tensor  # uint8 [b, 3, side, side]; where every sample is broken, one black image
+    images: Tensor  # uint8 [b, 3, side, side]; where every sample is corrupt, one black image
     labels: Tensor  # int64 [b]
     samples: int  # how many of them count: b, or 0
-    broken: list[Broken]
+    corrupt: list[CorruptSample]
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,12 @@ class Plan:
     global_batch: int | None = None  # samples a step over all ranks, where it is not the product of the three above
     first_epoch: int = 0  # where a resumed run goes on,
     taken: int = 0  # and how many samples of that epoch it has behind it
+    shuffle: bool = True  # False: in the order of the data set
+    device: str | torch.device = "cpu"  # of the indices
 
     def epoch(self, epoch: int) -> Iterator[Step]:
-        order = epoch_order(self.total, self.seed, epoch)[: self.per_epoch]
+        order = epoch_order(self.total, self.seed, epoch) if self.shuffle else torch.arange(self.total)
+        order = order[: self.per_epoch].to(self.device)
         rest = order[self.taken :] if epoch == self.first_epoch else order
         return steps(rest, self.rank, self.size, self.batch_size, self.accumulate, self.global_batch)
 
@@ -86,6 +89,8 @@ class Source:
     train_count: int
     train: Callable[[Plan], Iterable[Loaded]]
     test: Callable[[], Iterable[Loaded]]  # this rank's part of the test set; over all ranks, each sample once
+    per_epoch: int | None = None  # samples that an epoch takes; None: all
+    corrupt: CorruptSamples = field(default_factory=lambda: CorruptSamples(0, 0))  # met so far; by default, none may be
 
 
 def start_workers_early() -> None:
@@ -121,28 +126,43 @@ def default_workers(cores: int, device: torch.device) -> int:
     return max(1, cores - 1 if device.type == "cuda" else cores // 4)
 
 
-def loader(dataset: Dataset, workers: int, device: torch.device, jobs: Iterable | None = None) -> DataLoader:
-    """Return a DataLoader whose items are whole batches: `dataset[job]`, or what an iterable dataset yields."""
+def loader(
+    dataset: Dataset,
+    workers: int,
+    device: torch.device,
+    jobs: Iterable | None = None,
+    *,
+    timeout: float = 0,
+    prefetch_factor: int | None = PREFETCH,
+    worker_init: Callable[[int], None] | None = None,
+) -> DataLoader:
+    """Return a DataLoader whose items are whole batches: `dataset[job]`, or what an iterable dataset yields.
+
+    timeout (seconds; 0: none), prefetch_factor, worker_init: as DataLoader's own, where there are workers.
+    """
     return DataLoader(
         dataset,
         batch_size=None,
         sampler=jobs,
         num_workers=workers,
-        prefetch_factor=PREFETCH if workers else None,
+        timeout=timeout if workers else 0,
+        prefetch_factor=prefetch_factor if workers else None,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else each pass over the data moves the global one, which dropout draws from
         multiprocessing_context="forkserver" if workers else None,
         # The server may have been started while mpirun had this rank bound to one core.
-        worker_init_fn=functools.partial(_begin_worker, os.sched_getaffinity(0)) if workers else None,
+        worker_init_fn=functools.partial(_begin_worker, os.sched_getaffinity(0), worker_init) if workers else None,
     )
 
 
-def _begin_worker(cores: set[int], worker: int) -> None:
+def _begin_worker(cores: set[int], worker_init: Callable[[int], None] | None, worker: int) -> None:
     # torch looks whether the parent lives, but that is the server, which in turn lives as long as its workers.
     threading.Thread(target=_end_with_rank, daemon=True).start()
     os.sched_setaffinity(0, cores)
     for number in IGNORED_SIGNALS:  # torch gives SIGTERM a handler of its own
         signal.signal(number, signal.SIG_IGN)
+    if worker_init is not None:
+        worker_init(worker)
 
 
 def _end_with_rank() -> None:
@@ -235,9 +255,9 @@ def fast_decoder() -> ModuleType | None:
     return simplejpeg
 
 
-def collate(samples: list[tuple[Tensor, int]], broken: list[Broken], side: int) -> Loaded:
+def collate(samples: list[tuple[Tensor, int]], corrupt: list[CorruptSample], side: int) -> Loaded:
     """Batch what is left; where nothing is, one black image that does not count (batch norm has no answer to none)."""
     if not samples:
-        return Loaded(torch.zeros(1, 3, side, side, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), 0, broken)
+        return Loaded(torch.zeros(1, 3, side, side, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), 0, corrupt)
     images, labels = zip(*samples, strict=True)
-    return Loaded(torch.stack(images), torch.tensor(labels), len(samples), broken)
+    return Loaded(torch.stack(images), torch.tensor(labels), len(samples), corrupt)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hvdtrain.data.images import list_folder, refuse_other_classes
 from hvdtrain.data.sharding import epoch_order
+from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
-from hvdtrain.training import flags as cli
 
 
 def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
@@ -44,7 +44,7 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
 
 
 def main() -> int:
-    parser = cli.parser("data.make_shards", __doc__)
+    parser = cli.Parser("hvdtrain.data.make_shards", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("shards", type=Path, help="a new directory")
     parser.add_argument("--samples-per-shard", type=cli.positive_int, default=1000, help="at most (default: 1000)")

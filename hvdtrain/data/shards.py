@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hvdtrain.data.corrupt import Broken, why
+from hvdtrain.data.corrupt import CorruptSample, why
 from hvdtrain.data.images import TEST_BATCH
 from hvdtrain.data.loading import Loaded, Plan, Prepare, Source, collate, loader, mixed_seed
 from hvdtrain.engines.base import Engine
@@ -70,7 +70,7 @@ def open_shards(
                 find(split, pattern, data_dir) for split, pattern in zip(SPLITS, patterns, strict=True)
             )
             found = [train_urls, test_urls, choose_classes(train_urls + test_urls, classes)]
-    train_urls, test_urls, classes = engine.all_gather_object(found, "shards")[0]
+    train_urls, test_urls, classes = engine.broadcast_object(found, "shards")
     train = count_samples(engine, train_urls, needed=train_count is None)
     test = count_samples(engine, test_urls, needed=False)
     total = train_count or sum(shard.samples or 0 for shard in train)
@@ -209,7 +209,7 @@ class ShardBatches(IterableDataset):
     ):
         self.shards, self.prepare, self.classes, self.seed = shards, prepare, classes, seed
         self.rank, self.size, self.plan = rank, size, plan
-        self.broken: list[Broken] = []  # since the last batch
+        self.corrupt: list[CorruptSample] = []  # since the last batch
 
     def __iter__(self) -> Iterator[Loaded]:
         worker = get_worker_info()
@@ -220,7 +220,7 @@ class ShardBatches(IterableDataset):
         units = [(shard, part, parts) for part in range(parts) for shard in self.shards]
         if self.plan is None:
             samples = itertools.chain.from_iterable(self.read(*unit) for unit in units[reader::readers])
-            while (batch := self.fill(samples, TEST_BATCH, 0)).samples or batch.broken:
+            while (batch := self.fill(samples, TEST_BATCH, 0)).samples or batch.corrupt:
                 yield batch
             return
         from webdataset.filters import _shuffle
@@ -238,7 +238,7 @@ class ShardBatches(IterableDataset):
                 yield self.fill(samples, len(planned.indices), epoch)
 
     def endless(self, units: list, reader: int, readers: int) -> Iterator[Sample | None]:
-        """Yield this reader's samples, one random order of `units` after the other; None where many in a row are broken."""
+        """Yield this reader's samples, one random order of `units` after the other; None where many in a row are corrupt."""
         fruitless = 0
         first_epoch = self.plan.first_epoch if self.plan is not None else 0
         for position in itertools.count(reader + readers * -(-first_epoch * len(units) // readers), readers):
@@ -261,14 +261,14 @@ class ShardBatches(IterableDataset):
             try:
                 good.append((self.prepare(sample.content, epoch, sample.name), sample.label))
             except Exception as error:  # whatever a decoder raises on bytes that are no image
-                self.broken.append(Broken(sample.name, why(error)))
+                self.corrupt.append(CorruptSample(sample.name, why(error)))
             if len(good) == count:
                 break
-        broken, self.broken = self.broken, []
-        return collate(good, broken, self.prepare.side)
+        corrupt, self.corrupt = self.corrupt, []
+        return collate(good, corrupt, self.prepare.side)
 
     def read(self, shard: Shard, part: int, parts: int) -> Iterator[Sample]:
-        """Yield every `parts`-th sample of a shard from number `part`, and note what is broken."""
+        """Yield every `parts`-th sample of a shard from number `part`, and note what is corrupt."""
         from webdataset.gopen import Pipe, gopen, set_options
         from webdataset.tariterators import group_by_keys, tar_file_expander
 
@@ -300,7 +300,7 @@ class ShardBatches(IterableDataset):
         missing = (shard.samples or 0) - met
         if failures or missing > 0:
             reason = why(failures[0]) if failures else f"{met} samples of {shard.samples}"
-            self.broken.append(Broken(shard.url, reason, lost=max(1, missing)))
+            self.corrupt.append(CorruptSample(shard.url, reason, lost=max(1, missing)))
 
     def take(self, sample: dict) -> Sample | None:
         name = f"{sample['__url__']}: {sample['__key__']}"
@@ -312,5 +312,7 @@ class ShardBatches(IterableDataset):
         if image is not None and 0 <= label < self.classes:
             return Sample(name, image, label)
         reason = f"class {label} of {self.classes}: see --classes" if label >= 0 else "no class (.cls) beside it"
-        self.broken.append(Broken(name, reason if image is not None else f"no image in it ({', '.join(IMAGE_TYPES)})"))
+        self.corrupt.append(
+            CorruptSample(name, reason if image is not None else f"no image in it ({', '.join(IMAGE_TYPES)})")
+        )
         return None

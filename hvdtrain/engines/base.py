@@ -9,10 +9,10 @@ import json
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,16 @@ def computes_in_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(" ".join(lines).split()))
 
 
+class Reduction(NamedTuple):
+    """How gradients become those of the global batch."""
+
+    compression: str = "none"  # "none" or "fp16", on the wire
+    predivide: float = 1.0  # gradients are divided by it before they are summed, and multiplied back after
+    reduction: str = "average"  # "average", "sum" or "adasum"
+    accumulate: int = 1  # micro-batches per step, at most
+    find_unused_parameters: bool = False  # a step may leave parameters without a gradient, others on each rank
+
+
 class Engine(ABC):
     """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
@@ -43,6 +53,7 @@ class Engine(ABC):
     device: torch.device
     reductions: tuple[str, ...]  # what `all_reduce_` can do
     lacks: ClassVar[dict[str, tuple | None]] = {}  # by flag: the values this engine cannot honour; None: any at all
+    tells_missing_gradients: ClassVar[bool] = False  # a gradient that a rank lacks becomes NaN on all
     notes: list[str]  # what was decided automatically, each with its reason: shown once at the start
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
@@ -72,35 +83,44 @@ class Engine(ABC):
     def broadcast_(self, tensor: Tensor, name: str) -> None:
         """Overwrite `tensor` on every rank with rank 0's."""
 
-    @abstractmethod
+    def broadcast_model(self, model: nn.Module) -> None:
+        """Give every rank the parameters and buffers of rank 0."""
+        for name, tensor in model.state_dict().items():
+            self.broadcast_(tensor, name)
+
     def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Give every rank the parameters, buffers and optimizer state of rank 0, and change nothing on rank 0."""
+        self.broadcast_model(model)
+        self.broadcast_optimizer_state(optimizer)
 
-    @abstractmethod
+    def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
+        """Return the model to train with. It may be a wrapper around `model`, with the same parameters: evaluate, save and
+        hash `model` itself."""
+        return model
+
+    def distribute_optimizer(
+        self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], how: Reduction
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer to step, with empty state. named: at least its parameters, each under a name of its own."""
+        return optimizer
+
     def distribute(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        compression: str = "none",
-        predivide: float = 1.0,
-        reduction: str = "average",
-        accumulate: int = 1,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the model to train with and the optimizer to step, which together reduce gradients over all ranks.
+        """Return a model and its optimizer, which together reduce gradients over all ranks. how: fields of `Reduction`."""
+        reduction = Reduction(**how)
+        replica = self.distribute_model(model, reduction)
+        return replica, self.distribute_optimizer(optimizer, list(model.named_parameters()), reduction)
 
-        The model returned may be a wrapper around `model`, with the same parameters: evaluate, save and hash `model` itself.
-        The optimizer returned starts with empty state.
+    @contextlib.contextmanager
+    def micro_batch(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], number: int, count: int
+    ) -> Iterator[None]:
+        """Enclose forward and backward of micro-batch `number` (from 0) of the `count` whose gradients a step accumulates.
 
-        compression: "none" or "fp16" on the wire. predivide: gradients are divided by it before they are summed, and
-        multiplied back after. reduction: "average", "sum" or "adasum". accumulate: most backward passes per step.
+        models, optimizers: as `distribute_model` and `distribute_optimizer` returned them.
         """
-
-    @abstractmethod
-    def backward_pass(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, passes: int
-    ) -> contextlib.AbstractContextManager[None]:
-        """Enclose forward and backward number `number` (from 0) of the `passes` that this step accumulates."""
+        yield
 
     def gradients_ready(self) -> float:
         """Return when (`time.perf_counter`) this rank's own last gradient was computed; call it right after backward."""
@@ -110,9 +130,19 @@ class Engine(ABC):
         """Tell, from any thread, whether this rank has done its part of a backward pass and may be waiting inside it."""
         return False
 
-    @abstractmethod
-    def synchronized(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+    def synchronize(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - some reduce inside backward
+        """Wait until the gradients of `optimizer` are reduced. From then on they may be inspected and changed."""
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Enclose `optimizer.step()` after `synchronize`."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def synchronized(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Wait until the gradients are reduced; inside, they may be inspected or changed and the optimizer stepped."""
+        self.synchronize(optimizer)
+        with self.stepping(optimizer):
+            yield
 
     @classmethod  # noqa: B027 - few engines have one
     def offer_timeline(cls) -> None:
@@ -180,6 +210,17 @@ class Engine(ABC):
         gathered = self.all_gather(padded, name)
         return [json.loads(bytes(row[:length].tolist())) for row, length in zip(gathered, lengths, strict=True)]
 
+    def broadcast_object(self, value: object, name: str) -> Any:
+        """Return rank 0's `value` on every rank; it must be expressible in JSON (nothing is ever unpickled)."""
+        text = json.dumps(value).encode() if self.rank == 0 else b""
+        length = torch.tensor([len(text)])
+        self.broadcast_(length, name + ".length")
+        content = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == 0:
+            content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.broadcast_(content, name)
+        return json.loads(bytes(content.tolist()))
+
     @contextlib.contextmanager
     def raising_together(self, name: str) -> Iterator[None]:
         """Run a block that may fail on some ranks only: what one rank raises, every rank raises, and none waits for ever."""
@@ -220,7 +261,7 @@ class Engine(ABC):
             },
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in local["param_groups"]],
         }
-        plan = self.all_gather_object(plan if self.rank == 0 else None, "optimizer.plan")[0]
+        plan = self.broadcast_object(plan, "optimizer.plan")
         received: dict[int, dict[str, object]] = {}
         for index, entries in plan["state"].items():
             received[int(index)] = {}

@@ -11,14 +11,14 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import Engine
+from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.rendezvous import meeting_point
 
@@ -137,35 +137,34 @@ class DdpEngine(Engine):
         self.description = "ddp over NCCL"
         return self.gpu_of_local_rank(gpus)
 
-    def distribute(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        compression: str = "none",
-        predivide: float = 1.0,
-        reduction: str = "average",
-        accumulate: int = 1,
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP refuses it
+            return model
         # Batch norm's running statistics are averaged before evaluation (`average_buffers`), not copied in every forward.
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         sync = (
             "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         )  # renamed in torch 2.15
-        options: dict[str, Any] = {sync: False}
+        options: dict[str, Any] = {sync: False, "find_unused_parameters": how.find_unused_parameters}
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
         replica = nn.parallel.DistributedDataParallel(model, **options)
-        self._hook = GradientHook(self.size, compression, predivide, reduction)
+        if self._hook is None:
+            self._hook = GradientHook(self.size, how.compression, how.predivide, how.reduction)
         replica.register_comm_hook(None, self._hook.reduce)
-        return replica, optimizer
+        return replica
 
     @contextlib.contextmanager
-    def backward_pass(self, model: Any, optimizer: torch.optim.Optimizer, number: int, passes: int) -> Iterator[None]:
+    def micro_batch(
+        self, models: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer], number: int, count: int
+    ) -> Iterator[None]:
         if self._hook is not None:
             self._hook.ready = 0.0
-        # Gradients travel in the last pass only.
-        with model.no_sync() if number < passes - 1 else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if number < count - 1:  # gradients travel with the last one only
+                for model in models:
+                    if isinstance(model, nn.parallel.DistributedDataParallel):
+                        stack.enter_context(model.no_sync())
             yield
 
     def waits(self) -> bool:
@@ -174,15 +173,6 @@ class DdpEngine(Engine):
     def gradients_ready(self) -> float:
         # By the time backward() returns, DDP has waited for the others: what came after the last bucket was that wait.
         return self._hook.ready if self._hook is not None else time.perf_counter()
-
-    @contextlib.contextmanager
-    def synchronized(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        yield
-
-    def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for name, tensor in model.state_dict().items():
-            self.broadcast_(tensor, name)
-        self.broadcast_optimizer_state(optimizer)
 
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
         ops = torch.distributed.ReduceOp

@@ -22,7 +22,8 @@ def run(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
     except (UserError, Failure) as error:
-        script = f"hvdtrain.{Path(sys.argv[0]).stem}"
+        path = Path(sys.argv[0])
+        script = f"hvdtrain.{path.stem}" if path.parent.name == "hvdtrain" else path.stem
         try:
             rank = announced().rank
         except UserError:

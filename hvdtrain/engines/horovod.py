@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import Engine
+from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is DistributedDataParallel's bucket_cap_mb
@@ -97,6 +97,7 @@ class PredividedCompressor:
 class HorovodEngine(Engine):
     name = "horovod"
     reductions = ("sum", "average", "adasum", "min", "max", "product")
+    tells_missing_gradients = True
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):
         super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
@@ -111,6 +112,7 @@ class HorovodEngine(Engine):
         except ImportError as error:
             raise UserError(f"Horovod cannot be imported ({error}): {REMEDY}") from error
         self.hvd = hvd
+        self._hows: dict[Any, Reduction] = {}  # by optimizer
 
         # Without a launcher, Open MPI 4 would first start a daemon, which takes time and which a relocated MPI cannot find.
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
@@ -138,40 +140,35 @@ class HorovodEngine(Engine):
         self.description = "horovod over NCCL"
         return self.gpu_of_local_rank(gpus)
 
-    def distribute(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        compression: str = "none",
-        predivide: float = 1.0,
-        reduction: str = "average",
-        accumulate: int = 1,
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def distribute_optimizer(
+        self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], how: Reduction
+    ) -> torch.optim.Optimizer:
         hvd = self.hvd
-        if reduction == "adasum":
+        if how.reduction == "adasum":
             self._refuse_adasum()
-        op = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[reduction]
-        compressor = hvd.Compression.fp16 if compression == "fp16" else hvd.Compression.none
-        if reduction != "adasum" and (compression == "fp16" or predivide != 1.0):
+        op = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[how.reduction]
+        compressor = hvd.Compression.fp16 if how.compression == "fp16" else hvd.Compression.none
+        if how.reduction != "adasum" and (how.compression == "fp16" or how.predivide != 1.0):
             op = hvd.Sum
-            factor_after = predivide / self.size if reduction == "average" else predivide
-            compressor = PredividedCompressor(torch.float16 if compression == "fp16" else None, predivide, factor_after)
+            factor_after = how.predivide / self.size if how.reduction == "average" else how.predivide
+            wire_dtype = torch.float16 if how.compression == "fp16" else None
+            compressor = PredividedCompressor(wire_dtype, how.predivide, factor_after)
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        named = [(name, parameter) for name, parameter in named if parameter in own]
         # The wrapped optimizer starts with empty state: fill it (checkpoint, broadcast) after this line, not before.
-        optimizer = hvd.DistributedOptimizer(
+        distributed = hvd.DistributedOptimizer(
             optimizer,
-            named_parameters=model.named_parameters(),
+            named_parameters=named,
             compression=compressor,
             op=op,
-            # Horovod adds the passes up and does not average them: the weights of `sharding.Batch` do.
-            backward_passes_per_step=accumulate,
+            # Horovod adds the micro-batches up and does not average them: the weights of `sharding.Batch` do.
+            backward_passes_per_step=how.accumulate,
             # Fixed buckets: gradients are always summed in the same order, so that a run repeats to the bit. Without them
             # they are fused as they happen to become ready, and three ranks gave three different results in three runs.
-            groups=buckets(list(model.parameters())) if self.tuning else None,
+            groups=buckets([parameter for _, parameter in named]) if self.tuning else None,
         )
-        self._passes = accumulate
-        self._adasum = reduction == "adasum" and self.size > 1
-        return model, optimizer
+        self._hows[distributed] = how
+        return distributed
 
     def _refuse_adasum(self) -> None:
         if not self.hvd.mpi_enabled():
@@ -184,25 +181,63 @@ class HorovodEngine(Engine):
             raise UserError(said, everywhere=True)
 
     @contextlib.contextmanager
-    def backward_pass(self, model: nn.Module, optimizer: Any, number: int, passes: int) -> Iterator[None]:
-        if number == 0 and passes != self._passes:
-            self._passes = passes
-            optimizer.set_backward_passes_per_step(passes)  # the last step of an epoch may have fewer
+    def micro_batch(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Any], number: int, count: int
+    ) -> Iterator[None]:
+        if number == 0:
+            for optimizer in optimizers:
+                if optimizer.backward_passes_per_step != count:  # the last step of an epoch may have fewer
+                    optimizer.set_backward_passes_per_step(count)
         yield
 
-    def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def broadcast_model(self, model: nn.Module) -> None:
+        # The optimizer's state goes by `broadcast_optimizer_state` of Engine. Trap: Horovod's function of that name takes a
+        # real step on fresh state, and weight decay moves the weights.
         self.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        # Not hvd.broadcast_optimizer_state: on fresh state that takes a real step, and weight decay moves the weights.
-        self.broadcast_optimizer_state(optimizer)
 
-    @contextlib.contextmanager
-    def synchronized(self, optimizer: Any) -> Iterator[None]:
-        if self._adasum:  # it reduces what the optimizer changed, inside step(), and offers no way to wait before
-            yield
+    def _adasum(self, optimizer: Any) -> bool:
+        """Tell whether `optimizer` reduces what it changed, inside step(), and offers no way to wait before."""
+        return self._hows[optimizer].reduction == "adasum" and self.size > 1
+
+    def synchronize(self, optimizer: Any) -> None:
+        if self._adasum(optimizer):
             return
+        if self.size == 1:
+            optimizer.synchronize()
+            return
+        unused = self._complete(optimizer)
         optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            yield
+        if self._hows[optimizer].find_unused_parameters:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            used = torch.tensor([parameter not in unused for parameter in parameters], dtype=torch.uint8)
+            self.all_reduce_(used, "max", "used_parameters")
+            for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
+                if not anywhere:  # as in a single process: the optimizer leaves it alone
+                    parameter.grad = None
+
+    def _complete(self, optimizer: Any) -> set[nn.Parameter]:
+        """Do for parameters whose hook did not run what it would have done; return those without a gradient.
+
+        Trap: a bucket that is complete on one rank and not on another is never reduced on either. A gradient that is
+        missing against expectation travels as NaN: so every rank learns of it, in this step, without a message of its own.
+        """
+        unused = set()
+        expected = not self._hows[optimizer].find_unused_parameters
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                left = optimizer._allreduce_delay.get(parameter, 0) if parameter.requires_grad else 0
+                if left == 0:
+                    continue
+                if parameter.grad is None:
+                    unused.add(parameter)
+                    parameter.grad = torch.full_like(parameter, float("nan") if expected else 0.0)
+                hook = optimizer._make_hook(parameter)
+                for _ in range(left):
+                    hook()
+        return unused
+
+    def stepping(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._adasum(optimizer) else optimizer.skip_synchronize()
 
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
         hvd = self.hvd

@@ -1,13 +1,11 @@
 """One process: `serial` on one device, `dataparallel` on all GPUs of this machine. The first two rungs of the ladder."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import Engine
+from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 
 
@@ -32,22 +30,10 @@ class SerialEngine(Engine):
             raise UserError(self.NO_GPU)
         return torch.device("cuda", 0) if wanted != "cpu" and torch.cuda.is_available() else torch.device("cpu")
 
-    def distribute(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, **how: object
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return model, optimizer
+    def broadcast_model(self, model: nn.Module) -> None:
+        pass
 
-    @contextlib.contextmanager
-    def backward_pass(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, passes: int
-    ) -> Iterator[None]:
-        yield
-
-    @contextlib.contextmanager
-    def synchronized(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        yield
-
-    def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         pass
 
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
@@ -81,9 +67,7 @@ class DataParallelEngine(SerialEngine):
             self.notes.append(f"dataparallel found {gpus} GPU{'s'[: gpus != 1]}: it runs as serial does")
         return device
 
-    def distribute(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, **how: object
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
         if self.device.type == "cuda" and torch.cuda.device_count() > 1:
-            return nn.DataParallel(model), optimizer
-        return model, optimizer
+            return nn.DataParallel(model)
+        return model

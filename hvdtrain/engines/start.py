@@ -74,7 +74,7 @@ def engine_class(name: str) -> type[Engine]:
     return single.DataParallelEngine if name == "dataparallel" else single.SerialEngine
 
 
-def refuse_foreign(engine_name: str, options: Mapping[str, object]) -> None:
+def refuse_unsupported(engine_name: str, options: Mapping[str, object]) -> None:
     """Raise UserError where `options` (flags by name; None: not given) ask for what only other engines can do."""
     for name, refused in engine_class(engine_name).lacks.items():
         value = options.get(name)

@@ -1,0 +1,13 @@
+"""The library for training programs of your own: `from hvdtrain import training`, then docs/script.md."""
+
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.exit_codes import run as main
+from hvdtrain.engines.flags import count, fraction, non_negative, positive, positive_int
+from hvdtrain.training.flags import parser
+from hvdtrain.training.run import Run, start
+from hvdtrain.training.state import Metric
+
+__all__ = [
+    "Failure", "Metric", "Run", "UserError", "count", "fraction", "main", "non_negative", "parser", "positive",
+    "positive_int", "start",
+]  # fmt: skip

@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.training import contents
 from hvdtrain.training.records import files
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
+FORMAT = 2
 PATIENCE_SECONDS = 600.0
 TEMPORARY = re.compile(r"\.step-\d{8,}\.safetensors\.\d+")
 
@@ -98,9 +100,9 @@ def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
         raise Damaged(f"it has no {error} in its header") from error
     except Exception as error:  # safetensors raises its own kind, and several of torch's for types it does not know
         raise Damaged(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
-    if not isinstance(facts, dict) or facts.get("format") != 1:
-        raise Damaged("it was not written by this program's format 1")
-    return facts, tensors
+    if not isinstance(facts, dict) or facts.get("format") not in (1, FORMAT):
+        raise Damaged(f"it was not written by this program's formats 1 to {FORMAT}")
+    return contents.upgraded(facts), tensors
 
 
 def read_facts(path: Path) -> dict:
@@ -112,7 +114,7 @@ def read_facts(path: Path) -> dict:
             facts = json.loads((file.metadata() or {})["facts"])
     except Exception:
         return {}
-    return facts if isinstance(facts, dict) else {}
+    return contents.upgraded(facts) if isinstance(facts, dict) else {}
 
 
 def listed(directory: Path) -> list[Path]:
@@ -143,21 +145,29 @@ def newest(directory: Path, warn: Callable[[str], None]) -> tuple[dict, dict[str
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints and the one with the best test accuracy (of equals the newest)."""
+    """Remove all but the `keep` newest checkpoints and the one with the best evaluation (of equals the newest)."""
     old = listed(directory)[keep:]
     if not old:
         return
-    scored = [
-        (accuracy, path)
-        for path in listed(directory)
-        if isinstance(accuracy := read_facts(path).get("accuracy"), (int, float)) and accuracy == accuracy  # no NaN
-    ]
-    best = max(accuracy for accuracy, _ in scored) if scored else None
-    best_path = next((path for accuracy, path in scored if accuracy == best), None)
+    best = best_of(directory)
     for path in old:
-        if path != best_path:
+        if path != best:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def best_of(directory: Path) -> Path | None:
+    """Return the checkpoint with the best evaluation, by the metric and direction that it names; of equals the newest."""
+    best: tuple[float, Path] | None = None
+    for path in listed(directory):
+        score = read_facts(path).get("best")
+        value = score.get("value") if isinstance(score, dict) else None
+        if not isinstance(value, (int, float)) or value != value:  # NaN
+            continue
+        goodness = float(value) if score["direction"] == "max" else -float(value)
+        if best is None or goodness > best[0]:
+            best = goodness, path
+    return best[1] if best else None
 
 
 def remove_temporaries(directory: Path) -> None:
@@ -188,8 +198,8 @@ class Writer:
             self._waiting = facts, tensors
             self._condition.notify_all()
 
-    def flush(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Return once nothing waits or is being written; `tick` is called about once a second meanwhile.
+    def flush(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        """Return once nothing waits or is being written; `heartbeat` is called about once a second meanwhile.
 
         A file system that hangs is waited for no longer than PATIENCE_SECONDS: then `failed` says so.
         """
@@ -197,7 +207,7 @@ class Writer:
         with self._condition:
             while self._waiting is not None or self._busy:
                 self._condition.wait(1.0)
-                tick()
+                heartbeat()
                 if time.monotonic() > until:
                     self.failed = OSError(f"not written within {PATIENCE_SECONDS:.0f} s")
                     return
@@ -215,7 +225,7 @@ class Writer:
             del facts, tensors
 
     def _write(self, facts: dict, tensors: dict[str, Tensor]) -> None:
-        path = self.directory / name_of(facts["position"]["step"])
+        path = self.directory / name_of(facts["state"]["step"])
         self.failed = None
         try:
             write(path, facts, tensors)
@@ -242,7 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        weights = {
+            name.removeprefix("model."): t for name, t in tensors.items() if name.startswith(("model.", "models."))
+        }
         try:
             save_file(weights, flags.export)
         except (OSError, SafetensorError) as error:

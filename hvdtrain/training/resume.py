@@ -7,123 +7,74 @@ import fcntl
 import os
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import checkpoint
-from hvdtrain.training.records.metrics import Telemetry
+from hvdtrain.training import checkpoint, contents
+from hvdtrain.training.flags import Flags
+from hvdtrain.training.records.telemetry import Telemetry
+from hvdtrain.training.state import Initial, Metric, TrainState
 
-# Flags that may change between two parts of one run: where and how it runs, what it shows, when it ends early.
-NEUTRAL = {
-    *("check_steps", "checkpoint_steps", "compression", "data_dir", "dataset", "device", "engine"),
-    *("gradient_predivide_factor", "keep", "log_steps", "max_skipped", "no_progress", "output_dir", "recipe", "resume"),
-    *("profile", "tensorboard"),
-    *("compile", "max_broken", "memory_format", "test_shards", "train_shards"),
-    *("step_timeout", "target_accuracy", "threads", "train_samples", "tuning", "weights", "workers"),
-}
 LOCK_SECONDS = 10.0  # how long the run before may take to die
-
-
-@dataclass
-class Position:
-    """Where training stands: the same on all ranks, and whole in every checkpoint."""
-
-    epoch: int = 0  # from 0
-    taken: int = 0  # samples of this epoch's order that are behind us, over all ranks
-    samples: int = 0  # since the beginning of training, over all ranks
-    step: int = 0  # since the beginning of training
-    skipped: int = 0  # steps just before this one, in a row, whose gradients were not finite
-    train_seconds: float = 0.0
-    evaluation: dict = field(default_factory=dict)  # the last one: loss, accuracy, count
-
-    def advance(self, samples: int) -> None:
-        self.step += 1
-        self.taken += samples
-        self.samples += samples
-
-    def reached(self, target_accuracy: float | None) -> bool:
-        return target_accuracy is not None and self.evaluation.get("accuracy", -1.0) >= target_accuracy
-
-    def end_epoch(self, **evaluation: float) -> None:
-        self.epoch += 1
-        self.taken = 0
-        self.evaluation = evaluation
-
-
-class Begun(NamedTuple):
-    """How the run began. Rates and the global batch follow from this, also where it goes on with other ranks."""
-
-    ranks: int
-    batch_size: int  # per rank
-    accumulate: int
-
-    @property
-    def global_batch(self) -> int:
-        return self.ranks * self.batch_size * self.accumulate
+Facts = dict[str, Any]
 
 
 class Checkpoints:
     """Finds the checkpoint to continue, restores it, saves new ones. Making one raises UserError (on rank 0 alone).
 
-    asked: the flags as the user gave them, before anything was chosen automatically. data: what identifies the samples.
+    metrics: by name; the first decides which checkpoint is the best.
     """
 
-    def __init__(self, engine: Engine, flags: Namespace, asked: Mapping[str, object], data: Mapping[str, object]):
-        if flags.checkpoint_steps and flags.output_dir is None:
-            raise UserError("--checkpoint-steps needs --output-dir, to write there", everywhere=True)
-        self.engine = engine
-        self.every = flags.checkpoint_steps
-        self._keep = flags.keep
-        self.begun = Begun(engine.size, flags.batch_size, flags.accumulate)
+    def __init__(self, engine: Engine, flags: Flags, metrics: Mapping[str, Metric], telemetry: Telemetry):
+        self.engine, self.telemetry, self._flags = engine, telemetry, flags
+        self._metrics = dict(metrics)
         self.writes = flags.output_dir is not None
-        self.directory = flags.output_dir / "checkpoints" if self.writes else None
-        self._config = {name: plain(value) for name, value in asked.items()}
-        self._data = dict(data)
-        self._reduction = flags.reduction
-        self._warnings: list[str] = []
-        self._found: tuple[dict, dict[str, Tensor]] | None = None  # on rank 0, until it is restored
+        self.directory: Path | None = flags.output_dir / "checkpoints" if self.writes else None
+        self.initial = Initial(engine.size, flags.batch_size, flags.accumulate)
         self.continues = False  # on rank 0: the run in --output-dir goes on, and so do its files
-        self._facts: dict | None = None  # of the checkpoint to continue, on every rank
+        self.facts: Facts | None = None  # of the checkpoint to continue, on every rank once `begin` was called
+        self._config: Facts = {}
+        self._data: Facts = {}
+        self._warnings: list[str] = []
+        self._found: tuple[Facts, dict[str, Tensor]] | None = None  # on rank 0, until it is restored
         self._last_good: str | None = None
         self._writer: checkpoint.Writer | None = None
-        self.telemetry: Telemetry | None = None
         self._lock_handle: int | None = None
         if engine.rank == 0:
             try:
-                self._open(flags)
+                self._open()
             except UserError:
                 self._unlock()
                 raise
 
-    def _open(self, flags: Namespace) -> None:
+    # ---- which one
+
+    def _open(self) -> None:
+        resume = self._flags.resume
         if self.directory is not None and os.path.islink(self.directory):  # noqa: PTH114 (see `_named`)
             said = f"{self.directory} is a link, and output stays in --output-dir: name the place itself with it"
             raise UserError(said)
         if self.directory is not None:
             self._lock(self.directory.parent)
             checkpoint.remove_temporaries(self.directory)
-        if flags.resume == "auto" and self.directory is not None:
+        if resume == "auto" and self.directory is not None:
             self._found = checkpoint.newest(self.directory, self._warn)
             self.continues = self._found is not None
-        elif flags.resume not in ("auto", "never"):
-            self._found = self._named(Path(flags.resume))
+        elif resume not in ("auto", "never"):
+            self._found = self._named(Path(resume))
         if self._found is not None:
-            require_whole(*self._found)
-            self._require_fit(self._found[0], strict=self.continues)
+            contents.require_whole(*self._found)
         elif self._warnings:
             self._warn("no checkpoint is sound: training starts from the beginning")
-        if not self.continues and self.directory is not None and checkpoint.listed(self.directory):
-            self._move_aside(self.directory)
 
-    def _named(self, path: Path) -> tuple[dict, dict[str, Tensor]]:
+    def _named(self, path: Path) -> tuple[Facts, dict[str, Tensor]]:
         if os.path.isdir(path):  # noqa: PTH112 (Path's own raises where the name is too long)
             inner = path / "checkpoints"
             found = checkpoint.newest(inner if os.path.isdir(inner) else path, self._warn)  # noqa: PTH112
@@ -141,8 +92,9 @@ class Checkpoints:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock_handle = os.open(directory, os.O_RDONLY)
-        except OSError:  # nothing can be written there: telemetry says so
-            return
+        except OSError as error:
+            message = f"--output-dir {directory} cannot be written ({error.strerror}): name another, or make room"
+            raise UserError(message) from error
         until = time.monotonic() + LOCK_SECONDS
         while True:
             try:
@@ -161,6 +113,60 @@ class Checkpoints:
             os.close(self._lock_handle)
             self._lock_handle = None
 
+    def _warn(self, line: str) -> None:
+        self._warnings.append(line)
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+
+    def begin(self) -> TrainState:
+        """Return where training stands, on every rank. A collective."""
+        shared = self._found[0] if self._found is not None else None
+        self.facts = self.engine.broadcast_object(shared, "checkpoint.facts")
+        if self.facts is None:
+            return TrainState()
+        self.initial = Initial(**self.facts["initial"])
+        return TrainState(**self.facts["state"])
+
+    def require_fit(self, config: Mapping[str, object], data: Mapping[str, object]) -> None:
+        """On rank 0: compare flags and data with those of the checkpoint. Raises UserError where the run in --output-dir was
+        another one; warns where --resume named it. Then the place for this run's own checkpoints is made."""
+        self._config = {name: contents.plain(value) for name, value in config.items()}
+        self._data = {name: contents.plain(value) for name, value in data.items()}
+        if self.engine.rank != 0:
+            return
+        if self.facts is not None and (unlike := self._unlike(self.facts)):
+            listed = "; ".join(f"{name}: {there} there, {here} now" for name, there, here in unlike)
+            listed = " ".join(listed.splitlines())  # a name there may be anything
+            if self.continues:
+                self._unlock()
+                how = "give the same, or another --output-dir, or --resume never"
+                raise UserError(f"{self.directory} holds a run with other flags ({listed}): {how}")
+            self._warn(f"the checkpoint was written with other flags ({listed}): continued with those given now")
+        if not self.continues and self.directory is not None and checkpoint.listed(self.directory):
+            self._move_aside(self.directory)
+        if self.directory is not None:
+            self._writer = checkpoint.Writer(self.directory, self._flags.keep, self._written)
+
+    def _unlike(self, facts: Facts) -> list[tuple[str, object, object]]:
+        theirs, began = facts["config"], Initial(**facts["initial"])
+        now = Initial(self.engine.size, self._flags.batch_size, self._flags.accumulate)
+        # The same global batch, dealt out otherwise: the user has done the arithmetic for the new number of ranks.
+        batch_fits = now.global_batch == began.global_batch
+        unlike = []
+        for name, mine in self._config.items():
+            if name in self._flags.may_change or theirs.get(name, mine) == mine:
+                continue
+            if batch_fits and name in ("batch_size", "accumulate"):
+                continue
+            if mine is None and "derived" in facts:  # format 1 held values that a script had derived from others
+                continue
+            unlike.append((f"--{name.replace('_', '-')}", theirs[name], mine))
+        for name, there in facts["data"].items():
+            if there != self._data.get(name):
+                unlike.append((name, there, self._data.get(name)))
+        if self._flags.reduction != "average" and began.ranks != self.engine.size:
+            unlike.append(("the number of ranks, on which this --reduction depends", began.ranks, self.engine.size))
+        return unlike
+
     def _move_aside(self, directory: Path) -> None:
         number = 1
         while (aside := directory.with_name(f"checkpoints.{number}")).exists():
@@ -172,131 +178,107 @@ class Checkpoints:
                 f"{directory} cannot be moved aside ({error.strerror}): name another --output-dir"
             ) from error
 
-    def _require_fit(self, facts: dict, *, strict: bool) -> None:
-        theirs = facts["config"]
-        began = Begun(**facts["begun"])
-        # The same global batch, dealt out otherwise: the user has done the arithmetic for the new number of ranks.
-        batch_fits = self.begun.global_batch == began.global_batch
-        unlike = [
-            (f"--{name.replace('_', '-')}", theirs[name], mine)
-            for name, mine in self._config.items()
-            if name not in NEUTRAL and theirs.get(name, mine) != mine
-            and not (batch_fits and name in ("batch_size", "accumulate"))
-        ]  # fmt: skip
-        unlike += [
-            (name, there, self._data.get(name))
-            for name, there in facts["data"].items()
-            if there != self._data.get(name)
-        ]
-        if self._reduction != "average" and facts["begun"]["ranks"] != self.engine.size:
-            unlike.append(("the number of ranks, on which this --reduction depends", began.ranks, self.engine.size))
-        if not unlike:
-            return
-        listed = "; ".join(f"{name}: {there} there, {here} now" for name, there, here in unlike)
-        listed = " ".join(listed.splitlines())  # a name there may be anything
-        if strict:
-            how = "give the same, or another --output-dir, or --resume never"
-            raise UserError(f"{self.directory} holds a run with other flags ({listed}): {how}")
-        self._warn(f"the checkpoint was written with other flags ({listed}): continued with those given now")
-
-    def _warn(self, line: str) -> None:
-        self._warnings.append(line)
-        print(f"warning: {line}", file=sys.stderr, flush=True)
-
-    def begin(self, telemetry: Telemetry) -> Position:
-        """Return where training stands, on every rank. A collective."""
-        self.telemetry = telemetry
-        shared = self._found[0] if self._found is not None else None
-        self._facts = self.engine.all_gather_object(shared, "checkpoint.facts")[0]
+    def announce(self, state: TrainState) -> None:
+        """Say, and record, from where the run goes on."""
         for warning in self._warnings:
-            telemetry.event("error", kind="checkpoint", message=warning)
-        if self.directory is not None and self.engine.rank == 0:
-            self._writer = checkpoint.Writer(self.directory, self._keep, self._written)
-        if self._facts is None:
-            return Position()
-        began = Begun(**self._facts["begun"])
-        if began.global_batch != self.begun.global_batch:
+            self.telemetry.event("error", kind="checkpoint", message=warning)
+        if self.facts is None:
+            return
+        began, now = self.initial, Initial(self.engine.size, self._flags.batch_size, self._flags.accumulate)
+        if began.global_batch != now.global_batch:
             per_rank = -(-began.global_batch // self.engine.size)
-            telemetry.say(
+            self.telemetry.say(
                 f"global batch kept at {began.global_batch}: it began on {began.ranks} ranks; now up to {per_rank} per rank"
             )
-        self.begun = began
-        at = Position(**self._facts["position"])
-        telemetry.say(f"resumed after step {at.step} and {at.samples:,} samples, in epoch {at.epoch + (at.taken > 0)}")
-        telemetry.event(
-            "resume", epoch=at.epoch + 1, step=at.step, samples=at.samples, taken=at.taken, world_size=self.engine.size,
-            begun=began._asdict(), warnings=self._warnings,
+        epoch = state.epoch + (state.samples_of_epoch > 0)
+        self.telemetry.say(f"resumed after step {state.step} and {state.samples:,} samples, in epoch {epoch}")
+        self.telemetry.event(
+            "resume", epoch=state.epoch + 1, step=state.step, samples=state.samples, taken=state.samples_of_epoch,
+            world_size=self.engine.size, initial=began._asdict(), warnings=self._warnings,
         )  # fmt: skip
-        return at
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Fill model, optimizer and loss scaler on every rank from the checkpoint, if one is continued. A collective."""
-        if self._facts is None:
+    # ---- what is in it
+
+    def restore(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler
+    ) -> None:
+        """Fill models, optimizers and loss scaler on every rank from the checkpoint, if one is continued. A collective."""
+        if self.facts is None:
             return
-        rows = torch.zeros(self._facts["buffers"], dtype=torch.float32)
+        rows = torch.zeros(self.facts["buffers"], dtype=torch.float32)
         with self.engine.raising_together("checkpoint"):
             if self._found is not None:
-                tensors = self._found[1]
-                load_model(model, tensors)
-                try:
-                    load_optimizer(optimizer, tensors, self._facts["optimizer"])
-                    scaler.load_state_dict(self._facts["scaler"] or scaler.state_dict())
-                except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-                    first = (str(error) or type(error).__name__).splitlines()[0]
-                    raise UserError(
-                        f"the checkpoint does not fit the optimizer ({first}): check --optimizer"
-                    ) from error
-                if rows.shape[1:] != flatten(model).shape:
+                contents.load(self._found, models, optimizers, scaler)
+                if rows.shape[1:] != contents.flatten(models).shape:
                     raise UserError("the checkpoint does not fit the model: it has other buffers: check --model")
-                rows.copy_(tensors["buffers"])
-        self._found = None
-        self.engine.broadcast(model, optimizer)
+                rows.copy_(self._found[1]["buffers"])
+        for model in models:
+            self.engine.broadcast_model(model)
+        for optimizer in optimizers:
+            self.engine.broadcast_optimizer_state(optimizer)
         if rows.numel():
             self.engine.broadcast_(rows, "checkpoint.buffers")
             # Each rank's own batch statistics; on another number of ranks, their mean.
             mine = rows[self.engine.rank] if len(rows) == self.engine.size else rows.mean(0)
-            unflatten(mine, model)
-        if self._facts["scaler"]:
-            scaler.load_state_dict(self._facts["scaler"])
+            contents.unflatten(mine, models)
+        if self.facts["scaler"]:
+            scaler.load_state_dict(self.facts["scaler"])
 
-    def due(self, step: int) -> bool:
-        return self.every is not None and step % self.every == 0
+    def restore_registered(self, registered: Mapping[str, Any]) -> None:
+        """Fill what `Run.register` was given, on every rank. A collective."""
+        if self.facts is None:
+            return
+        for name, what in registered.items():
+            held = self.facts["registered"]
+            if name not in held:
+                raise UserError(
+                    f"the checkpoint has no {name!r}: register the same as when it was written, or --resume never",
+                    everywhere=True,
+                )
+            tensors = self._found[1] if self._found is not None else {}
+            what.load_state_dict(contents.unpack(self.engine, held[name], f"registered.{name}", tensors))
+
+    def forget(self) -> None:
+        """Training begins: what was read is no longer needed."""
+        self._found = None
 
     def save(
-        self, at: Position, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+        self,
+        state: TrainState,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler,
+        registered: Mapping[str, Any],
     ) -> None:
         """Take a snapshot and return; rank 0 writes it in the background. A collective."""
         if not self.writes:
             return
-        buffers = self.engine.all_gather(flatten(model), "checkpoint.buffers")
+        buffers = self.engine.all_gather(contents.flatten(models), "checkpoint.buffers")
         if self._writer is None:
             return
-        tensors = {f"model.{name}": snapshot(tensor) for name, tensor in model.state_dict().items()}
-        held = optimizer.state_dict()
-        state: dict[int, dict] = held["state"]
-        for index, entries in state.items():
-            tensors |= {f"optimizer.{index}.{k}": snapshot(v) for k, v in entries.items() if isinstance(v, Tensor)}
-        values = {i: {k: v for k, v in entries.items() if not isinstance(v, Tensor)} for i, entries in state.items()}
-        facts = {
-            "format": 1,
-            "position": asdict(at),
-            "accuracy": at.evaluation.get("accuracy") if at.taken == 0 else None,
-            "begun": self.begun._asdict(),
+        facts, tensors = contents.collect(models, optimizers, registered)
+        facts |= {
+            "format": checkpoint.FORMAT,
+            "state": asdict(state),
+            "best": self._score(state),
+            "initial": self.initial._asdict(),
             "world_size": self.engine.size,
             "engine": self.engine.name,
             "config": self._config,
             "data": self._data,
-            "optimizer": {
-                "values": {str(i): v for i, v in values.items() if v},
-                "groups": [{k: plain(v) for k, v in g.items() if k != "params"} for g in held["param_groups"]],
-            },
             "scaler": scaler.state_dict(),
             "buffers": list(buffers.shape),
         }
         self._writer.put(facts, {**tensors, "buffers": buffers})
 
+    def _score(self, state: TrainState) -> Facts | None:
+        """Return by what this checkpoint may be the best, where an epoch has just been evaluated."""
+        for name, metric in self._metrics.items():
+            if state.samples_of_epoch == 0 and name in state.evaluation:
+                return {"metric": name, "direction": metric.direction, "value": state.evaluation[name]}
+        return None
+
     def _written(self, path: Path, error: OSError | None) -> None:
-        assert self.telemetry is not None
         if error is None:
             self._last_good = path.name
             self.telemetry.event("checkpoint", file=path.name, step=int(path.stem.removeprefix("step-")))
@@ -306,84 +288,13 @@ class Checkpoints:
         print(f"warning: {line}", file=sys.stderr, flush=True)
         self.telemetry.event("error", kind="checkpoint", message=line)
 
-    def close(self, tick: Callable[[], None] = lambda: None) -> str | None:
+    def close(self, heartbeat: Callable[[], None] = lambda: None) -> str | None:
         """Wait until the last snapshot is on the disk; return, on every rank, why it could not be written, if so."""
         message = None
         if self._writer is not None:
-            self._writer.flush(tick)
+            self._writer.flush(heartbeat)
             if self._writer.failed is not None:
                 reason = self._writer.failed.strerror or self._writer.failed
                 message = f"the last checkpoint could not be written to {self.directory} ({reason}): make room there"
         self._unlock()
-        return self.engine.all_gather_object(message, "checkpoint.close")[0]
-
-
-def require_whole(facts: dict, tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError where facts are not as `save` writes them: another version's, with its own right checksum."""
-    try:
-        begun, at = Begun(**facts["begun"]), Position(**facts["position"])
-        counts = (*begun, at.epoch, at.taken, at.samples, at.step, at.skipped)
-        numbers = (*counts, at.train_seconds, *at.evaluation.values())
-        groups, values = facts["optimizer"]["groups"], facts["optimizer"]["values"]
-        sound = (
-            all(isinstance(number, (int, float)) for number in numbers)
-            and all(type(number) is int and 0 <= number < 2**53 for number in counts)
-            and min(begun) > 0
-            and at.train_seconds >= 0
-            and all(isinstance(part, dict) for part in (facts["config"], facts["data"], facts["scaler"], values))
-            and all(isinstance(part, dict) for part in (*groups, *values.values()))
-            and facts["buffers"] == list(tensors["buffers"].shape)
-            and all(type(length) is int for length in facts["buffers"])
-            and len(facts["buffers"]) == 2
-        )
-    except (KeyError, TypeError, AttributeError):
-        sound = False
-    if not sound:
-        raise UserError("the checkpoint was written by another version of hvdtrain: use that, or --resume never")
-
-
-def plain(value: object) -> object:
-    """Return `value` as JSON gives it back: paths and the like as text, tuples as lists."""
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
-
-
-def snapshot(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def flatten(model: nn.Module) -> Tensor:
-    """Return this rank's floating-point buffers as one float32 [n] on the CPU."""
-    parts = [buffer.detach().reshape(-1).float().cpu() for buffer in model.buffers() if buffer.is_floating_point()]
-    return torch.cat(parts) if parts else torch.zeros(0)
-
-
-def unflatten(flat: Tensor, model: nn.Module) -> None:
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-        buffer.copy_(part.view_as(buffer))
-
-
-def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    state = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    expected = model.state_dict()
-    for name in sorted(set(state) ^ set(expected)):
-        raise UserError(f"the checkpoint does not fit the model: {name} is in one of them only: check --model")
-    for name, tensor in state.items():
-        if tensor.shape != expected[name].shape:
-            shapes = f"{tuple(tensor.shape)} in the file, {tuple(expected[name].shape)} in the model"
-            raise UserError(f"the checkpoint does not fit the model: {name} is {shapes}: check --model")
-    model.load_state_dict(state)
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], facts: dict) -> None:
-    state: dict[int, dict[str, object]] = {int(index): dict(values) for index, values in facts["values"].items()}
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            _, index, key = name.split(".", 2)
-            state.setdefault(int(index), {})[key] = tensor
-    groups = [
-        {**mine, **theirs} for mine, theirs in zip(optimizer.state_dict()["param_groups"], facts["groups"], strict=True)
-    ]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return self.engine.broadcast_object(message, "checkpoint.close")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hvdtrain.analysis import measuring, plotting
 from hvdtrain.training.records import files
-from hvdtrain.training.records.metrics import versions
+from hvdtrain.training.records.telemetry import versions
 from tests.bench.measurements import ROOT, Left
 from tests.bench.rows import Group, Row, groups, measure_once
 

@@ -1,4 +1,4 @@
-"""`hvdtrain.imagenet` under real launchers: it learns, from folders and from shards; each image counts once; broken ones."""
+"""`hvdtrain.imagenet` under real launchers: it learns, from folders and from shards; each image counts once; corrupt ones."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ def accuracy(engine: str, kind: str, data: dict[str, Path], directory: Path) -> 
     result = summary(directory)
     assert (result["engine"], result["world_size"], result["dataset"]) == (engine, 2, kind)
     assert (result["steps"], result["samples"]) == (4 * 15, 4 * image_set.TRAIN)
-    assert (result["test_count"], result["broken"]) == (image_set.TEST, 0)
+    assert (result["test_count"], result["corrupt"]) == (image_set.TEST, 0)
     assert result["test_accuracy"] <= result["test_accuracy_top5"] <= 1
     return result["test_accuracy"]
 
@@ -67,7 +67,7 @@ def test_each_test_image_counts_once(kind, ranks, data, tmp_path):
     done = launch(f"{start} {flags} --output-dir {tmp_path}")
     assert done.code == 0, done
     result = summary(tmp_path)
-    assert (result["test_count"], result["samples"], result["broken"]) == (image_set.TEST, 50, 0)
+    assert (result["test_count"], result["samples"], result["corrupt"]) == (image_set.TEST, 50, 0)
 
 
 @pytest.mark.parametrize(
@@ -81,28 +81,28 @@ def test_each_test_image_counts_once(kind, ranks, data, tmp_path):
 def test_broken_data_is_named_and_counted_up_to_the_limit(kind, limit, code, data, tmp_path):
     root = Path(shutil.copytree(data[kind], tmp_path / "data"))
     if kind == "folder":
-        broken = [*sorted((root / "train" / "red").iterdir())[:3], sorted((root / "val" / "cyan").iterdir())[0]]
-        lost = len(broken)
+        corrupt = [*sorted((root / "train" / "red").iterdir())[:3], sorted((root / "val" / "cyan").iterdir())[0]]
+        lost = len(corrupt)
     else:
-        broken = [root / "train" / "000002.tar", root / "val" / "000001.tar"]
+        corrupt = [root / "train" / "000002.tar", root / "val" / "000001.tar"]
         lost = None
-    for path in broken:
+    for path in corrupt:
         path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
-    flags = f"--dataset {kind} --data-dir {root} --epochs 2 --max-broken {limit} --log-steps 1"
+    flags = f"--dataset {kind} --data-dir {root} --epochs 2 --max-corrupt {limit} --log-steps 1"
     done = launch(f"{MPIRUN.format(ranks=2)} {flags} --output-dir {tmp_path / 'out'}")
     assert done.code == code, done
     if code == 2:
         ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.imagenet: error: ")]
         assert len(ours) == 1, done
         assert "samples cannot be read, such as " in ours[0]
-        assert "--max-broken allows 2: mend the data, or raise it" in ours[0]
+        assert "--max-corrupt allows 2: mend the data, or raise it" in ours[0]
         assert "Traceback" not in done.stderr, done
         return
     result = summary(tmp_path / "out")
-    told = {line["file"]: line["samples"] for line in events(tmp_path / "out", "broken")}
-    assert {str(path) for path in broken} <= set(told)
-    assert all(f"skipped: {path}: " in done.stdout for path in broken)
-    assert result["broken"] == sum(told.values()) == (lost or result["broken"])
+    told = {line["file"]: line["samples"] for line in events(tmp_path / "out", "corrupt")}
+    assert {str(path) for path in corrupt} <= set(told)
+    assert all(f"skipped: {path}: " in done.stdout for path in corrupt)
+    assert result["corrupt"] == sum(told.values()) == (lost or result["corrupt"])
     assert (result["samples"], result["steps"]) == (2 * image_set.TRAIN, 2 * 15)
     in_test = sum(samples for file, samples in told.items() if f"{root}/val/" in file)
     assert result["test_count"] + in_test == image_set.TEST

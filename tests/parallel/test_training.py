@@ -9,7 +9,7 @@ from torch import nn
 
 from hvdtrain.data.sharding import epoch_order, steps
 from hvdtrain.training import optim
-from hvdtrain.training.records.metrics import parameters_sha256
+from hvdtrain.training.records.telemetry import parameters_sha256
 
 N, FEATURES, CLASSES = 22, 6, 4
 
@@ -37,7 +37,7 @@ def train(engine, *, batch_size, seed=1, epochs=2, name="sgd", accumulate=1, **h
             optimizer.zero_grad()
             total = 0.0
             for number, batch in enumerate(step.batches):
-                with engine.backward_pass(replica, optimizer, number, len(step.batches)):
+                with engine.micro_batch([replica], [optimizer], number, len(step.batches)):
                     loss = F.cross_entropy(replica(x[batch.indices]), y[batch.indices])
                     (loss * batch.weight).backward()
                 total += loss.item() * batch.weight
@@ -116,7 +116,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(engine):
     for step in range(2):  # overflows at step 0, on the last rank only
         optimizer.zero_grad()
         x = float("inf") if step == 0 and engine.rank == engine.size - 1 else 0.25
-        with engine.backward_pass(replica, optimizer, 0, 1):
+        with engine.micro_batch([replica], [optimizer], 0, 1):
             scaler.scale(replica(torch.tensor([[x]])).sum()).backward()
         with engine.synchronized(optimizer):
             scaler.step(optimizer)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvdtrain import benchmark, doctor, imagenet, mnist, reduce, report, scaling, starter
 from hvdtrain.engines import cores, exit_codes, launchers, rendezvous
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import flags as cli
+from hvdtrain.engines import flags as cli
 
 NUMBERS = st.one_of(
     st.integers(-2, 4).map(str),

@@ -17,7 +17,7 @@ def test_shutdown_ends_gloos_threads():
         model = torch.nn.Linear(3, 2)
         replica, optimizer = engine.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
         engine.broadcast(model, optimizer)
-        with engine.backward_pass(replica, optimizer, 0, 1):
+        with engine.micro_batch([replica], [optimizer], 0, 1):
             replica(torch.ones(1, 3)).sum().backward()
         del replica
         assert any("gloo" in name for name in threads())

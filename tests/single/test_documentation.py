@@ -86,7 +86,7 @@ def test_quoted_lines_are_in_the_source():
     """docs/horovod.md explains lines of the training script and of the engine: the ones that are there."""
     source = "".join(
         (ROOT / "hvdtrain" / name).read_text()
-        for name in ("mnist.py", "training/records/metrics.py", "engines/horovod.py", "engines/base.py")
+        for name in ("mnist.py", "training/records/telemetry.py", "engines/horovod.py", "engines/base.py")
     )
     quoted = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "horovod.md").read_text(), re.M)
     assert len(quoted) > 15

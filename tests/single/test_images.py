@@ -1,4 +1,4 @@
-"""Image folders, shards and synthetic images in one process: who gets which sample, and what of broken ones."""
+"""Image folders, shards and synthetic images in one process: who gets which sample, and what of corrupt ones."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from PIL import Image
 
 from hvdtrain import imagenet
 from hvdtrain.data import images, loading, make_shards, shards, synthetic
-from hvdtrain.data.corrupt import Broken, Losses
+from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.data.shards import Shard, ShardBatches
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
@@ -257,13 +257,13 @@ def test_broken_files_of_a_folder_are_named_and_the_others_stay(folder, engine, 
     batches = list(source.test())
     assert sum(batch.samples for batch in batches) == 28
     assert all(len(batch.images) == len(batch.labels) == batch.samples for batch in batches)
-    broken = {each.name: each.why for batch in batches for each in batch.broken}
-    assert set(broken) == {str(path) for path in victims}
-    assert broken[str(victims[2])] == "No such file or directory"
+    corrupt = {each.name: each.why for batch in batches for each in batch.corrupt}
+    assert set(corrupt) == {str(path) for path in victims}
+    assert corrupt[str(victims[2])] == "No such file or directory"
 
 
 def test_a_batch_of_nothing_but_broken_images_does_not_count():
-    batch = loading.collate([], [Broken("a", "b")], SIDE)
+    batch = loading.collate([], [CorruptSample("a", "b")], SIDE)
     assert (batch.samples, batch.images.shape, len(batch.labels)) == (0, (1, 3, SIDE, SIDE), 1)
 
 
@@ -295,11 +295,11 @@ def test_a_damaged_shard_is_named_and_every_sample_is_accounted_for(
 ):
     spoil, reason = DAMAGES[damage]
     spoil(own_tars / "val" / "000001.tar")
-    losses, samples = Losses(100, 31), 0
+    losses, samples = CorruptSamples(100, 31), 0
     for rank in range(size):
         for batch in read(own_tars / "val", rank, size, monkeypatch):
             samples += batch.samples
-            losses.note(batch.broken)
+            losses.note(batch.corrupt)
     losses.settle(engine, telemetry)
     assert losses.total() + samples == 31
     assert samples >= 20
@@ -321,7 +321,7 @@ def test_training_goes_on_where_no_shard_can_be_read(own_tars, monkeypatch):
     batches = read(own_tars / "train", 0, 2, monkeypatch, plan=plan)
     assert len(batches) == len(list(plan))
     assert sum(batch.samples for batch in batches) == 0
-    assert {each.name: each.lost for batch in batches for each in batch.broken} == {
+    assert {each.name: each.lost for batch in batches for each in batch.corrupt} == {
         str(path): 12 for path in (own_tars / "train").glob("*.tar")
     }
 
@@ -339,12 +339,12 @@ def test_shards_from_a_command(command, samples, complaint, tars):
     names = Names()
     url = f"pipe:{command.format(tars / 'val' / '000000.tar')}"
     batches = list(ShardBatches([Shard(url, None)], names, 6, 1, 0, 1, None))
-    broken = [each for batch in batches for each in batch.broken if each.name == url]
+    corrupt = [each for batch in batches for each in batch.corrupt if each.name == url]
     assert samples is None or sum(batch.samples for batch in batches) == samples
     if complaint is None:
-        assert broken == []
+        assert corrupt == []
     else:
-        assert complaint in broken[0].why
+        assert complaint in corrupt[0].why
 
 
 def test_samples_without_image_or_class_are_named(tmp_path, telemetry):
@@ -359,20 +359,20 @@ def test_samples_without_image_or_class_are_named(tmp_path, telemetry):
     assert shards.headers_count(path) == 5
     (batch,) = ShardBatches([Shard(str(path), 5)], Names(), 6, 1, 0, 1, None)
     assert batch.samples == 1
-    assert {each.name[-1]: each.why[:10] for each in batch.broken} == {
+    assert {each.name[-1]: each.why[:10] for each in batch.corrupt} == {
         "b": "no image i", "c": "no class (", "d": "class 6 of", "e": "no class (",
     }  # fmt: skip
 
 
 def test_losses_count_a_name_once_and_stop_over_the_limit(engine, telemetry):
-    losses = Losses(0.1, 30)
+    losses = CorruptSamples(0.1, 30)
     for _ in range(3):
-        losses.note([Broken("a", "cut"), Broken("b", "cut", lost=2)])
+        losses.note([CorruptSample("a", "cut"), CorruptSample("b", "cut", lost=2)])
         losses.settle(engine, telemetry)
     assert (losses.total(), losses.limit) == (3, 3)
     assert telemetry.lines == ["skipped: a: cut", "skipped: b: cut"]
-    losses.note([Broken("c", "empty")])
-    with pytest.raises(UserError, match=r"4 samples cannot be read, such as c \(empty\): --max-broken allows 3: mend"):
+    losses.note([CorruptSample("c", "empty")])
+    with pytest.raises(UserError, match=r"4 samples cannot be read, such as c \(empty\): --max-corrupt allows 3: mend"):
         losses.settle(engine, telemetry)
 
 
@@ -491,9 +491,9 @@ def test_evaluation_counts_the_first_and_the_first_five(engine):
     batches = [
         loading.Loaded(logits[:2], labels[:2], 2, []),
         loading.Loaded(logits[2:], labels[2:], 1, []),
-        loading.Loaded(logits[:1], labels[:1], 0, [Broken("x", "y")]),
+        loading.Loaded(logits[:1], labels[:1], 0, [CorruptSample("x", "y")]),
     ]
-    _, first, five, count = imagenet.evaluate(engine, torch.nn.Identity(), lambda images: images, batches, Losses(1, 9))
+    _, first, five, count = imagenet.evaluate(engine, torch.nn.Identity(), lambda images: images, batches, CorruptSamples(1, 9))
     assert (first, five, count) == (pytest.approx(1 / 3), pytest.approx(2 / 3), 3)
 
 

@@ -8,8 +8,8 @@ from hvdtrain.analysis import measuring, plotting
 from hvdtrain.analysis.predicting import prediction, showing
 from hvdtrain.analysis.predicting.formulas import ALGORITHMS, Link, Ranks
 from hvdtrain.analysis.predicting.runs import WIRE_DTYPES, read, require_alike
+from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import flags as cli
 
 RANKS = [2**power for power in range(4, 13)]  # 16 to 4,096
 # A full Ethernet frame takes 1,538 bytes (IEEE 802.3: preamble, header, checksum, gap), of which TCP with time stamps over

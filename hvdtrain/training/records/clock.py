@@ -6,7 +6,6 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from hvdtrain.engines.base import Engine
 
@@ -26,7 +25,6 @@ class Window(NamedTuple):
     """What happened between two looks."""
 
     steps: int
-    accuracy: float  # 0 to 1: of the last batch of the last step, over all ranks
     ranks: list[RankTimes]
     rates: dict[str, float]  # `Clock.rates` of this rank, and each phase's share of all ranks' time
 
@@ -86,21 +84,17 @@ class Clock:
         began, self._began = self._began, time.perf_counter()
         return self._began - began
 
-    def measure(self, engine: Engine, correct: Tensor, seen: int) -> Window:
-        """Return what happened on all ranks since the last call. A collective: 64 bytes from each rank.
-
-        correct: how many of the `seen` samples of this rank's last batch the model classified correctly.
-        """
+    def measure(self, engine: Engine) -> Window:
+        """Return what happened on all ranks since the last call. A collective: 48 bytes from each rank."""
         cuda = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else 0
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         steps, phases = self._steps, [self._seconds[phase] for phase in self.PHASES]
-        mine = [*phases, time.perf_counter() - self._window_began, resident, cuda, float(correct), seen]
+        mine = [*phases, time.perf_counter() - self._window_began, resident, cuda]
         rows = engine.all_gather(torch.tensor(mine, dtype=torch.float64), "measure").tolist()
         ranks = [RankTimes(row[0], row[1], row[2], row[3], int(row[4]), int(row[5])) for row in rows]
         self.totals = added(self.totals, ranks)
-        accuracy = sum(row[6] for row in rows) / max(sum(row[7] for row in rows), 1)
         share = {f"{phase}_share": value for phase, value in shares(ranks).items()}
-        return Window(steps, accuracy, ranks, self.rates() | share)
+        return Window(steps, ranks, self.rates() | share)
 
     def per_rank(self) -> dict[str, list[float]]:
         """Return, by quantity, a list over ranks: all that `measure` has seen of this clock."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +26,6 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         raise
 
 
-def open_to_append(path: Path) -> IO[str]:
-    """Open a text file for appending. Raises OSError, also where `path` is a link."""
-    return open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+def open_to_append(path: Path) -> FileIO:
+    """Open a file for appending, without a buffer. Raises OSError, also where `path` is a link."""
+    return FileIO(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))

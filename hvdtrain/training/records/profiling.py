@@ -24,7 +24,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records import files
 from hvdtrain.training.records.clock import Clock
-from hvdtrain.training.records.metrics import Telemetry
+from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.records.traces import merge
 
 if TYPE_CHECKING:
@@ -55,11 +55,13 @@ class Recording:
 class Profile:
     """Use it as a context manager around training. Without --profile it does nothing.
 
-    flags: profile, output_dir. tick: tells the watchdog that this rank makes progress.
+    flags: profile, output_dir. heartbeat: tells the watchdog that this rank makes progress.
     """
 
-    def __init__(self, engine: Engine, flags: Namespace, telemetry: Telemetry, tick: Callable[[], None] = lambda: None):
-        self.engine, self.telemetry, self._tick = engine, telemetry, tick
+    def __init__(
+        self, engine: Engine, flags: Namespace, telemetry: Telemetry, heartbeat: Callable[[], None] = lambda: None
+    ):
+        self.engine, self.telemetry, self._heartbeat = engine, telemetry, heartbeat
         self._wanted: int | None = flags.profile  # steps; None once all is done
         self._output_dir: Path = flags.output_dir
         self._scratch, self._directory = contextlib.ExitStack(), Path()  # for the records, until they are gathered
@@ -97,7 +99,7 @@ class Profile:
         steps = schedule(wait=0, warmup=WARMUP_STEPS, active=wanted, repeat=1)
         self._profiler = profile(activities=activities, schedule=steps)
         self._profiler.start()
-        self._tick()
+        self._heartbeat()
 
     def _open(self, first_step: int) -> Recording:
         timeline = self._directory / "timeline.json"
@@ -116,13 +118,13 @@ class Profile:
         if recording.timeline is not None:
             self.engine.barrier()  # nothing is under way that the timeline would cut in two
             self.engine.stop_timeline()
-        self._tick()
+        self._heartbeat()
         mine = {
             "host": socket.gethostname(), "kernel": _kernel(), "rounds": recording.rounds,
             "began_ns": recording.began_ns, "ended_ns": ended_ns, "spans": recording.spans_us(),
             "events": self._torch_events(recording.began_ns),
         }  # fmt: skip
-        self._tick()
+        self._heartbeat()
         gathered = self._gather(gzip.compress(json.dumps(mine).encode(), compresslevel=1))
         if self.engine.rank == 0:
             pieces = [json.loads(gzip.decompress(piece)) for piece in gathered]
@@ -158,7 +160,7 @@ class Profile:
             if self.engine.rank == 0:
                 for rank, row in enumerate(rows):
                     parts[rank].append(row.numpy().tobytes())
-            self._tick()
+            self._heartbeat()
         return [b"".join(part)[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def _write(self, merged: dict) -> None:

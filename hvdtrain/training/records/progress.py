@@ -6,7 +6,7 @@ What is shown, and when, follows from all ranks' times (`clock.Window`) by the p
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -66,14 +66,13 @@ def hint(ranks: list[RankTimes], steps: int, remedies: Mapping[str, str]) -> tup
     return phase, f"{what}: {remedies[phase]}"
 
 
-def line(loss: float, window: Window, left_seconds: float | None, hosts: list[str]) -> str:
-    """Return one line of figures, the most wanted first: a narrow terminal cuts off its end. hosts: by rank."""
+def line(figures: Sequence[str], window: Window, left_seconds: float | None, hosts: list[str]) -> str:
+    """Return one line, the most wanted first: a narrow terminal cuts off its end.
+
+    figures: of the training itself, such as "loss 0.3136". hosts: by rank.
+    """
     share = shares(window.ranks)
-    parts = [
-        f"loss {loss:.4f}",
-        f"accuracy {window.accuracy:.1%}",
-        f"{window.rates['samples_per_second']:,.0f} samples/s",
-    ]
+    parts = [*figures, f"{window.rates['samples_per_second']:,.0f} samples/s"]
     if left_seconds is not None:
         parts.append(f"{timedelta(seconds=round(left_seconds))} left")
     parts.append("  ".join(f"{phase} {share[phase]:.0%}" for phase in Clock.PHASES))
@@ -100,8 +99,8 @@ class Display:
         self._totals: list[RankTimes] = []
         self._steps = 0
 
-    def show(self, epoch: int, epochs: int, step: int, steps: int, loss: float, window: Window) -> None:
-        """Show where training stands: `step` of `steps` in all, `loss` over all ranks."""
+    def show(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
+        """Show where training stands: `step` of `steps` in all; figures: as `line` takes them."""
         now = time.monotonic()
         if self._first is None:
             self._first = now, step
@@ -114,12 +113,12 @@ class Display:
                 self._say(f"hint: {text}")
         began, first_step = self._first
         left = (now - began) / (step - first_step) * (steps - step) if step > first_step else None
-        text = line(loss, window, left, self.hosts)
+        text = line(figures, window, left, self.hosts)
         if sys.stderr.isatty():
-            self._draw(f"epoch {epoch}/{epochs}", step, steps, text)
+            self._draw(epoch, step, steps, text)
         elif now - self._last_line >= PLAIN_LINE_SECONDS:
             self._last_line = now
-            self._say(f"epoch {epoch}/{epochs}  step {step}/{steps}  {text}")
+            self._say(f"{epoch}  step {step}/{steps}  {text}")
 
     def _draw(self, epoch: str, step: int, steps: int, text: str) -> None:
         if self._bar is None:

@@ -6,20 +6,19 @@ All ranks take each decision together, at the same step.
 import math
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.training.records.metrics import Telemetry
+from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.resilience.watchdog import Watchdog
-from hvdtrain.training.resume import Checkpoints, Position
+from hvdtrain.training.resume import Checkpoints
+from hvdtrain.training.state import TrainState
 
-Part = TypeVar("Part")  # whatever a script computes a loss from
 STOPPED = 75  # exit code: EX_TEMPFAIL of sysexits.h; Slurm and Kubernetes can tell it from a failure
 OVERFLOWS = 20  # steps in a row that the loss scaler may skip: from 65536 it can halve 16 times before it reaches 1
 
@@ -59,66 +58,70 @@ class Guard:
         agreed = error is None or isinstance(error, Failure) or (isinstance(error, UserError) and error.everywhere)
         self._watchdog.close(None if agreed else f"{type(error).__name__}: {error}")
 
-    def tick(self) -> None:
+    def heartbeat(self) -> None:
         """Tell the watchdog that this rank makes progress, outside of steps."""
-        self._watchdog.tick()
+        self._watchdog.heartbeat()
 
-    def begin_step(self, at: Position, model: nn.Module) -> None:
+    def begin_step(self, state: TrainState, models: Sequence[nn.Module]) -> None:
         """Call it before every step. Raises Failure on every rank where the replicas differ."""
-        self._watchdog.step = at.step
-        self._watchdog.tick()
-        if at.step and self.check_steps and at.step % self.check_steps == 0:
-            self.compare_replicas(at, model)
-        if self.max_skipped:  # what forward changes of the model, in case its gradients are not finite
-            self._buffers = [buffer.clone() for buffer in model.buffers()]
+        self._watchdog.step = state.step
+        self._watchdog.heartbeat()
+        if state.step and self.check_steps and state.step % self.check_steps == 0:
+            self.compare_replicas(state, models)
+        if self.max_skipped:  # what forward changes of the models, in case their gradients are not finite
+            self._buffers = [buffer.clone() for model in models for buffer in model.buffers()]
 
-    def finite(
-        self, at: Position, model: nn.Module, loss: Tensor, loss_of: Callable[[Part], Tensor], parts: Sequence[Part]
-    ) -> bool:
-        """Tell, on all ranks alike, whether the reduced gradients are finite; if not, the step must be left out.
-
-        They are the same on all ranks, and one rank's NaN or infinity is in all of them. Raises Failure on every rank where
-        too many steps in a row were left out. loss: of this rank's batches. loss_of: computes that of one of the step's
-        `parts` again, on the bare model, to find the culprit.
-        """
-        tensors = [p.detach() if self.adasum else p.grad for p in model.parameters() if p.grad is not None]
+    def finite(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Tell whether the reduced gradients are finite: the same on all ranks, as one rank's NaN or infinity is in all."""
+        tensors = [p.detach() if self.adasum else p.grad for p in parameters if p.grad is not None]
+        if not tensors:
+            return True
         # Looked at in Python: isfinite and all, as kernels that nothing else calls, would be half of what this costs.
         sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).tolist()
-        if all(map(math.isfinite, sums)):
-            at.skipped = 0
-            return True
-        at.skipped += 1
-        give_up = at.skipped > self.max_skipped or self.adasum
-        if give_up or not self.scaled:  # a loss scaler overflows now and then: that is how it finds its scale
-            message = f"step {at.step + 1}: gradients are not finite: {self._culprit(model, loss, loss_of, parts)}"
-            message += f"; {at.skipped} step{'s'[: at.skipped > 1]} in a row, --max-skipped {self.max_skipped}"
-            if give_up:
-                raise Failure(message)
-            self.telemetry.say(f"warning: {message}: left out")
-            self.telemetry.event("error", kind="non-finite", step=at.step + 1, message=message)
-        for buffer, before in zip(model.buffers(), self._buffers, strict=True):
-            buffer.copy_(before)
-        return False
+        return all(map(math.isfinite, sums))
 
-    def _culprit(self, model: nn.Module, loss: Tensor, loss_of: Callable[[Part], Tensor], parts: Sequence[Part]) -> str:
-        """Name rank, host and first layer. A collective."""
-        here = first_non_finite(model, loss_of, parts)
-        if here is None and not bool(loss.isfinite().all()):
-            here = "a loss that is finite when computed again: check that host's memory"
-        found = self.engine.all_gather_object(here, "guard.culprit")
+    def explains(self, state: TrainState) -> bool:
+        """Tell whether the cause of gradients that are not finite matters: a loss scaler overflows now and then, that is how
+        it finds its scale."""
+        return not self.scaled or self._gives_up(state)
+
+    def _gives_up(self, state: TrainState) -> bool:
+        return state.skipped + 1 > self.max_skipped or self.adasum
+
+    def leave_out(self, state: TrainState, models: Sequence[nn.Module], culprit: str | None) -> None:
+        """Leave this step out, or raise Failure on every rank where too many in a row were left out. A collective.
+
+        culprit: what this rank found in its own forward and backward pass (`non_finite.Inspection`).
+        """
+        found = self.engine.all_gather_object(culprit, "guard.culprit")
         ranks = [f"rank {rank} on {self._watchdog.host(rank)}, {what}" for rank, what in enumerate(found) if what]
-        return " and ".join(ranks) or "each rank's own are, their sum over ranks is not"
+        blame = " and ".join(ranks) or "each rank's own are, their sum over ranks is not"
+        in_a_row = state.skipped + 1
+        message = f"step {state.step + 1}: gradients are not finite: {blame}"
+        message += f"; {in_a_row} step{'s'[: in_a_row > 1]} in a row, --max-skipped {self.max_skipped}"
+        if self._gives_up(state):
+            raise Failure(message)
+        self.telemetry.say(f"warning: {message}: left out")
+        self.telemetry.event("error", kind="non-finite", step=state.step + 1, message=message)
 
-    def compare_replicas(self, at: Position, model: nn.Module) -> None:
+    def restore_buffers(self, models: Sequence[nn.Module]) -> None:
+        """Undo what the forward pass of a step that is left out did to batch norm's running statistics."""
+        for buffer, before in zip((b for model in models for b in model.buffers()), self._buffers, strict=True):
+            buffer.copy_(before)
+
+    def compare_replicas(self, state: TrainState, models: Sequence[nn.Module]) -> None:
         """Raise Failure on every rank where the parameters are not the same bits on all. A collective.
 
         Again after the same step, it does nothing: that a checkpoint is due and that steps are due both ask for it.
         """
-        if self.engine.size == 1 or self._compared_at == at.step:
+        if self.engine.size == 1 or self._compared_at == state.step:
             return
-        self._compared_at = at.step
-        names = [name for name, _ in model.named_parameters()]
-        sums = torch.stack([checksum(parameter) for parameter in model.parameters()]).cpu()
+        self._compared_at = state.step
+        named = named_parameters(models)
+        if not named:
+            return
+        names = [name for name, _ in named]
+        sums = torch.stack([checksum(parameter) for _, parameter in named]).cpu()
         rows = self.engine.all_gather(sums, "guard.replicas")
         kinds = Counter(tuple(row.tolist()) for row in rows)
         if len(kinds) == 1:
@@ -132,33 +135,44 @@ class Guard:
             said = (
                 f"the weights differ between ranks, and no majority says which are right ({who} differs from the rest)"
             )
-        since = f"between steps {max(0, at.step - self.check_steps)} and {at.step}" if self.check_steps else "by now"
+        since = (
+            f"between steps {max(0, state.step - self.check_steps)} and {state.step}" if self.check_steps else "by now"
+        )
         raise Failure(
             f"{said}: first in {names[first]}, {since}: start again from a checkpoint; check that host's memory"
         )
 
-    def stops(self, at: Position) -> bool:
+    def should_stop(self, state: TrainState) -> bool:
         """Tell, on all ranks alike, whether to save and leave after this step. Call it after every step."""
         watchdog = self._watchdog
         if watchdog.off and watchdog.stop_at is None:
             if self.engine.sum(torch.tensor([float(watchdog.stop_reason is not None)]), "guard.stop").item():
-                watchdog.stop_at = at.step
+                watchdog.stop_at = state.step
         elif self.engine.rank == 0 and watchdog.stop_reason and watchdog.stop_at is None:
-            watchdog.announce_stop(at.step + (self.engine.size > 1))
-        return watchdog.stop_at is not None and at.step >= watchdog.stop_at
+            watchdog.announce_stop(state.step + (self.engine.size > 1))
+        return watchdog.stop_at is not None and state.step >= watchdog.stop_at
 
-    def leave(self, at: Position, checkpoints: Checkpoints) -> int:
+    def leave(self, state: TrainState, checkpoints: Checkpoints) -> int:
         """Return the exit code once the checkpoint is on the disk. Raises Failure where it cannot be written."""
-        unsaved = checkpoints.close(self.tick)
+        unsaved = checkpoints.close(self.heartbeat)
         saved = (
-            f"saved after step {at.step}: start me again" if checkpoints.writes else "nothing saved: no --output-dir"
+            f"saved after step {state.step}: start me again" if checkpoints.writes else "nothing saved: no --output-dir"
         )
         saved = unsaved or saved
-        self.telemetry.event("stop", reason=self._watchdog.stop_reason, step=at.step, samples=at.samples)
+        self.telemetry.event("stop", reason=self._watchdog.stop_reason, step=state.step, samples=state.samples)
         self.telemetry.say(f"stopped by {self._watchdog.stop_reason or 'another rank'}; {saved}")
         if unsaved:
             raise Failure(unsaved)
         return STOPPED
+
+
+def named_parameters(models: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return each parameter once, under a name that no other has: of several models preceded by the model's number."""
+    named = {}
+    for number, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            named.setdefault(parameter, name if len(models) == 1 else f"{number}.{name}")
+    return [(name, parameter) for parameter, name in named.items()]
 
 
 def checksum(parameter: Tensor) -> Tensor:
@@ -169,33 +183,3 @@ def checksum(parameter: Tensor) -> Tensor:
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
     bits = parameter.detach().contiguous().reshape(-1).view(kind)
     return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
-
-
-def first_non_finite(model: nn.Module, loss_of: Callable[[Part], Tensor], parts: Sequence[Part]) -> str | None:
-    """Return what this rank's own forward or backward pass first computes that is not finite; None if nothing is."""
-    found: list[str] = []
-
-    def look(name: str, module: nn.Module):
-        def hook(_, inputs: tuple, output: object) -> None:
-            for what, values in ((f"input of {name}", inputs), (f"output of {name}", (output,))):
-                if not found and any(isinstance(v, Tensor) and not bool(v.isfinite().all()) for v in values):
-                    found.append(f"{what} ({type(module).__name__})")
-
-        return hook
-
-    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
-    hooks = [module.register_forward_hook(look(name, module)) for name, module in leaves]
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    try:
-        for part in parts:
-            loss = loss_of(part)
-            if found:
-                break
-            gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
-            for (name, _), gradient in reversed(list(zip(named, gradients, strict=True))):
-                if not found and gradient is not None and not bool(gradient.isfinite().all()):
-                    found.append(f"gradient of {name}")
-    finally:
-        for handle in hooks:
-            handle.remove()
-    return found[0] if found else None

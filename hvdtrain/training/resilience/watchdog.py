@@ -104,7 +104,7 @@ class Watchdog:
                 one = next(iter(set(addresses.values()))) if len(set(addresses.values())) == 1 else ""
                 listener = socket.create_server((one, 0), backlog=self.size)
                 where = [addresses, listener.getsockname()[1]]
-        where = engine.all_gather_object(where, "watchdog.where")[0]
+        where = engine.broadcast_object(where, "watchdog.where")
         if where is not None:
             try:
                 if listener is not None:
@@ -164,7 +164,7 @@ class Watchdog:
     def host(self, rank: int) -> str:
         return self._hosts[rank]
 
-    def tick(self) -> None:
+    def heartbeat(self) -> None:
         self.ticks += 1
 
     def announce_stop(self, step: int) -> None:

@@ -4,6 +4,7 @@ Only rank 0 writes and speaks; on the other ranks every method is there and does
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -12,8 +13,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,42 +28,40 @@ from hvdtrain.training.records import files
 from hvdtrain.training.records.clock import Window
 from hvdtrain.training.records.misclassified import Mistake
 from hvdtrain.training.records.progress import Display, remedies
+from hvdtrain.training.state import Metric
 
 if TYPE_CHECKING:
     from hvdtrain.training.records.tensorboard import Board
 
 
 class Telemetry:
-    """Owns a run's output. Raises UserError where `output_dir` cannot be written.
+    """Owns a run's output. Nothing is written before `open`; what is said is said at once."""
 
-    continued: the run in `output_dir` goes on, and so does its metrics.jsonl; else that is kept under another name.
-    tensorboard: write TensorBoard's files too.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        output_dir: Path | None,
-        *,
-        progress: bool,
-        continued: bool = False,
-        tensorboard: bool = False,
-    ):
+    def __init__(self, engine: Engine, output_dir: Path | None, *, progress: bool, tensorboard: bool = False):
         self.speaks = engine.rank == 0
         self._lock = threading.Lock()
+        self._began = time.monotonic() - seconds_since_process_start()
+        self._began = time.monotonic() - seconds_since_process_start()
         self.output_dir = output_dir if self.speaks else None
-        self._file = None
+        self._file: FileIO | None = None
+        self._missing = 0  # lines that could not be written since the last that could
+        self._wants_board = tensorboard
         self._board: Board | None = None
         self._display = Display(self.say) if progress and self.speaks else None
-        if self.output_dir is not None:
-            self._file = self._open(self.output_dir, continued)
-            if tensorboard:
-                from hvdtrain.training.records import tensorboard as board
 
-                self._board = board.Board(self.output_dir / "tensorboard", continued)
+    def open(self, *, continued: bool) -> None:
+        """Open the files on rank 0. continued: the run in `output_dir` goes on, and so does its metrics.jsonl; else that is
+        kept under another name. Raises UserError where `output_dir` cannot be written."""
+        if self.output_dir is None:
+            return
+        self._file = self._open(self.output_dir, continued)
+        if self._wants_board:
+            from hvdtrain.training.records import tensorboard
+
+            self._board = tensorboard.Board(self.output_dir / "tensorboard", continued)
 
     @staticmethod
-    def _open(directory: Path, continued: bool):
+    def _open(directory: Path, continued: bool) -> FileIO:
         path = directory / "metrics.jsonl"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,8 @@ class Telemetry:
 
     def event(self, name: str, **fields: object) -> None:
         """Append one JSON object to metrics.jsonl."""
-        line = json.dumps({"event": name, "time": time.time(), **fields}, default=str) + "\n"
+        elapsed = round(time.monotonic() - self._began, 3)  # seconds since this process started, whatever `time` does
+        line = json.dumps({"event": name, "time": time.time(), "elapsed": elapsed, **fields}, default=str) + "\n"
         with self._lock:  # checkpoints are written, and hung ranks noticed, in threads of their own
             self._write(line)
         self._show(lambda board: board.event(name, fields))
@@ -108,18 +109,29 @@ class Telemetry:
             print(f"warning: TensorBoard's files end here ({error.strerror})", file=sys.stderr, flush=True)
 
     def _write(self, line: str) -> None:
+        """Append a line, whole or not at all. On a full disk a line of the record is lost, not the training."""
         if self._file is None:
             return
+        if self._missing:
+            gap = f"{self._missing} line{'s'[: self._missing > 1]} before this one could not be written"
+            line = json.dumps({"event": "error", "time": time.time(), "kind": "record", "message": gap}) + "\n" + line
+        end = self._file.seek(0, os.SEEK_END)
+        content = line.encode()
         try:
-            self._file.write(line)
-            self._file.flush()
-        except OSError as error:  # a full disk: what is lost is a line of the record, not the training
+            if self._file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._missing = 0
+        except OSError as error:
             with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
-            print(f"warning: {self.output_dir}/metrics.jsonl ends here ({error.strerror})", file=sys.stderr, flush=True)
+                self._file.truncate(end)
+            if not self._missing:
+                said = f"warning: {self.output_dir}/metrics.jsonl cannot be written for now ({error.strerror})"
+                print(said, file=sys.stderr, flush=True)
+            self._missing += 1
 
-    def start(self, engine: Engine, dataset: str, reason: str, config: dict[str, object]) -> None:
+    def start(
+        self, engine: Engine, dataset: str, reason: str, config: dict[str, object], metrics: Mapping[str, Metric]
+    ) -> None:
         """Say what is about to run and why: first the data, then the ranks and each automatic choice."""
         facts = {"rank": engine.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(engine.device)}
         ranks = engine.all_gather_object(facts, "ranks")
@@ -137,12 +149,13 @@ class Telemetry:
         self.event(
             "start", world_size=engine.size, engine=engine.name, dataset=dataset, reason=reason, config=config,
             versions=versions(), ranks=ranks, automatic=engine.notes,
+            metrics={name: metric._asdict() for name, metric in metrics.items()},
         )  # fmt: skip
 
-    def progress(self, epoch: int, epochs: int, step: int, steps: int, loss: float, window: Window) -> None:
-        """Show where training stands: one bar on a terminal, elsewhere a plain line now and then."""
+    def progress(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
+        """Show where training stands (see `progress.Display.show`)."""
         if self._display is not None:
-            self._display.show(epoch, epochs, step, steps, loss, window)
+            self._display.show(epoch, step, steps, figures, window)
 
     def end(self, summary: dict[str, object]) -> None:
         """Write summary.json (complete or absent) and the `end` event."""
@@ -194,10 +207,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def parameters_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 of the parameters' bytes, in `state_dict` order (buffers left out)."""
+def parameters_sha256(*models: nn.Module) -> str:
+    """Return the SHA-256 of the parameters' bytes, in `state_dict` order (buffers left out), one model after the other."""
     digest = hashlib.sha256()
-    for parameter in model.parameters():
+    for parameter in (parameter for model in models for parameter in model.parameters()):
         digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -1,0 +1,80 @@
+"""One evaluation: this rank's part of a test set, and sums that become means over all ranks' samples."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hvdtrain.data.loading import Source
+from hvdtrain.data.sharding import shard
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training.inputs import Batch, evaluation_batches, to_device
+
+
+class Evaluation:
+    """data: as `Run.evaluating` takes it. heartbeat: called for each batch."""
+
+    def __init__(self, engine: Engine, data: Any, seed: int, heartbeat: Callable[[], None]):
+        if isinstance(data, bool) or not isinstance(data, (int, DataLoader, Source)):
+            kind = type(data).__name__
+            raise UserError(f"run.evaluating() got a {kind}: give it a number of samples, or a DataLoader")
+        self._engine, self._data, self._seed, self._heartbeat = engine, data, seed, heartbeat
+        self._sums: dict[str, Tensor] = {}
+        self._counts: Tensor | float | None = None  # sum of `count`, where it was given
+        self._samples = 0  # of this rank, in batches that were yielded
+
+    def mine(self) -> Any:
+        """Return this rank's part: a slice, or an iterator over batches."""
+        if isinstance(self._data, int):
+            return shard(self._data, self._engine.rank, self._engine.size)
+        return self._batches()
+
+    def _batches(self) -> Iterator[Batch]:
+        batches = (
+            evaluation_batches(self._engine, self._data, self._seed)
+            if isinstance(self._data, DataLoader)
+            else self._of_source(self._data)
+        )
+        for batch in batches:
+            self._heartbeat()
+            self._samples += batch.count
+            yield batch
+
+    def _of_source(self, source: Source) -> Iterator[Batch]:
+        for loaded in source.test():
+            source.corrupt.note(loaded.corrupt)
+            if loaded.samples:
+                labels = to_device(loaded.labels, self._engine.device)
+                yield Batch((loaded.images, labels), torch.empty(0, dtype=torch.int64), loaded.samples)
+
+    def add(self, values: Mapping[str, Tensor | float], count: Tensor | float | None) -> None:
+        """Add sums over samples, or a value for each sample."""
+        self._heartbeat()
+        for name, value in values.items():
+            total = torch.as_tensor(value).detach().to(torch.float64).sum()
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+        if count is not None:
+            self._counts = count if self._counts is None else self._counts + count
+
+    def means(self) -> dict[str, float]:
+        """Return the means over all ranks' samples, and `count`. A collective. Raises UserError on every rank alike."""
+        # A rank without a sample has recorded nothing: the names are those of all ranks.
+        mine = [list(self._sums), self._counts is not None]
+        everyone = self._engine.all_gather_object(mine, "evaluate.names")
+        names = list(dict.fromkeys(name for theirs, _ in everyone for name in theirs))
+        if not names:
+            raise UserError("run.evaluating() recorded nothing: write run.record(loss=...) in it", everywhere=True)
+        counted = any(with_count for _, with_count in everyone)
+        count = float(self._counts or 0.0) if counted else float(self._samples)
+        values = [float(self._sums.get(name, 0.0)) for name in names]
+        *sums, total = self._engine.sum(torch.tensor([*values, count], dtype=torch.float64), "evaluate").tolist()
+        if isinstance(self._data, int) and not counted:
+            total = float(self._data)
+        if total <= 0:
+            raise UserError(
+                "the test set has not one sample that can be read: see --test-shards, --data-dir", everywhere=True
+            )
+        return {name: value / total for name, value in zip(names, sums, strict=True)} | {"count": total}

@@ -1,0 +1,264 @@
+"""Where a step's samples come from: indices, tensors, a DataLoader, or images of our own. One order for all of them.
+
+The order, the position in it and the seed of each sample are given from outside (`loading.Plan`), so that they depend on
+neither the number of ranks nor that of input workers.
+"""
+
+import contextlib
+import pickle
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from hvdtrain.data import loading
+from hvdtrain.data.loading import Plan, Source, mixed_seed
+from hvdtrain.data.sharding import Batch as Planned
+from hvdtrain.data.sharding import shard
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one rank takes in one forward and backward pass. Iterating over it gives the parts of `data`."""
+
+    data: Any  # what was loaded, on the device; None where `Run.steps` was given a number
+    indices: Tensor  # int64 [b], 1 <= b <= batch_size: which samples of the data set
+    count: int  # how many of them count: b, less those that cannot be read; 0 where the data left this rank without one
+    weight: float = 1.0  # factor for their mean loss: summed over micro-batches, averaged over ranks, the step's mean
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.data is None:
+            raise UserError(
+                "run.steps(NUMBER) gives indices: write `for batch in step.batches()` and use batch.indices"
+            )
+        return iter(self.data)
+
+
+class Input(ABC):
+    """The samples of one `for step in run.steps(...)`, over all epochs."""
+
+    samples: int  # in all
+    shuffle = True
+    per_epoch: int | None = None  # None: all
+
+    @abstractmethod
+    def load(self, planned: Planned) -> Batch:
+        """Return the next micro-batch of the plan."""
+
+    def begin(self, plan: Plan) -> None:
+        """Called before the first micro-batch of `plan`."""
+
+    def settle(self) -> dict[str, object]:
+        """Tell all ranks what happened since the last call; return what the record should say. A collective."""
+        return {}
+
+    def summary(self) -> dict[str, object]:
+        """Return what summary.json should say."""
+        return {}
+
+
+class Indices(Input):
+    """A number of samples: the script gathers them itself."""
+
+    def __init__(self, samples: int):
+        self.samples = samples
+
+    def load(self, planned: Planned) -> Batch:
+        return Batch(None, planned.indices, planned.local_count, planned.weight)
+
+
+class Tensors(Input):
+    """Tensors of equal length, [n, ...] each, gathered where they are: best on the device."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.tensors = tensors
+        self.samples = len(tensors[0])
+
+    def load(self, planned: Planned) -> Batch:
+        # Several times faster than tensor[indices], whose kernel goes value by value.
+        data = tuple(tensor.index_select(0, planned.indices) for tensor in self.tensors)
+        return Batch(data, planned.indices, planned.local_count, planned.weight)
+
+
+class Loader(Input):
+    """A DataLoader over a map-style data set: its collate function and workers are kept, its sampler is replaced."""
+
+    def __init__(self, engine: Engine, given: DataLoader, seed: int, batch_size: int):
+        self._engine, self._given, self._seed = engine, given, seed
+        require_ordinary(given)
+        if given.batch_size != batch_size:
+            raise UserError(
+                f"the DataLoader has batch_size={given.batch_size}, --batch-size is {batch_size}: "
+                "write DataLoader(..., batch_size=flags.batch_size)"
+            )
+        if given.drop_last:
+            raise UserError("the DataLoader has drop_last=True: leave it out, an uneven last step is weighted instead")
+        self.samples = len(given.dataset)  # type: ignore[arg-type]
+        self.shuffle = isinstance(given.sampler, RandomSampler)
+        self._batches: Iterator[Any] | None = None
+
+    def begin(self, plan: Plan) -> None:
+        jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
+        self._batches = iterate(self._engine, self._given, self._seed, jobs)
+
+    def load(self, planned: Planned) -> Batch:
+        assert self._batches is not None
+        with own_randomness(self._given.num_workers):
+            data = to_device(next(self._batches), self._engine.device)
+        return Batch(data, planned.indices, planned.local_count, planned.weight)
+
+
+class Images(Input):
+    """Our own folders and shards, which skip samples that cannot be read."""
+
+    def __init__(self, engine: Engine, source: Source, say: Any):
+        self._engine, self._source, self._telemetry = engine, source, say
+        self.samples, self.per_epoch = source.train_count, source.per_epoch
+        self._batches: Iterator[loading.Loaded] | None = None
+
+    def begin(self, plan: Plan) -> None:
+        self._batches = iter(self._source.train(plan))
+
+    def load(self, planned: Planned) -> Batch:
+        assert self._batches is not None
+        loaded = next(self._batches)
+        self._source.corrupt.note(loaded.corrupt)
+        # Those that cannot be read add nothing: the others keep the weight that they had beside them.
+        count = min(planned.local_count, loaded.samples)
+        weight = planned.weight * count / max(planned.local_count, 1)
+        return Batch((loaded.images, to_device(loaded.labels, self._engine.device)), planned.indices, count, weight)
+
+    def settle(self) -> dict[str, object]:
+        self._source.corrupt.settle(self._engine, self._telemetry)
+        return self.summary()
+
+    def summary(self) -> dict[str, object]:
+        return {"corrupt": self._source.corrupt.total()}
+
+
+def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int, telemetry: Any) -> Input:
+    """Return the input for what `run.steps` was given. Raises UserError for what it cannot take."""
+    what = data[0] if len(data) == 1 else data
+    if isinstance(what, int) and not isinstance(what, bool):
+        return Indices(what)
+    if isinstance(what, Source):
+        return Images(engine, what, telemetry)
+    if isinstance(what, DataLoader):
+        return Loader(engine, what, seed, batch_size)
+    if data and all(isinstance(part, Tensor) and part.ndim > 0 for part in data):
+        if len({len(part) for part in data}) > 1:
+            raise UserError(
+                f"run.steps got tensors of {', '.join(str(len(t)) for t in data)} samples: give equal lengths"
+            )
+        return Tensors(data)
+    kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
+    raise UserError(f"run.steps got {kinds}: give it tensors, a number of samples, or a DataLoader")
+
+
+def require_ordinary(given: DataLoader) -> None:
+    """Raise UserError where the order of samples is not ours to give."""
+    if isinstance(given.dataset, IterableDataset):
+        raise UserError("a DataLoader over an IterableDataset has no agreed order: use a map-style Dataset")
+    if given.batch_size is None:
+        raise UserError("the DataLoader has batch_size=None or a batch_sampler: give it batch_size=flags.batch_size")
+    if not isinstance(given.sampler, (RandomSampler, SequentialSampler)):
+        kind = type(given.sampler).__name__
+        raise UserError(
+            f"the DataLoader has a {kind}: leave it out and use shuffle=True, the samples are sharded for you"
+        )
+
+
+class Samples(Dataset):
+    """Whole batches of a map-style data set: item (epoch, indices) is what the collate function makes of those samples.
+
+    Before each sample, torch's, Python's and numpy's generators are seeded with seed, epoch and index: the same random
+    augmentation, whichever worker of whichever rank makes it.
+    """
+
+    def __init__(self, given: DataLoader, seed: int):
+        self.dataset, self.collate, self.seed = given.dataset, given.collate_fn, seed
+
+    def __getitem__(self, job: tuple[int, list[int]]) -> Any:
+        epoch, indices = job
+        samples = []
+        for index in indices:
+            seed_generators(mixed_seed(self.seed, epoch, index))
+            samples.append(self.dataset[index])
+        return self.collate(samples)
+
+
+def iterate(engine: Engine, given: DataLoader, seed: int, jobs: Iterator[tuple[int, list[int]]]) -> Iterator[Any]:
+    """Return the batches of `jobs` (epoch, indices), loaded by as many workers as `given` has."""
+    options: dict[str, Any] = {"timeout": given.timeout}
+    if given.num_workers:
+        options |= {"prefetch_factor": given.prefetch_factor, "worker_init": given.worker_init_fn}
+    try:
+        return iter(loading.loader(Samples(given, seed), given.num_workers, engine.device, jobs, **options))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"the Dataset cannot be sent to workers ({error}): define its class, and the functions that it holds, at the "
+            "top level of a module, or use num_workers=0"
+        ) from error
+
+
+def evaluation_batches(engine: Engine, given: DataLoader, seed: int) -> Iterator[Batch]:
+    """Yield this rank's part of a test set, each sample once over all ranks."""
+    require_ordinary(given)
+    assert given.batch_size is not None
+    count = len(given.dataset)  # type: ignore[arg-type]
+    mine = torch.arange(count)[shard(count, engine.rank, engine.size)]
+    parts = [part for part in mine.split(given.batch_size) if len(part)]
+    batches = iterate(engine, given, seed, ((0, part.tolist()) for part in parts))
+    for part in parts:
+        with own_randomness(given.num_workers):
+            data = to_device(next(batches), engine.device)
+        yield Batch(data, part, len(part))
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Return nested tuples, lists and dictionaries with their tensors on `device`."""
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(part, device) for part in data))
+    if isinstance(data, (tuple, list)):
+        return type(data)(to_device(part, device) for part in data)
+    if isinstance(data, dict):
+        return {key: to_device(value, device) for key, value in data.items()}
+    return data
+
+
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seed what scripts draw from: torch's generators of the CPU and of `device`, Python's and numpy's."""
+    # Not torch.manual_seed, which asks every kind of accelerator: hundreds of microseconds, here in every step.
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:  # else nobody draws from it
+        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+
+@contextlib.contextmanager
+def own_randomness(workers: int) -> Iterator[None]:
+    """Without workers, samples are made in this process: keep their seeds out of the generators of training."""
+    if workers:
+        yield
+        return
+    state, python = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy"].random.set_state(numpy)

@@ -1,0 +1,76 @@
+"""Find the first thing that is not finite in a rank's own forward and backward pass, by computing a step once more."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Inspection:
+    """Looks on while a step's micro-batches are computed once more, without touching gradients or other ranks."""
+
+    def __init__(self, models: Sequence[nn.Module], losses_were_finite: bool):
+        """models: those below any wrapper. losses_were_finite: of this rank, the first time."""
+        self.models = models
+        self._losses_were_finite = losses_were_finite
+        self._found: str | None = None
+        self._where = ""
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Look at what goes into and comes out of every layer."""
+        handles = []
+        for number, model in enumerate(self.models):
+            prefix = f"{number}." if len(self.models) > 1 else ""
+            leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+            for name, module in leaves:
+                label = f"{prefix}{name}" if name else f"{prefix}{type(module).__name__}"
+                handles.append(module.register_forward_hook(self._hook(label)))
+        # A compiled model does not call hooks that were added later. (set_stance: torch 2.6 and newer)
+        stance = getattr(torch.compiler, "set_stance", None)
+        try:
+            with stance("force_eager") if stance is not None else contextlib.nullcontext():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def micro_batch(self, number: int, count: int) -> None:
+        """Say which micro-batch comes now: `number` (from 0) of `count`."""
+        self._where = f" in micro-batch {number + 1} of {count}" if count > 1 else ""
+
+    def _hook(self, name: str):
+        def look(module: nn.Module, inputs: tuple, output: object) -> None:
+            kind = type(module).__name__
+            self._look(f"input of {name} ({kind})", inputs)
+            self._look(f"output of {name} ({kind})", output)
+
+        return look
+
+    def _look(self, what: str, values: object) -> None:
+        if self._found is not None:
+            return
+        if isinstance(values, Tensor):
+            if not bool(values.detach().isfinite().all()):
+                self._found = f"{what}{self._where}"
+        elif isinstance(values, dict):
+            self._look(what, list(values.values()))
+        elif isinstance(values, (list, tuple)):
+            for value in values:
+                self._look(what, value)
+
+    def backward(self, loss: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Look at the loss and at the gradients of `named`, last layer first, as backward computes them."""
+        self._look("the loss", loss)
+        if self._found is not None:
+            return
+        gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
+        for (name, _), gradient in reversed(list(zip(named, gradients, strict=True))):
+            self._look(f"gradient of {name}", gradient)
+
+    def result(self) -> str | None:
+        """Return what was found first on this rank; None where everything was finite, now and the first time."""
+        if self._found is None and not self._losses_were_finite:
+            return "a loss that is finite when computed again: check that host's memory"
+        return self._found

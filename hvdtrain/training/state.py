@@ -1,0 +1,67 @@
+"""Where training stands, how it began, and which way its metrics are better: plain data, the same on all ranks."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from hvdtrain.engines.errors import UserError
+
+
+@dataclass
+class TrainState:
+    """Where training stands: the same on all ranks, and whole in every checkpoint."""
+
+    epoch: int = 0  # from 0
+    samples_of_epoch: int = 0  # of this epoch's order, that are behind us, over all ranks
+    samples: int = 0  # since the beginning of training, over all ranks
+    step: int = 0  # since the beginning of training
+    skipped: int = 0  # steps just before this one, in a row, whose gradients were not finite
+    train_seconds: float = 0.0
+    train: dict[str, float] = field(default_factory=dict)  # the last logged step: loss, and what the script recorded
+    evaluation: dict[str, float] = field(default_factory=dict)  # the last one: metrics by name, and `count`
+    prefix: str = ""  # of that evaluation: "test", "validation"
+
+    def advance(self, samples: int) -> None:
+        self.step += 1
+        self.samples_of_epoch += samples
+        self.samples += samples
+
+    def end_epoch(self) -> None:
+        self.epoch += 1
+        self.samples_of_epoch = 0
+
+
+class Initial(NamedTuple):
+    """How the run began. Rates and the global batch follow from this, also where it goes on with other ranks."""
+
+    ranks: int
+    batch_size: int  # per rank and micro-batch
+    accumulate: int
+
+    @property
+    def global_batch(self) -> int:
+        return self.ranks * self.batch_size * self.accumulate
+
+
+class Metric(NamedTuple):
+    """A named figure of an evaluation: which way it is better, and how it is shown."""
+
+    direction: Literal["min", "max"]
+    percent: bool = False
+
+    def better(self, value: float, than: float) -> bool:
+        return value > than if self.direction == "max" else value < than
+
+    def reached(self, value: float, goal: float) -> bool:
+        return value >= goal if self.direction == "max" else value <= goal
+
+    def show(self, value: float) -> str:
+        return f"{value:.2%}" if self.percent else f"{value:.4f}"
+
+
+def metrics_of(given: dict[str, "Metric | str"]) -> dict[str, Metric]:
+    """Return `given` with "min" and "max" as Metrics. Raises UserError for another word."""
+    found = {name: Metric(value) if isinstance(value, str) else value for name, value in given.items()}  # type: ignore[arg-type]
+    for name, metric in found.items():
+        if metric.direction not in ("min", "max"):
+            raise UserError(f'metrics: {name} is {metric.direction!r}: write "min" or "max", whichever is better')
+    return found

@@ -1,0 +1,266 @@
+"""One step of training: its micro-batches, their gradients, and the update, in the only order that is right on all ranks."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hvdtrain.data.loading import mixed_seed
+from hvdtrain.data.sharding import Step as Planned
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training import optim
+from hvdtrain.training.inputs import Batch, Input, seed_generators
+from hvdtrain.training.resilience.non_finite import Inspection
+
+if TYPE_CHECKING:
+    from hvdtrain.training.run import Run
+
+BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
+
+
+def counted_or_zero(count: Tensor | float, batch: Batch) -> Tensor | float:
+    """Return `count`, but 0 where the data left this rank without a sample."""
+    return count if batch.count else 0.0
+
+
+class Sums:
+    """Weighted sums of a step's loss and recorded values over this rank's samples; tensors, so that nothing waits."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor | float] = {}
+        self.counts: dict[str, Tensor | float] = {}
+
+    def add(self, name: str, mean: Tensor, count: Tensor | float) -> None:
+        self.values[name] = self.values.get(name, 0.0) + mean * count
+        self.counts[name] = self.counts.get(name, 0.0) + count
+
+
+class Step:
+    """What `for step in run.steps(...)` yields."""
+
+    def __init__(self, run: "Run", planned: Planned, source: Input, *, logged: bool):
+        self.logged = logged  # whether this step goes into the record: what `record` is given is looked at only then
+        self.count = planned.count  # samples, over all ranks and micro-batches
+        self.sums = Sums()
+        self.local_count = 0  # samples of this rank
+        self.gradient_norm: Tensor | None = None  # before clipping, where `update` clipped
+        self.left_out = False  # some gradient was not finite
+        self._run, self._planned, self._input = run, planned, source
+        self._loaded: list[Batch] = []  # until the step is over: for another `batches()`, and to look for the culprit
+        self._batch: Batch | None = None  # the one that `batches` has just given
+        self._loops = 0  # calls of `batches`
+        self._calls = 0  # of `backward`, for this micro-batch
+        self._backwards: dict[torch.optim.Optimizer, int] = {}  # in this loop
+        self._reduced: dict[torch.optim.Optimizer, bool] = {}  # whose gradients wait for `update`: are they finite?
+        self._updated: set[torch.optim.Optimizer] = set()
+        self._tokens: list[Tensor | float] | None = None  # `count` of each backward in this loop, where it is given
+        self._inspection: Inspection | None = None
+
+    @property
+    def number(self) -> int:
+        """This step's number since the beginning of training, from 1."""
+        return self._run.state.step + 1
+
+    @property
+    def lr(self) -> float:
+        """The learning rate; setting it sets that of every optimizer."""
+        return self._run.optimizers[0].param_groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        for optimizer in self._run.optimizers:
+            optim.set_rate(optimizer, rate)
+
+    # ---- micro-batches
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield this rank's micro-batches. Once all had their backward pass, the gradients are those of the global batch.
+
+        Autocast is on inside, as --amp says. Where the gradients are not finite, the loop is run once more, to name the rank
+        and the layer. Call it again for another optimizer's update in the same step: it gives the same micro-batches.
+        """
+        if self._batch is not None:
+            raise UserError("step.batches() inside step.batches(): end the first loop before the next")
+        loop = self._loops
+        self._loops += 1
+        self._tokens = None
+        self._backwards = {}
+        yield from self._loop(loop)
+        self._reduce()
+        broken = [optimizer for optimizer in self._backwards if not self._reduced[optimizer]]
+        if not broken:
+            return
+        self.left_out = True
+        guard, run = self._run.guard, self._run
+        if guard.explains(run.state):
+            finite = all(bool(torch.as_tensor(value).isfinite().all()) for value in self.sums.values.values())
+            self._inspection = Inspection(run.models, finite)
+            with self._inspection.hooks():
+                yield from self._loop(loop)
+            culprit, self._inspection = self._inspection.result(), None
+            run.raise_where_gradients_are_missing()
+            guard.leave_out(run.state, run.models, culprit)
+        guard.restore_buffers(run.models)
+
+    def _loop(self, loop: int) -> Iterator[Batch]:
+        run, count = self._run, len(self._planned.batches)
+        parts = (run.seed, run.state.samples, run.rank) + ((loop,) if loop else ())
+        seed_generators(mixed_seed(*parts), run.device)  # dropout: the same again after a restart
+        for number in range(count):
+            if number == len(self._loaded):
+                self._loaded.append(self._input.load(self._planned.batches[number]))
+            batch = self._batch = self._loaded[number]
+            self._calls = 0
+            with contextlib.ExitStack() as stack:
+                if self._inspection is not None:
+                    self._inspection.micro_batch(number, count)
+                else:
+                    run.clock.mark("loading")
+                    if loop == 0:
+                        self.local_count += batch.count
+                    stack.enter_context(run.engine.micro_batch(run.replicas, run.optimizers, number, count))
+                stack.enter_context(run.autocast())
+                yield batch
+            self._batch = None
+            if self._inspection is None:
+                if not self._calls:
+                    raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
+                if number < count - 1:
+                    run.clock.mark("compute")
+
+    def backward(
+        self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None, *, count: Tensor | float | None = None
+    ) -> None:
+        """Compute this micro-batch's part of the gradients.
+
+        loss: a scalar, the mean over this micro-batch's samples. optimizer: only for its parameters (default: for all).
+        count: over how many the mean was taken, where it is not over samples: tokens, of which each rank has others.
+        """
+        batch = self._batch
+        if batch is None:
+            raise UserError(f"step.backward() outside of step.batches(): {BACKWARD}")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise UserError(
+                f"step.backward() got {what}, not a scalar: take the mean over this micro-batch, loss.mean()"
+            )
+        if not loss.requires_grad:
+            raise UserError(
+                "step.backward() got a loss without a gradient: compute it from the model, without detach()"
+            )
+        run = self._run
+        chosen = run.optimizers if optimizer is None else [run.require_own(optimizer)]
+        loss = loss.reshape(())
+        if self._inspection is not None:
+            self._inspection.backward(loss, run.named_parameters_of(chosen))
+            return
+        for one in chosen:
+            if one in self._updated or one in self._reduced:
+                raise UserError(f"step {self.number}: step.backward() after this optimizer's gradients were reduced: call update first, and backward in a loop of its own")  # fmt: skip
+            self._backwards[one] = self._backwards.get(one, 0) + 1
+        weight: Tensor | float = batch.weight
+        if count is not None:
+            weight = self._token_weight(count)
+        elif self._tokens:
+            raise UserError(
+                "step.backward(count=...) in one micro-batch and not in another: give it in all, or in none"
+            )
+        with contextlib.ExitStack() as stack:
+            if run.amp:
+                stack.enter_context(torch.autocast(run.device.type, enabled=False))
+            scaled = run.scaler.scale(loss * weight)
+            # With several optimizers only the chosen one's parameters: the others' hooks must not run.
+            inputs = None if len(chosen) == len(run.optimizers) else run.parameters_of(chosen)
+            scaled.backward(inputs=inputs)
+        self._calls += 1
+        if self._loops == 1 and self._calls == 1:  # of several losses, the first is what the record calls `loss`
+            self.sums.add("loss", loss.detach(), batch.count if count is None else counted_or_zero(count, batch))
+
+    def _token_weight(self, count: Tensor | float) -> Tensor | float:
+        """Return the factor for a mean over `count`: divided by the count of all ranks once all are known (`_reduce`)."""
+        if self._tokens is None and sum(self._backwards.values()) > len(self._backwards):
+            raise UserError(
+                "step.backward(count=...) in one micro-batch and not in another: give it in all, or in none"
+            )
+        if self._run.flags.reduction == "adasum":
+            raise UserError("step.backward(count=...) cannot go with --reduction adasum: use average")
+        assert self._batch is not None
+        counted = counted_or_zero(count, self._batch)
+        self._tokens = [*(self._tokens or []), counted]
+        return counted * self._run.size / self.count
+
+    def _reduce(self) -> None:
+        run, state = self._run, self._run.state
+        run.clock.mark("compute", at=run.engine.gradients_ready())
+        if not self._backwards:
+            raise UserError(f"step {state.step + 1} has no gradients: {BACKWARD}")
+        passes = len(self._planned.batches)
+        for optimizer, count in self._backwards.items():
+            if count != passes:
+                raise UserError(f"step {state.step + 1}: {count} backward passes in {passes} micro-batches for one optimizer: add the losses, one step.backward() in each")  # fmt: skip
+            run.note_missing_gradients(optimizer)
+            run.engine.synchronize(optimizer)
+        if self._tokens is not None:
+            tokens = sum(float(count) for count in self._tokens)
+            total = float(run.engine.sum(torch.tensor(tokens, dtype=torch.float64), "tokens"))
+            if total <= 0:
+                raise UserError(
+                    f"step {state.step + 1}: step.backward(count=...) was 0 on all ranks: leave such samples out"
+                )
+            for optimizer in self._backwards:
+                gradients = [p.grad for p in run.parameters_of([optimizer]) if p.grad is not None]
+                torch._foreach_mul_(gradients, self.count / total)
+        run.clock.mark("communication")
+        for optimizer in self._backwards:
+            self._reduced[optimizer] = run.guard.finite(run.parameters_of([optimizer]))
+
+    # ---- the update
+
+    def update(self, optimizer: torch.optim.Optimizer | None = None, *, clip_norm: float | None = None) -> None:
+        """Apply the gradients, on all ranks alike; where they are not finite, leave them out.
+
+        optimizer: only this one (default: all that have gradients). clip_norm: the largest norm of its gradients.
+        """
+        run = self._run
+        if self._batch is not None:
+            raise UserError(
+                f"step {self.number}: step.update() inside the loop over step.batches(): call it after the loop"
+            )
+        chosen = list(self._reduced) if optimizer is None else [run.require_own(optimizer)]
+        if not chosen or any(one not in self._reduced for one in chosen):
+            raise UserError(f"step.update() without gradients: {BACKWARD} before it, to the loop's end")
+        for one in chosen:
+            finite = self._reduced.pop(one)
+            self._updated.add(one)
+            if not finite and not run.scaler.is_enabled():
+                continue
+            with run.engine.stepping(one):
+                if clip_norm is not None:
+                    run.scaler.unscale_(one)
+                    self.gradient_norm = torch.nn.utils.clip_grad_norm_(run.parameters_of([one]), clip_norm)
+                run.scaler.step(one)  # unscales, and leaves out a step that overflowed: seen by all ranks alike
+
+    def record(self, **values: Tensor | float) -> None:
+        """Record training metrics of this micro-batch: a value per sample, or their mean. `loss` is shown in place of the
+        one that was trained on. Only looked at where `step.logged`; another name for each metric."""
+        batch = self._batch
+        if batch is None:
+            raise UserError("step.record() outside of step.batches(): call it beside step.backward()")
+        if not self.logged or self._inspection is not None:
+            return
+        for name, value in values.items():
+            mean = torch.as_tensor(value).detach().float().mean()
+            self.sums.add("reported_loss" if name == "loss" else name, mean, batch.count)
+
+    def require_complete(self) -> None:
+        """Raise UserError where the script has left something out. Called when it asks for the next step."""
+        if self._loops == 0:
+            raise UserError(f"step {self.number} has no gradients: {BACKWARD}")
+        if self._batch is not None:
+            raise UserError(f"step {self.number}: the loop over step.batches() was left early: let it run to its end")
+        if self._reduced or not self._updated:
+            raise UserError(
+                f"step {self.number} has gradients that were not applied: call step.update() after the loop"
+            )
