@@ -4,7 +4,8 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.exit_codes import run as main
 from hvdtrain.engines.flags import count, fraction, non_negative, positive, positive_int
 from hvdtrain.training.flags import parser
-from hvdtrain.training.run import Run, start
+from hvdtrain.training.run import Run
+from hvdtrain.training.start import start
 from hvdtrain.training.state import Metric
 
 __all__ = [

@@ -161,10 +161,12 @@ def best_of(directory: Path) -> Path | None:
     best: tuple[float, Path] | None = None
     for path in listed(directory):
         score = read_facts(path).get("best")
-        value = score.get("value") if isinstance(score, dict) else None
+        if not isinstance(score, dict):
+            continue
+        value = score.get("value")
         if not isinstance(value, (int, float)) or value != value:  # NaN
             continue
-        goodness = float(value) if score["direction"] == "max" else -float(value)
+        goodness = float(value) if score.get("direction") == "max" else -float(value)
         if best is None or goodness > best[0]:
             best = goodness, path
     return best[1] if best else None

@@ -33,19 +33,18 @@ class Evaluation:
         return self._batches()
 
     def _batches(self) -> Iterator[Batch]:
-        batches = (
-            evaluation_batches(self._engine, self._data, self._seed)
-            if isinstance(self._data, DataLoader)
-            else self._of_source(self._data)
-        )
-        for batch in batches:
+        for batch in self._loaded():
             self._heartbeat()
             self._samples += batch.count
             yield batch
 
-    def _of_source(self, source: Source) -> Iterator[Batch]:
-        for loaded in source.test():
-            source.corrupt.note(loaded.corrupt)
+    def _loaded(self) -> Iterator[Batch]:
+        if isinstance(self._data, DataLoader):
+            yield from evaluation_batches(self._engine, self._data, self._seed)
+            return
+        assert isinstance(self._data, Source)
+        for loaded in self._data.test():
+            self._data.corrupt.note(loaded.corrupt)
             if loaded.samples:
                 labels = to_device(loaded.labels, self._engine.device)
                 yield Batch((loaded.images, labels), torch.empty(0, dtype=torch.int64), loaded.samples)

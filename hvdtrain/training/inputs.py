@@ -53,7 +53,7 @@ class Input(ABC):
     def load(self, planned: Planned) -> Batch:
         """Return the next micro-batch of the plan."""
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: Plan) -> None:  # noqa: B027 - what needs no reading ahead
         """Called before the first micro-batch of `plan`."""
 
     def settle(self) -> dict[str, object]:
@@ -161,6 +161,13 @@ def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int
         return Tensors(data)
     kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
     raise UserError(f"run.steps got {kinds}: give it tensors, a number of samples, or a DataLoader")
+
+
+def same_data(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Tell whether `run.steps` was given the same again: the same objects, or the same number."""
+    if len(one) != len(other):
+        return False
+    return all(a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True))
 
 
 def require_ordinary(given: DataLoader) -> None:

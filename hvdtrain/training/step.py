@@ -17,6 +17,7 @@ from hvdtrain.training.resilience.non_finite import Inspection
 if TYPE_CHECKING:
     from hvdtrain.training.run import Run
 
+UPDATE = "call step.update() after the loop over step.batches()"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
 
 
@@ -66,11 +67,11 @@ class Step:
     @property
     def lr(self) -> float:
         """The learning rate; setting it sets that of every optimizer."""
-        return self._run.optimizers[0].param_groups[0]["lr"]
+        return self._run.prepared().optimizers[0].param_groups[0]["lr"]
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        for optimizer in self._run.optimizers:
+        for optimizer in self._run.prepared().optimizers:
             optim.set_rate(optimizer, rate)
 
     # ---- micro-batches
@@ -94,18 +95,20 @@ class Step:
             return
         self.left_out = True
         guard, run = self._run.guard, self._run
+        prepared = run.prepared()
         if guard.explains(run.state):
             finite = all(bool(torch.as_tensor(value).isfinite().all()) for value in self.sums.values.values())
-            self._inspection = Inspection(run.models, finite)
+            self._inspection = Inspection(prepared.models, finite)
             with self._inspection.hooks():
                 yield from self._loop(loop)
             culprit, self._inspection = self._inspection.result(), None
-            run.raise_where_gradients_are_missing()
-            guard.leave_out(run.state, run.models, culprit)
-        guard.restore_buffers(run.models)
+            prepared.raise_where_gradients_are_missing()
+            guard.leave_out(run.state, prepared.models, culprit)
+        guard.restore_buffers(prepared.models)
 
     def _loop(self, loop: int) -> Iterator[Batch]:
         run, count = self._run, len(self._planned.batches)
+        prepared = run.prepared()
         parts = (run.seed, run.state.samples, run.rank) + ((loop,) if loop else ())
         seed_generators(mixed_seed(*parts), run.device)  # dropout: the same again after a restart
         for number in range(count):
@@ -120,7 +123,7 @@ class Step:
                     run.clock.mark("loading")
                     if loop == 0:
                         self.local_count += batch.count
-                    stack.enter_context(run.engine.micro_batch(run.replicas, run.optimizers, number, count))
+                    stack.enter_context(run.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count))
                 stack.enter_context(run.autocast())
                 yield batch
             self._batch = None
@@ -150,15 +153,17 @@ class Step:
             raise UserError(
                 "step.backward() got a loss without a gradient: compute it from the model, without detach()"
             )
-        run = self._run
-        chosen = run.optimizers if optimizer is None else [run.require_own(optimizer)]
+        run, prepared = self._run, self._run.prepared()
+        chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
         loss = loss.reshape(())
         if self._inspection is not None:
-            self._inspection.backward(loss, run.named_parameters_of(chosen))
+            self._inspection.backward(loss, prepared.named(chosen))
             return
         for one in chosen:
-            if one in self._updated or one in self._reduced:
-                raise UserError(f"step {self.number}: step.backward() after this optimizer's gradients were reduced: call update first, and backward in a loop of its own")  # fmt: skip
+            if one in self._reduced:
+                raise UserError(f"step {self.number}: step.backward() before the last gradients were applied: {UPDATE}")
+            if one not in self._backwards and one in self._updated:  # another update of the same step
+                one.zero_grad()
             self._backwards[one] = self._backwards.get(one, 0) + 1
         weight: Tensor | float = batch.weight
         if count is not None:
@@ -170,9 +175,9 @@ class Step:
         with contextlib.ExitStack() as stack:
             if run.amp:
                 stack.enter_context(torch.autocast(run.device.type, enabled=False))
-            scaled = run.scaler.scale(loss * weight)
+            scaled = prepared.scaler.scale(loss * weight)
             # With several optimizers only the chosen one's parameters: the others' hooks must not run.
-            inputs = None if len(chosen) == len(run.optimizers) else run.parameters_of(chosen)
+            inputs = None if len(chosen) == len(prepared.optimizers) else prepared.parameters(chosen)
             scaled.backward(inputs=inputs)
         self._calls += 1
         if self._loops == 1 and self._calls == 1:  # of several losses, the first is what the record calls `loss`
@@ -192,29 +197,32 @@ class Step:
         return counted * self._run.size / self.count
 
     def _reduce(self) -> None:
-        run, state = self._run, self._run.state
+        run, prepared = self._run, self._run.prepared()
         run.clock.mark("compute", at=run.engine.gradients_ready())
         if not self._backwards:
-            raise UserError(f"step {state.step + 1} has no gradients: {BACKWARD}")
+            raise UserError(f"step {self.number} has no gradients: {BACKWARD}")
         passes = len(self._planned.batches)
         for optimizer, count in self._backwards.items():
             if count != passes:
-                raise UserError(f"step {state.step + 1}: {count} backward passes in {passes} micro-batches for one optimizer: add the losses, one step.backward() in each")  # fmt: skip
-            run.note_missing_gradients(optimizer)
+                raise UserError(
+                    f"step {self.number}: {count} backward passes in {passes} micro-batches for one optimizer: "
+                    "add the losses up, one step.backward() in each micro-batch"
+                )
+            prepared.note_missing_gradients(optimizer)
             run.engine.synchronize(optimizer)
         if self._tokens is not None:
             tokens = sum(float(count) for count in self._tokens)
             total = float(run.engine.sum(torch.tensor(tokens, dtype=torch.float64), "tokens"))
             if total <= 0:
                 raise UserError(
-                    f"step {state.step + 1}: step.backward(count=...) was 0 on all ranks: leave such samples out"
+                    f"step {self.number}: step.backward(count=...) was 0 on all ranks: leave such samples out"
                 )
             for optimizer in self._backwards:
-                gradients = [p.grad for p in run.parameters_of([optimizer]) if p.grad is not None]
+                gradients = [p.grad for p in prepared.parameters([optimizer]) if p.grad is not None]
                 torch._foreach_mul_(gradients, self.count / total)
         run.clock.mark("communication")
         for optimizer in self._backwards:
-            self._reduced[optimizer] = run.guard.finite(run.parameters_of([optimizer]))
+            self._reduced[optimizer] = run.guard.finite(prepared.parameters([optimizer]))
 
     # ---- the update
 
@@ -223,24 +231,24 @@ class Step:
 
         optimizer: only this one (default: all that have gradients). clip_norm: the largest norm of its gradients.
         """
-        run = self._run
+        run, prepared = self._run, self._run.prepared()
         if self._batch is not None:
             raise UserError(
                 f"step {self.number}: step.update() inside the loop over step.batches(): call it after the loop"
             )
-        chosen = list(self._reduced) if optimizer is None else [run.require_own(optimizer)]
+        chosen = list(self._reduced) if optimizer is None else [prepared.own(optimizer)]
         if not chosen or any(one not in self._reduced for one in chosen):
             raise UserError(f"step.update() without gradients: {BACKWARD} before it, to the loop's end")
         for one in chosen:
             finite = self._reduced.pop(one)
             self._updated.add(one)
-            if not finite and not run.scaler.is_enabled():
+            if not finite and not prepared.scaler.is_enabled():
                 continue
             with run.engine.stepping(one):
                 if clip_norm is not None:
-                    run.scaler.unscale_(one)
-                    self.gradient_norm = torch.nn.utils.clip_grad_norm_(run.parameters_of([one]), clip_norm)
-                run.scaler.step(one)  # unscales, and leaves out a step that overflowed: seen by all ranks alike
+                    prepared.scaler.unscale_(one)
+                    self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.parameters([one]), clip_norm)
+                prepared.scaler.step(one)  # unscales, and leaves out a step that overflowed: seen by all ranks alike
 
     def record(self, **values: Tensor | float) -> None:
         """Record training metrics of this micro-batch: a value per sample, or their mean. `loss` is shown in place of the
@@ -261,6 +269,4 @@ class Step:
         if self._batch is not None:
             raise UserError(f"step {self.number}: the loop over step.batches() was left early: let it run to its end")
         if self._reduced or not self._updated:
-            raise UserError(
-                f"step {self.number} has gradients that were not applied: call step.update() after the loop"
-            )
+            raise UserError(f"step {self.number} has gradients that were not applied: {UPDATE}")

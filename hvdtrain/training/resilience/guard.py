@@ -168,7 +168,7 @@ class Guard:
 
 def named_parameters(models: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Return each parameter once, under a name that no other has: of several models preceded by the model's number."""
-    named = {}
+    named: dict[nn.Parameter, str] = {}
     for number, model in enumerate(models):
         for name, parameter in model.named_parameters():
             named.setdefault(parameter, name if len(models) == 1 else f"{number}.{name}")

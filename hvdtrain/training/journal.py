@@ -1,0 +1,110 @@
+"""What a run's steps, epochs and evaluations leave in the record and on the screen, under the names that the script gave."""
+
+from collections.abc import Mapping
+
+import torch
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.training.inputs import Input
+from hvdtrain.training.records.clock import Clock
+from hvdtrain.training.records.telemetry import Telemetry
+from hvdtrain.training.state import Metric, TrainState
+from hvdtrain.training.step import Step
+
+
+class Journal:
+    """Puts figures of all ranks together; rank 0 writes and shows them."""
+
+    def __init__(self, engine: Engine, telemetry: Telemetry, metrics: Mapping[str, Metric], state: TrainState):
+        self._engine, self._telemetry, self._metrics, self._state = engine, telemetry, metrics, state
+        self.epochs: int | None = None  # planned; None: as many as the planned steps take
+        self.steps = 0  # planned
+        self._unwritten = False  # an evaluation whose event is still to be written
+
+    def show(self, name: str, value: float) -> str:
+        return self._metrics.get(name, Metric("min")).show(value)
+
+    def _epoch(self) -> str:
+        return f"epoch {self._state.epoch + 1}" + (f"/{self.epochs}" if self.epochs is not None else "")
+
+    def step(self, step: Step, source: Input, clock: Clock) -> None:
+        """Record a step that is over. A collective."""
+        state, extra = self._state, source.settle()
+        names = list(step.sums.values)
+        mine = [[float(step.sums.values[name]), float(step.sums.counts[name])] for name in names]
+        everyone = self._engine.sum(torch.tensor(mine, dtype=torch.float64), "train").tolist()
+        pairs = zip(names, everyone, strict=True)
+        means = {name: value / count if count else float("nan") for name, (value, count) in pairs}
+        window = clock.measure(self._engine)
+        trained_on = means.pop("loss")
+        # A script may report another loss than it trains on: without label smoothing, to compare it with the test's.
+        reported = "reported_loss" if "reported_loss" in means else "loss"
+        state.train = {"loss": means.pop(reported, trained_on), **means}
+        if reported != "loss":
+            extra["objective"] = trained_on
+        if step.gradient_norm is not None:
+            extra["gradient_norm"] = float(step.gradient_norm)
+        value, count = mine[names.index(reported)]
+        self._telemetry.event(
+            "train",
+            epoch=state.epoch + 1,
+            step=state.step,
+            samples=state.samples,
+            **state.train,
+            loss_rank0=value / max(count, 1),
+            learning_rate=step.lr,
+            **extra,
+            **window.rates,
+        )
+        figures = [f"{name} {self.show(name, value)}" for name, value in state.train.items()]
+        self._telemetry.progress(self._epoch(), state.step, self.steps, figures, window)
+
+    def ranks(self, clock: Clock) -> None:
+        """Record where each rank's time went in this epoch."""
+        self._telemetry.event("ranks", epoch=self._state.epoch + 1, **clock.per_rank())
+
+    def evaluated(self, means: dict[str, float], prefix: str) -> None:
+        """Take an evaluation, to which `amend` may add before it is recorded."""
+        self._state.evaluation, self._state.prefix = means, prefix
+        self._unwritten = True
+
+    def amend(self, values: Mapping[str, float]) -> bool:
+        """Add values to the evaluation that was just made; tell whether there is one."""
+        if self._unwritten:
+            self._state.evaluation |= values
+        return self._unwritten
+
+    def evaluation(self, source: Input | None) -> None:
+        """Record the evaluation that was just made, if there is one. A collective."""
+        if not self._unwritten:
+            return
+        self._unwritten = False
+        state = self._state
+        fields: dict[str, object] = {**state.evaluation, "count": int(state.evaluation["count"])}
+        if state.prefix:
+            fields["prefix"] = state.prefix
+        if source is not None:
+            fields |= source.settle()
+        self._telemetry.event("evaluate", epoch=state.epoch + 1, step=state.step, **fields)
+
+    def epoch(self) -> str:
+        """Return the line about an epoch that is over: like beside like, under the names that the script gave."""
+        state, parts = self._state, [self._epoch()]
+        if "loss" in state.train:
+            parts.append(f"train loss {self.show('loss', state.train['loss'])}")
+        prefix = f"{state.prefix} " if state.prefix else ""
+        evaluated = {name: value for name, value in state.evaluation.items() if name != "count"}
+        parts += [f"{prefix}{name} {self.show(name, value)}" for name, value in evaluated.items()]
+        if evaluated:
+            parts[-1] += f" of {state.evaluation['count']:,.0f}"
+        return "  ".join([*parts, f"{state.samples / max(state.train_seconds, 1e-9):,.0f} samples/s"])
+
+    def summary(self) -> dict[str, object]:
+        """Return what summary.json says of the state and the last evaluation."""
+        state = self._state
+        prefix = f"{state.prefix}_" if state.prefix else ""
+        fields: dict[str, object] = dict(epochs=state.epoch, steps=state.step, samples=state.samples)
+        fields |= {f"{prefix}{name}": value for name, value in state.evaluation.items()}
+        if state.evaluation:
+            fields[f"{prefix}count"] = int(state.evaluation["count"])
+        return fields

@@ -1,0 +1,102 @@
+"""Models and optimizers as the engine trains them: wrapped, equal on all ranks, with the loss scaler of --amp."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdtrain.engines.base import Engine, Reduction
+from hvdtrain.engines.errors import UserError
+from hvdtrain.models.weights import load_weights
+from hvdtrain.training.flags import Flags
+from hvdtrain.training.resilience.guard import named_parameters
+
+
+class Prepared:
+    """Made from what the script built: a collective. Restoring a checkpoint comes after it, training after that.
+
+    micro_batches: per step, at most. find_unused_parameters: in some steps some parameters get no gradient.
+    """
+
+    def __init__(
+        self, engine: Engine, flags: Flags, parts: Sequence[Any], micro_batches: int, find_unused_parameters: bool
+    ):
+        models = [part for part in parts if isinstance(part, nn.Module)]
+        optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+        if len(models) + len(optimizers) != len(parts) or not models or not optimizers:
+            kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
+            raise UserError(f"run.prepare() got {kinds}: give it models and optimizers (run.register takes schedulers)")
+        self._engine, self._find_unused = engine, find_unused_parameters
+        for model in models:
+            model.to(engine.device)
+        if flags.weights is not None:
+            with engine.raising_together("weights"):
+                if engine.rank == 0:
+                    load_weights(models[0], flags.weights)
+        named = named_parameters(models)
+        known = {parameter for _, parameter in named}
+        for optimizer in optimizers:
+            if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
+                raise UserError(
+                    "run.prepare(): an optimizer has parameters of a model that is not there: give that, too"
+                )
+        how = Reduction(
+            flags.compression, flags.gradient_predivide_factor, flags.reduction, micro_batches, find_unused_parameters
+        )
+        self.models = models  # as the script made them: to save, to hash, to look into
+        self.replicas = [engine.distribute_model(model, how) for model in models]  # to train with
+        self.optimizers = [engine.distribute_optimizer(optimizer, named, how) for optimizer in optimizers]
+        self.scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
+        self._parameters: dict[torch.optim.Optimizer, list[tuple[str, nn.Parameter]]] = {}
+        for optimizer in self.optimizers:
+            own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            self._parameters[optimizer] = [(name, p) for name, p in named if p in own and p.requires_grad]
+        self._missing: list[str] = []  # parameters of this rank that got no gradient in this step
+        # Adasum looks at what the optimizer changed, and takes no gradient for zero.
+        self._zero_for_missing = find_unused_parameters or flags.reduction == "adasum"
+        for model in models:
+            engine.broadcast_model(model)
+        for optimizer in self.optimizers:
+            engine.broadcast_optimizer_state(optimizer)
+
+    def in_order_of(self, parts: Sequence[Any]) -> Any:
+        """Return what to train with in place of `parts`: one, or a tuple of several."""
+        of_models, of_optimizers = iter(self.replicas), iter(self.optimizers)
+        ready = tuple(next(of_models) if isinstance(part, nn.Module) else next(of_optimizers) for part in parts)
+        return ready[0] if len(ready) == 1 else ready
+
+    def own(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return `optimizer` where it is one that `run.prepare` returned. Raises UserError."""
+        if optimizer not in self._parameters:
+            raise UserError("this optimizer did not come from run.prepare(): use the one that it returned")
+        return optimizer
+
+    def parameters(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:
+        """Return the trainable parameters of `optimizers`."""
+        return [parameter for optimizer in optimizers for _, parameter in self._parameters[optimizer]]
+
+    def named(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[str, nn.Parameter]]:
+        return [named for optimizer in optimizers for named in self._parameters[optimizer]]
+
+    def note_missing_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember which parameters got none. Raises UserError where other ranks cannot learn of it from the gradients."""
+        self._missing = [name for name, parameter in self._parameters[optimizer] if parameter.grad is None]
+        told = self._engine.tells_missing_gradients and self._engine.size > 1
+        if self._missing and not self._zero_for_missing and not told:
+            raise UserError(self._about_missing(self._missing))
+
+    def raise_where_gradients_are_missing(self) -> None:
+        """Raise UserError on every rank where one of them has parameters without a gradient. A collective."""
+        if self._zero_for_missing:
+            return
+        for rank, names in enumerate(self._engine.all_gather_object(self._missing, "missing_gradients")):
+            if names:
+                raise UserError(f"rank {rank}: {self._about_missing(names)}", everywhere=True)
+
+    @staticmethod
+    def _about_missing(names: list[str]) -> str:
+        return (
+            f"{names[0]} got no gradient in this step: freeze it (requires_grad_(False)), or where that is meant, "
+            "run.prepare(..., find_unused_parameters=True)"
+        )

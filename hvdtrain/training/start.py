@@ -1,0 +1,58 @@
+"""The beginning and the end of a training run, in the only order that works."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from hvdtrain.engines import flags as cli
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.start import start as start_engine
+from hvdtrain.training.flags import Flags
+from hvdtrain.training.inputs import seed_generators
+from hvdtrain.training.records.profiling import Profile
+from hvdtrain.training.records.telemetry import Telemetry
+from hvdtrain.training.resilience.guard import Guard
+from hvdtrain.training.resume import Checkpoints
+from hvdtrain.training.run import Run, Stopped
+from hvdtrain.training.state import Metric, metrics_of
+
+
+@contextlib.contextmanager
+def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) -> Iterator[Run]:
+    """Start the engine, find the checkpoint to continue, and watch over the ranks until the block ends.
+
+    flags: what `training.parser(...).parse()` returned. metrics: those that evaluations record, each with the direction in
+    which it is better, "min" or "max" (default: loss, min); the first one decides which checkpoint is the best.
+    Raises UserError, on every rank alike.
+    """
+    if not isinstance(flags, Flags):
+        raise UserError("training.start() takes what training.parser(...).parse() returned", everywhere=True)
+    directions = metrics_of({"loss": "min"} if metrics is None else dict(metrics))
+    asked = flags.given()
+    tuning, timeline = flags.tuning == "auto", flags.profile is not None
+    with start_engine(
+        flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline
+    ) as engine:
+        cli.require_equal(engine, asked)
+        flags.compression = engine.choose_compression(flags.compression)
+        flags.amp = engine.choose_amp(flags.amp)
+        if flags.gradient_predivide_factor is None:
+            flags.gradient_predivide_factor = float(engine.size) if flags.compression == "fp16" else 1.0
+        telemetry = Telemetry(engine, flags.output_dir, progress=not flags.no_progress, tensorboard=flags.tensorboard)
+        with engine.raising_together("start"):
+            checkpoints = Checkpoints(engine, flags, directions, telemetry)
+        state = checkpoints.begin()
+        with (
+            telemetry,
+            Guard(engine, flags, telemetry) as guard,
+            Profile(engine, flags, telemetry, guard.heartbeat) as profile,
+        ):
+            run = Run(engine, flags, asked, directions, telemetry, checkpoints, guard, profile, state)
+            torch.manual_seed(flags.seed)
+            seed_generators(flags.seed)
+            try:
+                yield run
+                run.finish()
+            except Stopped:
+                run.exit_code = guard.leave(state, checkpoints)
