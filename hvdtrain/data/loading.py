@@ -14,7 +14,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from types import ModuleType
@@ -93,17 +93,19 @@ class Source:
     corrupt: CorruptSamples = field(default_factory=lambda: CorruptSamples(0, 0))  # met so far; by default, none may be
 
 
-def start_workers_early() -> None:
-    """Start the process that input workers will be forked from. Call it before the engine starts.
+IMAGES = ("hvdtrain.data.loading", "torchvision.transforms.v2", "PIL.JpegImagePlugin", "simplejpeg")
+
+
+def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
+    """Start the process that input workers will be forked from, with the modules of `preload` imported. Call it before the
+    engine starts, where that is known to be needed by then.
 
     A rank must not fork once MPI or NCCL run in it: the child inherits locks that nobody will release and, with InfiniBand,
     the parent's registered pages become copy-on-write, so that its own sends read old memory. Started before, and by exec,
     this server has none of it; and having imported torch once, it forks a worker in hundredths of a second.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["hvdtrain.data.loading", "torchvision.transforms.v2", "PIL.JpegImagePlugin", "simplejpeg"]
-    )
+    context.set_forkserver_preload(list(preload))  # what is not installed is left out
     # Ignored signals stay ignored across exec and fork: launchers and Ctrl-C send them to every process of a job, and when
     # to stop is the rank's decision. When the rank is gone, its workers end themselves, and so the server.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}

@@ -48,9 +48,13 @@ class TrainingParser(cli.Parser):
         """Say which of the script's own flags do not change what is trained: a run that goes on may be given others."""
         self._may_change |= {name.lstrip("-").replace("-", "_") for name in names}
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Flags:  # type: ignore[override]
+        """As argparse has it: the same as `parse`."""
+        return self.parse(args)
+
     def parse(self, argv: Sequence[str] | None = None, recipes: Recipes | None = None) -> Flags:
         """Parse, then fill every flag left at None from the recipe that --recipe chose."""
-        flags = self.parse_args(argv, Flags(self.prog, self._may_change))
+        flags = super().parse_args(argv, Flags(self.prog, self._may_change))
         for name, value in (recipes or {}).get(getattr(flags, "recipe", ""), {}).items():
             if getattr(flags, name) is None:
                 setattr(flags, name, value)

@@ -76,15 +76,16 @@ class Indices(Input):
 
 
 class Tensors(Input):
-    """Tensors of equal length, [n, ...] each, gathered where they are: best on the device."""
+    """Tensors of equal length, [n, ...] each, gathered where they are (best on the device, by `Run.to_device`)."""
 
-    def __init__(self, tensors: Sequence[Tensor]):
-        self.tensors = tensors
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device):
+        self.tensors, self._device = tensors, device
         self.samples = len(tensors[0])
 
     def load(self, planned: Planned) -> Batch:
         # Several times faster than tensor[indices], whose kernel goes value by value.
-        data = tuple(tensor.index_select(0, planned.indices) for tensor in self.tensors)
+        rows = (tensor.index_select(0, planned.indices.to(tensor.device)) for tensor in self.tensors)
+        data = tuple(to_device(part, self._device) for part in rows)
         return Batch(data, planned.indices, planned.local_count, planned.weight)
 
 
@@ -158,7 +159,7 @@ def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int
             raise UserError(
                 f"run.steps got tensors of {', '.join(str(len(t)) for t in data)} samples: give equal lengths"
             )
-        return Tensors(data)
+        return Tensors(data, engine.device)
     kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
     raise UserError(f"run.steps got {kinds}: give it tensors, a number of samples, or a DataLoader")
 
@@ -206,6 +207,7 @@ def iterate(engine: Engine, given: DataLoader, seed: int, jobs: Iterator[tuple[i
     """Return the batches of `jobs` (epoch, indices), loaded by as many workers as `given` has."""
     options: dict[str, Any] = {"timeout": given.timeout}
     if given.num_workers:
+        loading.start_workers_early(["__main__"])  # the script: it has the data set's class
         options |= {"prefetch_factor": given.prefetch_factor, "worker_init": given.worker_init_fn}
     try:
         return iter(loading.loader(Samples(given, seed), given.num_workers, engine.device, jobs, **options))

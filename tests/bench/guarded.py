@@ -34,7 +34,7 @@ def counted(owner: type, name: str, kind: str) -> None:
     setattr(owner, name, wrapped)
 
 
-for name in ("begin_step", "finite", "stops", "compare_replicas"):
+for name in ("begin_step", "finite", "should_stop", "compare_replicas"):
     counted(Guard, name, "guards")
 counted(Checkpoints, "save", "checkpoints")
 sys.argv[0] = "hvdtrain/mnist.py"

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain import mnist
+from hvdtrain import mnist, training
+from hvdtrain.data import loading
 from hvdtrain.engines import exit_codes, launchers
-from hvdtrain.engines.base import Engine
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.training import checkpoint, resume
 
@@ -74,19 +74,19 @@ def before(owner: object, name: str, point: str) -> None:
     setattr(owner, name, wrapped)
 
 
-before(mnist, "start", "start")
-before(HorovodEngine, "broadcast", "broadcast")
+before(training, "start", "start")
+before(HorovodEngine, "broadcast_model", "broadcast")
 before(torch.Tensor, "backward", "backward")
-before(mnist, "evaluate", "evaluate")
+before(training.Run, "evaluating", "evaluate")
 before(resume.Checkpoints, "save", "snapshot")
 before(resume.Checkpoints, "restore", "restore")
 before(checkpoint, "digest", "digest")
 before(checkpoint, "sync_directory", "directory")
 before(checkpoint, "prune", "prune")
+before(HorovodEngine, "synchronize", "allreduce")
 
-real_fsync, real_replace, real_scaled, real_steps = os.fsync, Path.replace, mnist.scaled, mnist.steps
-real_synchronized, real_epoch_order = HorovodEngine.synchronized, mnist.epoch_order
-epoch_now = 0
+real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch
+real_stepping = HorovodEngine.stepping
 
 
 def fsync(handle: int) -> None:
@@ -109,35 +109,27 @@ def scaled(images: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def synchronized(self: Engine, optimizer: torch.optim.Optimizer):
-    come_to("allreduce")
-    with real_synchronized(self, optimizer):
+def stepping(self: HorovodEngine, optimizer: torch.optim.Optimizer):
+    with real_stepping(self, optimizer):
         if come_to("update") and ATTACK["kind"] == "flip":
             weights = optimizer.param_groups[0]["params"][ATTACK.get("parameter", 0)].data.view(torch.int32).view(-1)
             weights[3] ^= 1 << ATTACK.get("bit", 3)
         yield
 
 
-def epoch_order(n: int, seed: int, epoch: int) -> torch.Tensor:
-    global epoch_now
-    epoch_now = epoch
-    return real_epoch_order(n, seed, epoch)
-
-
-def steps(order, rank, size, *args, **kwargs):
+def epoch(self: loading.Plan, number: int):
     """Log what each step takes, under its epoch and the number of samples still to come in it."""
-    left = len(order)
-    for step in real_steps(order, rank, size, *args, **kwargs):
+    left = self.per_epoch - (self.taken if number == self.first_epoch else 0)
+    for step in real_epoch(self, number):
         if TAKEN:
             taken = [index for batch in step.batches if batch.local_count for index in batch.indices.tolist()]
-            with (Path(TAKEN) / f"{ATTEMPT}.{rank}").open("a") as log:
-                log.write(json.dumps([epoch_now, left, taken]) + "\n")
+            with (Path(TAKEN) / f"{ATTEMPT}.{RANK}").open("a") as log:
+                log.write(json.dumps([number, left, taken]) + "\n")
         left -= step.count
         yield step
 
 
-os.fsync, Path.replace, mnist.scaled, mnist.steps = fsync, replace, scaled, steps
-mnist.epoch_order = epoch_order
-HorovodEngine.synchronized = synchronized
+os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch = fsync, replace, scaled, epoch
+HorovodEngine.stepping = stepping
 sys.argv[0] = "hvdtrain/mnist.py"
 exit_codes.run(mnist.main)

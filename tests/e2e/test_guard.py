@@ -44,9 +44,9 @@ def test_a_hung_rank_is_named_and_ends_the_job(attack, blame, tmp_path):
 def test_no_false_alarm_while_a_rank_is_only_slow(tmp_path):
     """Stopped for less than the time-out, then continued."""
     body = "import hvdtrain.mnist as m, os, subprocess; "
-    body += "from hvdtrain.engines import exit_codes, launchers; real = m.evaluate; rank = launchers.announced().rank; "
+    body += "from hvdtrain.engines import exit_codes, launchers; real = m.training.Run.evaluating; rank = launchers.announced().rank; "
     body += "pause = lambda: rank == 1 and (subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}']), "
-    body += "os.kill(os.getpid(), 19)); m.evaluate = lambda *a: (pause(), real(*a))[1]; exit_codes.run(m.main)"
+    body += "os.kill(os.getpid(), 19)); m.training.Run.evaluating = lambda *a, **k: (pause(), real(*a, **k))[1]; exit_codes.run(m.main)"
     command = (
         f'mpirun --oversubscribe -np 2 {sys.executable} -c "{body}" --dataset digits --no-progress --step-timeout 8'
     )

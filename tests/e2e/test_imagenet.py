@@ -155,8 +155,8 @@ def test_refused_once_on_two_ranks(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_though_workers_run(data):
     body = "import hvdtrain.imagenet as m; "
-    body += "from hvdtrain.engines import exit_codes, launchers; rank = launchers.announced().rank; real = m.evaluate; "
-    body += "m.evaluate = lambda *a: real(*a) if rank != 1 else 1 / 0; exit_codes.run(m.main)"
+    body += "from hvdtrain.engines import exit_codes, launchers; rank = launchers.announced().rank; real = m.training.Run.evaluating; "
+    body += "m.training.Run.evaluating = lambda *a, **k: real(*a, **k) if rank != 1 else 1 / 0; exit_codes.run(m.main)"
     start = f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} -c '{body}' {SCRIPT.partition(' ')[2]}"
     done = launch(f"{start} --data-dir {data['folder']} --epochs 3 --workers 2 --train-samples 32", timeout=60)
     assert done.code not in (0, 2), done

@@ -4,7 +4,7 @@ import gzip
 import io
 import json
 import tarfile
-from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 
 import fake_mnist as fake
@@ -21,8 +21,10 @@ from hvdtrain.data.shards import Shard, ShardBatches
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models.convnet import MODELS
+from hvdtrain import training
 from hvdtrain.training import checkpoint, resume
-from hvdtrain.training.records import metrics as telemetry
+from hvdtrain.training.records import telemetry
+from hvdtrain.training.state import TrainState
 
 
 @pytest.fixture
@@ -209,15 +211,16 @@ def saved() -> tuple[dict, dict]:
     model = MODELS["convnet-nonorm"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     facts = {
-        "format": 1,
-        "position": dict(epoch=0, taken=64, samples=64, step=1, skipped=0, train_seconds=1.5, evaluation={}),
-        "accuracy": None,
-        "begun": dict(ranks=1, batch_size=64, accumulate=1),
+        "format": 2,
+        "state": asdict(TrainState(samples_of_epoch=64, samples=64, step=1, train_seconds=1.5, train={"loss": 0.5})),
+        "best": None,
+        "initial": dict(ranks=1, batch_size=64, accumulate=1),
         "world_size": 1,
         "engine": "serial",
         "config": {"lr": 0.1, "epochs": 2},
         "data": {"dataset": "digits", "train_samples": 128},
-        "optimizer": {"values": {}, "groups": [{"lr": 0.1, "momentum": 0.9}]},
+        "optimizers": [{"values": {}, "groups": [{"lr": 0.1, "momentum": 0.9}]}],
+        "registered": {},
         "scaler": {},
         "buffers": [1, 0],
     }
@@ -227,18 +230,21 @@ def saved() -> tuple[dict, dict]:
     return facts, tensors
 
 
-def go_on(directory: Path, engine: SerialEngine) -> resume.Position:
-    """Resume as hvdtrain.mnist does; return where training stands."""
+def go_on(directory: Path, engine: SerialEngine) -> TrainState:
+    """Resume as `training.start` and `Run.prepare` do; return where training stands."""
     model = MODELS["convnet-nonorm"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    flags = Namespace(checkpoint_steps=None, output_dir=directory, keep=3, batch_size=64, accumulate=1,
-                      reduction="average", resume="auto")  # fmt: skip
-    found = resume.Checkpoints(engine, flags, {"lr": 0.1, "epochs": 2}, {"dataset": "digits", "train_samples": 128})
+    parser = training.parser("test", None, epochs=2, batch_size=64)
+    parser.add_argument("--lr", type=float, default=0.1)
+    flags = parser.parse(["--engine", "serial", "--output-dir", str(directory)])
+    quiet = telemetry.Telemetry(engine, None, progress=False)
+    found = resume.Checkpoints(engine, flags, {}, quiet)
     try:
-        with telemetry.Telemetry(engine, None, progress=False) as quiet:
-            at = found.begin(quiet)
-            found.restore(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
-        return at
+        state = found.begin()
+        found.require_fit({"lr": 0.1, "epochs": 2}, {"dataset": "digits", "train_samples": 128})
+        found.announce(state)
+        found.restore([model], [optimizer], torch.amp.GradScaler("cpu", enabled=False))
+        return state
     finally:
         found.close()
 
@@ -246,7 +252,22 @@ def go_on(directory: Path, engine: SerialEngine) -> resume.Position:
 def test_a_sound_checkpoint_goes_on(saved, engine, tmp_path):
     facts, tensors = saved
     checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
-    assert go_on(tmp_path, engine) == resume.Position(**facts["position"])
+    assert go_on(tmp_path, engine) == TrainState(**facts["state"])
+
+
+def test_a_checkpoint_of_format_1_goes_on(saved, engine, tmp_path):
+    facts, tensors = saved
+    old = {name: facts[name] for name in ("world_size", "engine", "config", "data", "scaler", "buffers")}
+    old |= {
+        "format": 1,
+        "position": dict(epoch=0, taken=64, samples=64, step=1, skipped=0, train_seconds=1.5, evaluation={}),
+        "accuracy": None,
+        "begun": facts["initial"],
+        "optimizer": facts["optimizers"][0],
+    }
+    checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), old, tensors)
+    state = go_on(tmp_path, engine)
+    assert (state.step, state.samples_of_epoch, state.samples, state.train_seconds) == (1, 64, 64, 1.5)
 
 
 @tried(60)
@@ -266,8 +287,8 @@ def test_any_facts_under_a_right_checksum_are_refused_or_taken(saved, engine, da
         for left in path.parent.glob("*"):
             left.unlink()
     if at.step:
-        assert at == resume.Position(**facts["position"])
-        assert min(at.epoch, at.taken, at.samples, at.step, at.skipped) >= 0
+        assert at == TrainState(**facts["state"])
+        assert min(at.epoch, at.samples_of_epoch, at.samples, at.step, at.skipped) >= 0
 
 
 @tried(100)
@@ -345,7 +366,8 @@ def test_any_record_of_a_run_makes_a_page_or_is_refused(data, tmp_path):
 def test_a_restart_keeps_every_complete_line_of_any_record(content, engine, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(content)
-    with telemetry.Telemetry(engine, tmp_path, progress=False, continued=True) as written:
+    with telemetry.Telemetry(engine, tmp_path, progress=False) as written:
+        written.open(continued=True)
         written.event("resume", step=1)
     kept = content[: content.rfind(b"\n") + 1]
     assert path.read_bytes().startswith(kept)

@@ -40,9 +40,9 @@ def flags_of(script: str) -> list[str]:
     known: list[str] = []
     parse_args = cli.Parser.parse_args
 
-    def listed(self, argv):
+    def listed(self, argv=None, namespace=None):
         known.extend(option for action in self._actions for option in action.option_strings)
-        return parse_args(self, argv)
+        return parse_args(self, argv, namespace)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli.Parser, "parse_args", listed)

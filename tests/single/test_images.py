@@ -26,6 +26,8 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models import classifiers as models
 from hvdtrain.training import optim
+from hvdtrain.training.evaluation import Evaluation
+from hvdtrain.training.records import telemetry
 from tests import image_set
 
 SIDE = 32
@@ -485,7 +487,8 @@ def test_models_give_one_output_in_training(name, side):
     assert model(torch.zeros(2, 3, side, side)).shape == (2, 7)
 
 
-def test_evaluation_counts_the_first_and_the_first_five(engine):
+def test_evaluation_counts_readable_samples_only(engine):
+    """As imagenet evaluates: the first, and the first five."""
     logits = torch.eye(8)[[3, 3, 0]] + torch.arange(8, 0, -1) / 100  # best, then 0, 1, 2, ...
     labels = torch.tensor([3, 2, 7])  # first; among the first five; neither
     batches = [
@@ -493,8 +496,14 @@ def test_evaluation_counts_the_first_and_the_first_five(engine):
         loading.Loaded(logits[2:], labels[2:], 1, []),
         loading.Loaded(logits[:1], labels[:1], 0, [CorruptSample("x", "y")]),
     ]
-    _, first, five, count = imagenet.evaluate(engine, torch.nn.Identity(), lambda images: images, batches, CorruptSamples(1, 9))
-    assert (first, five, count) == (pytest.approx(1 / 3), pytest.approx(2 / 3), 3)
+    source = loading.Source("test", "", 8, 9, lambda plan: [], lambda: batches, corrupt=CorruptSamples(1, 9))
+    evaluation = Evaluation(engine, source, 1, lambda: None)
+    for outputs, truth in evaluation.mine():
+        hits = outputs.topk(5).indices == truth[:, None]
+        evaluation.add({"first": hits[:, 0], "five": hits}, None)
+    assert evaluation.means() == {"first": pytest.approx(1 / 3), "five": pytest.approx(2 / 3), "count": 3}
+    source.corrupt.settle(engine, telemetry.Telemetry(engine, None, progress=False))
+    assert source.corrupt.total() == 1
 
 
 def test_biases_and_norms_do_not_decay():

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import imagenet, mnist
+from hvdtrain import imagenet, mnist, training
 from hvdtrain.data.loading import Plan
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import checkpoint
+from hvdtrain.training.resilience.guard import Guard
 
 
 def alone(directory: Path, flags: str = "") -> int:
@@ -128,13 +129,13 @@ def test_two_runs_cannot_write_in_one_place(copy, monkeypatch):
 
 
 def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):
-    evaluate = mnist.evaluate
+    evaluating = training.Run.evaluating
 
-    def remove(*arguments):
+    def remove(*arguments, **options):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        return evaluate(*arguments)
+        return evaluating(*arguments, **options)
 
-    monkeypatch.setattr(mnist, "evaluate", remove)
+    monkeypatch.setattr(training.Run, "evaluating", remove)
     assert alone(tmp_path / "out") == 0
     checkpoint.read(tmp_path / "out" / "checkpoints" / checkpoint.name_of(4))
 
@@ -145,13 +146,13 @@ def test_checkpoint_steps_need_a_place():
         mnist.main()
 
 
-def signalled(script, number: signal.Signals, after: int):
+def signalled(number: signal.Signals, after: int):
     """Return a Guard.begin_step that sends this process a signal before the step `after` + 1, and waits until it is seen."""
-    begin_step = script.Guard.begin_step
+    begin_step = Guard.begin_step
 
-    def begin(self, at, model):
-        begin_step(self, at, model)
-        if at.step == after:
+    def begin(self, state, models):
+        begin_step(self, state, models)
+        if state.step == after:
             os.kill(os.getpid(), number)
             while not self._watchdog.stop_reason:
                 time.sleep(0.01)
@@ -162,7 +163,7 @@ def signalled(script, number: signal.Signals, after: int):
 def test_stop_signal_saves_and_leaves_with_75(tmp_path, monkeypatch):
     assert alone(tmp_path / "whole") == 0
     with monkeypatch.context() as patch:
-        patch.setattr(mnist.Guard, "begin_step", signalled(mnist, signal.SIGUSR1, 1))
+        patch.setattr(Guard, "begin_step", signalled(signal.SIGUSR1, 1))
         assert alone(tmp_path / "out") == 75
     (stop,) = events(tmp_path / "out", "stop")
     assert stop["reason"].startswith("SIGUSR1 on rank 0")
@@ -183,7 +184,7 @@ def test_imagenet_goes_on_to_the_same_bits(tmp_path, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(sys, "argv", f"{flags}{tmp_path / name}".split())
                 if code == 75:
-                    patch.setattr(imagenet.Guard, "begin_step", signalled(imagenet, signal.SIGTERM, 3))
+                    patch.setattr(Guard, "begin_step", signalled(signal.SIGTERM, 3))
                 assert imagenet.main() == code
     assert events(tmp_path / "apart", "resume")[0]["step"] == 4
     assert results(tmp_path / "apart") == results(tmp_path / "whole")

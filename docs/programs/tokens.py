@@ -1,0 +1,51 @@
+"""A model of sentences of unlike lengths, by characters, with clipping."""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from hvdtrain import training
+from torch import Tensor, nn
+
+TEXT = (__doc__ + "".join(open(argparse.__file__).readlines()[:400])).replace(" " * 4, "\t")
+SENTENCES = [line for line in TEXT.splitlines() if line.strip()]
+CHARACTERS = sorted({character for line in SENTENCES for character in line})
+LONGEST = 80
+
+
+def encode(lines: list[str]) -> Tensor:
+    """Return int64 [n, LONGEST + 1], padded with -1."""
+    codes = [[CHARACTERS.index(character) for character in line[: LONGEST + 1]] for line in lines]
+    return torch.tensor([line + [-1] * (LONGEST + 1 - len(line)) for line in codes])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(len(CHARACTERS), 48)
+        self.recurrent = nn.GRU(48, 96, batch_first=True)
+        self.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(96, len(CHARACTERS)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.recurrent(self.embedding(tokens))[0])
+
+
+def main():
+    flags = training.parser("tokens", __doc__, epochs=3, batch_size=16).parse()
+    with training.start(flags) as run:
+        lines = encode(SENTENCES)
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        model, optimizer = run.prepare(model, optimizer)
+        for epoch in run.epochs(flags.epochs):
+            for step in run.steps(lines):
+                for (batch,) in step.batches():
+                    logits, targets = model(batch[:, :-1].clamp(min=0)), batch[:, 1:]
+                    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+                    step.backward(loss, count=(targets >= 0).sum())
+                step.update(clip_norm=1.0)
+    return run.exit_code
+
+
+if __name__ == "__main__":
+    training.main(main)
