@@ -5,14 +5,15 @@ the same order.
 """
 
 import contextlib
+import functools
 import json
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,25 @@ class Reduction(NamedTuple):
     find_unused_parameters: bool = False  # a step may leave parameters without a gradient, others on each rank
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def collective(method: Method) -> Method:
+    """Mark a method in which this rank waits for others: `Engine.waiting_in` is its argument `name`, or its own."""
+
+    @functools.wraps(method)
+    def marked(self: "Engine", *args: Any, **kwargs: Any) -> Any:
+        outer = self.waiting_in
+        name = kwargs.get("name", args[-1] if args else None)
+        self.waiting_in = name if isinstance(name, str) else method.__name__
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.waiting_in = outer
+
+    return marked  # type: ignore[return-value]
+
+
 class Engine(ABC):
     """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
@@ -54,6 +74,7 @@ class Engine(ABC):
     reductions: tuple[str, ...]  # what `all_reduce_` can do
     lacks: ClassVar[dict[str, tuple | None]] = {}  # by flag: the values this engine cannot honour; None: any at all
     tells_missing_gradients: ClassVar[bool] = False  # a gradient that a rank lacks becomes NaN on all
+    waiting_in: str | None = None  # the collective in which the main thread is: for the watchdog
     notes: list[str]  # what was decided automatically, each with its reason: shown once at the start
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
@@ -67,6 +88,8 @@ class Engine(ABC):
     @abstractmethod
     def choose_device(self, wanted: str) -> torch.device:
         """Return this rank's device for "auto", "cpu" or "cuda". Raises UserError where `wanted` cannot be had."""
+
+    # An engine decorates its collectives with `collective`.
 
     @abstractmethod
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:

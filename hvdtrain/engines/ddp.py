@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import Engine, Reduction
+from hvdtrain.engines.base import Engine, Reduction, collective
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.rendezvous import meeting_point
 
@@ -174,6 +174,7 @@ class DdpEngine(Engine):
         # By the time backward() returns, DDP has waited for the others: what came after the last bucket was that wait.
         return self._hook.ready if self._hook is not None else time.perf_counter()
 
+    @collective
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
         ops = torch.distributed.ReduceOp
         kind = {"sum": ops.SUM, "average": ops.SUM, "min": ops.MIN, "max": ops.MAX, "product": ops.PRODUCT}[op]
@@ -182,11 +183,13 @@ class DdpEngine(Engine):
             exact = tensor.is_floating_point() or tensor.is_complex()
             tensor.div_(self.size) if exact else tensor.floor_divide_(self.size)
 
+    @collective
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         torch.distributed.all_gather(parts, tensor)
         return torch.stack(parts)
 
+    @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
         torch.distributed.broadcast(tensor, src=0)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import Engine, Reduction
+from hvdtrain.engines.base import Engine, Reduction, collective
 from hvdtrain.engines.errors import UserError
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is DistributedDataParallel's bucket_cap_mb
@@ -190,6 +190,7 @@ class HorovodEngine(Engine):
                     optimizer.set_backward_passes_per_step(count)
         yield
 
+    @collective
     def broadcast_model(self, model: nn.Module) -> None:
         # The optimizer's state goes by `broadcast_optimizer_state` of Engine. Trap: Horovod's function of that name takes a
         # real step on fresh state, and weight decay moves the weights.
@@ -199,6 +200,7 @@ class HorovodEngine(Engine):
         """Tell whether `optimizer` reduces what it changed, inside step(), and offers no way to wait before."""
         return self._hows[optimizer].reduction == "adasum" and self.size > 1
 
+    @collective
     def synchronize(self, optimizer: Any) -> None:
         if self._adasum(optimizer):
             return
@@ -236,9 +238,19 @@ class HorovodEngine(Engine):
                     hook()
         return unused
 
-    def stepping(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._adasum(optimizer) else optimizer.skip_synchronize()
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Any) -> Iterator[None]:
+        if not self._adasum(optimizer):
+            with optimizer.skip_synchronize():
+                yield
+            return
+        self.waiting_in = "step"
+        try:
+            yield
+        finally:
+            self.waiting_in = None
 
+    @collective
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
         hvd = self.hvd
         if op == "adasum":
@@ -247,9 +259,11 @@ class HorovodEngine(Engine):
         ops |= {"min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
         hvd.allreduce_(tensor, op=ops[op], name=name)
 
+    @collective
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
         return self.hvd.allgather(tensor.unsqueeze(0), name=name)
 
+    @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
         self.hvd.broadcast_(tensor, root_rank=0, name=name)
 

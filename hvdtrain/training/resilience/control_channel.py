@@ -6,29 +6,45 @@ Only ranks that know the job's secret, which travels over the engine, can connec
 import contextlib
 import hmac
 import json
+import resource
 import secrets
+import selectors
 import socket
 import threading
 import time
+from collections.abc import Iterable, Sequence
 
-HELLO_SECONDS = 20.0  # to connect, at the start
+HELLO_SECONDS = 20.0  # for all ranks to connect, at the start
+ONE_HELLO_SECONDS = 5.0  # for one connection to prove that it is a rank's; a rank that could not tries again
+PATIENCE = 64  # connections without a proof that are held beside the ranks'; then the oldest is closed
+SEND_SECONDS = 5.0
 LONGEST_LINE = 2**20  # bytes
+CHALLENGE = PROOF = 32  # bytes
+ANSWER = 4 + CHALLENGE + PROOF
 
 
-class Link:
+class Channel:
     """One connection: dictionaries in both directions. Any thread may send; the watchdog's receives."""
 
     def __init__(self, connection: socket.socket):
+        connection.settimeout(SEND_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self._unread = b""
         self._lock = threading.Lock()
+        self._sends = True
 
     def send(self, **message: object) -> None:
-        with self._lock, contextlib.suppress(OSError):  # a dead peer is noticed by `receive`
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        with self._lock:
+            if not self._sends:
+                return
+            try:
+                self.socket.sendall(json.dumps(message).encode() + b"\n")
+            except OSError:  # a dead peer is noticed by `receive`; half a line must not be followed by another
+                self._sends = False
 
     def receive(self) -> list[dict] | None:
-        """Return what has arrived; None where the peer is gone."""
+        """Return what has arrived; None where the peer is gone. Raises ValueError for what is no message."""
         try:
             data = self.socket.recv(65536)
         except OSError:
@@ -39,52 +55,165 @@ class Link:
         return [json.loads(line) for line in lines]
 
 
-def own_address_towards(host: str, own: str) -> str:
+def own_address_towards(host: str) -> str:
     """Return the address of the interface from which `host` is reached; connecting UDP sends nothing."""
-    if host == own:
-        return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
-        return probe.getsockname()[0]
+        return str(probe.getsockname()[0])
 
 
-def accept(listener: socket.socket, key: bytes, size: int) -> dict[int, Link]:
-    """Return a link for each rank from 1. A stranger's connection is closed, and takes two seconds at most."""
-    links: dict[int, Link] = {}
-    until = time.monotonic() + HELLO_SECONDS
-    while len(links) < size - 1:
-        listener.settimeout(max(0.01, until - time.monotonic()))
-        connection, _ = listener.accept()  # TimeoutError is an OSError
-        with contextlib.suppress(OSError):
-            connection.settimeout(2.0)
-            challenge = secrets.token_bytes(32)
-            connection.sendall(challenge)
-            answer = receive_exactly(connection, 4 + 32 + 32)
-            rank, theirs, proof = answer[:4], answer[4:36], answer[36:]
-            if hmac.compare_digest(proof, hmac.digest(key, b"rank" + rank + challenge + theirs, "sha256")):
-                connection.sendall(hmac.digest(key, b"hub" + theirs + challenge, "sha256"))
-                connection.settimeout(5.0)
-                links[int.from_bytes(rank)] = Link(connection)
-                continue
+def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[str, int]]]:
+    """Listen for the ranks of `hosts` (by rank; the first is this host), and return by host where its ranks connect to.
+
+    Only on the interfaces that lead to them: on one host, loopback; on several, what leads to the others, for ranks of this
+    host as well. Raises OSError.
+    """
+    remote = {host: own_address_towards(host) for host in dict.fromkeys(hosts) if host != hosts[0]}
+    addresses = {hosts[0]: next(iter(remote.values()), "127.0.0.1")} | remote
+    listeners: dict[str, socket.socket] = {}
+    try:
+        for address in addresses.values():
+            if address not in listeners:
+                listeners[address] = socket.create_server((address, 0), backlog=len(hosts) + PATIENCE)
+    except OSError:
+        for listener in listeners.values():
+            listener.close()
+        raise
+    allow_open_files(len(hosts))
+    return list(listeners.values()), {
+        host: (address, listeners[address].getsockname()[1]) for host, address in addresses.items()
+    }
+
+
+def allow_open_files(more: int) -> None:
+    """Raise the soft limit of open files, often 1024, where `more` connections might not fit beside what a rank has open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = more + PATIENCE + 768
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+
+
+class Caller:
+    """A connection to rank 0 that has not proved yet that it is a rank's."""
+
+    def __init__(self, connection: socket.socket):
+        connection.setblocking(False)
+        self.socket = connection
+        self.until = time.monotonic() + ONE_HELLO_SECONDS
+        self._challenge = secrets.token_bytes(CHALLENGE)
+        self._answer = b""
+        connection.send(self._challenge)  # fits into the empty buffer of a new connection
+
+    def rank(self, key: bytes) -> int | None:
+        """Read on; return the rank once it is proved. Raises OSError where it is a stranger, or gone."""
+        with contextlib.suppress(BlockingIOError):
+            part = self.socket.recv(ANSWER - len(self._answer))
+            if not part:
+                raise ConnectionError("closed during the hello")
+            self._answer += part
+        if len(self._answer) < ANSWER:
+            return None
+        number, theirs, proof = self._answer[:4], self._answer[4 : 4 + CHALLENGE], self._answer[4 + CHALLENGE :]
+        if not hmac.compare_digest(proof, hmac.digest(key, b"rank" + number + self._challenge + theirs, "sha256")):
+            raise ConnectionError("does not know the job's secret")
+        self.socket.send(hmac.digest(key, b"hub" + theirs + self._challenge, "sha256"))
+        return int.from_bytes(number)
+
+
+def accept(
+    listeners: Iterable[socket.socket], key: bytes, size: int, seconds: float = HELLO_SECONDS
+) -> dict[int, Channel]:
+    """Return a channel for each rank from 1. All are heard at once, and a stranger keeps nobody waiting.
+
+    Raises TimeoutError, with the ranks that did not come, after `seconds` in all.
+    """
+    channels: dict[int, Channel] = {}
+    callers: dict[socket.socket, Caller] = {}  # the oldest first
+    until = time.monotonic() + seconds
+
+    def drop(connection: socket.socket) -> None:
+        selector.unregister(connection)
+        del callers[connection]
         connection.close()
-    return links
+
+    with selectors.DefaultSelector() as selector:
+        for listener in listeners:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ)
+        try:
+            while len(channels) < size - 1:
+                left = until - time.monotonic()
+                if left <= 0:
+                    missing = [str(rank) for rank in range(1, size) if rank not in channels]
+                    raise TimeoutError(f"rank {', '.join(missing)} did not come within {seconds:.0f} s")
+                for key_of, _ in selector.select(min(left, 0.5)):
+                    connection = key_of.fileobj
+                    assert isinstance(connection, socket.socket)
+                    with contextlib.suppress(OSError):
+                        if connection not in callers:
+                            new, _ = connection.accept()
+                            callers[new] = Caller(new)
+                            selector.register(new, selectors.EVENT_READ)
+                            continue
+                    if connection not in callers:
+                        continue
+                    try:
+                        rank = callers[connection].rank(key)
+                    except OSError:
+                        drop(connection)
+                        continue
+                    if rank is not None:
+                        selector.unregister(connection)
+                        del callers[connection]
+                        if rank in channels:  # it did not hear the answer, and came again
+                            channels[rank].socket.close()
+                        channels[rank] = Channel(connection)
+                now = time.monotonic()
+                for connection, caller in list(callers.items()):
+                    if now > caller.until or len(callers) > size + PATIENCE:
+                        drop(connection)
+        except BaseException:
+            for channel in channels.values():
+                channel.socket.close()
+            raise
+        finally:
+            for connection in list(callers):
+                drop(connection)
+    return channels
 
 
-def say_hello(address: tuple[str, int], key: bytes, rank: int) -> socket.socket:
+def say_hello(address: tuple[str, int], key: bytes, rank: int, seconds: float = HELLO_SECONDS) -> Channel:
     """Connect to rank 0; both prove that they know `key`. Raises OSError."""
-    connection = socket.create_connection(address, timeout=HELLO_SECONDS)
-    challenge, mine, number = receive_exactly(connection, 32), secrets.token_bytes(32), rank.to_bytes(4)
-    connection.sendall(number + mine + hmac.digest(key, b"rank" + number + challenge + mine, "sha256"))
-    if not hmac.compare_digest(receive_exactly(connection, 32), hmac.digest(key, b"hub" + mine + challenge, "sha256")):
-        raise OSError(f"whoever listens at {address[0]}:{address[1]} is not rank 0")
-    connection.settimeout(5.0)
-    return connection
+    until = time.monotonic() + seconds
+    answered = 0
+    while True:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(max(0.1, until - time.monotonic()))
+            connection.connect(tuple(address))
+            challenge = receive_exactly(connection, CHALLENGE, until)
+            mine, number = secrets.token_bytes(CHALLENGE), rank.to_bytes(4)
+            connection.sendall(number + mine + hmac.digest(key, b"rank" + number + challenge + mine, "sha256"))
+            answered += 1
+            proof = receive_exactly(connection, PROOF, until)
+            if not hmac.compare_digest(proof, hmac.digest(key, b"hub" + mine + challenge, "sha256")):
+                raise ConnectionError(f"whoever listens at {address[0]}:{address[1]} is not rank 0")
+            return Channel(connection)
+        except OSError:
+            connection.close()
+            # Strangers may have crowded it out; but whose answer is refused again and again does not know the secret.
+            if answered > 2 or time.monotonic() + 0.2 > until:
+                raise
+            time.sleep(0.2)
 
 
-def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Return `count` bytes. Raises OSError where the peer leaves or falls silent before."""
+def receive_exactly(connection: socket.socket, count: int, until: float) -> bytes:
+    """Return `count` bytes. Raises OSError where the peer leaves before, or `until` (time.monotonic) has passed."""
     data = b""
     while len(data) < count:
+        connection.settimeout(max(0.001, until - time.monotonic()))
         if not (part := connection.recv(count - len(data))):
             raise ConnectionError("closed during the hello")
         data += part

@@ -3,6 +3,7 @@
 All ranks take each decision together, at the same step.
 """
 
+import contextlib
 import math
 from argparse import Namespace
 from collections import Counter
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training.records.telemetry import Telemetry
+from hvdtrain.training.resilience.monitor import STOPPED
 from hvdtrain.training.resilience.watchdog import Watchdog
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import TrainState
 
-STOPPED = 75  # exit code: EX_TEMPFAIL of sysexits.h; Slurm and Kubernetes can tell it from a failure
 OVERFLOWS = 20  # steps in a row that the loss scaler may skip: from 65536 it can halve 16 times before it reaches 1
 
 
@@ -38,12 +39,16 @@ class Guard:
         self.adasum = flags.reduction == "adasum"
         self._buffers: list[Tensor] = []
         self._compared_at: int | None = None  # the step after which the weights were last compared
-        self._watchdog = Watchdog(engine, flags.step_timeout, failed=self._record)
+        self._watchdog = Watchdog(engine, flags.step_timeout, failed=self._record, stopped=self._stopped)
         if self._watchdog.off:
             telemetry.say(f"warning: hung ranks will not be noticed: the ranks cannot connect ({self._watchdog.off})")
 
     def _record(self, headline: str) -> None:
         self.telemetry.event("error", kind="watchdog", message=headline)
+
+    def _stopped(self, reason: str) -> None:
+        self.telemetry.event("stop", reason=reason)
+        self.telemetry.say(f"stopped by {reason}, before the first step was over; nothing to save: start me again")
 
     def __enter__(self) -> "Guard":
         return self
@@ -59,13 +64,28 @@ class Guard:
         self._watchdog.close(None if agreed else f"{type(error).__name__}: {error}")
 
     def heartbeat(self) -> None:
-        """Tell the watchdog that this rank makes progress, outside of steps."""
+        """Tell the watchdog that this rank makes progress, within a step or a phase: their time begins anew."""
         self._watchdog.heartbeat()
+
+    def phase(self, name: str, seconds: float | None = None) -> contextlib.AbstractContextManager[None]:
+        """Enclose what is known to take long, on every rank alike. seconds: that may pass without a heartbeat."""
+        return self._watchdog.phase(name, seconds)
+
+    @property
+    def stop_requested(self) -> str | None:
+        """Who asked for a stop, as soon as this rank knows of it; None: nobody. Not the same on all ranks at one time."""
+        return self._watchdog.stop_reason
+
+    def stops_here(self, name: str) -> bool:
+        """Tell, on all ranks alike, whether any of them knows that a stop was asked for. A collective.
+
+        For the end of what may be cut short when `stop_requested`, such as an evaluation.
+        """
+        return bool(self.engine.sum(torch.tensor([float(self.stop_requested is not None)]), name).item())
 
     def begin_step(self, state: TrainState, models: Sequence[nn.Module]) -> None:
         """Call it before every step. Raises Failure on every rank where the replicas differ."""
-        self._watchdog.step = state.step
-        self._watchdog.heartbeat()
+        self._watchdog.begin_step(state.step)
         if state.step and self.check_steps and state.step % self.check_steps == 0:
             self.compare_replicas(state, models)
         if self.max_skipped:  # what forward changes of the models, in case their gradients are not finite
@@ -145,6 +165,7 @@ class Guard:
     def should_stop(self, state: TrainState) -> bool:
         """Tell, on all ranks alike, whether to save and leave after this step. Call it after every step."""
         watchdog = self._watchdog
+        watchdog.finish_step(state.step)
         if watchdog.off and watchdog.stop_at is None:
             if self.engine.sum(torch.tensor([float(watchdog.stop_reason is not None)]), "guard.stop").item():
                 watchdog.stop_at = state.step

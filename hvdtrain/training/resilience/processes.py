@@ -67,8 +67,8 @@ def launcher_name(arguments: list[str]) -> str | None:
 def launchers(pid: int | None = None, proc: Path = PROC) -> list[Process]:
     """Return the processes from this one's parent up to its topmost launcher; none where no launcher started it.
 
-    Only these: the shell above them may end in good order (nohup, setsid, a session that is closed), and so may any parent of
-    a process that was started without a launcher.
+    Only these: the shell above them may end in good order (nohup, setsid, a session that is closed), and so may what
+    started a process without being a launcher.
     """
     chain: list[Process] = []
     top = 0

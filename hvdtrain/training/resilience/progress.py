@@ -1,6 +1,6 @@
 """What the main thread tells the watchdog's: which phase of the run it is in, and that it gets on.
 
-Written by the main thread, read by the watchdog's: plain attributes, no lock, so that a heartbeat costs a tenth of a microsecond.
+Written by the main thread, read by the watchdog's: plain attributes, no lock.
 """
 
 import contextlib
@@ -11,7 +11,13 @@ LEAST_SECONDS, TIMES_LONGEST = 30.0, 20.0  # a step's automatic limit follows th
 TIMES_LONGEST_ASKED = 3.0  # and so does one that was asked for, where steps turn out to take about so long
 TIMES_STEP = 10.0  # what is known to be long may take so many times a step's limit,
 # or so many seconds, if that is more:
-PHASE_SECONDS = {"start-up": 600.0, "first step": 600.0, "compilation": 600.0, "reading data": 600.0, "checkpoint": 600.0}
+PHASE_SECONDS = {
+    "start-up": 600.0,
+    "first step": 600.0,
+    "compilation": 600.0,
+    "reading data": 600.0,
+    "checkpoint": 600.0,
+}
 
 
 class Phase(NamedTuple):
@@ -29,13 +35,13 @@ class Progress:
         self.step = 0  # finished, since the beginning of training
         self.finished = 0  # steps, by this process
         self.moves = 0  # any progress at all
-        self.compiling = 0  # compilations under way: torch.compile tells, in whichever thread
+        self._compiling = 0  # compilations under way
         self._base = START
         self._inside: list[Phase] = []
 
     @property
     def phase(self) -> Phase:
-        if self.compiling:
+        if self._compiling:
             return COMPILATION
         inside = self._inside[-1:]  # a copy: the main thread may leave it meanwhile
         return inside[0] if inside else self._base
@@ -55,6 +61,14 @@ class Progress:
         self.step = step
         self.finished += 1
         self._base = STEP
+        self.moves += 1
+
+    def begin_compilation(self) -> None:
+        self._compiling += 1
+        self.moves += 1
+
+    def end_compilation(self) -> None:
+        self._compiling = max(0, self._compiling - 1)  # it may have begun before anyone asked to be told
         self.moves += 1
 
     @contextlib.contextmanager

@@ -31,8 +31,8 @@ class Starvation:
     def seconds(self) -> float:
         """Return for how many seconds threads wanted to run and had no core, added up.
 
-        What a thread that is ready to run, and hardly comes on, has not run since. Not the loops in which MPI waits: there may
-        be more of them than cores, but each yields, and comes on again.
+        What a thread that is ready to run, and hardly comes on, has not run since. Not the loops in which MPI waits: there
+        may be more of them than cores, but each yields, and comes on again.
         """
         now, threads = time.monotonic(), other_threads()
         elapsed = now - self._counted_at

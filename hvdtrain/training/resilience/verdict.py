@@ -1,7 +1,7 @@
 """The watchdog's verdict on a standstill: a pure function of what the ranks said. No clock, no socket, no thread.
 
-A rank that waits in a collective is waiting for another one; so the one to blame stands outside, or does not answer. Outside,
-each rank has the limit of the phase that it is in (evaluation, compilation, ...), and time without a core does not count.
+A rank in a collective waits for another one; so the one to blame stands outside, or does not answer. Outside, each rank has
+the limit of the phase that it is in (evaluation, compilation, ...), and time without a core does not count.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -71,7 +71,7 @@ def judge(
     last = [rank for rank, report in reports.items() if report.step == behind]
     if len(last) < len(reports):
         return Verdict(f"{named(last)} is behind, at {reports[last[0]].at}{since}")
-    where = {report.waits_in: rank for rank, report in reversed(reports.items())}
+    where = {reports[rank].waits_in: rank for rank in sorted(reports, reverse=True)}
     if len(where) > 1:
         (first, one), (second, other) = sorted(where.items(), key=lambda item: item[1])[:2]
         two = f"{names[one]} in {first}, {names[other]} in {second}"

@@ -1,0 +1,164 @@
+"""The ranks' own connections: who gets one, how soon, and who cannot keep others from it."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from hvdtrain.training.resilience import control_channel
+from hvdtrain.training.resilience.control_channel import accept, listen, say_hello
+
+KEY = bytes(32)
+
+
+@pytest.fixture
+def hub():
+    """Begin to accept, in a thread; return the address, and what gives the channels once all have come."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=200)
+    got: dict = {}
+    threads: list[threading.Thread] = []
+
+    def serve(size: int, seconds: float) -> None:
+        try:
+            got.update(accept([listener], KEY, size, seconds))
+        except OSError as error:
+            got["error"] = error
+
+    def begin(size: int = 2, seconds: float = 10.0):
+        threads.append(threading.Thread(target=serve, args=(size, seconds)))
+        threads[0].start()
+
+        def end() -> dict:
+            threads[0].join(seconds + 5)
+            assert not threads[0].is_alive()
+            return got
+
+        return listener.getsockname(), end
+
+    yield begin
+    for channel in got.values():
+        with contextlib.suppress(AttributeError):
+            channel.socket.close()
+    listener.close()
+
+
+def test_only_who_knows_the_secret_gets_a_channel(hub):
+    address, end = hub()
+    with socket.create_connection(address) as stranger:
+        stranger.recv(32)
+        stranger.sendall(bytes(68))
+        assert stranger.recv(32) == b""
+    with pytest.raises(OSError, match=r"closed|reset|not rank 0"):
+        say_hello(address, b"wrong" * 7, 1)
+    mine = say_hello(address, KEY, 1)
+    got = end()
+    assert list(got) == [1]
+    mine.send(stop="x")
+    assert got[1].receive() == [{"stop": "x"}]
+    mine.socket.close()
+
+
+def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting(hub, monkeypatch):
+    monkeypatch.setattr(control_channel, "ONE_HELLO_SECONDS", 1.0)
+    address, end = hub(3, seconds=8.0)
+    over = threading.Event()
+    lasted = []
+
+    def trickle() -> None:
+        began = time.monotonic()
+        with socket.create_connection(address) as stranger, contextlib.suppress(OSError):
+            while not over.wait(0.15):
+                stranger.sendall(b"x")
+        lasted.append(time.monotonic() - began)
+
+    strangers = [threading.Thread(target=trickle) for _ in range(20)]
+    for stranger in strangers:
+        stranger.start()
+    time.sleep(0.3)
+    began = time.monotonic()
+    mine = [say_hello(address, KEY, rank) for rank in (2, 1)]
+    assert time.monotonic() - began < 2
+    assert sorted(end()) == [1, 2]
+    over.set()
+    for stranger in strangers:
+        stranger.join()
+    for channel in mine:
+        channel.socket.close()
+
+
+def test_one_deadline_for_all_hellos_whatever_strangers_send(hub):
+    address, end = hub(2, seconds=1.5)
+    began = time.monotonic()
+    with socket.create_connection(address) as stranger, contextlib.suppress(OSError):
+        while time.monotonic() - began < 4:
+            stranger.sendall(b"x")
+            time.sleep(0.2)
+    got = end()
+    assert time.monotonic() - began < 5
+    assert "rank 1 did not come within" in str(got["error"])
+
+
+def test_a_crowd_of_silent_strangers_is_dropped_and_the_rank_comes_through(hub):
+    address, end = hub()
+    crowd = [socket.create_connection(address) for _ in range(control_channel.PATIENCE + 50)]
+    mine = say_hello(address, KEY, 1)
+    assert list(end()) == [1]
+    for connection in (*crowd, mine.socket):
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "addresses"),
+    [
+        (["a", "a"], {"a": "127.0.0.1"}),
+        (
+            ["a", "a", "b", "c"],
+            {"a": "127.0.0.2", "b": "127.0.0.2", "c": "127.0.0.2"},
+        ),  # its own ranks take the same way
+        (["a", "b", "d"], {"a": "127.0.0.2", "b": "127.0.0.2", "d": "127.0.0.3"}),
+    ],
+)
+def test_rank_0_listens_only_where_its_ranks_are(hosts, addresses, monkeypatch):
+    monkeypatch.setattr(
+        control_channel, "own_address_towards", {"b": "127.0.0.2", "c": "127.0.0.2", "d": "127.0.0.3"}.get
+    )
+    listeners, where = listen(hosts)
+    try:
+        assert {host: address for host, (address, _) in where.items()} == addresses
+        assert {listener.getsockname() for listener in listeners} == set(where.values())
+        assert not any(address == "0.0.0.0" for address, _ in where.values())
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_half_a_message_is_not_followed_by_another():
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    here = _WithoutNoDelay(here)
+    channel = control_channel.Channel(here)
+    here.settimeout(0.1)
+    for _ in range(3):
+        channel.send(long="x" * 10_000_000)  # nobody reads
+    there.settimeout(1)
+    received = b""
+    with contextlib.suppress(TimeoutError):
+        while part := there.recv(1_000_000):
+            received += part
+    assert received.count(b"{") == 1
+    here.close()
+    there.close()
+
+
+class _WithoutNoDelay:
+    """A socket of this host, which has no TCP options."""
+
+    def __init__(self, real: socket.socket):
+        self.__dict__["real"] = real
+
+    def setsockopt(self, *_):
+        pass
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
