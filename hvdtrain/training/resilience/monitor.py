@@ -276,7 +276,9 @@ class Monitor:
         if verdict.headline is not None:
             self._end(verdict.headline)
         self._excused = verdict.excused
-        self._asked_at, self._ask_again = None, now + max(verdict.wait, self.timing.look / 2)
+        # Not later than a step's limit: who was in a long phase may hang in a step by then.
+        limit = step_limit(self.step_timeout, self._longest)
+        self._asked_at, self._ask_again = None, now + max(min(verdict.wait, limit), self.timing.look / 2)
 
     def _is_stopped(self, rank: int) -> bool:
         """Tell whether `rank` is known to be stopped by a signal: only ranks of this host can be looked at."""

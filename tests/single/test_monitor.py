@@ -1,0 +1,310 @@
+"""The watchdog's threads of many ranks in one process: real connections, no engine, no torch. A rank that leaves ends its thread."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from hvdtrain.training.resilience import processes
+from hvdtrain.training.resilience.control_channel import Channel, accept, allow_open_files, listen, say_hello
+from hvdtrain.training.resilience.monitor import Monitor, Peer, Timing
+from hvdtrain.training.resilience.progress import PHASE_SECONDS, Progress
+
+FAST = Timing(look=0.1, reply=1.0, grace=0.5, leave=0.3)
+NOBODY = 2**22 + 1  # no process has this number
+
+
+class Left(BaseException):
+    """What a rank raises in place of ending its process."""
+
+
+class Rank(Monitor):
+    """A rank without a process: what it would exit with stands in `code`."""
+
+    def __init__(self, rank: int, size: int, step_timeout: float = 0.5, timing: Timing = FAST):
+        self.code: int | None = None
+        self.said: list[str] = []
+        self.inside: str | None = None  # the collective in which it is
+        peers = [Peer(f"h{other // 8}", "here", NOBODY) for other in range(size)]
+        super().__init__(
+            rank, peers, Progress(), step_timeout, waits_in=lambda: self.inside, failed=self.said.append,
+            stopped=self.said.append, timing=timing, leave=self._leave,
+        )  # fmt: skip
+        self._starvation.seconds = lambda: 0.0  # all ranks' threads are this process's
+
+    def _run(self) -> None:
+        with contextlib.suppress(Left):
+            super()._run()
+
+    def _leave(self, code: int) -> None:
+        self.code = code
+        for channel in self.channels.values():
+            channel.socket.close()
+        raise Left
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.progress.begin_step(self.progress.step)
+            self.progress.finish_step(self.progress.step + 1)
+
+
+class Job:
+    """Ranks that are connected as real ones are."""
+
+    def __init__(self, size: int, **options):
+        self.ranks = [Rank(rank, size, **options) for rank in range(size)]
+        listeners, where = listen(["h0"] * size)
+        got: dict[int, Channel] = {}
+        hub = threading.Thread(target=lambda: got.update(accept(listeners, bytes(32), size)))
+        hub.start()
+        mine = {rank: {0: say_hello(where["h0"], bytes(32), rank)} for rank in range(1, size)}
+        hub.join()
+        for listener in listeners:
+            listener.close()
+        for rank in self.ranks:
+            rank.start(mine.get(rank.rank, got))
+
+    def wait_until(self, what, seconds: float = 20.0) -> None:
+        until = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < until, [(rank.code, rank.said, rank.progress.phase) for rank in self.ranks[:4]]
+            time.sleep(0.02)
+
+    def ended(self) -> bool:
+        return all(rank.code is not None for rank in self.ranks)
+
+    def close(self) -> None:
+        closing = [threading.Thread(target=rank.close) for rank in reversed(self.ranks)]
+        for each in closing:
+            each.start()
+        for each in closing:
+            each.join(20)
+
+
+@pytest.fixture
+def job():
+    made: list[Job] = []
+
+    def make(size: int, **options) -> Job:
+        made.append(Job(size, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def wait_in(ranks, name: str = "gradients") -> None:
+    for rank in ranks:
+        rank.inside = name
+
+
+def test_the_rank_that_keeps_the_others_waiting_is_named_and_all_end(job, capfd):
+    some = job(4)
+    for rank in some.ranks:
+        rank.train()
+    wait_in(some.ranks[:2] + some.ranks[3:])
+    some.wait_until(some.ended)
+    assert {rank.code for rank in some.ranks} == {1}
+    assert some.ranks[0].said[0].startswith("rank 2 on h0 keeps the others waiting, at ")
+    assert "after step 1" in some.ranks[0].said[0]
+    assert "rank 2 on h0: step 1, stands at" in capfd.readouterr().err
+
+
+def test_the_first_step_has_its_own_limit_until_it_is_finished(job):
+    """Heartbeats before and inside it do not end that: steps of half a second would be killed, were it ended."""
+    some = job(3)
+    for rank in some.ranks:
+        rank.progress.heartbeat()
+        rank.progress.begin_step(0)
+        rank.progress.heartbeat()
+    wait_in(some.ranks[:2])
+    time.sleep(2.5)
+    assert [rank.code for rank in some.ranks] == [None] * 3
+    some.ranks[2].progress.finish_step(1)
+    some.wait_until(some.ended)
+    assert some.ranks[0].said[0].startswith("rank 2 on h0 keeps the others waiting")
+
+
+@pytest.mark.parametrize("kind", ["long", "compiling", "alive"])
+def test_what_is_known_to_be_long_or_makes_progress_is_not_hung(job, kind):
+    some = job(2)
+    for rank in some.ranks:
+        rank.train()
+    late = some.ranks[1].progress
+    wait_in(some.ranks[:1])
+    if kind == "compiling":
+        late.begin_compilation()
+        time.sleep(2.5)
+        late.end_compilation()
+    else:
+        with late.during("evaluation", 60.0 if kind == "long" else 2.0):
+            for _ in range(25 if kind == "long" else 30):
+                time.sleep(0.1)
+                if kind == "alive":
+                    late.heartbeat()
+    assert some.ranks[1].code is None
+    some.wait_until(some.ended)  # and after that, a step's limit counts again
+    assert "keeps the others waiting" in some.ranks[0].said[0]
+
+
+def test_a_phase_has_a_limit_too(job):
+    some = job(2)
+    for rank in some.ranks:
+        rank.train()
+    wait_in(some.ranks[:1])
+    with some.ranks[1].progress.during("evaluation", 1.5):
+        some.wait_until(some.ended)
+    assert "; no step for " in some.ranks[0].said[0]  # of rank 0, which was out of its evaluation
+
+
+def test_a_long_phase_does_not_make_the_limit_of_steps_longer(job):
+    some = job(2)
+    one = some.ranks[0]
+    one.train()
+    with one.progress.during("checkpoint"):
+        time.sleep(1.0)
+    one.train()
+    time.sleep(0.3)
+    assert one._longest < 0.5
+
+
+def test_a_rank_that_does_not_answer(job):
+    some = job(3)
+    for rank in some.ranks:
+        rank.train()
+    wait_in(some.ranks)
+    some.ranks[1]._receive = lambda *_: time.sleep(1e4)  # its thread is as deaf as its main thread
+    some.wait_until(lambda: some.ranks[0].code == 1)
+    assert some.ranks[0].said[0].startswith("rank 1 on h0 does not answer")
+    some.ranks[1]._closing = True
+
+
+def test_a_rank_that_dies_ends_the_job(job):
+    some = job(3, step_timeout=60.0)
+    some.ranks[2].channels[0].socket.shutdown(socket.SHUT_RDWR)
+    some.wait_until(lambda: some.ranks[0].code == some.ranks[1].code == 1)
+    assert some.ranks[0].said == ["rank 2 on h0 died: its connection closed without a word"]
+
+
+def test_no_error_ends_the_thread_and_a_signal_is_heard_after_it(job, monkeypatch, capfd):
+    some = job(2, step_timeout=60.0)
+    one = some.ranks[1]
+    for rank in some.ranks:
+        rank.train()
+    monkeypatch.setattr(one, "_miss_launcher", lambda: {}[0])
+    some.ranks[0].channels[1].socket.sendall(b"no message\n")
+    time.sleep(0.5)
+    one.signals._wake.send(bytes([signal.SIGTERM]))
+    some.wait_until(lambda: some.ranks[0].stop_reason)
+    assert some.ranks[0].stop_reason == "SIGTERM on rank 1 (h0)"
+    assert one._thread.is_alive()
+    said = capfd.readouterr().err
+    assert 1 <= said.count("warning: the watchdog of rank 1 on h0 goes on after an error of its own:") <= 3
+
+
+@pytest.mark.parametrize(("how", "code"), [("left", 143), ("died", 1)])
+def test_a_stop_signal_after_the_connection_to_rank_0_has_closed(job, how, code):
+    """It was a KeyError, after which the rank was deaf to signals and to the watchdog."""
+    some = job(2, step_timeout=60.0)
+    for rank in some.ranks:
+        rank.train()
+    if how == "left":
+        some.ranks[0].close()
+    else:
+        some.ranks[0].channels[1].socket.shutdown(socket.SHUT_RDWR)
+    some.wait_until(lambda: 0 not in some.ranks[1].channels)
+    some.ranks[1].signals._wake.send(bytes([signal.SIGTERM]))
+    some.wait_until(lambda: some.ranks[1].code is not None)
+    assert some.ranks[1].code == code
+
+
+def test_a_stop_is_known_to_all_ranks_and_obeyed_at_one_step(job):
+    some = job(3, step_timeout=60.0)
+    for rank in some.ranks:
+        rank.train()
+    some.ranks[2].signals._wake.send(bytes([signal.SIGUSR1]))
+    some.wait_until(lambda: all(rank.stop_reason for rank in some.ranks))
+    some.ranks[0].announce_stop(2)
+    assert [rank.stop_at for rank in some.ranks] == [2, 2, 2]
+    assert {rank.stop_reason for rank in some.ranks} == {"SIGUSR1 on rank 2 (h0)"}
+    time.sleep(1)
+    assert [rank.code for rank in some.ranks] == [None] * 3  # when to leave is then the main threads' matter
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_stop_before_the_first_step_is_over_ends_all_with_75(job, begun):
+    some = job(3, timing=FAST._replace(look=0.05))
+    for rank in some.ranks * begun:
+        rank.progress.begin_step(0)
+    some.ranks[1].signals._wake.send(bytes([signal.SIGTERM]))
+    some.wait_until(some.ended)
+    assert {rank.code for rank in some.ranks} == {75}
+    assert some.ranks[0].said == ["SIGTERM on rank 1 (h0)"]
+
+
+def test_a_second_interrupt_leaves_at_once(job):
+    some = job(2)
+    some.ranks[1].signals._wake.send(bytes([signal.SIGINT] * 2))
+    some.wait_until(lambda: some.ranks[1].code is not None)
+    assert some.ranks[1].code == 130
+
+
+def test_the_end_of_the_launcher_is_a_request_to_stop(job):
+    some = job(2, step_timeout=60.0)
+    for rank in some.ranks:
+        rank.train()
+    reader, writer = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    started = int(processes.stat(launcher)[19])
+    some.ranks[1].launchers = [processes.Process(os.getpid(), int(processes.stat(os.getpid())[19]), "self")]
+    some.ranks[1].launchers += [processes.Process(launcher, started, "torchrun")]
+    time.sleep(0.5)
+    assert some.ranks[0].stop_reason is None
+    os.close(writer)  # it ends, and is a zombie until it is waited for
+    some.wait_until(lambda: all(rank.stop_reason for rank in some.ranks))
+    os.waitpid(launcher, 0)
+    os.close(reader)
+    assert some.ranks[0].stop_reason == f"the end of torchrun (pid {launcher}), which had started rank 1 (h0)"
+
+
+def many(size: int, job) -> None:
+    """All connect, train, are asked once in vain, train on, and are judged: one hangs, one stands in a long phase."""
+    allow_open_files(6 * size)  # both ends of each connection, and what wakes each thread
+    some = job(size, step_timeout=2.0, timing=Timing(look=1.0, reply=10.0, grace=3.0))
+    hangs, reads = size // 2, size - 1
+    began = time.monotonic()
+    while time.monotonic() - began < 1.5:
+        for rank in some.ranks:
+            rank.train()
+        time.sleep(0.1)
+    assert not some.ranks[0].said
+    steps = some.ranks[0].progress.step
+    wait_in(some.ranks[:hangs] + some.ranks[hangs + 1 : reads])
+    with some.ranks[reads].progress.during("reading data"):
+        some.wait_until(some.ended, 60)
+    (said,) = some.ranks[0].said
+    assert said.startswith(f"rank {hangs} on h{hangs // 8} keeps the others waiting, at ")
+    assert f"after step {steps}" in said
+    assert {rank.code for rank in some.ranks} == {1}
+
+
+def test_a_hundred_ranks_connect_train_and_are_judged(job):
+    many(100, job)
+
+
+@pytest.mark.slow
+def test_a_thousand_ranks_connect_train_and_are_judged(job):
+    many(1000, job)
+
+
+def test_every_named_phase_is_longer_than_a_step():
+    assert min(PHASE_SECONDS.values()) >= 600

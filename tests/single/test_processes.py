@@ -1,0 +1,82 @@
+"""Which processes a rank takes for its launcher, and when it takes one for gone."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hvdtrain.training.resilience.processes import Process, is_stopped, launcher_name, launchers, lives, stat
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("mpirun -np 2 python -m hvdtrain.mnist", "mpirun"),
+        ("/opt/openmpi/bin/orterun -np 2 x", "orterun"),
+        ("orted -mca ess env", "orted"),
+        ("prted --prtemca x", "prted"),
+        ("/usr/bin/hydra_pmi_proxy --control-port a:1", "hydra_pmi_proxy"),
+        ("slurmstepd: [7.0]", "slurmstepd"),
+        ("/venv/bin/python /venv/bin/torchrun --standalone -m hvdtrain.mnist", "torchrun"),
+        ("python3.12 -u -m torch.distributed.run --nproc-per-node 2 x.py", "torch.distributed.run"),
+        ("python /venv/bin/horovodrun --gloo -np 2 python x.py", "horovodrun"),
+        ("python -m hvdtrain.scaling --ranks 1,2", "hvdtrain.scaling"),
+        ("bash launch/mpirun.sh -np 2 --restarts 3 -- python -m hvdtrain.mnist", "mpirun.sh"),
+        ("/bin/bash /var/spool/slurmd/job7/slurm_script", "slurm_script"),
+        # Whose end is nobody's business: they may have put the job into the background.
+        ("bash mpirun.sh -np 2 python x.py", None),
+        ("bash train.sh mpirun", None),
+        ("-bash", None),
+        ("sshd: user@pts/0", None),
+        ("python -c import mpirun", None),
+        ("python train.py torchrun", None),
+        ("vim mpirun", None),
+        ("", None),
+    ],
+)
+def test_launchers_are_known_by_their_command_lines(line, name):
+    assert launcher_name(line.split()) == name
+
+
+def fake(proc, pid: int, parent: int, line: str) -> None:
+    (proc / str(pid)).mkdir()
+    fields = ["S", str(parent), *["0"] * 17, str(pid * 10), "0"]
+    (proc / str(pid) / "stat").write_text(f"{pid} (a) b) {' '.join(fields)}")
+    (proc / str(pid) / "cmdline").write_bytes("\0".join(line.split()).encode() + b"\0")
+
+
+def test_all_up_to_the_topmost_launcher_are_missed_and_none_above(tmp_path):
+    fake(tmp_path, 2, 1, "-bash")
+    fake(tmp_path, 3, 2, "bash launch/mpirun.sh --restarts 2 -- python x.py")
+    fake(tmp_path, 4, 3, "sh -c something")
+    fake(tmp_path, 5, 4, "mpirun -np 2 python x.py")
+    fake(tmp_path, 6, 5, "python x.py")
+    assert [process.pid for process in launchers(6, tmp_path)] == [5, 4, 3]
+    assert launchers(6, tmp_path)[0] == Process(5, 50, "mpirun")
+    assert launchers(3, tmp_path) == []  # started by hand: its shell may go
+    fake(tmp_path, 7, 1, "python x.py")
+    assert launchers(7, tmp_path) == []  # a daemon from the start
+    assert launchers(8, tmp_path) == []  # no such process, or none that we may see
+
+
+def test_a_process_is_gone_when_it_ended_even_if_another_has_its_number_or_nobody_waited_for_it():
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    me = Process(child.pid, int(stat(child.pid)[19]), "child")
+    assert lives(me)
+    assert not lives(me._replace(started=me.started + 1))
+    assert not is_stopped(child.pid)
+    child.send_signal(19)
+    until = time.monotonic() + 10
+    while not is_stopped(child.pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert is_stopped(child.pid)
+    assert lives(me)
+    child.kill()
+    while lives(me) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not lives(me)
+    child.communicate()
+    assert not lives(me)
+    assert lives(Process(os.getpid(), int(stat(os.getpid())[19]), "self"))
