@@ -1,4 +1,4 @@
-"""The watchdog's threads of many ranks in one process: real connections, no engine, no torch. A rank that leaves ends its thread."""
+"""The watchdog's threads of many ranks in one process: real connections, no engine, no torch. Who leaves ends its thread."""
 
 import contextlib
 import os
