@@ -8,13 +8,18 @@ from hvdtrain.engines.ddp import DdpEngine
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.single import SerialEngine
 
-COLLECTIVES = ("all_reduce_", "all_gather", "broadcast_", "broadcast")
+COLLECTIVES = ("all_reduce_", "all_gather", "broadcast_")
 
 
 @pytest.mark.parametrize("engine", [HorovodEngine, DdpEngine])
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_every_collective_is_marked(engine, name):
     assert hasattr(vars(engine)[name], "__wrapped__")
+
+
+@pytest.mark.parametrize("name", ["broadcast_model", "synchronize"])
+def test_horovods_own_are_marked(name):
+    assert hasattr(vars(HorovodEngine)[name], "__wrapped__")
 
 
 def test_the_mark_has_the_collectives_name_and_goes_with_it():

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ class Watchdog:
         self._monitor.start(channels)
 
     def _waits_in(self) -> str | None:
-        return self._engine.waiting_in or ("backward" if self._engine.waits() else None)
+        if self._engine.waiting_in is None and self._engine.waits() and inside("backward"):
+            return "backward"
+        return self._engine.waiting_in
 
     def _connect(self, hosts: list[str]) -> dict[int, Channel]:
         secret = torch.frombuffer(bytearray(secrets.token_bytes(32)), dtype=torch.uint8)
@@ -135,6 +138,14 @@ class Watchdog:
     def close(self, failure: str | None = None) -> None:
         """Disconnect from the others, with what went wrong here if this rank leaves them alone."""
         self._monitor.close(failure)
+
+
+def inside(function: str) -> bool:
+    """Tell whether the main thread is in a function of this name."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
 
 
 def pid_namespace() -> str:
