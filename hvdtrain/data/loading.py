@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from hvdtrain.data import leftovers
 from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.data.sharding import Batch, Step, epoch_order, steps, steps_per_epoch
 
@@ -104,6 +105,8 @@ def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
     the parent's registered pages become copy-on-write, so that its own sends read old memory. Started before, and by exec,
     this server has none of it; and having imported torch once, it forks a worker in hundredths of a second.
     """
+    leftovers.sweep()
+    leftovers.claim()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))  # what is not installed is left out
     # Ignored signals stay ignored across exec and fork: launchers and Ctrl-C send them to every process of a job, and when
@@ -171,6 +174,7 @@ def _end_with_rank() -> None:
     rank = multiprocessing.parent_process()
     if rank is not None:
         rank.join()
+        leftovers.sweep_after(rank.pid or 0)
         os._exit(1)
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hvdtrain.training.resilience.processes import Process, is_stopped, launcher_name, launchers, lives, stat
+from hvdtrain.engines.processes import Process, is_stopped, launcher_name, launchers, lives, stat
 
 
 @pytest.mark.parametrize(

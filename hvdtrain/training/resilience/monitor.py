@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.training.resilience import processes
+from hvdtrain.engines import processes
 from hvdtrain.training.resilience.control_channel import Channel
 from hvdtrain.training.resilience.progress import STEP, Progress, phase_limit, step_limit
 from hvdtrain.training.resilience.starvation import Starvation

@@ -1,0 +1,91 @@
+"""Semaphores and sockets of a rank that is killed: removed by its workers or by the next start, and never a living rank's."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.data import leftovers
+
+RANK = """
+import sys, time, torch
+from hvdtrain.data.loading import loader, start_workers_early
+if __name__ == "__main__":
+    start_workers_early()
+    batches = iter(loader([1] * 10**6, int(sys.argv[1]), torch.device("cpu"), range(10**6)))
+    next(batches)
+    print("loads", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def rank(tmp_path):
+    """Start a process with input workers, in a TMPDIR of its own."""
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "tmp").mkdir()
+    started = []
+
+    def start(workers: int = 2) -> subprocess.Popen:
+        here = Path(__file__).resolve().parents[2]
+        environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(here)}
+        command = [sys.executable, str(tmp_path / "rank.py"), str(workers)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True)
+        started.append(process)
+        assert process.stdout.readline() == "loads\n"
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def left(tmp_path: Path, pid: int) -> list[str]:
+    semaphores = [path.name for path in Path("/dev/shm").glob(f"sem.hvdtrain-*-{pid}-*")]
+    return semaphores + [path.name for path in (tmp_path / "tmp").glob("pymp-*")]
+
+
+def test_nothing_is_left_of_a_killed_rank(rank, tmp_path):
+    process = rank()
+    assert len(left(tmp_path, process.pid)) > 5
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 30
+    while found := left(tmp_path, process.pid):
+        assert time.monotonic() < until, found
+        time.sleep(0.1)
+
+
+def test_what_a_killed_rank_and_its_workers_leave_the_next_start_removes(rank, tmp_path, monkeypatch):
+    process, other = rank(), rank()
+    os.killpg(process.pid, signal.SIGSTOP)  # so that no worker sees the rank's end before its own
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert left(tmp_path, process.pid)
+    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    leftovers.sweep()
+    assert len(list((tmp_path / "tmp").glob("pymp-*"))) == 1
+    assert not [name for name in left(tmp_path, process.pid) if "sem" in name]
+    assert len(left(tmp_path, other.pid)) > 5  # it lives
+
+
+def test_what_cannot_be_looked_up_from_here_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers, "SEMAPHORES", tmp_path)
+    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path))
+    kept = ["sem.mp-abc", "sem.hvdtrain-00000000-1-2-x", "sem.hvdtrain-x", f"sem.{leftovers.tag(os.getpid())}-y"]
+    gone = f"sem.hvdtrain-{leftovers.machine()}-4194305-1-z"
+    for name in [*kept, gone]:
+        (tmp_path / name).touch()
+    for number, text in enumerate(["", "hvdtrain-00000000-1-2", leftovers.tag(os.getpid())]):
+        (tmp_path / f"pymp-{number}").mkdir()
+        (tmp_path / f"pymp-{number}" / leftovers.OWNER).write_text(text)
+    leftovers.sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "pymp-0", "pymp-1", "pymp-2"])
