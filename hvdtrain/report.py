@@ -2,8 +2,10 @@
 
 python -m hvdtrain.report out                                    one run
 python -m hvdtrain.report out-1 out-2 --output-dir runs/report   several, compared; what differs stands in front
+python -m hvdtrain.report out-1 out-2 --csv runs.csv             no page: their numbers as a table, to plot with other tools
 
-DIR is the --output-dir of a run of hvdtrain.mnist or hvdtrain.imagenet; it may still be going on, or have been killed.
+DIR is the --output-dir of a run of hvdtrain.mnist, hvdtrain.imagenet or a program of your own, whatever its metrics are
+called; it may still be going on, or have been killed.
 The page (report.html) needs no network and no other file; the pictures lie beside it as PNG too. It is how it was at the
 time of this command: type it again for a run that goes on.
 """
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.analysis import plotting
-from hvdtrain.analysis.reporting import page, pictures, runs
+from hvdtrain.analysis.reporting import page, pictures, runs, table
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
@@ -27,7 +29,22 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--output-dir", type=Path, default=Path("runs/report"), help="for the page and PNGs (default: runs/report)"
     )
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write a table of all recorded numbers there, and no page"
+    )
     return parser.parse_args(argv)
+
+
+def tabulate(directories: Sequence[Path], path: Path) -> int:
+    """Write the runs' numbers as comma-separated values, and return how many rows. Raises UserError."""
+    found = runs.read_runs(directories)
+    try:
+        with files.replacing(path, "wb") as file:
+            text, rows = table.comma_separated(found)
+            file.write(text.encode())
+    except OSError as error:
+        raise UserError(f"--csv {path} cannot be written ({error.strerror}): name another") from error
+    return rows
 
 
 def make(directories: Sequence[Path], output_dir: Path) -> Path:
@@ -48,6 +65,9 @@ def main() -> int:
     flags = parse()
     if announced().size > 1:
         raise UserError("hvdtrain.report reads what a run has left: start it without a launcher", everywhere=True)
+    if flags.csv is not None:
+        print(f"{flags.csv}: {tabulate(flags.directories, flags.csv):,} rows")
+        return 0
     plotting.require_matplotlib(otherwise="")
     print(f"{make(flags.directories, flags.output_dir)}: open it in a browser")
     return 0

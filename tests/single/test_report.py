@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from hvdtrain import report
-from hvdtrain.analysis.reporting import page, pictures
+from hvdtrain.analysis.reporting import curves, page, pictures
 from hvdtrain.analysis.reporting.runs import differing, read_runs, samples_at, time_shares
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
@@ -170,7 +170,7 @@ def test_checkpoints_stand_between_the_recorded_steps(leave):
 
 def test_the_running_mean_leaves_gaps_out():
     nan = float("nan")
-    means = pictures.running_mean([1.0, 3.0, nan, 5.0, nan, nan, 2.0], 2)
+    means = curves.running_mean([1.0, 3.0, nan, 5.0, nan, nan, 2.0], 2)
     assert means == pytest.approx([1, 2, 3, 5, 5, nan, 2], nan_ok=True)
 
 
@@ -180,7 +180,7 @@ def test_the_running_mean_leaves_gaps_out():
 def test_a_first_loss_far_above_the_others_makes_the_axis_logarithmic(losses, scale, leave):
     (run,) = read_runs([leave("run", start(100.0), *(step(101.0 + n, n, loss) for n, loss in enumerate(losses, 1)))])
     axes = Figure().subplots()
-    pictures.scale_loss(axes, [run])
+    curves.scale_loss(axes, [run], "loss")
     assert axes.get_yscale() == scale
 
 
@@ -188,7 +188,7 @@ def test_the_axis_of_accuracy_ends_at_100_percent_and_begins_where_training_is_u
     steps = [step(101.0 + n, n, accuracy=0.1 if n == 1 else 0.9) for n in range(1, 21)]
     (run,) = read_runs([leave("run", start(100.0), *steps, evaluation(130.0, 0.96))])
     axes = Figure().subplots()
-    pictures.scale_accuracy(axes, [run])
+    curves.scale_percent(axes, [run], "accuracy", "max")
     assert axes.get_ylim() == pytest.approx((0.85, 1.0))
     assert axes.yaxis.get_major_formatter()(1.0000000000000002, 0) == "100 %"
 
@@ -333,6 +333,6 @@ def test_losses_that_are_not_finite_are_recorded_as_numbers(tmp_path):
 
 
 def test_long_curves_get_a_running_mean():
-    assert pictures.running_mean([1, 3, float("nan"), 5], 2) == [1, 2, 3, 5]
-    assert pictures.running_mean([float("nan"), 2.0], 1)[1] == 2.0
-    assert (pictures.thousands(60_000), pictures.thousands(0.25), pictures.thousands(1.5e9)) == ("60k", "0.25", "1.5G")
+    assert curves.running_mean([1, 3, float("nan"), 5], 2) == [1, 2, 3, 5]
+    assert curves.running_mean([float("nan"), 2.0], 1)[1] == 2.0
+    assert (curves.thousands(60_000), curves.thousands(0.25), curves.thousands(1.5e9)) == ("60k", "0.25", "1.5G")

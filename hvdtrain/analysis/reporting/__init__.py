@@ -1,1 +1,2 @@
-"""From output directories to a page: runs.py reads them, pictures.py draws, page.py writes the HTML."""
+"""From output directories to a page: runs.py reads them (files: reading.py), pictures.py and curves.py draw, page.py writes
+the HTML."""

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
+from math import isfinite
+from typing import NamedTuple
 
 from hvdtrain.analysis import plotting
+from hvdtrain.analysis.reporting.curves import MOST_VALUES, names_to_draw
 from hvdtrain.analysis.reporting.pictures import Picture, png
-from hvdtrain.analysis.reporting.runs import Run, differing, number, shown
+from hvdtrain.analysis.reporting.runs import Result, Run, differing, results, shown
+from hvdtrain.training.records.named import Metric, number
 
 # Nothing is fetched and nothing is run, whatever a run's names may hold.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -23,8 +27,8 @@ def text(value: object) -> str:
 def build(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
     """Return the page: the results first, then the pictures, then how it came about."""
     by_name = {picture.name: picture for picture in pictures}
-    learning = [p for p in pictures if p.name.startswith(("loss", "accuracy"))]
-    timing = [by_name[name] for name in ("throughput", "time-shares") if name in by_name]
+    learning = [picture for picture in pictures if picture.part == "learning"]
+    timing = sorted((picture for picture in pictures if picture.part == "time"), key=lambda p: p.name, reverse=True)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     head = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -51,7 +55,7 @@ def style() -> str:
 
 
 def subtitle(runs: Sequence[Run]) -> str:
-    data = dict.fromkeys(str(run.start.get("reason") or run.start.get("dataset", "?")) for run in runs)
+    data = dict.fromkeys(str(said) for run in runs if (said := run.start.get("reason") or run.start.get("dataset")))
     return f'<p class="soft">{text("; ".join(data))}</p>'
 
 
@@ -63,7 +67,7 @@ def moment(seconds: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    if seconds is None:
+    if seconds is None or not isfinite(seconds):
         return "-"
     if seconds < 120:
         return f"{seconds:.3g} s"
@@ -73,28 +77,57 @@ def duration(seconds: float | None) -> str:
 
 def figures(run: Run) -> dict[str, tuple[str, str]]:
     """Return the results by name: the figure, and what qualifies it. Of a run without an end, what it had come to."""
-    said = {name: number(run.summary.get(name)) for name in run.summary}
-    last = run.evaluations[-1] if run.evaluations else {}
-    accuracy = said.get("test_accuracy", number(last.get("accuracy")))
-    loss = said.get("test_loss", number(last.get("loss")))
-    count = number(run.summary.get("test_count", last.get("count")))
-    samples = said.get("samples") or (run.train[-1]["samples"] if run.train else None)
-    rate = said.get("samples_per_second")
-    if rate is None and run.train:
-        rate = number(run.train[-1].get("samples_per_second"))
+    found = {result.label: (written(result.value, result.metric), qualified(result)) for result in results(run)}
     if len(run.attempts) > 1:  # total_seconds is the last one's alone, train_seconds of all
         more = f"{duration(run.seconds)} with evaluation and checkpoints"
     else:
-        whole = said.get("total_seconds")
+        whole = number(run.summary.get("total_seconds"))
         more = f"{duration(whole)} with start-up and evaluation" if whole else ""
-    return {
-        "test accuracy": ("-" if accuracy is None else f"{accuracy:.2%}", f"of {count:,.0f} samples" if count else ""),
-        "test loss": ("-" if loss is None else f"{loss:.4f}", ""),
-        "training": (duration(said.get("train_seconds")), more),
-        "throughput": ("-" if rate is None else f"{rate:,.0f}/s", "samples, over all ranks"),
-        "samples": ("-" if samples is None else f"{samples:,.0f}", ""),
-        "state": (run.state, restarts(run)),
-    }
+    spent = number(run.summary.get("train_seconds"))
+    if spent is None and run.counts_samples:
+        found["training"] = ("-", more)
+    elif spent is None:  # a record of steps and times alone
+        found["time"] = (duration(run.seconds), "")
+    else:
+        found["training"] = (duration(spent), more)
+    found["throughput"] = throughput(run)
+    taken = number(run.summary.get("samples")) or (run.train[-1]["samples"] if run.train else None)
+    if run.counts_samples:
+        found["samples"] = ("-" if taken is None else f"{taken:,.0f}", "")
+    else:
+        found["steps"] = (f"{run.train[-1]['step']:,.0f}", "")
+    return found | {"state": (run.state, restarts(run))}
+
+
+def written(value: float, metric: Metric) -> str:
+    if metric.percent:
+        return f"{value:.2%}"
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
+
+
+def qualified(result: Result) -> str:
+    """Say what a result is of, and which was better where another evaluation was."""
+    if result.training:
+        return "at the last recorded step"
+    parts = [f"of {result.samples:,.0f} samples"] if result.samples and isfinite(result.samples) else []
+    if result.best is not None and result.metric.better(result.best, result.value):
+        epoch = "" if result.best_epoch is None else f" in epoch {result.best_epoch:.0f}"
+        parts.append(f"best {written(result.best, result.metric)}{epoch}")
+    return "; ".join(parts)
+
+
+def throughput(run: Run) -> tuple[str, str]:
+    """Return samples per second where they are counted, else steps per second between the recorded steps."""
+    rate = number(run.summary.get("samples_per_second"))
+    if rate is None and run.train:
+        rate = number(run.train[-1].get("samples_per_second"))
+    if rate is not None:
+        tokens = number(run.summary.get("tokens_per_second"))
+        return f"{rate:,.0f}/s", "samples, over all ranks" + (f"; {tokens:,.0f} tokens/s" if tokens else "")
+    between = [(b["step"] - a["step"], b["seconds"] - a["seconds"])
+               for a, b in pairwise(run.train) if a["attempt"] == b["attempt"]]  # fmt: skip
+    seconds = sum(seconds for _, seconds in between)
+    return (f"{sum(steps for steps, _ in between) / seconds:.3g}/s", "steps") if seconds > 0 else ("-", "")
 
 
 def restarts(run: Run) -> str:
@@ -117,30 +150,69 @@ def dot(place: int) -> str:
     return f'<span class="dot" style="background: var(--c{place % len(plotting.COLOURS)})"></span>'
 
 
-def table(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str], str]]) -> str:
-    """One column per run; rows: name, a text per run, class."""
+class Row(NamedTuple):
+    """Of a table with a column per run."""
+
+    name: str
+    cells: Sequence[str]
+    kind: str = ""
+    best: Sequence[bool] = ()
+
+
+def table(runs: Sequence[Run], rows: Sequence[Row]) -> str:
     heads = "".join(f"<th>{dot(place)}{text(run.name)}</th>" for place, run in enumerate(runs))
     body = ""
-    for name, cells, kind in rows:
-        columns = "".join(f"<td>{text(cell)}</td>" for cell in cells)
-        body += f'<tr class="{kind}"><th>{text(name.replace("_", "-"))}</th>{columns}</tr>'
+    for row in rows:
+        best = row.best or [False] * len(row.cells)
+        columns = "".join(
+            f'<td class="best">{text(cell)}</td>' if first else f"<td>{text(cell)}</td>"
+            for cell, first in zip(row.cells, best, strict=True)
+        )
+        body += f'<tr class="{row.kind}"><th>{text(row.name.replace("_", "-"))}</th>{columns}</tr>'
     head = f"<thead><tr><th></th>{heads}</tr></thead>"
     return f'<div class="scroll"><table class="runs">{head}<tbody>{body}</tbody></table></div>'
 
 
 def comparison(runs: Sequence[Run]) -> str:
-    """What differs first, then the results."""
-    rows = [(name, [run.config.get(name, "-") for run in runs], "differs") for name in differing(runs)]
-    results = [figures(run) for run in runs]
-    found = [(name, [result[name][0] for result in results], "") for name in results[0]]
-    rows += [(*found[0][:2], "first" if rows else ""), *found[1:]]
+    """What differs first, then the results, and which run has the best."""
+    rows = [Row(name, [run.config.get(name, "-") for run in runs], "differs") for name in differing(runs)]
+    found = [{result.label: result for result in results(run)} for run in runs]
+    told = [figures(run) for run in runs]
+    labels = dict.fromkeys(label for each in found for label in each)
+    begin = len(rows)
+    for label in labels:
+        values = [each.get(label) for each in found]
+        rows.append(Row(label, [each.get(label, ("-",))[0] for each in told], "", first_of([v and v.value for v in values],
+                                                                                           metric_of(values))))  # fmt: skip
+        best = [None if v is None else v.best for v in values]
+        if any(v is not None and v.best is not None and v.metric.better(v.best, v.value) for v in values):
+            cells = ["-" if v is None or v.best is None else written(v.best, v.metric) for v in values]
+            rows.append(Row(f"best {label}", cells, "", first_of(best, metric_of(values))))
+    others = dict.fromkeys(name for each in told for name in each if name not in labels)
+    rows += [Row(name, [each.get(name, ("-",))[0] for each in told]) for name in others]
+    if begin:
+        rows[begin] = rows[begin]._replace(kind="first")
     return table(runs, rows)
+
+
+def metric_of(results: Sequence[Result | None]) -> Metric:
+    """Return what the first script that said something of a value said."""
+    return next((result.metric for result in results if result is not None and result.metric.direction), Metric())
+
+
+def first_of(values: Sequence[float | None], metric: Metric) -> list[bool]:
+    """Tell for each value whether it is the best; none is where nobody said what is better, or all are alike."""
+    known = [value for value in values if value is not None]
+    best = [v is not None and v == v and not any(metric.better(other, v) for other in known) for v in values]
+    return best if metric.direction and sum(best) < len(known) else [False] * len(values)
 
 
 def configuration(runs: Sequence[Run]) -> str:
     unlike = differing(runs)
     names = [*unlike, *(name for name in dict.fromkeys(n for run in runs for n in run.config) if name not in unlike)]
-    rows = [(name, [run.config.get(name, "-") for run in runs], "differs" if name in unlike else "") for name in names]
+    rows = [
+        Row(name, [run.config.get(name, "-") for run in runs], "differs" if name in unlike else "") for name in names
+    ]
     first = ": what differs first" if unlike else ""
     return f'<details class="card"><summary>Configuration{first}</summary>{table(runs, rows)}</details>'
 
@@ -155,9 +227,11 @@ def notes(runs: Sequence[Run]) -> str:
 
 
 def key(runs: Sequence[Run]) -> str:
-    """Explain the marks, if there are any."""
+    """Explain the marks, if there are any, and say what is not drawn."""
     said = ["ticks on the ground: checkpoints"] if any(run.checkpoints for run in runs) else []
     said += ["broken upright line: restart"] if any(len(run.attempts) > 1 for run in runs) else []
+    if undrawn := names_to_draw(runs)[1]:
+        said.append(f"not drawn, as the record has more than {MOST_VALUES} values: {', '.join(undrawn)}")
     return "; ".join(said)
 
 
@@ -202,9 +276,10 @@ def history(run: Run) -> str:
     rows = []
     for place, attempt in enumerate(run.attempts):
         ranks = f"{attempt.ranks} rank{'s'[: attempt.ranks > 1]}"
-        since = "" if not attempt.step else f", after step {attempt.step:,} ({attempt.samples:,.0f} samples)"
+        samples = "" if attempt.samples is None else f" ({attempt.samples:,.0f} samples)"
+        since = "" if not attempt.step else f", after step {attempt.step:,.0f}{samples}"
         rows.append((f"{'restarted' if place else 'started'} {moment(attempt.began)}",
-                     f"{ranks}{since}; ran {duration(attempt.ended - attempt.began)}"))  # fmt: skip
+                     f"{ranks}{since}; ran {duration(attempt.ran)}"))  # fmt: skip
     pause = sum(max(0.0, after.began - before.ended) for before, after in pairwise(run.attempts))
     if pause:
         rows.append(("not running in between", f"{duration(pause)}; left out of every picture"))

@@ -1,25 +1,37 @@
-"""What a run's output directory says: metrics.jsonl read line by line, whatever became of the run.
+"""What a run's output directory says: metrics.jsonl event by event, whatever became of the run.
 
 A run may have been killed and started again. Then its record has several parts (attempts), each from a `start` event on.
 Steps that a killed attempt took after the checkpoint that the next one went on from are counted as lost. Seconds are those
-in which an attempt ran: the pause between two attempts is left out.
+in which an attempt ran: the pause between two attempts is left out. They are those of the monotonic clock (`elapsed`)
+where the record has it, else of the clock on the wall.
 """
 
-import base64
-import binascii
-import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+from hvdtrain.analysis.reporting.reading import Record, read_events, read_json, read_record
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records.misclassified import FILE as MISTAKES
+from hvdtrain.training.records.named import UNNAMED, Metric, Series, metrics_of, named_values, number, series_of
 
 UNTOLD = {"output_dir", "resume", "no_progress"}  # flags that say nothing about what a run does
-COUNTABLE = 2**53  # from here on not every whole number is a float
-NEEDED = {"train": ("step", "samples", "loss"), "evaluate": ("loss", "accuracy"), "resume": ("step", "samples")}
+PHASES = ("loading", "compute", "communication")
+
+
+class Result(NamedTuple):
+    """A value that the run came to."""
+
+    label: str
+    metric: Metric
+    value: float
+    samples: float | None  # that it is of
+    best: float | None  # of all evaluations; None without a direction
+    best_epoch: float | None
+    training: bool = False  # there is no evaluation: from the last recorded step that has it
 
 
 @dataclass
@@ -30,17 +42,10 @@ class Attempt:
     ended: float  # of its last event
     before: float  # seconds that earlier attempts ran
     ranks: int
-    step: int = 0  # where it went on from
-    samples: float = 0.0
-
-
-@dataclass
-class Record:
-    """What mistakes.json says."""
-
-    confusion: list[list[int]]  # [class][taken for]
-    shape: tuple[int, int]  # height, width
-    mistakes: list[dict]  # index, label, predicted, loss, pixels (bytes)
+    clock: float | None  # monotonic seconds at its start; None where the record has only times of the day
+    ran: float = 0.0  # seconds, up to its last event
+    step: float = 0.0  # where it went on from
+    samples: float | None = 0.0
 
 
 @dataclass
@@ -49,7 +54,9 @@ class Run:
     name: str
     start: dict = field(default_factory=dict)  # the newest `start` event
     attempts: list[Attempt] = field(default_factory=list)
-    train: list[dict] = field(default_factory=list)  # these and the next have `seconds` and `samples` added
+    # These and the next have `seconds`, `step` and `samples` (None where the record does not count them) added, and
+    # `values`: of training by name, of evaluations by series.
+    train: list[dict] = field(default_factory=list)
     evaluations: list[dict] = field(default_factory=list)
     checkpoints: list[dict] = field(default_factory=list)
     rank_times: list[dict] = field(default_factory=list)  # `ranks` events: seconds by phase, a list over ranks
@@ -67,12 +74,28 @@ class Run:
     @property
     def seconds(self) -> float:
         """How long all attempts ran."""
-        last = self.attempts[-1]
-        return last.before + last.ended - last.began
+        return self.attempts[-1].before + self.attempts[-1].ran
 
     @property
     def engine(self) -> str:
         return str(self.start.get("engine", "?"))
+
+    @property
+    def counts_samples(self) -> bool:
+        return all(event["samples"] is not None for event in self.train)
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """What the script named, the most important first."""
+        named = metrics_of(self.start)
+        return UNNAMED if named is None else named
+
+    def metric(self, series: Series) -> Metric:
+        """Return what the script said of a value; it may name one with its data (validation_loss) or without (loss)."""
+        metrics = self.metrics
+        if metrics is UNNAMED and series.name.startswith("accuracy"):  # accuracy_top5, too
+            return UNNAMED["accuracy"]
+        return metrics.get(series.whole, metrics.get(series.name, Metric()))
 
     @property
     def config(self) -> dict[str, str]:
@@ -104,19 +127,9 @@ def shown(value: object) -> str:
     return ", ".join(map(shown, value)) if isinstance(value, list) else str(value)
 
 
-def number(value: object) -> float | None:
-    """Return `value` as a float, nan and inf included; None where it is no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
 def read_runs(directories: Sequence[Path]) -> list[Run]:
     """Read every directory. Raises UserError where one holds no run at all."""
-    names = [path.resolve().name for path in directories]
+    names = [Path(os.path.realpath(path)).name for path in directories]
     return [
         read(path, name if names.count(name) == 1 else str(path)) for path, name in zip(directories, names, strict=True)
     ]
@@ -124,61 +137,26 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 
 def read(directory: Path, name: str) -> Run:
     run = Run(directory, name)
-    for event in read_events(run):
+    events = read_events(directory, run.notes)
+    for event in events:
         take(run, event)
     if not run.attempts:
         how = "name the --output-dir of a run of hvdtrain.mnist or hvdtrain.imagenet"
         raise UserError(f"{directory}/metrics.jsonl tells of no run (no line with a start event): {how}")
-    if not run.summary:
-        run.summary = read_json(run, "summary.json") if run.state == "ended" else {}
-    run.record = read_record(run)
+    if run.state == "not ended" and (summary := read_json(directory, "summary.json", run.notes)):
+        # A start removes what an earlier run left, so this one came to its end: only the record's last line is lost.
+        run.summary, run.state = summary, "ended"
+        run.notes.append("the record breaks off before the run's end: the results are those of summary.json")
+    run.record = read_record(directory, min(event["time"] for event in events), run.notes)
     run.kept = sorted(path.name for path in (directory / "checkpoints").glob("step-*.safetensors"))
+    add_rates(run.train)
     if run.state == "not ended":
         run.notes.append("the record has no end: the run was killed, or still goes on")
     if not run.train:
         run.notes.append("no step was recorded")
-    elif not run.evaluations:
-        run.notes.append("no evaluation yet: there is no accuracy to show")
+    elif not run.evaluations and run.state != "ended" and any(event["values"] for event in run.train):
+        run.notes.append("no evaluation yet: all that is shown was measured in training")
     return run
-
-
-def read_events(run: Run) -> list[dict]:
-    """Return the lines of metrics.jsonl that can be used; note how many cannot."""
-    if not run.directory.is_dir():
-        raise UserError(f"{run.directory} is no directory: name the --output-dir of a run")
-    try:
-        lines = (run.directory / "metrics.jsonl").read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        how = "name the --output-dir of a run, as it was given to hvdtrain.mnist or hvdtrain.imagenet"
-        raise UserError(f"{run.directory} has no metrics.jsonl: {how}") from None
-    except OSError as error:
-        raise UserError(f"{run.directory}/metrics.jsonl cannot be read ({error.strerror}): make it readable") from None
-    events, damaged = [], []
-    for place, line in enumerate(lines, 1):
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            event = None
-        if usable(event):
-            events.append(event)
-        elif line.strip():
-            damaged.append(place)
-    if damaged:
-        which = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
-        run.notes.append(f"metrics.jsonl: left out what cannot be read (line {which})")
-    return events
-
-
-def usable(event: object) -> bool:
-    if not isinstance(event, dict) or not abs(number(event.get("time")) or math.nan) < COUNTABLE:
-        return False
-    name = event.get("event")
-    if name == "start":
-        return 1 <= (number(event.get("world_size")) or 0) < COUNTABLE
-    if not isinstance(name, str) or any(number(event.get(key)) is None for key in NEEDED.get(name, ())):
-        return False
-    # A loss may be nan or inf; a step and a number of samples may not.
-    return all(0 <= event[key] < COUNTABLE for key in NEEDED.get(name, ()) if key in ("step", "samples"))
 
 
 def take(run: Run, event: dict) -> None:
@@ -186,23 +164,29 @@ def take(run: Run, event: dict) -> None:
     name = event["event"]
     if name == "start":
         before = run.seconds if run.attempts else 0.0
-        run.attempts.append(Attempt(event["time"], event["time"], before, int(event["world_size"])))
+        run.attempts.append(
+            Attempt(event["time"], event["time"], before, int(event["world_size"]), finite(event.get("elapsed")))
+        )
         run.start, run.state, run.summary = event, "not ended", {}
         return
     if not run.attempts:
         return
     attempt = run.attempts[-1]
-    attempt.ended = max(attempt.ended, event["time"])
-    event["seconds"] = attempt.before + max(0.0, event["time"] - attempt.began)
+    attempt.ended = event["time"]
+    seconds = since(attempt, event)
+    attempt.ran = max(attempt.ran, seconds)
+    event["seconds"] = attempt.before + seconds
     if name == "resume":
-        attempt.step, attempt.samples = int(event["step"]), event["samples"]
-        go_back(run, event["samples"])
+        attempt.step, attempt.samples = event["step"], event.get("samples")
+        go_back(run, event["step"])
     elif name == "train":
-        go_back(run, event["samples"] - 1)  # a start that had nothing to resume takes all of it again
-        run.train.append(event)
+        go_back(run, event["step"] - 1)  # a start that had nothing to resume takes all of it again
+        run.train.append(event | dict(samples=event.get("samples"), values=named_values(event, run.metrics),
+                                      attempt=len(run.attempts)))  # fmt: skip
     elif name == "evaluate":
-        event["samples"] = run.train[-1]["samples"] if run.train else attempt.samples
-        run.evaluations.append(event)
+        last = run.train[-1] if run.train else dict(step=attempt.step, samples=attempt.samples)
+        place = {key: last[key] if event.get(key) is None else event[key] for key in ("step", "samples")}
+        run.evaluations.append(event | place | dict(values=evaluated(run, event)))
     elif name == "checkpoint":
         run.checkpoints.append(event)
     elif name == "ranks":
@@ -219,51 +203,76 @@ def take(run: Run, event: dict) -> None:
         run.notes.append(f"error: {event.get('message', '?')}")
 
 
-def go_back(run: Run, samples: float) -> None:
-    """Count as lost what was recorded beyond `samples`."""
-    while run.train and run.train[-1]["samples"] > samples:
+def finite(value: object) -> float | None:
+    return known if (known := number(value)) is not None and math.isfinite(known) else None
+
+
+def since(attempt: Attempt, event: dict) -> float:
+    """Return the seconds from an attempt's start to an event. A clock that is set meanwhile does not matter where the
+    record has the monotonic one."""
+    if attempt.clock is None:
+        return max(0.0, event["time"] - attempt.began)
+    elapsed = finite(event.get("elapsed"))
+    return attempt.ran if elapsed is None else max(0.0, elapsed - attempt.clock)
+
+
+def evaluated(run: Run, event: dict) -> dict[Series, float]:
+    """Return an evaluation's values by series. Where nothing says on which data: on the test set, in records of scripts
+    that named no metrics."""
+    prefix = event.get("prefix")
+    if not isinstance(prefix, str):
+        prefix = "test" if metrics_of(run.start) is None else ""
+    return {series_of(prefix, name): value for name, value in named_values(event, run.metrics).items()}
+
+
+def go_back(run: Run, step: float) -> None:
+    """Count as lost what was recorded beyond `step`."""
+    while run.train and run.train[-1]["step"] > step:
         run.lost.append(run.train.pop())
-    while run.evaluations and run.evaluations[-1]["samples"] > samples:
+    while run.evaluations and run.evaluations[-1]["step"] > step:
         run.evaluations.pop()
 
 
-def read_json(run: Run, name: str) -> dict:
-    """Return the object in a file; {} where there is none, with a note where it is damaged."""
-    try:
-        value = json.loads((run.directory / name).read_text(errors="replace"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        run.notes.append(f"{name} is damaged: left out")
-        return {}
-    return value
+def add_rates(train: Sequence[dict]) -> None:
+    """Give each train event `steps_per_second`: since the one before it, in the same attempt."""
+    for before, event in pairwise(train):
+        seconds = event["seconds"] - before["seconds"]
+        if event["attempt"] == before["attempt"] and seconds > 0:
+            event["steps_per_second"] = (event["step"] - before["step"]) / seconds
 
 
-def read_record(run: Run) -> Record | None:
-    """Return what the last evaluation left in mistakes.json, if it is sound and this run's own."""
-    found = read_json(run, MISTAKES)
-    if not found or (number(found.get("time")) or 0) < run.attempts[0].began:
-        return None
-    try:
-        height, width = (int(side) for side in found["shape"])
-        confusion = [[int(count) for count in row] for row in found["confusion"]]
-        mistakes: list[dict[str, Any]] = [
-            dict(index=int(m["index"]), label=int(m["label"]), predicted=int(m["predicted"]), loss=float(m["loss"]),
-                 pixels=base64.b64decode(m["pixels"], validate=True))
-            for m in found["mistakes"]
-        ]  # fmt: skip
-    except (KeyError, TypeError, ValueError, OverflowError, binascii.Error):
-        sound = False
-    else:
-        square = bool(confusion) and all(len(row) == len(confusion) for row in confusion)
-        pictures = height > 0 < width and all(len(m["pixels"]) == height * width for m in mistakes)
-        sound = square and pictures and min(map(min, confusion)) >= 0
-    if not sound:
-        run.notes.append(f"{MISTAKES} is damaged: left out")
-        return None
-    return Record(confusion, (height, width), mistakes)
+def results(run: Run) -> list[Result]:
+    """Return what evaluations came to, the most important first; of a run without any, what training came to."""
+    found = []
+    names = [Series(prefix, name) for name in run.metrics for prefix in ("test", "validation", "")]
+    told = [series_of(*series) for series in names if number(run.summary.get(series.whole)) is not None]
+    seen = [series for event in run.evaluations for series in event["values"]]
+    for series in in_order(run, dict.fromkeys(told + seen)):
+        metric, events = run.metric(series), [event for event in run.evaluations if series in event["values"]]
+        value = number(run.summary.get(series.whole))
+        value = events[-1]["values"][series] if value is None else value
+        count = number(run.summary.get(Series(series.prefix, "count").whole))
+        count = number(events[-1].get("count")) if count is None and events else count
+        best, best_epoch = None, None
+        for event in events if metric.direction else ():
+            if best is None or metric.better(event["values"][series], best):
+                best, best_epoch = event["values"][series], number(event.get("epoch"))
+        found.append(Result(series.whole.replace("_", " "), metric, value, count, best, best_epoch))
+    if found:
+        return found
+    last = {name: value for event in run.train for name, value in event["values"].items()}
+    everything = in_order(run, [Series("", name) for name in last])
+    return [
+        Result(f"training {each.name.replace('_', ' ')}", run.metric(each), last[each.name], None, None, None, True)
+        for each in everything
+    ]
+
+
+def in_order(run: Run, found: Iterable[Series]) -> list[Series]:
+    """Return the values in the order in which the script named its metrics, then the others."""
+    order = list(run.metrics)
+    rank = {name: place for place, name in enumerate(order)}
+    return sorted(found, key=lambda each: min(rank.get(each.whole, len(order)), rank.get(each.name, len(order))))
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
@@ -275,23 +284,23 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 def time_shares(run: Run) -> list[tuple[str, dict[str, float]]]:
     """Return, by rank, each phase's share (0 to 1) of the time spent training; only rank 0's where no more was recorded."""
-    phases = ("loading", "compute", "communication")
     totals: dict[int, dict[str, float]] = {}
     for event in run.rank_times:
-        lists = [event.get(f"{phase}_seconds") for phase in (*phases, "elapsed")]
+        lists = [event.get(f"{phase}_seconds") for phase in (*PHASES, "elapsed")]
         if not all(isinstance(values, list) and all(number(v) is not None for v in values) for values in lists):
             continue
         for rank, (*seconds, elapsed) in enumerate(zip(*lists, strict=False)):
-            total = totals.setdefault(rank, dict.fromkeys((*phases, "other"), 0.0))
-            for phase, value in zip(phases, seconds, strict=True):
+            total = totals.setdefault(rank, dict.fromkeys((*PHASES, "other"), 0.0))
+            for phase, value in zip(PHASES, seconds, strict=True):
                 total[phase] += value
             total["other"] += max(0.0, elapsed - sum(seconds))
     if not totals:
-        total, before = dict.fromkeys(phases, 0.0), 0.0
+        unit = "samples" if run.counts_samples else "step"  # what the recorded seconds are per
+        total, before = dict.fromkeys(PHASES, 0.0), 0.0
         for event in run.train:
-            for phase in phases:
-                total[phase] += (number(event.get(f"{phase}_seconds")) or 0.0) * max(event["samples"] - before, 0)
-            before = event["samples"]
+            for phase in PHASES:
+                total[phase] += (number(event.get(f"{phase}_seconds")) or 0.0) * max(event[unit] - before, 0)
+            before = event[unit]
         totals[0] = total
     shares = []
     for rank, total in totals.items():

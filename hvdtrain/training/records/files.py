@@ -1,7 +1,9 @@
 """Files that are complete or absent, and that no link leads elsewhere: others may be able to write to the directory, too."""
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -29,3 +31,16 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 def open_to_append(path: Path) -> FileIO:
     """Open a file for appending, without a buffer. Raises OSError, also where `path` is a link."""
     return FileIO(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
+def read_text(path: Path) -> str:
+    """Return what a regular file says; bytes that are not UTF-8 are replaced. Raises OSError, also for a pipe or a device,
+    which might never end."""
+    with open(path, encoding="utf-8", errors="replace", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "a pipe or a device, not a file")
+        return file.read()
+
+
+def _open_at_once(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)  # else opening a pipe waits for a writer

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.records.misclassified import Mistake
+from hvdtrain.training.records.named import Metric, metrics_of, named_values, number, series_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch.utils.tensorboard import SummaryWriter
 
 COLUMNS = 8
+BESIDE = ("learning_rate", "samples_per_second", "tokens_per_second")  # of a `train` event: curves of their own
 IMAGE_PIXELS = 84  # an image's longer side, or the largest whole multiple of it below
 CAPTION_PIXELS = 28  # two lines
 
@@ -43,20 +45,34 @@ class Board:
         self._make, self._directory = SummaryWriter, directory
         self._writer: SummaryWriter | None = None
         self._continued = continued
-        self._samples = 0  # since the beginning of training: what everything is drawn over
+        self._samples = (
+            0  # since the beginning of training: what everything is drawn over; steps where nobody counts them
+        )
+        self._metrics: dict[str, Metric] = {}
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Write what a `train` or `evaluate` event says; a `resume` event hides what was written beyond its point."""
-        if name == "resume":
-            self._samples = fields["samples"]
+        """Write the numbers of a `train` or `evaluate` event, whatever the script calls them; what an event lacks is left
+        out. A `resume` event hides what was written beyond its point."""
+        if name == "start":
+            self._metrics = metrics_of(fields) or {}
+        elif name == "resume":
+            self._go_to(fields)
             self._open()
         elif name == "train":
-            self._samples = fields["samples"]
-            values = {f"train/{key}": fields[key] for key in ("loss", "accuracy")}
-            values |= {f"run/{key}": fields[key] for key in ("learning_rate", "samples_per_second")}
-            self._add(values | {f"share/{phase}": fields[f"{phase}_share"] for phase in Clock.PHASES})
+            self._go_to(fields)
+            values = {f"train/{key}": value for key, value in named_values(fields, self._metrics).items()}
+            found = {f"run/{key}": number(fields.get(key)) for key in BESIDE}
+            found |= {f"share/{phase}": number(fields.get(f"{phase}_share")) for phase in Clock.PHASES}
+            self._add(values | {tag: value for tag, value in found.items() if value is not None})
         elif name == "evaluate":
-            self._add({f"test/{key}": value for key, value in fields.items() if key.startswith(("loss", "accuracy"))})
+            prefix = str(fields.get("prefix") or "")
+            series = {series_of(prefix, key): value for key, value in named_values(fields, self._metrics).items()}
+            self._add({f"{each.prefix or 'test'}/{each.name}": value for each, value in series.items()})
+
+    def _go_to(self, fields: Mapping[str, Any]) -> None:
+        at = number(fields.get("samples"))
+        at = number(fields.get("step")) if at is None else at
+        self._samples = self._samples if at is None else int(at)
 
     def mistakes(self, images: Tensor, mistakes: Sequence[Mistake]) -> None:
         """Write the mistakes as one picture. images: uint8 [n, 1, height, width], the whole test set."""

@@ -1,0 +1,204 @@
+"""Curves of named values over samples, steps or seconds: training as lines, evaluations as dots."""
+
+from collections.abc import Sequence
+from math import isfinite, nan
+from typing import Any
+
+from hvdtrain.analysis import plotting
+from hvdtrain.analysis.reporting.runs import Run, samples_at
+from hvdtrain.training.records.named import Metric, Series, number
+
+SMOOTH_FROM = 40  # recorded steps: with more, the line is their running mean, and they themselves are drawn faintly
+STYLES = ("-", (0, (5, 1.5)), (0, (2, 1.2)), (0, (7, 2, 1.5, 2)))  # of two lines on each other, both are seen
+MOST_VALUES = 12  # that are drawn
+POSITION = {"samples": "samples", "steps": "step", "seconds": "seconds"}  # axis: key of an event
+DATA = {"test": "test set", "validation": "validation set", "val": "validation set", "": "evaluations"}
+
+Point = tuple[dict, float]  # an event, and the value that it has; nan where that is not finite: a gap in the line
+
+
+def trained(run: Run, name: str) -> list[Point]:
+    return [(event, gap(event["values"][name])) for event in run.train if name in event["values"]]
+
+
+def tested(run: Run, series: Series) -> list[Point]:
+    return [(event, gap(event["values"][series])) for event in run.evaluations if series in event["values"]]
+
+
+def rates(run: Run, rate: str) -> list[Point]:
+    return [(event, gap(value)) for event in run.train if (value := number(event.get(rate))) is not None]
+
+
+def gap(value: float) -> float:
+    return value if isfinite(value) else nan
+
+
+def prefixes(runs: Sequence[Run], name: str) -> list[str]:
+    """Return on which data the runs evaluated `name`."""
+    found = [series for run in runs for event in run.evaluations for series in event["values"]]
+    return list(dict.fromkeys(series.prefix for series in found if series.name == name))
+
+
+def metric_of(runs: Sequence[Run], name: str) -> Metric:
+    """Return what the first script that said something of `name` said."""
+    known = [run.metric(Series(prefix, name)) for run in runs for prefix in ("", *prefixes([run], name))]
+    return next((metric for metric in known if metric != Metric()), Metric())
+
+
+def names_to_draw(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
+    """Return the values that are drawn, and those beyond `MOST_VALUES`: the loss first, then as the scripts name them."""
+    named = [name for run in runs for name in run.metrics]
+    seen = [name for run in runs for event in run.train for name in event["values"]]
+    seen += [series.name for run in runs for event in run.evaluations for series in event["values"]]
+    there = set(seen)
+    found = [name for name in dict.fromkeys(["loss", *named, *seen]) if name in there]
+    return found[:MOST_VALUES], found[MOST_VALUES:]
+
+
+def see(runs: Sequence[Run], name: str) -> str:
+    """Return what is drawn how, for a caption."""
+    data = [DATA.get(prefix, prefix) for prefix in prefixes(runs, name)]
+    dots = ", hollow: ".join([data[0], ", ".join(data[1:])] if len(data) > 1 else data)
+    if not any(trained(run, name) for run in runs):
+        return f"of the {dots}" if data and data[0] not in ("evaluations",) else f"dots: {dots}"
+    return f"line: training, dots: {dots}" if data else "line: training"
+
+
+def style_of(place: int) -> dict[str, Any]:
+    colours = plotting.COLOURS
+    return dict(color=colours[place % len(colours)], linestyle=STYLES[place % len(STYLES)])
+
+
+def short(name: str) -> str:
+    """Return a name that fits a legend."""
+    name = "".join(c if c.isprintable() else "?" for c in name)
+    return name if len(name) <= 28 else f"{name[:12]}…{name[-15:]}"
+
+
+def titled(name: str) -> str:
+    words = short(name.replace("_", " "))
+    return words[:1].upper() + words[1:]
+
+
+def running_mean(numbers: Sequence[float], width: int) -> list[float]:
+    """Return the mean over the `width` newest numbers, gaps left out; at the beginning over those that there are."""
+    import numpy
+
+    known = ~numpy.isnan(numbers)
+    sums, counts = numpy.nancumsum(numbers), numpy.cumsum(known)
+    sums[width:], counts[width:] = sums[width:] - sums[:-width], counts[width:] - counts[:-width]
+    return numpy.where(counts > 0, sums / numpy.maximum(counts, 1), numpy.nan).tolist()
+
+
+def curves(figure, runs: Sequence[Run], name: str, axis: str) -> None:
+    """Lines of the training steps, dots of the evaluations; below, restarts (broken line) and checkpoints (ticks)."""
+    axes = figure.subplots()
+    everywhere = prefixes(runs, name)
+    for place, run in enumerate(runs):
+        line = trained(run, name)
+        named = draw_line(axes, run, place, line, axis)
+        for order, prefix in enumerate(everywhere):
+            dots = tested(run, Series(prefix, name))
+            if not dots:
+                continue
+            style = style_of(place)
+            joined = {**style, "linestyle": (0, (1, 2)) if line else style["linestyle"]}
+            hollow = dict(markerfacecolor="none") if order else {}
+            axes.plot([event[POSITION[axis]] for event, _ in dots], [value for _, value in dots], **joined, **hollow,
+                      marker=plotting.MARKERS[place % len(plotting.MARKERS)], markersize=4.5, linewidth=1,
+                      label="" if named else short(run.name), clip_on=False)  # fmt: skip
+            named = True
+        marks(axes, run, axis, place)
+    metric = metric_of(runs, name)
+    if metric.percent:
+        scale_percent(axes, runs, name, metric.direction)
+    elif metric.direction != "max":
+        scale_loss(axes, runs, name)
+    finish_axes(figure, axes, len(runs), axis)
+
+
+def throughput(figure, runs: Sequence[Run], rate: str, axis: str) -> None:
+    """Lines of what was taken per second."""
+    axes = figure.subplots()
+    for place, run in enumerate(runs):
+        draw_line(axes, run, place, rates(run, rate), axis)
+        marks(axes, run, axis, place)
+    axes.yaxis.set_major_formatter(lambda value, _: thousands(value))
+    axes.set_ylim(bottom=0)
+    finish_axes(figure, axes, len(runs), axis)
+
+
+def draw_line(axes, run: Run, place: int, points: Sequence[Point], axis: str) -> bool:
+    """Draw a line, where it has many points their running mean; tell whether there was something to draw."""
+    style = style_of(place)
+    x, y = [event[POSITION[axis]] for event, _ in points], [value for _, value in points]
+    if len(y) > SMOOTH_FROM:
+        axes.plot(x, y, **style, linewidth=0.6, alpha=0.3)
+        y = running_mean(y, len(y) // 20)
+    if y:
+        axes.plot(x, y, **style, linewidth=1.5, label=short(run.name), marker="." if len(y) == 1 else "")
+    return bool(y)
+
+
+def finish_axes(figure, axes, count: int, axis: str) -> None:
+    axes.set_xlabel(axis)
+    axes.xaxis.set_major_formatter(lambda value, _: thousands(value))
+    axes.set_xlim(left=0)
+    if count > 1 and axes.get_legend_handles_labels()[1]:
+        figure.legend(loc="outside lower left", ncols=min(count, 3), fontsize=8, handlelength=1.6)
+
+
+def values_of(runs: Sequence[Run], name: str, after: float = 0.0) -> list[float]:
+    """Return the finite numbers of training (from step `after` on) and of evaluations."""
+    points = [point for run in runs for point in trained(run, name) if point[0]["step"] >= after]
+    points += [p for run in runs for prefix in prefixes([run], name) for p in tested(run, Series(prefix, name))]
+    return [value for _, value in points if value == value]
+
+
+def scale_loss(axes, runs: Sequence[Run], name: str) -> None:
+    """Where the first values would leave the others no room, make the axis logarithmic."""
+    losses = values_of(runs, name)
+    if losses and 0 < 8 * min(losses) < max(losses):
+        from matplotlib.ticker import LogLocator, NullLocator
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def scale_percent(axes, runs: Sequence[Run], name: str, direction: str) -> None:
+    """Leave the room to what follows the first tenth of training: the curves may come into the picture from outside."""
+    end = max((event["step"] for run in runs for event in run.train), default=0.0)
+    later = values_of(runs, name, after=end / 10)
+    if later and min(later) >= 0 and max(later) <= 1:
+        if direction == "max":
+            axes.set_ylim(max(0.0, min(later) - 0.5 * max(1 - min(later), 0.01)), 1.0)
+        elif direction == "min":
+            axes.set_ylim(0.0, min(1.0, max(later) + 0.5 * max(max(later), 0.01)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+
+
+def thousands(value: float) -> str:
+    """Return 60000 as "60k": short enough for a phone."""
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def marks(axes, run: Run, axis: str, place: int) -> None:
+    """Mark restarts by a broken line and checkpoints by ticks on the ground."""
+    colour = style_of(place)["color"]
+    for attempt in run.attempts[1:]:
+        at = {"samples": attempt.samples, "steps": attempt.step, "seconds": attempt.before}[axis]
+        if at is not None:
+            axes.axvline(at, color=colour, linestyle=(0, (4, 3)), linewidth=0.9)
+    steps = [step for event in run.checkpoints if (step := number(event.get("step"))) is not None]
+    if axis == "seconds":
+        ticks = [event["seconds"] for event in run.checkpoints]
+    else:
+        ticks = samples_at(run, steps) if axis == "samples" else steps
+    ground = axes.get_xaxis_transform()
+    axes.plot(ticks, [0.015 + 0.035 * place] * len(ticks), "|", color=colour, markersize=6, markeredgewidth=1,
+              transform=ground)  # fmt: skip

@@ -1,0 +1,85 @@
+"""Which fields of an event are a script's own values, and which direction of each is better: all that readers of a record
+know of a script's metrics."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+# What every script's events have. A metric cannot have one of these names.
+FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
+# What is recorded beside a script's values: no metric unless the `start` event says so.
+BESIDE = frozenset({"loss_rank0", "broken", "tokens", "world_size"})
+BESIDE_BEGINNINGS = ("learning_rate",)
+BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes")
+PREFIXES = ("test", "validation", "val")  # of an evaluated name that says itself on which data: validation_loss
+
+
+class Metric(NamedTuple):
+    """direction: "min" or "max", what is better; "" where nobody said. percent: from 0 to 1, shown from 0 to 100 %."""
+
+    direction: str = ""
+    percent: bool = False
+
+    def better(self, value: float, than: float) -> bool:
+        """Tell whether `value` is better; never without a direction, and what is not a number is never better."""
+        if math.isnan(than) and not math.isnan(value):
+            return bool(self.direction)
+        return value < than if self.direction == "min" else value > than if self.direction == "max" else False
+
+
+class Series(NamedTuple):
+    """One value of evaluations: on which data, and its name. ("test", "accuracy"); ("", "perplexity")."""
+
+    prefix: str
+    name: str
+
+    @property
+    def whole(self) -> str:
+        return f"{self.prefix}_{self.name}" if self.prefix else self.name
+
+
+# Of records from before scripts named their metrics.
+UNNAMED = {"accuracy": Metric("max", percent=True), "loss": Metric("min")}
+
+
+def number(value: object) -> float | None:
+    """Return `value` as a float, nan and inf included; None where it is no number, or none that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def metrics_of(start: Mapping[str, Any]) -> dict[str, Metric] | None:
+    """Return the metrics that a `start` event names, the most important first; None where it names none."""
+    told = start.get("metrics")
+    if not isinstance(told, dict):
+        return None
+    found = {}
+    for name, metric in told.items():
+        if name in FIXED or not isinstance(metric, dict):
+            continue
+        direction = metric.get("direction")
+        found[name] = Metric(direction if direction in ("min", "max") else "", metric.get("percent") is True)
+    return found
+
+
+def named_values(event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the numbers of a `train` or `evaluate` event that the script named itself, its loss among them."""
+    return {
+        name: value
+        for name, said in event.items()
+        if name not in FIXED and (name in metrics or not _beside(name)) and (value := number(said)) is not None
+    }
+
+
+def _beside(name: str) -> bool:
+    return name in BESIDE or name.startswith(BESIDE_BEGINNINGS) or name.endswith(BESIDE_ENDINGS)
+
+
+def series_of(prefix: str, name: str) -> Series:
+    """Return which value of which data an evaluation's prefix and name mean."""
+    first, _, rest = name.partition("_")
+    return Series(first, rest) if not prefix and rest and first in PREFIXES else Series(prefix, name)
