@@ -2,10 +2,11 @@
 
 import base64
 import json
-from html.parser import HTMLParser
+import os
 
 import pytest
 from matplotlib.figure import Figure
+from run_records import END, HOSTILE, WHOLE, Page, evaluation, leave, start, step
 
 from hvdtrain import report
 from hvdtrain.analysis.reporting import curves, page, pictures
@@ -14,60 +15,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.training.records.misclassified import record_mistakes
 
-HOSTILE = "<script>alert(1)</script>\"'&$\\frac{$"
-
-
-def start(time: float, **more) -> dict:
-    config = {"batch_size": 64, "lr": 0.01, "compression": "none", "output_dir": str(time)} | more.pop("config", {})
-    ranks = [{"rank": 0, "host": "a", "pid": 1, "device": "cpu"}]
-    return {"event": "start", "time": time, "world_size": 2, "engine": "horovod", "dataset": "digits", "config": config,
-            "versions": {"torch": "2.15"}, "ranks": ranks} | more  # fmt: skip
-
-
-def step(time: float, number: int, loss: float = 1.0, **more) -> dict:
-    return {"event": "train", "time": time, "epoch": 1, "step": number, "samples": 64 * number, "loss": loss,
-            "samples_per_second": 100.0, "loading_seconds": 1e-3, "compute_seconds": 6e-3,
-            "communication_seconds": 3e-3} | more  # fmt: skip
-
-
-def evaluation(time: float, accuracy: float = 0.9) -> dict:
-    return {"event": "evaluate", "time": time, "epoch": 1, "loss": 0.4, "accuracy": accuracy, "count": 382}
-
-
-END = {"event": "end", "time": 110.0, "test_accuracy": 0.9, "test_loss": 0.4, "test_count": 382, "samples": 256,
-       "train_seconds": 5.0, "total_seconds": 9.0, "samples_per_second": 51.2}  # fmt: skip
-WHOLE = [start(100.0), *(step(100.0 + n, n) for n in range(1, 5)), evaluation(105.0), END]
-
-
-@pytest.fixture
-def leave(tmp_path):
-    """Write a run's metrics.jsonl, events or raw lines, and return its directory."""
-
-    def write(name: str, *lines):
-        directory = tmp_path / name
-        directory.mkdir()
-        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-        (directory / "metrics.jsonl").write_text("\n".join(texts) + "\n")
-        return directory
-
-    return write
-
-
-class Page(HTMLParser):
-    """What a browser would make of a page: tags, where they point, text."""
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.tags, self.sources, self.handlers, self.text = set(), [], [], ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.sources += [v for k, v in attributes if k in ("src", "href", "xlink:href", "action", "data")]
-        self.handlers += [k for k, _ in attributes if k.startswith("on")]
-
-    def handle_data(self, data):
-        self.text += data
+__all__ = ["leave"]  # a fixture
 
 
 def made(tmp_path, *directories) -> Page:
@@ -239,9 +187,20 @@ def test_little_or_nothing_can_be_drawn(lines, leave, tmp_path):
         (lambda path: path.mkdir(), "has no metrics.jsonl: name the --output-dir"),
         (lambda path: (path.mkdir(), (path / "metrics.jsonl").mkdir()), "cannot be read (Is a directory)"),
         (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_bytes(b"\x80\x00junk\n")), "tells of no run"),
+        (
+            lambda path: (path.mkdir(), os.mkfifo(path / "metrics.jsonl")),
+            "cannot be read (a pipe or a device, not a file)",
+        ),
+        (
+            lambda path: (path.mkdir(), (path / "metrics.jsonl").symlink_to("/dev/zero")),
+            "cannot be read (a pipe or a device",
+        ),
+        (lambda path: path.symlink_to(path), "is no directory"),
+        (lambda path: os.mkfifo(path), "is no directory"),
     ],
-    ids=["nothing", "empty", "directory", "junk"],
+    ids=["nothing", "empty", "directory", "junk", "pipe", "endless", "loop", "all a pipe"],
 )
+@pytest.mark.timeout(20)
 def test_what_is_no_run_is_said_with_the_remedy(prepare, complaint, tmp_path):
     prepare(tmp_path / "out")
     with pytest.raises(UserError, match=r"name|make it readable") as caught:
@@ -311,6 +270,14 @@ def test_mistakes_are_shown(leave, tmp_path):
         (dict(confusion=[[]]), "mistakes.json is damaged"),
         (dict(mistakes=[{"index": 1}]), "mistakes.json is damaged"),
         (dict(mistakes=[RECORD["mistakes"][0] | {"pixels": "<b>"}]), "mistakes.json is damaged"),
+        (dict(confusion=[[10**400, 1], [0, 4]]), "mistakes.json is damaged"),
+        (dict(shape=[10**400, 2]), "mistakes.json is damaged"),
+        (dict(mistakes=[RECORD["mistakes"][0] | {"loss": 10**400}]), "mistakes.json is damaged"),
+        (dict(mistakes=[RECORD["mistakes"][0] | {"loss": float("inf")}]), "mistakes.json is damaged"),
+        (dict(mistakes=[RECORD["mistakes"][0] | {"label": 10**400}]), "mistakes.json is damaged"),
+        (dict(mistakes=[RECORD["mistakes"][0] | {"predicted": 2}]), "mistakes.json is damaged"),
+        (dict(mistakes=[RECORD["mistakes"][0] | {"index": -(10**400)}]), "mistakes.json is damaged"),
+        (dict(time=10**400), None),
     ],
 )
 def test_a_record_that_is_not_sound_or_not_this_runs_is_left_out(change, note, leave):
@@ -336,3 +303,46 @@ def test_long_curves_get_a_running_mean():
     assert curves.running_mean([1, 3, float("nan"), 5], 2) == [1, 2, 3, 5]
     assert curves.running_mean([float("nan"), 2.0], 1)[1] == 2.0
     assert (curves.thousands(60_000), curves.thousands(0.25), curves.thousands(1.5e9)) == ("60k", "0.25", "1.5G")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["summary.json", "mistakes.json"])
+def test_a_pipe_in_place_of_a_file_is_left_out(name, leave):
+    there = leave("run", *(WHOLE[:-1] if name == "summary.json" else WHOLE))  # an end has the summary, too
+    os.mkfifo(there / name)
+    (run,) = read_runs([there])
+    assert f"{name} is damaged: left out" in run.notes
+
+
+def test_a_line_that_is_just_being_written_is_no_damage(leave):
+    there = leave("run", *WHOLE[:4])
+    with (there / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "train", "ti')
+    (run,) = read_runs([there])
+    assert run.notes[0] == "the record has no end: the run was killed, or still goes on"
+
+
+def test_a_clock_that_is_set_meanwhile_changes_no_duration(leave):
+    def at(line: dict, elapsed: float, jump: float = 0.0) -> dict:
+        return line | {"time": line["time"] + jump, "elapsed": elapsed}
+
+    day = 86_400.0
+    lines = [at(WHOLE[0], 3.0), at(WHOLE[1], 4.0), at(WHOLE[2], 5.0, day), at(WHOLE[3], 6.0, -day), WHOLE[4],
+             at(start(300.0), 2.0), at({"event": "resume", "time": 300.5, "step": 3, "samples": 192}, 2.5),
+             at(step(301.0, 4), 4.0, day), at(END | {"time": 302.0}, 5.0, day)]  # fmt: skip
+    (run,) = read_runs([leave("run", *lines)])
+    assert [event["seconds"] for event in run.train] == [1.0, 2.0, 3.0, 5.0]
+    assert [(attempt.before, attempt.ran) for attempt in run.attempts] == [(0.0, 3.0), (3.0, 3.0)]
+    assert "ran 3 s" in Page(page.history(run)).text
+
+
+def test_durations_that_are_no_durations(leave):
+    for seconds in (float("inf"), float("nan"), 10**400, "soon"):
+        end = END | {
+            "train_seconds": seconds,
+            "total_seconds": seconds,
+            "samples": seconds,
+            "samples_per_second": seconds,
+        }
+        (run,) = read_runs([leave(f"run-{str(seconds)[:4]}", *WHOLE[:-1], end)])
+        assert page.figures(run)["training"][0] == "-"

@@ -234,10 +234,10 @@ def go_back(run: Run, step: float) -> None:
 
 
 def add_rates(train: Sequence[dict]) -> None:
-    """Give each train event `steps_per_second`: since the one before it, in the same attempt."""
+    """Give each train event without `steps_per_second` that since the one before it, in the same attempt."""
     for before, event in pairwise(train):
         seconds = event["seconds"] - before["seconds"]
-        if event["attempt"] == before["attempt"] and seconds > 0:
+        if event["attempt"] == before["attempt"] and seconds > 0 and number(event.get("steps_per_second")) is None:
             event["steps_per_second"] = (event["step"] - before["step"]) / seconds
 
 

@@ -28,6 +28,7 @@ def rows(run: Run) -> Iterator[dict[str, object]]:
         numbers = {name: value for name, value in event.items() if name not in LEFT_OUT and number(value) is not None}
         prefix = event.get("prefix")
         words = {"prefix": printable(prefix)} if isinstance(prefix, str) else {}
+        numbers["seconds"] = round(event["seconds"], 6)
         yield {"run": printable(run.name), "event": event["event"]} | numbers | words
 
 

@@ -1,0 +1,103 @@
+"""TensorBoard's files: a script's values by its own names, and nothing asked for that an event need not have."""
+
+import json
+
+import pytest
+
+pytest.importorskip("tensorboard")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hvdtrain.training.records.tensorboard import Board
+
+METRICS = {"loss": {"direction": "min", "percent": False}}
+
+
+def event(name: str, **fields) -> tuple[str, dict]:
+    return name, json.loads(json.dumps(fields))
+
+
+def scalars(directory) -> dict[str, list[tuple[int, float]]]:
+    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {tag: [(s.step, s.value) for s in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+@pytest.fixture
+def shown(tmp_path):
+    """Give a board events, and return the scalars that it wrote."""
+
+    def write(*events, continued=False):
+        board = Board(tmp_path / "board", continued)
+        for name, fields in events:
+            board.event(name, fields)
+        board.close()
+        return scalars(tmp_path / "board")
+
+    return write
+
+
+def test_a_classifier(shown):
+    train = dict(
+        epoch=1,
+        step=1,
+        samples=64,
+        loss=0.5,
+        accuracy=0.75,
+        loss_rank0=0.5,
+        learning_rate=0.125,
+        samples_per_second=100.0,
+        loading_seconds=0.1,
+        loading_share=0.25,
+        compute_share=0.5,
+        communication_share=0.125,
+    )
+    found = shown(event("start", metrics=METRICS), event("train", **train),
+                  event("evaluate", epoch=1, prefix="test", loss=0.5, accuracy=0.875, count=500, broken=0))  # fmt: skip
+    assert found == {
+        "train/loss": [(64, 0.5)], "train/accuracy": [(64, 0.75)], "test/loss": [(64, 0.5)], "test/accuracy": [(64, 0.875)],
+        "run/learning_rate": [(64, 0.125)], "run/samples_per_second": [(64, 100.0)],
+        "share/loading": [(64, 0.25)], "share/compute": [(64, 0.5)], "share/communication": [(64, 0.125)],
+    }  # fmt: skip
+
+
+def test_a_gan_without_a_loss_and_a_language_model(shown):
+    found = shown(
+        event("start", metrics={"perplexity": {"direction": "min"}}),
+        event("train", step=1, samples=8, loss=None, critic_loss=-0.5, generator_loss=2),
+        event("evaluate", prefix="validation", loss=1.0, count=10),
+        event("evaluate", prefix="", perplexity=2.0, validation_loss=1.5),
+        event("evaluate", perplexity=3.0),
+    )
+    assert found == {
+        "train/critic_loss": [(8, -0.5)], "train/generator_loss": [(8, 2.0)], "validation/loss": [(8, 1.0), (8, 1.5)],
+        "test/perplexity": [(8, 2.0), (8, 3.0)],
+    }  # fmt: skip
+
+
+def test_events_with_next_to_nothing(shown):
+    found = shown(
+        event("start"), event("resume"), event("train"), event("evaluate"), event("checkpoint", step=1), event("end")
+    )
+    assert found == {}
+
+
+def test_steps_stand_in_for_samples_that_nobody_counts(shown):
+    assert shown(event("train", step=7, loss=1)) == {"train/loss": [(7, 1.0)]}
+
+
+def test_what_is_no_number_is_left_out(shown):
+    found = shown(event("train", step=1, a=10**400, b="1", c=True, d=[1], e=float("inf"), samples=10**400))
+    assert found == {"train/e": [(1, float("inf"))]}
+
+
+def test_a_metric_may_have_a_name_like_ours(shown):
+    metrics = {"answer_seconds": {"direction": "min"}}
+    assert shown(event("start", metrics=metrics), event("train", step=1, answer_seconds=2)) == {
+        "train/answer_seconds": [(1, 2.0)]
+    }
+
+
+def test_what_was_written_beyond_the_point_of_return_is_hidden(shown):
+    assert len(shown(*(event("train", step=n, samples=8 * n, loss=n) for n in (1, 2, 3)))["train/loss"]) == 3
+    found = shown(event("resume", step=1, samples=8), event("train", step=2, samples=16, loss=5), continued=True)
+    assert found["train/loss"] == [(8, 1.0), (16, 5.0)]
