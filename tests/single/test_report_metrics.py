@@ -12,7 +12,8 @@ from hvdtrain import report
 from hvdtrain.analysis.reporting import curves, page, pictures
 from hvdtrain.analysis.reporting.runs import read_runs, results
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records.named import Metric, Series, metrics_of, named_values
+from hvdtrain.training.records.named import Series, named_values, recorded_metrics
+from hvdtrain.training.state import Metric
 
 __all__ = ["leave"]  # a fixture
 
@@ -144,7 +145,8 @@ def test_what_is_recorded_beside_a_scripts_values_is_no_value():
     beside = dict(loss_rank0=1.0, learning_rate=0.1, loading_share=0.5, flag=True, word="x", none=None, elapsed=3.0)
     line = step(1.0, 1, loss=float("inf"), huge=10**400, sharpe=2, resident_bytes=[1], **beside)
     assert named_values(line, {}) == {"loss": float("inf"), "sharpe": 2.0}
-    assert named_values(line, {"loading_share": Metric(), "step": Metric()}).keys() == {
+    named = Metric("min")
+    assert named_values(line, {"loading_share": named, "step": named}).keys() == {
         "loss",
         "sharpe",
         "loading_share",
@@ -155,14 +157,15 @@ def test_what_is_recorded_beside_a_scripts_values_is_no_value():
     ("told", "metrics"),
     [
         (ACCURACY | LOSS, {"accuracy": Metric("max", True), "loss": Metric("min")}),
-        ({"a": {}, "b": {"direction": 1, "percent": "yes"}, "c": "min", "step": {}}, {"a": Metric(), "b": Metric()}),
+        ({"a": {}, "b": {"direction": []}, "c": "min", "step": LOSS["loss"]}, {}),
+        ({"a": {"direction": "max", "percent": "yes"}}, {"a": Metric("max")}),
         ({}, {}),
         (None, None),
         ([["loss", "min"]], None),
     ],
 )  # fmt: skip
 def test_metrics_are_read_as_far_as_they_can_be(told, metrics):
-    assert metrics_of({"metrics": told}) == metrics
+    assert recorded_metrics({"metrics": told}) == metrics
 
 
 def test_a_metric_may_be_named_with_its_data_or_without(leave):
@@ -196,8 +199,8 @@ def test_hostile_and_many_names_of_values(leave, tmp_path, monkeypatch):
         "../up": lambda n: 1,
         "%": lambda n: 1,
     }
-    there = leave("run", start(100.0, metrics={HOSTILE: {"direction": "min", "percent": True}, "../up": {}, "%": {}}),
-                  *steps(**named), evaluate(105.0, 1, HOSTILE, **{HOSTILE: 1.0}))  # fmt: skip
+    metrics = {HOSTILE: {"direction": "min", "percent": True}, "../up": LOSS["loss"], "%": LOSS["loss"]}
+    there = leave("run", start(100.0, metrics=metrics), *steps(**named), evaluate(105.0, 1, HOSTILE, **{HOSTILE: 1.0}))
     shown = Page(report.make([there], tmp_path / "report").read_text())
     assert "script" not in shown.tags
     assert not shown.handlers

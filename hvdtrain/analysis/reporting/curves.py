@@ -6,7 +6,8 @@ from typing import Any
 
 from hvdtrain.analysis import plotting
 from hvdtrain.analysis.reporting.runs import Run, samples_at
-from hvdtrain.training.records.named import Metric, Series, number
+from hvdtrain.training.records.named import Series, number
+from hvdtrain.training.state import Metric
 
 SMOOTH_FROM = 40  # recorded steps: with more, the line is their running mean, and they themselves are drawn faintly
 STYLES = ("-", (0, (5, 1.5)), (0, (2, 1.2)), (0, (7, 2, 1.5, 2)))  # of two lines on each other, both are seen
@@ -39,10 +40,10 @@ def prefixes(runs: Sequence[Run], name: str) -> list[str]:
     return list(dict.fromkeys(series.prefix for series in found if series.name == name))
 
 
-def metric_of(runs: Sequence[Run], name: str) -> Metric:
+def metric_of(runs: Sequence[Run], name: str) -> Metric | None:
     """Return what the first script that said something of `name` said."""
     known = [run.metric(Series(prefix, name)) for run in runs for prefix in ("", *prefixes([run], name))]
-    return next((metric for metric in known if metric != Metric()), Metric())
+    return next((metric for metric in known if metric is not None), None)
 
 
 def names_to_draw(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
@@ -110,9 +111,9 @@ def curves(figure, runs: Sequence[Run], name: str, axis: str) -> None:
             named = True
         marks(axes, run, axis, place)
     metric = metric_of(runs, name)
-    if metric.percent:
+    if metric is not None and metric.percent:
         scale_percent(axes, runs, name, metric.direction)
-    elif metric.direction != "max":
+    elif metric is None or metric.direction == "min":
         scale_loss(axes, runs, name)
     finish_axes(figure, axes, len(runs), axis)
 
@@ -174,7 +175,7 @@ def scale_percent(axes, runs: Sequence[Run], name: str, direction: str) -> None:
     if later and min(later) >= 0 and max(later) <= 1:
         if direction == "max":
             axes.set_ylim(max(0.0, min(later) - 0.5 * max(1 - min(later), 0.01)), 1.0)
-        elif direction == "min":
+        else:
             axes.set_ylim(0.0, min(1.0, max(later) + 0.5 * max(max(later), 0.01)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
 

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
-from math import isfinite
+from math import isfinite, isnan
 from typing import NamedTuple
 
 from hvdtrain.analysis import plotting
 from hvdtrain.analysis.reporting.curves import MOST_VALUES, names_to_draw
 from hvdtrain.analysis.reporting.pictures import Picture, png
 from hvdtrain.analysis.reporting.runs import Result, Run, differing, results, shown
-from hvdtrain.training.records.named import Metric, number
+from hvdtrain.training.records.named import number
+from hvdtrain.training.state import Metric
 
 # Nothing is fetched and nothing is run, whatever a run's names may hold.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -99,10 +100,11 @@ def figures(run: Run) -> dict[str, tuple[str, str]]:
     return found | {"state": (run.state, restarts(run))}
 
 
-def written(value: float, metric: Metric) -> str:
-    if metric.percent:
-        return f"{value:.2%}"
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
+def written(value: float, metric: Metric | None) -> str:
+    """Return a value as the script's own lines show it; small and large ones shorter."""
+    if (metric is not None and metric.percent) or value == 0 or 1e-3 <= abs(value) < 1e5:
+        return (metric or Metric("min")).show(value)
+    return f"{value:.4g}"
 
 
 def qualified(result: Result) -> str:
@@ -110,10 +112,17 @@ def qualified(result: Result) -> str:
     if result.training:
         return "at the last recorded step"
     parts = [f"of {result.samples:,.0f} samples"] if result.samples and isfinite(result.samples) else []
-    if result.best is not None and result.metric.better(result.best, result.value):
+    if outdone(result):
         epoch = "" if result.best_epoch is None else f" in epoch {result.best_epoch:.0f}"
-        parts.append(f"best {written(result.best, result.metric)}{epoch}")
+        parts.append(f"best {written(result.best or 0.0, result.metric)}{epoch}")
     return "; ".join(parts)
+
+
+def outdone(result: Result | None) -> bool:
+    """Tell whether another evaluation than the last was better."""
+    if result is None or result.metric is None or result.best is None:
+        return False
+    return result.metric.better(result.best, result.value) or isnan(result.value)
 
 
 def throughput(run: Run) -> tuple[str, str]:
@@ -182,12 +191,13 @@ def comparison(runs: Sequence[Run]) -> str:
     begin = len(rows)
     for label in labels:
         values = [each.get(label) for each in found]
-        rows.append(Row(label, [each.get(label, ("-",))[0] for each in told], "", first_of([v and v.value for v in values],
-                                                                                           metric_of(values))))  # fmt: skip
-        best = [None if v is None else v.best for v in values]
-        if any(v is not None and v.best is not None and v.metric.better(v.best, v.value) for v in values):
-            cells = ["-" if v is None or v.best is None else written(v.best, v.metric) for v in values]
-            rows.append(Row(f"best {label}", cells, "", first_of(best, metric_of(values))))
+        metric = next((value.metric for value in values if value is not None and value.metric is not None), None)
+        cells = [each.get(label, ("-",))[0] for each in told]
+        rows.append(Row(label, cells, "", first_of([None if v is None else v.value for v in values], metric)))
+        if any(map(outdone, values)):
+            best = [None if v is None else v.best for v in values]
+            cells = ["-" if value is None else written(value, metric) for value in best]
+            rows.append(Row(f"best {label}", cells, "", first_of(best, metric)))
     others = dict.fromkeys(name for each in told for name in each if name not in labels)
     rows += [Row(name, [each.get(name, ("-",))[0] for each in told]) for name in others]
     if begin:
@@ -195,16 +205,13 @@ def comparison(runs: Sequence[Run]) -> str:
     return table(runs, rows)
 
 
-def metric_of(results: Sequence[Result | None]) -> Metric:
-    """Return what the first script that said something of a value said."""
-    return next((result.metric for result in results if result is not None and result.metric.direction), Metric())
-
-
-def first_of(values: Sequence[float | None], metric: Metric) -> list[bool]:
+def first_of(values: Sequence[float | None], metric: Metric | None) -> list[bool]:
     """Tell for each value whether it is the best; none is where nobody said what is better, or all are alike."""
     known = [value for value in values if value is not None]
-    best = [v is not None and v == v and not any(metric.better(other, v) for other in known) for v in values]
-    return best if metric.direction and sum(best) < len(known) else [False] * len(values)
+    if metric is None:
+        return [False] * len(values)
+    best = [v is not None and not isnan(v) and not any(metric.better(other, v) for other in known) for v in values]
+    return best if sum(best) < len(known) else [False] * len(values)
 
 
 def configuration(runs: Sequence[Run]) -> str:

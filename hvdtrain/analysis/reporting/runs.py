@@ -16,9 +16,11 @@ from typing import NamedTuple
 
 from hvdtrain.analysis.reporting.reading import Record, read_events, read_json, read_record
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records.named import UNNAMED, Metric, Series, metrics_of, named_values, number, series_of
+from hvdtrain.training.records.named import UNNAMED, Series, named_values, number, recorded_metrics, series_of
+from hvdtrain.training.state import Metric
 
 UNTOLD = {"output_dir", "resume", "no_progress"}  # flags that say nothing about what a run does
+GOES_ON = ("checkpoint", "record")  # kinds of errors that end no run: something could not be written
 PHASES = ("loading", "compute", "communication")
 
 
@@ -26,10 +28,10 @@ class Result(NamedTuple):
     """A value that the run came to."""
 
     label: str
-    metric: Metric
+    metric: Metric | None  # None: nobody said what is better
     value: float
     samples: float | None  # that it is of
-    best: float | None  # of all evaluations; None without a direction
+    best: float | None  # of all evaluations; None where nobody said what is better
     best_epoch: float | None
     training: bool = False  # there is no evaluation: from the last recorded step that has it
 
@@ -87,15 +89,15 @@ class Run:
     @property
     def metrics(self) -> dict[str, Metric]:
         """What the script named, the most important first."""
-        named = metrics_of(self.start)
+        named = recorded_metrics(self.start)
         return UNNAMED if named is None else named
 
-    def metric(self, series: Series) -> Metric:
-        """Return what the script said of a value; it may name one with its data (validation_loss) or without (loss)."""
+    def metric(self, series: Series) -> Metric | None:
+        """Return what the script said of a value, if anything; it may name it with its data (validation_loss) or without."""
         metrics = self.metrics
         if metrics is UNNAMED and series.name.startswith("accuracy"):  # accuracy_top5, too
             return UNNAMED["accuracy"]
-        return metrics.get(series.whole, metrics.get(series.name, Metric()))
+        return metrics.get(series.whole, metrics.get(series.name))
 
     @property
     def config(self) -> dict[str, str]:
@@ -199,7 +201,7 @@ def take(run: Run, event: dict) -> None:
             f"stopped on request ({event.get('reason', '?')}); typed again, the command goes on from there"
         )
     elif name == "error":
-        run.state = "failed" if event.get("kind") != "checkpoint" else run.state
+        run.state = run.state if event.get("kind") in GOES_ON else "failed"
         run.notes.append(f"error: {event.get('message', '?')}")
 
 
@@ -221,7 +223,7 @@ def evaluated(run: Run, event: dict) -> dict[Series, float]:
     that named no metrics."""
     prefix = event.get("prefix")
     if not isinstance(prefix, str):
-        prefix = "test" if metrics_of(run.start) is None else ""
+        prefix = "test" if recorded_metrics(run.start) is None else ""
     return {series_of(prefix, name): value for name, value in named_values(event, run.metrics).items()}
 
 
@@ -254,9 +256,10 @@ def results(run: Run) -> list[Result]:
         count = number(run.summary.get(Series(series.prefix, "count").whole))
         count = number(events[-1].get("count")) if count is None and events else count
         best, best_epoch = None, None
-        for event in events if metric.direction else ():
-            if best is None or metric.better(event["values"][series], best):
-                best, best_epoch = event["values"][series], number(event.get("epoch"))
+        for event in events:
+            there = event["values"][series]
+            if metric is not None and not math.isnan(there) and (best is None or metric.better(there, best)):
+                best, best_epoch = there, number(event.get("epoch"))
         found.append(Result(series.whole.replace("_", " "), metric, value, count, best, best_epoch))
     if found:
         return found

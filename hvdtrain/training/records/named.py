@@ -1,30 +1,18 @@
 """Which fields of an event are a script's own values, and which direction of each is better: all that readers of a record
 know of a script's metrics."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from hvdtrain.training.state import Metric
 
 # What every script's events have. A metric cannot have one of these names.
 FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
 # What is recorded beside a script's values: no metric unless the `start` event says so.
-BESIDE = frozenset({"loss_rank0", "broken", "tokens", "world_size"})
+BESIDE = frozenset({"loss_rank0", "objective", "gradient_norm", "corrupt", "broken", "tokens", "world_size"})
 BESIDE_BEGINNINGS = ("learning_rate",)
 BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes")
 PREFIXES = ("test", "validation", "val")  # of an evaluated name that says itself on which data: validation_loss
-
-
-class Metric(NamedTuple):
-    """direction: "min" or "max", what is better; "" where nobody said. percent: from 0 to 1, shown from 0 to 100 %."""
-
-    direction: str = ""
-    percent: bool = False
-
-    def better(self, value: float, than: float) -> bool:
-        """Tell whether `value` is better; never without a direction, and what is not a number is never better."""
-        if math.isnan(than) and not math.isnan(value):
-            return bool(self.direction)
-        return value < than if self.direction == "min" else value > than if self.direction == "max" else False
 
 
 class Series(NamedTuple):
@@ -52,18 +40,16 @@ def number(value: object) -> float | None:
         return None
 
 
-def metrics_of(start: Mapping[str, Any]) -> dict[str, Metric] | None:
+def recorded_metrics(start: Mapping[str, Any]) -> dict[str, Metric] | None:
     """Return the metrics that a `start` event names, the most important first; None where it names none."""
     told = start.get("metrics")
     if not isinstance(told, dict):
         return None
-    found = {}
-    for name, metric in told.items():
-        if name in FIXED or not isinstance(metric, dict):
-            continue
-        direction = metric.get("direction")
-        found[name] = Metric(direction if direction in ("min", "max") else "", metric.get("percent") is True)
-    return found
+    return {
+        name: Metric(metric["direction"], metric.get("percent") is True)
+        for name, metric in told.items()
+        if name not in FIXED and isinstance(metric, dict) and metric.get("direction") in ("min", "max")
+    }
 
 
 def named_values(event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.records.misclassified import Mistake
-from hvdtrain.training.records.named import Metric, metrics_of, named_values, number, series_of
+from hvdtrain.training.records.named import named_values, number, recorded_metrics, series_of
+from hvdtrain.training.state import Metric
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch.utils.tensorboard import SummaryWriter
 
 COLUMNS = 8
-BESIDE = ("learning_rate", "samples_per_second", "tokens_per_second")  # of a `train` event: curves of their own
+# Of a `train` event, beside a script's own values.
+BESIDE = {"objective": "train", "gradient_norm": "train", "learning_rate": "run", "samples_per_second": "run",
+          "tokens_per_second": "run"}  # fmt: skip
 IMAGE_PIXELS = 84  # an image's longer side, or the largest whole multiple of it below
 CAPTION_PIXELS = 28  # two lines
 
@@ -54,14 +57,14 @@ class Board:
         """Write the numbers of a `train` or `evaluate` event, whatever the script calls them; what an event lacks is left
         out. A `resume` event hides what was written beyond its point."""
         if name == "start":
-            self._metrics = metrics_of(fields) or {}
+            self._metrics = recorded_metrics(fields) or {}
         elif name == "resume":
             self._go_to(fields)
             self._open()
         elif name == "train":
             self._go_to(fields)
             values = {f"train/{key}": value for key, value in named_values(fields, self._metrics).items()}
-            found = {f"run/{key}": number(fields.get(key)) for key in BESIDE}
+            found = {f"{group}/{key}": number(fields.get(key)) for key, group in BESIDE.items()}
             found |= {f"share/{phase}": number(fields.get(f"{phase}_share")) for phase in Clock.PHASES}
             self._add(values | {tag: value for tag, value in found.items() if value is not None})
         elif name == "evaluate":
