@@ -78,7 +78,7 @@ SHOWN = {
                  "perplexity": ("4.4800", "of 500 samples")},
     "gan": {"training critic loss": ("2.0000", "at the last recorded step"),
             "training generator loss": ("0.5000", "at the last recorded step")},
-    "watched": {"time": ("2 s", ""), "throughput": ("40/s", "steps"), "steps": ("40", "")},
+    "watched": {"time": ("2 s", ""), "throughput": ("40 steps/s", ""), "steps": ("40", "")},
 }  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def test_a_run_that_was_watched_and_restarted(leave):
              event("train", 200.0 + n, step=20 + 10 * n) for n in (1, 2))]  # fmt: skip
     (run,) = read_runs([leave("run", *lines)])
     assert [(e["step"], e["seconds"]) for e in run.train] == [(10, 0.25), (20, 0.5), (30, 2.0), (40, 3.0)]
-    assert page.figures(run)["throughput"][0] == "16/s", "(20 - 10 + 40 - 30) / (0.25 + 1): not over the restart"
+    assert page.figures(run)["throughput"][0] == "16 steps/s", "(20 - 10 + 40 - 30) / (0.25 + 1): not over the restart"
     assert "after step 20; ran" in Page(page.history(run)).text
 
 

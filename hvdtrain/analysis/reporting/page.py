@@ -29,7 +29,7 @@ def build(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
     """Return the page: the results first, then the pictures, then how it came about."""
     by_name = {picture.name: picture for picture in pictures}
     learning = [picture for picture in pictures if picture.part == "learning"]
-    timing = sorted((picture for picture in pictures if picture.part == "time"), key=lambda p: p.name, reverse=True)
+    timing = sorted((picture for picture in pictures if picture.part == "time"), key=lambda picture: picture.name)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     head = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -136,7 +136,7 @@ def throughput(run: Run) -> tuple[str, str]:
     between = [(b["step"] - a["step"], b["seconds"] - a["seconds"])
                for a, b in pairwise(run.train) if a["attempt"] == b["attempt"]]  # fmt: skip
     seconds = sum(seconds for _, seconds in between)
-    return (f"{sum(steps for steps, _ in between) / seconds:.3g}/s", "steps") if seconds > 0 else ("-", "")
+    return (f"{sum(steps for steps, _ in between) / seconds:.3g} steps/s", "") if seconds > 0 else ("-", "")
 
 
 def restarts(run: Run) -> str:
@@ -146,7 +146,9 @@ def restarts(run: Run) -> str:
 
 def facts(run: Run) -> str:
     """The results of one run, side by side."""
-    shape = {"ranks": (str(run.ranks), f"{run.engine}, {len(run.hosts) or '?'} host{'s'[: len(run.hosts) > 1]}")}
+    hosts = f"{len(run.hosts)} host{'s'[: len(run.hosts) > 1]}" if run.hosts else ""
+    engine = "" if run.engine == "?" else run.engine
+    shape = {"ranks": (str(run.ranks), ", ".join(filter(None, (engine, hosts))))}
     cells = [
         f"<div><dt>{text(name)}</dt><dd>{text(figure)}<small>{text(more)}</small></dd></div>"
         for name, (figure, more) in (figures(run) | shape).items()

@@ -34,8 +34,7 @@ def read_events(directory: Path, notes: list[str]) -> list[dict]:
             raise UserError(f"{directory} is no directory: name the --output-dir of a run")
         lines = files.read_text(directory / "metrics.jsonl").split("\n")
     except FileNotFoundError:
-        how = "name the --output-dir of a run, as it was given to hvdtrain.mnist or hvdtrain.imagenet"
-        raise UserError(f"{directory} has no metrics.jsonl: {how}") from None
+        raise UserError(f"{directory} has no metrics.jsonl: name the --output-dir of a run") from None
     except OSError as error:
         raise UserError(f"{directory}/metrics.jsonl cannot be read ({error.strerror}): make it readable") from None
     events, damaged = [], []

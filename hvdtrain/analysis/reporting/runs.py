@@ -143,7 +143,7 @@ def read(directory: Path, name: str) -> Run:
     for event in events:
         take(run, event)
     if not run.attempts:
-        how = "name the --output-dir of a run of hvdtrain.mnist or hvdtrain.imagenet"
+        how = "name the --output-dir of a run"
         raise UserError(f"{directory}/metrics.jsonl tells of no run (no line with a start event): {how}")
     if run.state == "not ended" and (summary := read_json(directory, "summary.json", run.notes)):
         # A start removes what an earlier run left, so this one came to its end: only the record's last line is lost.
