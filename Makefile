@@ -9,7 +9,7 @@ PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 NP ?= 2
 EXAMPLES ?= 5000
 BAD := tests/single/test_bad_settings.py tests/single/test_bad_files.py
-.PHONY: setup run test test-all lint bench chaos soak
+.PHONY: setup run test test-all lint bench chaos soak flaky
 
 # Open MPI refuses root unless told twice; containers and CI are root. Nobody else gets this.
 ifeq ($(shell id -u),0)
@@ -41,3 +41,7 @@ soak: setup
 
 bench: setup
 	. .venv/bin/activate && python -m tests.bench $(BENCH)
+
+# make flaky FILE=tests/e2e/test_guard.py N=50     one file, again and again, beside two busy loops, each time in another order
+flaky: setup
+	. .venv/bin/activate && python -m tests.flaky $(FILE) --times $(or $(N),20) $(FLAKY)

@@ -1,12 +1,12 @@
 """Runs with faults in them, and the count of what they took: shared by tests/e2e and `make chaos`."""
 
 import json
-import sys
+import shlex
 import time
 from collections import Counter
 from pathlib import Path
 
-from tests.e2e.launchers import LAUNCHERS, ROOT, Done, launch, summary
+from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, Done, launch, summary
 
 # Eight steps of 64 an epoch, the last with 52 samples; checkpoints at 3, 6, 9, 12, 15 and after each epoch (8, 16).
 SAMPLES, EPOCHS = 500, 2
@@ -16,13 +16,14 @@ RESULTS = ("parameters_sha256", "test_loss", "test_accuracy", "samples", "steps"
 
 def attacked(
     directory: Path, *, ranks: int = 2, batch: int = 32, flags: str = "", attack: dict | None = None,
-    launcher: str = "mpirun", timeout: float = 90,
+    launcher: str = "mpirun", timeout: float = 150,
 ) -> Done:  # fmt: skip
     """Train on `ranks` ranks with at most one fault, and log each sample that is taken in `directory`/taken."""
     (directory / "taken").mkdir(parents=True, exist_ok=True)
     (directory / "struck").unlink(missing_ok=True)
     start = LAUNCHERS[launcher].format(ranks=ranks)
-    command = f"{start} {sys.executable} {ROOT}/tests/chaos/attacked.py {FLAGS} --batch-size {batch} {flags}"
+    program = shlex.quote(str(ROOT / "tests" / "chaos" / "attacked.py"))
+    command = f"{start} {PYTHON} {program} {FLAGS} --batch-size {batch} {flags}"
     extra = {
         "PYTHONPATH": str(ROOT),
         "ATTACK": json.dumps(attack or {}),

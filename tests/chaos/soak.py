@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.e2e.launchers import LAUNCHERS, MARK, ROOT, environment, events, kill, members
+from tests.e2e.launchers import LAUNCHERS, MARK, PYTHON, ROOT, environment, events, kill, members, new_job
 
 FLAGS = (
     "--dataset digits --epochs 1000000000 --checkpoint-steps 200 --check-steps 50 --log-steps 50 --keep 2 --no-progress"
@@ -91,10 +91,8 @@ def soak(
     directory: Path, *, minutes: float, ranks: int, launcher: str, every: float
 ) -> tuple[list[dict[str, Line]], str]:
     """Return each rank's lines, and what the run did. Raises AssertionError where it ended badly."""
-    job = f"soak-{os.getpid()}-{time.time_ns()}"
-    command = (
-        f"{LAUNCHERS[launcher].format(ranks=ranks)} {sys.executable} -m hvdtrain.mnist {FLAGS} --output-dir {directory}"
-    )
+    job = new_job()
+    command = f"{LAUNCHERS[launcher].format(ranks=ranks)} {PYTHON} -m hvdtrain.mnist {FLAGS} --output-dir {directory}"
     log = directory.with_name("soak.log")
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -12,12 +12,11 @@ import shutil
 import signal
 import subprocess
 import time
-import uuid
 from pathlib import Path
 
 import pytest
 
-from .launchers import MARK, ROOT, Done, environment, kill, members
+from .launchers import MARK, ROOT, Done, environment, kill, members, new_job
 
 SSHD = "/usr/sbin/sshd"
 TOOLS = ("ip", "unshare", "nsenter", "tc")
@@ -49,7 +48,7 @@ class Cluster:
         self.directory = directory / "cluster"
         self.directory.mkdir()
         self.names = names
-        self.job = uuid.uuid4().hex
+        self.job = new_job()
         self._first: dict[str, int] = {}  # the first process in each host's namespaces
         self._holders: list[subprocess.Popen] = []
         self._rate, self._ssh, self._domain = rate, ssh, domain

@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
+PYTHON = shlex.quote(sys.executable)  # for command lines: the clone may lie under a path with a blank
+GRACE_SECONDS = 20.0  # for what is ending, on a busy machine
 MARK = "HVDTRAIN_TEST_JOB"  # every process of a job carries it in its environment, wherever its launcher puts it
 
 # Ours come first; --oversubscribe because a test machine may have fewer cores than a test has ranks.
@@ -31,7 +34,7 @@ class Done:
     stdout: str
     stderr: str
     seconds: float
-    left_behind: int = 0  # processes that outlived the launcher by more than five seconds
+    left_behind: int = 0  # processes that outlived the launcher by more than GRACE_SECONDS
 
     def __str__(self) -> str:
         return f"exit code {self.code} after {self.seconds:.1f} s\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
@@ -46,9 +49,14 @@ def environment(**extra: str) -> dict[str, str]:
     return base | extra
 
 
+def new_job() -> str:
+    """Return the name of a new job, which begins as that of the test's own: what it leaves behind is found by either."""
+    return f"{os.environ.get(MARK, 'job')}.{uuid.uuid4().hex}"
+
+
 def launch(command: str, *, timeout: float = 120, cwd: Path = ROOT, **extra: str) -> Done:
     """Run a command line to its end. Raises AssertionError where it is not over in `timeout` seconds."""
-    job = uuid.uuid4().hex
+    job = new_job()
     began = time.monotonic()
     process = subprocess.Popen(
         shlex.split(command), cwd=cwd, env=environment(**extra, **{MARK: job}), stdin=subprocess.DEVNULL,
@@ -57,7 +65,7 @@ def launch(command: str, *, timeout: float = 120, cwd: Path = ROOT, **extra: str
     try:
         stdout, stderr = process.communicate(timeout=timeout)
         seconds = time.monotonic() - began
-        until = time.monotonic() + 5
+        until = time.monotonic() + GRACE_SECONDS
         while (left := len(members(job))) and time.monotonic() < until:
             time.sleep(0.1)
     except subprocess.TimeoutExpired:
@@ -90,7 +98,32 @@ def train(launcher: str, ranks: int, flags: str = "", **options) -> Done:
     if "--dataset" not in flags:
         flags = f"--dataset digits --epochs 1 {flags}"
     start = LAUNCHERS[launcher].format(ranks=ranks) if launcher != "alone" else ""
-    return launch(f"{start} {sys.executable} -m hvdtrain.mnist --no-progress {flags}", **options)
+    return launch(f"{start} {PYTHON} -m hvdtrain.mnist --no-progress {flags}", **options)
+
+
+def several(
+    launcher: str, ranks: int, directory: Path, runs: Mapping[str, str], script: str = "hvdtrain.mnist", **options
+) -> dict[str, Done]:
+    """Run a script with each of `runs` (name -> flags), one after the other in one job: torch is imported once.
+
+    Return what became of each: the exit code, the same on every rank; what the ranks said, one after the other.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "runs.json").write_text(json.dumps({name: shlex.split(flags) for name, flags in runs.items()}))
+    start = LAUNCHERS[launcher].format(ranks=ranks) if launcher != "alone" else ""
+    words = [sys.executable, str(ROOT / "tests" / "e2e" / "several_runs.py"), script, str(directory)]
+    done = launch(f"{start} {shlex.join(words)}", **{"timeout": 200, **options})
+    assert done.code == 0, done
+    assert done.left_behind == 0, done
+    found = {}
+    for name in runs:
+        code, out, err = (
+            [(directory / f"{name}.{rank}.{what}").read_text() for rank in range(ranks)]
+            for what in ("code", "out", "err")
+        )
+        assert len(set(code)) == 1, (name, code, err)
+        found[name] = Done(int(code[0]), "".join(out), "".join(err), done.seconds)
+    return found
 
 
 def summary(directory: Path) -> dict:
@@ -103,7 +136,7 @@ def events(directory: Path, name: str | None = None) -> list[dict]:
 
 
 def wait_for_training(directory: Path) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not (directory / "metrics.jsonl").exists() or not events(directory, "train"):
-        assert time.monotonic() < until, "training did not begin within a minute"
+        assert time.monotonic() < until, "training did not begin within two minutes"
         time.sleep(0.1)

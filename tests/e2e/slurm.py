@@ -10,6 +10,7 @@ from .cluster import Cluster
 from .launchers import Done
 
 PACKAGES = ["slurm-wlm", "munge", "libpmix-dev"]  # Slurm opens libpmix.so, which Debian ships with the headers
+WANTED = f"as root, apt install {' '.join(PACKAGES)}, or HVDTRAIN_TEST_INSTALL=1"
 CONF = """
 ClusterName=test
 SlurmctldHost=a
@@ -37,12 +38,25 @@ PartitionName=test Nodes=ALL Default=YES State=UP
 
 def why_not() -> str:
     """Install Slurm where that is asked for; return why there is none, or an empty string."""
-    missing = [tool for tool in ("slurmctld", "slurmd", "munged") if shutil.which(tool) is None]
-    if missing and os.environ.get("HVDTRAIN_TEST_INSTALL") and os.geteuid() == 0 and shutil.which("apt-get"):
+    missing = [tool for tool in ("slurmctld", "slurmd", "munged", "sbatch", "srun") if shutil.which(tool) is None]
+    if (
+        missing + lacks_pmix()
+        and os.environ.get("HVDTRAIN_TEST_INSTALL")
+        and os.geteuid() == 0
+        and shutil.which("apt-get")
+    ):
         install(PACKAGES)
         missing = []
-    wanted = f"as root, apt install {' '.join(PACKAGES)}, or HVDTRAIN_TEST_INSTALL=1"
-    return f"no {', '.join(missing)}: {wanted}" if missing else ""
+    return f"no {', '.join(missing)}: {WANTED}" if missing else ""
+
+
+def lacks_pmix() -> list[str]:
+    """Return what `srun --mpi=pmix` still needs here; an empty list where it has all."""
+    return (
+        []
+        if any(list(Path("/usr").glob(f"{place}/libpmix.so")) for place in ("lib", "lib/*", "lib64"))
+        else ["libpmix.so"]
+    )
 
 
 def install(packages: list[str]) -> None:

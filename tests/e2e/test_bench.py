@@ -1,14 +1,12 @@
 """`make bench`, its cheapest row: measured once, written down, and what was not measured said so."""
 
-import sys
-
-from .launchers import ROOT, launch
+from .launchers import PYTHON, ROOT, launch
 
 
 def test_a_row_is_measured_and_written_down_and_more_repeats_are_added(tmp_path):
     where = f"--results {tmp_path}/results --docs {tmp_path}"
     for _ in range(2):
-        done = launch(f"{sys.executable} -m tests.bench --rows start-2 --add --repeats 1 {where}", cwd=ROOT)
+        done = launch(f"{PYTHON} -m tests.bench --rows start-2 --add --repeats 1 {where}", cwd=ROOT)
         assert done.code == 0, done
     page = (tmp_path / "speed.md").read_text()
     measured = [line for line in page.splitlines() if "start-up" in line and "**" in line]
@@ -20,12 +18,12 @@ def test_a_row_is_measured_and_written_down_and_more_repeats_are_added(tmp_path)
 
 def test_a_row_that_needs_what_is_not_there_says_so(tmp_path):
     where = f"--results {tmp_path}/results --docs {tmp_path}"
-    done = launch(f"{sys.executable} -m tests.bench --rows whole --repeats 1 {where}", cwd=ROOT)
+    done = launch(f"{PYTHON} -m tests.bench --rows whole --repeats 1 {where}", cwd=ROOT)
     assert done.code == 0, done
     assert "needs MNIST: name its directory with --data-dir" in (tmp_path / "speed.md").read_text()
 
 
 def test_an_unknown_row_is_refused():
-    done = launch(f"{sys.executable} -m tests.bench --rows nonsense", cwd=ROOT)
+    done = launch(f"{PYTHON} -m tests.bench --rows nonsense", cwd=ROOT)
     assert done.code == 2, done
     assert "'nonsense' is not one of throughput-2" in done.stderr

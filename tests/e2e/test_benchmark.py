@@ -2,14 +2,13 @@
 
 import json
 import statistics
-import sys
 
 import pytest
 
-from .launchers import LAUNCHERS, TORCHRUN, launch
+from .launchers import LAUNCHERS, PYTHON, TORCHRUN, launch
 
 SMALL = "--model convnet --batch-size 8 --warmup-steps 1 --repeats 3 --steps 3"
-HOROVOD = f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} -m hvdtrain.benchmark {SMALL}"
+HOROVOD = f"{LAUNCHERS['mpirun'].format(ranks=2)} {PYTHON} -m hvdtrain.benchmark {SMALL}"
 DDP = f"{TORCHRUN.format(ranks=2)} -m hvdtrain.benchmark --engine ddp {SMALL}"
 
 
@@ -27,7 +26,7 @@ def test_two_ranks(command, engine, communicates, tmp_path):
     assert over_all <= sum(rank["samples_per_second"] for rank in result["ranks"]) * 1.001
     seconds = result["seconds_per_sample"]
     share = seconds["communication"] / sum(seconds.values())
-    assert (share > 0.005) == communicates, share
+    assert share > 0.005 if communicates else share < 0.05, share  # on quiet cores 0.1 to 0.4, and 0.0005
     assert done.stdout.count("samples/s") == 3, done  # one block, from rank 0, with a line for each rank
 
 

@@ -1,12 +1,14 @@
 """`hvdtrain.doctor`: silent where all is well, and each fault found where it is made."""
 
 import json
+import os
+import shlex
 import sys
 
 import pytest
 
 from .cluster import Cluster, needs_hosts
-from .launchers import LAUNCHERS, Done, launch
+from .launchers import LAUNCHERS, PYTHON, Done, launch
 
 DOCTOR = [sys.executable, "-m", "hvdtrain.doctor"]
 
@@ -21,7 +23,7 @@ def faults(done: Done) -> list[str]:
 
 
 def test_alone():
-    done = launch(" ".join(DOCTOR))
+    done = launch(shlex.join(DOCTOR))
     assert done.code == 0, done
     assert "started alone; launchers on PATH: horovodrun, mpirun" in done.stdout
     assert "0 problems" in done.stdout
@@ -30,7 +32,7 @@ def test_alone():
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_ranks(launcher, tmp_path):
     start = LAUNCHERS[launcher].format(ranks=2)
-    done = launch(f"{start} {' '.join(DOCTOR)} --output-dir {tmp_path}", OMP_NUM_THREADS="1")
+    done = launch(f"{start} {shlex.join(DOCTOR)} --output-dir {tmp_path}", OMP_NUM_THREADS="1")
     assert done.code == 0, done
     transport = "Gloo" if launcher == "gloo" else "MPI"
     for expected in (f"all-reduce, horovod over {transport}", "every rank alike: ", "seen by all", "ranks: 2 on "):
@@ -47,7 +49,7 @@ def test_two_ranks(launcher, tmp_path):
     ],
 )  # fmt: skip
 def test_a_fault_on_one_host(flags, variables, expected):
-    done = launch(f"{' '.join(DOCTOR)} --json {flags}", timeout=60, **variables)
+    done = launch(f"{shlex.join(DOCTOR)} --json {flags}", timeout=120, **variables)
     assert done.code == 1, done
     assert any(expected in fault for fault in faults(done)), done
 
@@ -55,14 +57,16 @@ def test_a_fault_on_one_host(flags, variables, expected):
 def test_ranks_that_differ():
     body = "import sys, torch, hvdtrain.doctor as d; from hvdtrain.engines import exit_codes, launchers; "
     body += "torch.__version__ = f'2.{launchers.announced().rank}'; exit_codes.run(d.main)"
-    done = launch(f'mpirun --oversubscribe -np 2 {sys.executable} -c "{body}" --json')
+    done = launch(f'mpirun --oversubscribe -np 2 {PYTHON} -c "{body}" --json')
     assert done.code == 1, done
     assert any("problem: torch differs: rank 0 has 2.0, rank 1 has 2.1" in fault for fault in faults(done)), done
 
 
 def test_more_threads_than_cores_is_a_warning():
+    core = min(os.sched_getaffinity(0))
     done = launch(
-        f"mpirun --oversubscribe --bind-to none -np 2 taskset -c 0 {' '.join(DOCTOR)} --json", OMP_NUM_THREADS="1"
+        f"mpirun --oversubscribe --bind-to none -np 2 taskset -c {core} {shlex.join(DOCTOR)} --json",
+        OMP_NUM_THREADS="1",
     )
     assert done.code == 0, done
     assert any("warning: cores: 1; ranks on this host: 2" in fault for fault in faults(done)), done

@@ -56,9 +56,9 @@ def run(blocks: list[Block], directory: Path) -> None:
     for name in ("hvdtrain", "launch", "tests", "docs", "pyproject.toml", "Makefile"):
         (directory / name).symlink_to(ROOT / name)
     for block in blocks:
-        done = launch(
-            f"bash -euc {shlex.quote(block.commands)}", cwd=directory, timeout=280, CUDA_VISIBLE_DEVICES=""
-        )  # the pages had no GPU
+        # The pages had no GPU; and torchrun's own port may be another job's here.
+        alone = dict(CUDA_VISIBLE_DEVICES="", PET_STANDALONE="1")
+        done = launch(f"bash -euc {shlex.quote(block.commands)}", cwd=directory, timeout=280, **alone)
         assert done.code == 0, f"{block.commands}\n{done}"
         if block.output is not None:
             assert as_shown(done.stdout, block.output), f"{block.commands}\nshown:\n{block.output}\n{done}"

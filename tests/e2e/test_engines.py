@@ -1,22 +1,21 @@
 """One script, four engines: the same global batch, seed and order give the same loss curve, step by step."""
 
 import socket
-import sys
 
 import pytest
 import torch
 
 from hvdtrain.models.convnet import ConvNet
 
-from .launchers import LAUNCHERS, TORCHRUN, events, launch, summary, train
+from .launchers import LAUNCHERS, PYTHON, TORCHRUN, events, launch, summary, train
 
 STARTS = {
-    ("serial", 1): f"{sys.executable} -m",
-    ("dataparallel", 1): f"{sys.executable} -m",
-    ("horovod", 1): f"{sys.executable} -m",
-    ("horovod", 2): f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} -m",
+    ("serial", 1): f"{PYTHON} -m",
+    ("dataparallel", 1): f"{PYTHON} -m",
+    ("horovod", 1): f"{PYTHON} -m",
+    ("horovod", 2): f"{LAUNCHERS['mpirun'].format(ranks=2)} {PYTHON} -m",
     ("ddp", 2): f"{TORCHRUN.format(ranks=2)} -m",
-    ("ddp over mpirun", 2): f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} -m",
+    ("ddp over mpirun", 2): f"{LAUNCHERS['mpirun'].format(ranks=2)} {PYTHON} -m",
 }
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from .launchers import LAUNCHERS, MARK, ROOT, environment, events, kill, members, train, wait_for_training
+from .launchers import LAUNCHERS, MARK, ROOT, environment, events, kill, members, new_job, train, wait_for_training
 
 OURS = "hvdtrain.mnist: error: "
 
@@ -24,7 +24,7 @@ def ended_by(done) -> list[str]:
     [("--epoch 3", "unrecognized arguments: --epoch 3"), ("--train-samples 1", "1 samples but 2 ranks")],
 )
 def test_bad_input_ends_with_two(launcher, flags, complaint):
-    done = train(launcher, 2, flags, timeout=60)
+    done = train(launcher, 2, flags, timeout=120)
     assert done.code == 2, done
     said = [line for line in done.stderr.splitlines() if OURS in line]
     assert len(said) == 1, done
@@ -51,10 +51,10 @@ def test_a_missed_target_ends_with_three(launcher, tmp_path):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank_is_the_one_that_counts(launcher, tmp_path):
-    """Over within ten seconds with that rank's code (128 + 9), although the others fail because of it."""
-    job = f"killed-{launcher}-{os.getpid()}"
+    """It ends with that rank's code (128 + 9), although the others fail because of it, long before our own time-out."""
+    job = new_job()
     command = [*LAUNCHERS[launcher].format(ranks=3).split(), sys.executable, "-m", "hvdtrain.mnist", "--no-progress"]
-    command += ["--dataset", "digits", "--epochs", "100000", "--output-dir", str(tmp_path)]
+    command += ["--dataset", "digits", "--epochs", "100000", "--step-timeout", "1000", "--output-dir", str(tmp_path)]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -63,12 +63,12 @@ def test_a_killed_rank_is_the_one_that_counts(launcher, tmp_path):
         wait_for_training(tmp_path)
         os.kill(events(tmp_path, "start")[0]["ranks"][1]["pid"], signal.SIGKILL)
         killed = time.monotonic()
-        _, stderr = process.communicate(timeout=10)
+        _, stderr = process.communicate(timeout=100)
         assert process.returncode == 137, stderr
         if launcher == "gloo":
             assert "horovodrun: rank 1 on localhost ended the job with exit code 137 (SIGKILL)\n" in stderr
         while members(job):
-            assert time.monotonic() - killed < 10, f"left behind: {members(job)}"
+            assert time.monotonic() - killed < 100, f"left behind: {members(job)}"
             time.sleep(0.1)
     finally:
         kill(job)

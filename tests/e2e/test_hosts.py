@@ -2,12 +2,11 @@
 
 import shlex
 import sys
-import time
 
 import pytest
 
 from .cluster import Cluster, needs_hosts, needs_ssh
-from .launchers import ROOT, events, launch, summary
+from .launchers import ROOT, events, launch, summary, wait_for_training
 
 pytestmark = [needs_hosts, pytest.mark.slow]
 TRAIN = [
@@ -116,10 +115,7 @@ def test_a_host_that_is_gone_ends_the_job(how, tmp_path):
             cluster.start(host, command, HOROVOD_GLOO_TIMEOUT_SECONDS="3", **meeting(cluster, rank))
             for rank, host in enumerate("ab")
         ]
-        until = time.monotonic() + 60
-        while not (tmp_path / "out" / "metrics.jsonl").exists() or not events(tmp_path / "out", "train"):
-            assert time.monotonic() < until, "training did not begin within a minute"
-            time.sleep(0.1)
+        wait_for_training(tmp_path / "out")
         cluster.cut("b") if how == "cut" else cluster.vanish("b")
         done = cluster.finish({"a": ranks[0]}, 30)["a"]
         assert done.code not in (0, 2), done

@@ -1,10 +1,10 @@
 """`hvdtrain.imagenet` under real launchers: it learns, from folders and from shards; each image counts once; corrupt ones."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,21 +15,35 @@ pytest.importorskip("webdataset")
 
 from tests import image_set
 
-from .launchers import LAUNCHERS, MARK, ROOT, TORCHRUN, environment, events, kill, launch, members, summary
+from .launchers import (
+    LAUNCHERS,
+    MARK,
+    PYTHON,
+    ROOT,
+    TORCHRUN,
+    environment,
+    events,
+    kill,
+    launch,
+    members,
+    new_job,
+    summary,
+    wait_for_training,
+)
 
 SLOW = pytest.mark.slow
 SCRIPT = "hvdtrain.imagenet --no-progress --model shufflenet_v2_x0_5 --image-size 32 --batch-size 8"
 SCRIPT += " --optimizer adam --lr 0.01 --lr-scaling none --warmup-epochs 0"
-MPIRUN = f"{LAUNCHERS['mpirun']} {sys.executable} -m {SCRIPT}"
+MPIRUN = f"{LAUNCHERS['mpirun']} {PYTHON} -m {SCRIPT}"
 STARTS = {"horovod": MPIRUN, "ddp": f"{TORCHRUN} -m {SCRIPT} --engine ddp"}
-ALONE = f"{sys.executable} -m {SCRIPT} --engine serial"
+ALONE = f"{PYTHON} -m {SCRIPT} --engine serial"
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("data")
     image_set.write(root / "folder")
-    done = launch(f"{sys.executable} -m hvdtrain.data.make_shards {root}/folder {root}/shards --samples-per-shard 60")
+    done = launch(f"{PYTHON} -m hvdtrain.data.make_shards {root}/folder {root}/shards --samples-per-shard 60")
     assert done.code == 0, done
     assert done.stdout.splitlines() == [f"{root}/shards/train: 4 shards", f"{root}/shards/val: 2 shards"]
     return {kind: root / kind for kind in ("folder", "shards")}
@@ -144,7 +158,7 @@ def test_compiled_and_not_reached(tmp_path):
 
 
 def test_refused_once_on_two_ranks(tmp_path):
-    done = launch(f"{MPIRUN.format(ranks=2)} --data-dir {tmp_path}", timeout=60)
+    done = launch(f"{MPIRUN.format(ranks=2)} --data-dir {tmp_path}", timeout=120)
     assert done.code == 2, done
     ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.imagenet: error: ")]
     assert ours == [
@@ -155,32 +169,30 @@ def test_refused_once_on_two_ranks(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_though_workers_run(data):
     body = "import hvdtrain.imagenet as m; "
-    body += "from hvdtrain.engines import exit_codes, launchers; rank = launchers.announced().rank; real = m.training.Run.evaluating; "
+    body += "from hvdtrain.engines import exit_codes, launchers; "
+    body += "rank = launchers.announced().rank; real = m.training.Run.evaluating; "
     body += "m.training.Run.evaluating = lambda *a, **k: real(*a, **k) if rank != 1 else 1 / 0; exit_codes.run(m.main)"
-    start = f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} -c '{body}' {SCRIPT.partition(' ')[2]}"
-    done = launch(f"{start} --data-dir {data['folder']} --epochs 3 --workers 2 --train-samples 32", timeout=60)
+    start = f"{LAUNCHERS['mpirun'].format(ranks=2)} {PYTHON} -c '{body}' {SCRIPT.partition(' ')[2]}"
+    done = launch(f"{start} --data-dir {data['folder']} --epochs 3 --workers 2 --train-samples 32", timeout=120)
     assert done.code not in (0, 2), done
     assert "ZeroDivisionError" in done.stderr, done
 
 
 def test_a_killed_rank_leaves_no_worker_behind(data, tmp_path):
-    job = f"killed-imagenet-{os.getpid()}"
+    job = new_job()
     command = f"{MPIRUN.format(ranks=2)} --data-dir {data['folder']} --epochs 10000 --log-steps 1 --workers 2"
     process = subprocess.Popen(
-        [*command.split(), "--output-dir", str(tmp_path)], cwd=ROOT, env=environment(**{MARK: job}),
+        [*shlex.split(command), "--output-dir", str(tmp_path)], cwd=ROOT, env=environment(**{MARK: job}),
         start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        until = time.monotonic() + 60
-        while not (tmp_path / "metrics.jsonl").exists() or not events(tmp_path, "train"):
-            assert time.monotonic() < until, "training did not begin within a minute"
-            time.sleep(0.1)
+        wait_for_training(tmp_path)
         assert len(members(job)) >= 1 + 2 * (1 + 1 + 2)  # mpirun; per rank itself, its fork server, two workers
         os.kill(events(tmp_path, "start")[0]["ranks"][1]["pid"], signal.SIGKILL)
         killed = time.monotonic()
-        assert process.wait(timeout=10) != 0
+        assert process.wait(timeout=100) != 0
         while members(job):
-            assert time.monotonic() - killed < 15, f"left behind: {members(job)}"
+            assert time.monotonic() - killed < 100, f"left behind: {members(job)}"
             time.sleep(0.1)
     finally:
         kill(job)

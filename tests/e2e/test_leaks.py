@@ -4,6 +4,7 @@ Each launch runs on hosts of their own (cluster.py), so that every process and e
 """
 
 import os
+import shlex
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from .cluster import Cluster, needs_hosts, needs_ssh
-from .launchers import LAUNCHERS, ROOT, launch, members
+from .launchers import LAUNCHERS, PYTHON, ROOT, launch, members
 
 pytestmark = [needs_hosts, pytest.mark.slow]
 CANARY = "c4n4ry-d0-n0t-s1ng"
@@ -84,7 +85,7 @@ def test_output_has_the_users_umask(tmp_path):
     out = tmp_path / "out"
     previous = os.umask(0o077)
     try:
-        done = launch(f"{LAUNCHERS['mpirun'].format(ranks=2)} {' '.join(TRAIN)} --output-dir {out}")
+        done = launch(f"{LAUNCHERS['mpirun'].format(ranks=2)} {shlex.join(TRAIN)} --output-dir {out}")
     finally:
         os.umask(previous)
     assert done.code == 0, done
@@ -96,11 +97,11 @@ def test_no_rank_unpickles_what_came_over_a_socket(case):
     """Python itself reports each class that a pickle names (the audit event pickle.find_class)."""
     body = "import os, sys; sys.addaudithook(lambda event, of: event == 'pickle.find_class' and os.write(2, b'UNPICKLED')); "
     hears = f"{body}import pickle; pickle.loads(pickle.dumps(print))"
-    assert "UNPICKLED" in launch(f'{sys.executable} -c "{hears}"').stderr  # else the rest shows nothing
+    assert "UNPICKLED" in launch(f'{PYTHON} -c "{hears}"').stderr  # else the rest shows nothing
     body += "from hvdtrain import mnist, engine; engine.run(mnist.main)"
     start = LAUNCHERS["mpirun" if case == "ddp" else case].format(ranks=2)
     engine = "--engine ddp" if case == "ddp" else ""
-    done = launch(f'{start} {sys.executable} -c "{body}" --dataset digits --epochs 1 --no-progress {engine}')
+    done = launch(f'{start} {PYTHON} -c "{body}" --dataset digits --epochs 1 --no-progress {engine}')
     assert done.code == 0, done
     assert "test accuracy" in done.stdout
     assert "UNPICKLED" not in done.stdout + done.stderr, done

@@ -1,15 +1,14 @@
 """`hvdtrain.mnist` under real launchers: results, repeatability, files, refusals, a rank that dies."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from .launchers import LAUNCHERS, ROOT, events, launch, summary, train
+from .launchers import LAUNCHERS, PYTHON, events, launch, summary, train
 
-REAL_MNIST = os.environ.get("HVDTRAIN_TEST_MNIST", str(ROOT.parent / "shared" / "data" / "mnist"))
+REAL_MNIST = os.environ.get("HVDTRAIN_TEST_MNIST", "/nowhere")
 DIGITS_TRAIN, DIGITS_TEST = 1415, 382
 
 
@@ -91,7 +90,8 @@ def test_loss_curve_does_not_depend_on_the_ranks(tmp_path):
 
 
 def test_metrics_hold_what_the_interface_promises(tmp_path):
-    assert train("mpirun", 2, f"--epochs 2 --log-steps 5 --output-dir {tmp_path}").code == 0
+    done = train("mpirun", 2, f"--epochs 2 --log-steps 5 --output-dir {tmp_path}")
+    assert done.code == 0, done
     lines = events(tmp_path)
     assert [line["event"] for line in lines][0 :: len(lines) - 1] == ["start", "end"]
     assert all(line["time"] > 1.7e9 for line in lines)
@@ -110,9 +110,9 @@ def test_metrics_hold_what_the_interface_promises(tmp_path):
     for line in train_lines:
         for key in ("loss", "loss_rank0", "learning_rate", "samples_per_second"):
             assert line[key] > 0
-        assert 0 < line["compute_seconds"] < 1
-        assert 0 < line["communication_seconds"] < 1
-        assert 0 < line["loading_seconds"] < 1
+        phases = [line[f"{phase}_seconds"] for phase in ("compute", "communication", "loading")]  # of one sample
+        assert min(phases) > 0
+        assert 2 * DIGITS_TRAIN // 24 * sum(phases) < done.seconds
 
     evaluations = [line for line in lines if line["event"] == "evaluate"]
     assert [line["epoch"] for line in evaluations] == [1, 2]
@@ -129,7 +129,7 @@ def test_an_earlier_runs_metrics_are_kept(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.skipif(not Path(REAL_MNIST).is_dir(), reason=f"no MNIST in {REAL_MNIST}; name it by HVDTRAIN_TEST_MNIST")
+@pytest.mark.skipif(not Path(REAL_MNIST).is_dir(), reason="no MNIST named: HVDTRAIN_TEST_MNIST=DIR")
 def test_real_mnist_two_ranks_reach_ninety_nine_percent(tmp_path):
     done = train("horovodrun", 2, f"--dataset mnist --data-dir {REAL_MNIST} --output-dir {tmp_path}", timeout=280)
     assert done.code == 0, done
@@ -160,7 +160,7 @@ def test_refused_in_one_line_with_code_two(launcher, case, tmp_path):
         pytest.skip("this machine has a GPU")
     (tmp_path / "file").write_text("x")
     flags, complaint = (text.format(tmp=tmp_path) for text in REFUSALS[case])
-    done = train(launcher, 2, flags, timeout=60)
+    done = train(launcher, 2, flags, timeout=120)
     assert done.code == 2, done
     ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.mnist: error: ")]
     assert len(ours) == 1, done
@@ -191,8 +191,9 @@ def test_launcher_and_engine_must_agree(variables, remedy):
 
 def test_a_rank_that_raises_ends_the_job():
     body = "import hvdtrain.mnist as m; "
-    body += "from hvdtrain.engines import exit_codes, launchers; rank = launchers.announced().rank; real = m.training.Run.evaluating; "
+    body += "from hvdtrain.engines import exit_codes, launchers; "
+    body += "rank = launchers.announced().rank; real = m.training.Run.evaluating; "
     body += "m.training.Run.evaluating = lambda *a, **k: real(*a, **k) if rank != 1 else 1 / 0; exit_codes.run(m.main)"
-    done = launch(f"mpirun --oversubscribe -np 3 {sys.executable} -c '{body}' --dataset digits", timeout=30)
+    done = launch(f"mpirun --oversubscribe -np 3 {PYTHON} -c '{body}' --dataset digits", timeout=120)
     assert done.code not in (0, 2), done
     assert "ZeroDivisionError" in done.stderr, done

@@ -1,10 +1,10 @@
 """The tests of tests/parallel, the same files at every rank count and under every launcher."""
 
-import sys
+import shlex
 
 import pytest
 
-from .launchers import LAUNCHERS, ROOT, TORCHRUN, launch
+from .launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, launch
 
 RANKS = (1, 2, 3)
 CASES = [(launcher, "horovod", ranks) for launcher in LAUNCHERS for ranks in RANKS if (launcher, ranks) != ("gloo", 1)]
@@ -15,8 +15,8 @@ CASES += [pytest.param("gloo", "horovod", 1, marks=pytest.mark.slow)]
 @pytest.mark.parametrize(("launcher", "engine", "ranks"), CASES)
 def test_parallel_suite(launcher, engine, ranks):
     start = {**LAUNCHERS, "torchrun": TORCHRUN}[launcher].format(ranks=ranks)
-    python = "" if launcher == "torchrun" else sys.executable
-    suite = f"{python} -m pytest -x -q --color=no -p no:cacheprovider {ROOT}/tests/parallel"
-    done = launch(f"{start} {suite}", timeout=120, HVDTRAIN_TEST_ENGINE=engine)
+    python = "" if launcher == "torchrun" else PYTHON
+    suite = f"{python} -m pytest -x -q --color=no -p no:cacheprovider {shlex.quote(str(ROOT))}/tests/parallel"
+    done = launch(f"{start} {suite}", timeout=200, HVDTRAIN_TEST_ENGINE=engine)
     assert done.code == 0, done
     assert done.stdout.count(" passed") == ranks, done

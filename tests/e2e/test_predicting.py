@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from .cluster import Cluster, needs_hosts
-from .launchers import launch
+from .launchers import PYTHON, launch
 
 pytestmark = pytest.mark.slow
 TINY = "--batch-size 4 --repeats 2 --steps 2 --warmup-steps 1"
@@ -21,8 +21,8 @@ def one_host(tmp_path_factory):
     training = f"hvdtrain.scaling --engines horovod-gloo --ranks 2 --rounds 1 --output-dir {out}/training -- {TINY}"
     sweep = f"{SWEEP} --max-bytes 1048576 --output-dir {out}/sweep"
     for command in (
-        f"{sys.executable} -m {training}",
-        f"horovodrun --gloo -np 2 {sys.executable} -m {sweep}",
+        f"{PYTHON} -m {training}",
+        f"horovodrun --gloo -np 2 {PYTHON} -m {sweep}",
     ):
         done = launch(command, timeout=200)
         assert done.code == 0, done
@@ -30,7 +30,7 @@ def one_host(tmp_path_factory):
 
 
 def predict(directories: str, flags: str):
-    command = f"{sys.executable} -m hvdtrain.scaling --model-of {directories} --bandwidth-gbit {WIRE_MBIT / 1000}"
+    command = f"{PYTHON} -m hvdtrain.scaling --model-of {directories} --bandwidth-gbit {WIRE_MBIT / 1000}"
     return launch(f"{command} --latency-us 50 {flags}", timeout=100)
 
 

@@ -1,17 +1,16 @@
 """`hvdtrain.reduce` under real launchers."""
 
 import json
-import sys
 
 import pytest
 
-from .launchers import LAUNCHERS, TORCHRUN, launch
+from .launchers import LAUNCHERS, PYTHON, TORCHRUN, launch
 
-HOROVOD = f"{LAUNCHERS['mpirun']} {sys.executable} -m hvdtrain.reduce"
+HOROVOD = f"{LAUNCHERS['mpirun']} {PYTHON} -m hvdtrain.reduce"
 STARTS = {
     "horovod": HOROVOD,
     "ddp": f"{TORCHRUN} -m hvdtrain.reduce --engine ddp",
-    "serial": f"{sys.executable} -m hvdtrain.reduce --engine serial",
+    "serial": f"{PYTHON} -m hvdtrain.reduce --engine serial",
 }
 
 

@@ -1,14 +1,13 @@
 """The report of a real run that was killed and started again, opened in a real browser as a phone and a desk would."""
 
 import json
-import sys
 
 import pytest
 
 from tests.chaos.lineage import attacked
 
 from .browser import CHROMIUM, Browser
-from .launchers import events, launch, train
+from .launchers import PYTHON, events, launch, train
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def runs(tmp_path_factory):
 def made(runs, tmp_path_factory):
     """The directory of their report."""
     output_dir = tmp_path_factory.mktemp("report")
-    done = launch(f"{sys.executable} -m hvdtrain.report {runs[0]} {runs[1]} --output-dir {output_dir}")
+    done = launch(f"{PYTHON} -m hvdtrain.report {runs[0]} {runs[1]} --output-dir {output_dir}")
     assert done.code == 0, done
     assert done.stdout == f"{output_dir}/report.html: open it in a browser\n"
     return output_dir
@@ -73,7 +72,7 @@ def test_in_a_browser(made, tmp_path):
 
 
 def test_what_is_no_run_ends_in_one_line(tmp_path):
-    done = launch(f"{sys.executable} -m hvdtrain.report {tmp_path}/none --output-dir {tmp_path}/report")
+    done = launch(f"{PYTHON} -m hvdtrain.report {tmp_path}/none --output-dir {tmp_path}/report")
     assert done.code == 2, done
     assert done.stderr.startswith(f"hvdtrain.report: error: {tmp_path}/none is no directory: name"), done
     assert done.stderr.count("\n") == 1, done

@@ -1,14 +1,26 @@
 """`launch/*.sh --restarts N`: what is started again, with what, and when it gives up."""
 
+import shlex
 import signal
 import subprocess
 import sys
 import time
-import uuid
 
 import pytest
 
-from .launchers import MARK, ROOT, environment, events, kill, members, summary, train, wait_for_training
+from .launchers import (
+    MARK,
+    PYTHON,
+    ROOT,
+    environment,
+    events,
+    kill,
+    members,
+    new_job,
+    summary,
+    train,
+    wait_for_training,
+)
 from .test_wrappers import wrapper
 
 # One rank whose first ends are as told: it keeps count in a file, and leaves a checkpoint's name where it made progress.
@@ -29,7 +41,7 @@ sys.exit(int(code))
 
 def ends(tmp_path, *how: str, restarts: int = 3):
     program = [sys.executable, "-c", PROGRAM, "--output-dir", str(tmp_path / "out"), *how]
-    done = wrapper("mpirun", "-np", "1", "--restarts", str(restarts), "--", *program, timeout=60)
+    done = wrapper("mpirun", "-np", "1", "--restarts", str(restarts), "--", *program, timeout=120)
     return done, int((tmp_path / "out" / "count").read_text())
 
 
@@ -81,7 +93,7 @@ guard.Guard.begin_step = dies
 exit_codes.run(mnist.main)
 """
     program = [sys.executable, "-c", body, *flags.split(), "--output-dir", str(tmp_path / "killed")]
-    done = wrapper(name, "-np", "2", "--restarts", "2", "--", *program, timeout=100)
+    done = wrapper(name, "-np", "2", "--restarts", "2", "--", *program, timeout=200)
     assert done.code == 0, done
     assert "restart 1 of 2, from step-000000" in done.stderr
     assert len(events(tmp_path / "killed", "resume")) == 1
@@ -100,12 +112,12 @@ def test_a_host_that_is_gone_is_left_out_where_fewer_ranks_are_allowed(tmp_path)
         (tmp_path / "bin" / name).chmod(0o755)
     env = environment() | {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
     options = ["-H", "localhost:1,nowhere:1", "--interface", "lo", "--transport", "mpi", "--restarts", "3"]
-    refused = wrapper("mpirun", *options, "true", env=env, timeout=60)
+    refused = wrapper("mpirun", *options, "true", env=env, timeout=120)
     assert refused.code == 1
     assert "nowhere does not answer" in refused.stderr
     assert "only 1 ranks could start, and --min-np is 2: giving up" in refused.stderr
     (tmp_path / "second").unlink()
-    done = wrapper("mpirun", *options, "--min-np", "1", "true", env=env, timeout=60)
+    done = wrapper("mpirun", *options, "--min-np", "1", "true", env=env, timeout=120)
     assert done.code == 0, done
     assert "going on with 1 ranks on localhost:1" in done.stderr
     first, second = (tmp_path / "started").read_text().splitlines()[-2:]
@@ -114,8 +126,8 @@ def test_a_host_that_is_gone_is_left_out_where_fewer_ranks_are_allowed(tmp_path)
 
 
 def test_a_stop_signal_reaches_the_ranks_and_is_not_a_failure(tmp_path):
-    job = uuid.uuid4().hex
-    program = f"{sys.executable} -m hvdtrain.mnist --dataset digits --epochs 100000 --no-progress".split()
+    job = new_job()
+    program = shlex.split(f"{PYTHON} -m hvdtrain.mnist --dataset digits --epochs 100000 --no-progress")
     process = subprocess.Popen(
         [ROOT / "launch" / "mpirun.sh", "-np", "2", "--restarts", "3", "--", *program, "--output-dir", str(tmp_path)],
         env=environment(**{MARK: job}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -124,10 +136,10 @@ def test_a_stop_signal_reaches_the_ranks_and_is_not_a_failure(tmp_path):
     try:
         wait_for_training(tmp_path)
         process.send_signal(signal.SIGUSR1)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
         assert process.returncode == 75, output
         assert len(events(tmp_path, "stop")) == 1
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while members(job) and time.monotonic() < until:
             time.sleep(0.1)
         assert members(job) == []

@@ -50,7 +50,9 @@ def test_profile_has_both_ranks_the_timeline_and_the_steps_in_order(watched):
     length_us = (other["ended_ns"] - other["began_ns"]) / 1000
     timed = [e for e in trace if e["ph"] == "X"]
     assert min(e["ts"] for e in timed) >= 0
-    assert max(e["ts"] + e["dur"] for e in timed) <= length_us + 50_000
+    assert (
+        max(e["ts"] + e["dur"] for e in timed) <= length_us + done.seconds * 1e6 / 10
+    )  # another zero would be years away
 
     ends = {}
     for rank in (0, 1):

@@ -14,9 +14,9 @@ import pytest
 
 import hvdtrain
 
-from .launchers import ROOT, Done, launch, summary
+from .launchers import PYTHON, ROOT, Done, launch, summary
 
-PIP = f"{sys.executable} -m pip --disable-pip-version-check -q"
+PIP = f"{PYTHON} -m pip --disable-pip-version-check -q"
 BUILD = f"{PIP} wheel --no-deps --no-build-isolation --no-index"
 
 
@@ -126,7 +126,7 @@ def test_every_module_loads_from_the_wheel(installed, tmp_path):
         "[importlib.import_module(m.name) for m in pkgutil.walk_packages(hvdtrain.__path__, 'hvdtrain.')]; "
         "print(hvdtrain.__file__)"
     )
-    done = installed_launch(f'{sys.executable} -c "{code}"', tmp_path, installed)
+    done = installed_launch(f'{PYTHON} -c "{code}"', tmp_path, installed)
     assert done.code == 0, done
     assert done.stdout == f"{installed}/hvdtrain/__init__.py\n"
 
@@ -136,12 +136,12 @@ def test_training_from_the_wheel_in_an_empty_directory(installed, tmp_path):
     work = tmp_path / "empty"
     work.mkdir()
     flags = f"--dataset digits --epochs 1 --no-progress --threads 1 --output-dir {tmp_path / 'out'}"
-    done = installed_launch(f"{sys.executable} -m hvdtrain.mnist {flags}", work, installed)
+    done = installed_launch(f"{PYTHON} -m hvdtrain.mnist {flags}", work, installed)
     assert done.code == 0, done
     assert summary(tmp_path / "out")["test_count"] == 382
     assert list(work.iterdir()) == []
     done = installed_launch(
-        f"{sys.executable} -m hvdtrain.report {tmp_path / 'out'} --output-dir {tmp_path / 'report'}", work, installed
+        f"{PYTHON} -m hvdtrain.report {tmp_path / 'out'} --output-dir {tmp_path / 'report'}", work, installed
     )
     assert done.code == 0, done
     assert "<style>" in (tmp_path / "report" / "report.html").read_text()
@@ -151,7 +151,7 @@ def test_training_from_the_wheel_in_an_empty_directory(installed, tmp_path):
 def test_two_ranks_by_the_unpacked_script(installed, unpacked, tmp_path):
     flags = f"--dataset digits --epochs 1 --no-progress --threads 1 --output-dir {tmp_path / 'out'}"
     done = installed_launch(
-        f"'{unpacked}/launch/mpirun.sh' -np 2 {sys.executable} -m hvdtrain.mnist {flags}", tmp_path, installed
+        f"'{unpacked}/launch/mpirun.sh' -np 2 {PYTHON} -m hvdtrain.mnist {flags}", tmp_path, installed
     )
     assert done.code == 0, done
     assert summary(tmp_path / "out")["world_size"] == 2

@@ -6,12 +6,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
 
-from .launchers import BIN, MARK, ROOT, Done, environment, kill, summary
+from .launchers import BIN, MARK, ROOT, Done, environment, kill, new_job, summary
 
 HOSTILE = 'it\'s $(touch owned) "a" `id`\n;b'
 VERSIONS = {
@@ -24,7 +23,7 @@ BARE = {"PATH": "{bin}:/usr/bin:/bin", "HOME": "/home/me", "CANARY_TOKEN": "s3cr
 
 
 def wrapper(name: str, *arguments: str, launch_dir: Path = ROOT / "launch", timeout: float = 100, **options) -> Done:
-    job = uuid.uuid4().hex
+    job = new_job()
     env = {**options.pop("env", environment()), MARK: job}
     process = subprocess.Popen(
         [launch_dir / f"{name}.sh", *arguments], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -202,7 +201,7 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
             done = wrapper(name, *arguments)
         else:
             line = dry(name, *arguments, env=environment())
-            job = uuid.uuid4().hex
+            job = new_job()
             run = subprocess.run(
                 ["bash", "-c", line], env=environment(**{MARK: job}), capture_output=True, text=True, timeout=100,
                 stdin=subprocess.DEVNULL, start_new_session=True,

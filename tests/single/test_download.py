@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -188,16 +189,16 @@ def test_https_needs_a_certificate_that_is_trusted(tmp_path: Path, monkeypatch: 
     with fake.mirror(tls=context) as (url, _):
         assert url.startswith("https://")
         with pytest.raises(download.DownloadFailed, match=r"(?i)certificate"):
-            download.get(f"{url}{IMAGES}.gz", 1 << 20, time.monotonic() + 10)
+            download.get(f"{url}{IMAGES}.gz", 1 << 20, time.monotonic() + 60)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        packed = download.get(f"{url}{IMAGES}.gz", 1 << 20, time.monotonic() + 10)
+        packed = download.get(f"{url}{IMAGES}.gz", 1 << 20, time.monotonic() + 60)
     assert gzip.decompress(packed) == fake.MNIST[IMAGES]
 
 
 def test_a_proxy_from_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake.mirror(lambda request: fake.send(request, b"through the proxy")) as (url, asked):
         monkeypatch.setenv("http_proxy", url)
-        assert download.get("http://mirror.invalid/x", 100, time.monotonic() + 10) == b"through the proxy"
+        assert download.get("http://mirror.invalid/x", 100, time.monotonic() + 60) == b"through the proxy"
     assert asked == {"http://mirror.invalid/x": 1}
 
 
@@ -209,22 +210,22 @@ def test_a_silent_mirror_costs_its_seconds_and_no_more(
 ) -> None:
     monkeypatch.setattr(download, "ANSWER_SECONDS", 0.2)
     done = threading.Event()
-    with fake.mirror(lambda request: done.wait(5)) as (silent, _):
+    with fake.mirror(lambda request: done.wait(60)) as (silent, _):
         mirrors(silent, silent)
         began = time.monotonic()
         assert failed(tmp_path / "d").count("no answer in 0.2 seconds") == 2
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 30  # one such mirror alone would be silent for 60
         done.set()
 
 
 def test_a_silent_name_server_likewise(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "ANSWER_SECONDS", 0.2)
     done = threading.Event()
-    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **named: done.wait(5))  # knows no time limit
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **named: done.wait(60))  # knows no time limit
     mirrors("http://mirror.invalid/")
     began = time.monotonic()
     assert "mirror.invalid: no answer in 0.2 seconds" in failed(tmp_path / "d")
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 30
     done.set()
 
 
@@ -235,7 +236,7 @@ def test_a_dripping_mirror_is_left_when_the_time_is_up(
 
     def answer(request: BaseHTTPRequestHandler) -> None:
         fake.send(request, b"", length=10000)
-        for _ in range(200):
+        for _ in range(3000):  # a minute
             request.wfile.write(b"x")
             time.sleep(0.02)
 
@@ -243,7 +244,7 @@ def test_a_dripping_mirror_is_left_when_the_time_is_up(
         mirrors(url)
         began = time.monotonic()
         assert "not done after" in failed(tmp_path / "d")
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 30
 
 
 def test_a_stalled_transfer_is_left(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +253,7 @@ def test_a_stalled_transfer_is_left(tmp_path: Path, mirrors: Mirrors, monkeypatc
 
     def answer(request: BaseHTTPRequestHandler) -> None:
         fake.send(request, b"x", length=10000)
-        done.wait(5)
+        done.wait(60)
 
     with fake.mirror(answer) as (url, _):
         mirrors(url)
@@ -289,7 +290,7 @@ def test_a_failure_is_remembered_for_a_while(tmp_path: Path, mirrors: Mirrors, m
 
 def finish(ranks: list[multiprocessing.Process]) -> None:
     for rank in ranks:
-        rank.join(30)
+        rank.join(60)
         assert rank.exitcode == 0
 
 
@@ -313,13 +314,22 @@ def test_of_several_processes_one_waits_for_a_dead_network(mirrors: Mirrors, mon
     monkeypatch.setattr(download, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(download, "REMEMBER_SECONDS", 0.0)  # so that only having waited for it counts
     done = threading.Event()
+    together, locked, came = multiprocessing.get_context("fork").Barrier(6), cache.locked, []
+
+    def all_at_once(path: Path, seconds: float) -> AbstractContextManager[str]:
+        """However busy the machine is: nobody has the lock before all want it."""
+        if not came:
+            came.append(together.wait(60))
+        return locked(path, seconds)
+
+    monkeypatch.setattr(cache, "locked", all_at_once)
 
     def rank(number: int) -> None:
         located = idx.locate("auto")
         assert located.name == "digits"
         assert "no answer in" in located.reason
 
-    with fake.mirror(lambda request: done.wait(10)) as (url, asked):
+    with fake.mirror(lambda request: done.wait(60)) as (url, asked):
         mirrors(url)
         finish(fake.processes(6, rank))
         assert asked.total() == 1
@@ -335,7 +345,7 @@ def test_a_killed_download_frees_the_lock_and_leaves_nothing(tmp_path: Path, mir
         packed = gzip.compress(fake.MNIST[IMAGES])
         fake.send(request, packed[:1000], length=len(packed))
         reached.set()
-        release.wait(10)
+        release.wait(60)
 
     def rank(number: int) -> None:
         idx.locate("mnist", tmp_path / "d")
@@ -343,14 +353,14 @@ def test_a_killed_download_frees_the_lock_and_leaves_nothing(tmp_path: Path, mir
     with fake.mirror(answer) as (url, _):
         mirrors(url)
         first = fake.processes(1, rank)[0]
-        assert reached.wait(10)
+        assert reached.wait(60)
         others = fake.processes(2, rank)
         time.sleep(0.2)
         assert all(other.is_alive() for other in others)  # they wait
         assert first.pid
         os.kill(first.pid, signal.SIGKILL)
         finish(others)
-        first.join(10)
+        first.join(60)
         assert first.exitcode == -signal.SIGKILL
         release.set()
     assert good(tmp_path / "d/MNIST/raw")
@@ -358,16 +368,16 @@ def test_a_killed_download_frees_the_lock_and_leaves_nothing(tmp_path: Path, mir
 
 
 def test_killed_while_writing_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda number: time.sleep(30))  # written, and not yet renamed
+    monkeypatch.setattr(os, "fsync", lambda number: time.sleep(120))  # written, and not yet renamed
     target = tmp_path / "d" / IMAGES
     process = fake.processes(1, lambda number: cache.write(target, bytes(1000)))[0]
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not any(path.stat().st_size for path in target.parent.glob(".*.partial")):
         assert time.monotonic() < until
         time.sleep(0.005)
     assert process.pid
     os.kill(process.pid, signal.SIGKILL)
-    process.join(10)
+    process.join(60)
     assert not target.exists()
 
 

@@ -357,7 +357,7 @@ def test_of_several_processes_one_verifies(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(idx, "content_of", logged)
     ranks = fake.processes(6, lambda number: idx.locate("mnist", tmp_path / "d"))
     for rank in ranks:
-        rank.join(30)
+        rank.join(60)
         assert rank.exitcode == 0
     pids = log.read_text().split()
     assert len(pids) == 4
@@ -369,11 +369,10 @@ def test_of_several_processes_one_verifies(tmp_path: Path, monkeypatch: pytest.M
 
 
 def real_mnist() -> Path:
-    named = os.environ.get("HVDTRAIN_TEST_MNIST")
-    return Path(named) if named else Path(__file__).parents[3] / "shared/data/mnist"
+    return Path(os.environ.get("HVDTRAIN_TEST_MNIST", "/nowhere"))
 
 
-@pytest.mark.skipif(not real_mnist().is_dir(), reason="no MNIST here: name its directory in HVDTRAIN_TEST_MNIST")
+@pytest.mark.skipif(not real_mnist().is_dir(), reason="no MNIST named: HVDTRAIN_TEST_MNIST=DIR")
 def test_real_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real checksums
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")  # every file is verified here and now

@@ -65,12 +65,16 @@ def test_a_job_past_its_time_is_killed_with_all_that_it_started(tmp_path):
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
     )
     parent = "import subprocess, sys, time; subprocess.Popen([*sys.argv[1:]], start_new_session=True); time.sleep(99)"
-    began = time.monotonic()
-    ended = run_job([sys.executable, "-c", parent, sys.executable, "-c", child], 2, tmp_path / "log")
-    assert ended.code is None
-    assert time.monotonic() - began < 30
-    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"print('up'" in contents(path)]
-    assert (tmp_path / "log").read_text() == "up\n"
+    began, mark = time.monotonic(), str(tmp_path)
+    # As long as it takes to come up, on a machine that is busy with something else.
+    for seconds in (2, 8, 32):
+        ended = run_job([sys.executable, "-c", parent, sys.executable, "-c", child, mark], seconds, tmp_path / "log")
+        assert ended.code is None
+        assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark.encode() in contents(path)]
+        if (said := (tmp_path / "log").read_text()) != "":
+            break
+    assert said == "up\n"
+    assert time.monotonic() - began < 99
 
 
 def test_a_job_gives_its_exit_code_and_output(tmp_path):

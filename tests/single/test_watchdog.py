@@ -11,9 +11,11 @@ def test_a_thread_that_runs_is_seen_to_run():
     thread = threading.Thread(target=lambda: [None for _ in iter(done.is_set, True)])
     thread.start()
     try:
-        before = other_threads()[thread.native_id]
-        time.sleep(0.5)
-        after = other_threads()[thread.native_id]
+        before = after = other_threads()[thread.native_id]
+        until = time.monotonic() + 30  # on a busy core it takes a while to get a turn
+        while after.cpu_seconds == before.cpu_seconds and time.monotonic() < until:
+            time.sleep(0.05)
+            after = other_threads()[thread.native_id]
     finally:
         done.set()
         thread.join()

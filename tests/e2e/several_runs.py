@@ -1,0 +1,55 @@
+"""Run a script's main several times in one process, as every rank of `launchers.several` does.
+
+several_runs.py MODULE DIRECTORY     DIRECTORY/runs.json: name -> flags; NAME.RANK.out, .err and .code are what came of each
+"""
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from hvdtrain.engines.exit_codes import run
+from hvdtrain.engines.launchers import announced
+
+
+def once(main, rank: int, path: Path) -> int:
+    """Call `main` as its script does; standard output and error go into files meanwhile. Return its exit code."""
+    kept = {}
+    for handle, what in ((1, "out"), (2, "err")):
+        kept[handle] = os.dup(handle)
+        with Path(f"{path}.{rank}.{what}").open("wb") as file:
+            os.dup2(file.fileno(), handle)
+    try:
+        run(main)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for handle, before in kept.items():
+            os.dup2(before, handle)
+            os.close(before)
+    Path(f"{path}.{rank}.code").write_text(str(code))
+    return code
+
+
+if __name__ == "__main__":
+    module, directory = sys.argv[1], Path(sys.argv[2])
+    told = announced()
+    if told.launcher in ("none", "mpirun (Open MPI)"):
+        # MPI can be started once in a process. Where another than Horovod did so, Horovod leaves it running between runs.
+        os.environ |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_ess_singleton_isolated": "1"}
+        import mpi4py.MPI  # noqa: F401
+    script = importlib.import_module(module)
+    environment = dict(os.environ)
+    for name, flags in json.loads((directory / "runs.json").read_text()).items():
+        sys.argv = [f"{module.replace('.', '/')}.py", *flags]
+        if once(script.main, told.rank, directory / name) == 1:
+            sys.exit(1)  # a bug: the ranks may not agree any more on where they are
+        os.environ.clear()
+        os.environ.update(environment)
