@@ -9,7 +9,7 @@ PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 NP ?= 2
 EXAMPLES ?= 5000
 BAD := tests/single/test_bad_settings.py tests/single/test_bad_files.py
-.PHONY: setup run test test-all lint bench chaos soak flaky
+.PHONY: setup run test test-slow test-all lint bench chaos soak flaky
 
 # Open MPI refuses root unless told twice; containers and CI are root. Nobody else gets this.
 ifeq ($(shell id -u),0)
@@ -23,8 +23,13 @@ setup:
 run: setup
 	. .venv/bin/activate && horovodrun -np $(NP) python -m hvdtrain.mnist $(RUN)
 
+# Two files at a time; TEST="FILE -k NAME -s" is pytest's, and one at a time.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 test: setup
-	. .venv/bin/activate && python -m pytest $(TEST)
+	. .venv/bin/activate && python -m pytest $(or $(TEST),$(PARALLEL))
+
+test-slow: setup
+	. .venv/bin/activate && python -m pytest -m slow $(TEST)
 
 test-all: setup
 	. .venv/bin/activate && python -m pytest -m "" $(TEST)

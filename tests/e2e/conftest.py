@@ -7,8 +7,10 @@ told from those of a neighbour that runs at the same time.
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,8 +20,7 @@ import pytest
 
 from .launchers import GRACE_SECONDS, MARK, kill, members
 
-LIMIT, SLOW_LIMIT = 300, 600  # seconds; a launch has less, and says more when it is over (`launch`)
-SHARED_MEMORY = Path("/dev/shm")
+LIMIT, SLOW_LIMIT = 400, 900  # seconds; a launch has less, and says more when it is over (`launch`)
 TORCHS_OWN = ("torchinductor_", "torchelastic_")  # its cache; the empty log folders that torchrun never removes
 
 
@@ -29,34 +30,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT if item.get_closest_marker("slow") else LIMIT))
 
 
-def shared_memory() -> set[str]:
-    """Return what lies in /dev/shm and is this user's."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for path in SHARED_MEMORY.iterdir():
-            with contextlib.suppress(OSError):  # gone meanwhile
-                if path.stat().st_uid == os.geteuid():
-                    found.add(str(path))
-    return found
+class Watch(threading.Thread):
+    """Looks once a second at what of /dev/shm the processes of a job use: its own, and no neighbour's."""
 
+    def __init__(self, job: str):
+        super().__init__(daemon=True)
+        self.job = job
+        self.used: set[Path] = set()
+        self.over = threading.Event()
 
-def mapped(paths: set[str]) -> set[str]:
-    """Return those of `paths` that a living process uses: a neighbour's."""
-    used = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            text = maps.read_text(errors="replace")
-            used |= {path for path in paths if path in text}
-    return used
+    def run(self) -> None:
+        while not self.over.wait(1.0):
+            for pid in members(self.job):
+                with contextlib.suppress(OSError):  # it ended meanwhile
+                    maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+                    self.used |= {Path(name) for name in re.findall(r"(/dev/shm/.+)$", maps, re.M)}
 
-
-def left(job: str, before: set[str], folder: Path) -> dict[str, list]:
-    new = shared_memory() - before
-    return {
-        "processes": members(job),
-        "shared memory": sorted(new - mapped(new)) if new else [],
-        "temporary files": sorted(path.name for path in folder.iterdir() if not path.name.startswith(TORCHS_OWN)),
-    }
+    def left(self, folder: Path) -> dict[str, list]:
+        return {
+            "processes": members(self.job),
+            "shared memory": sorted(path.name for path in self.used if path.exists()),
+            "temporary files": sorted(path.name for path in folder.iterdir() if not path.name.startswith(TORCHS_OWN)),
+        }
 
 
 @contextlib.contextmanager
@@ -65,15 +60,17 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = Path(
         tempfile.mkdtemp(prefix="hvd")
     )  # short: Open MPI has sockets below it, whose names have 107 characters
-    before = shared_memory()
+    watch = Watch(job)
+    watch.start()
     monkeypatch.setenv(MARK, job)
     monkeypatch.setenv("TMPDIR", str(folder))
     try:
         yield
         until = time.monotonic() + GRACE_SECONDS
-        while any((found := left(job, before, folder)).values()) and time.monotonic() < until:
+        while any((found := watch.left(folder)).values()) and time.monotonic() < until:
             time.sleep(0.1)
     finally:
+        watch.over.set()
         kill(job)
         shutil.rmtree(folder, ignore_errors=True)
     assert not any(found.values()), f"left behind: {found}"

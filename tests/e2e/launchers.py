@@ -104,7 +104,7 @@ def train(launcher: str, ranks: int, flags: str = "", **options) -> Done:
 def several(
     launcher: str, ranks: int, directory: Path, runs: Mapping[str, str], script: str = "hvdtrain.mnist", **options
 ) -> dict[str, Done]:
-    """Run a script with each of `runs` (name -> flags), one after the other in one job: torch is imported once.
+    """Run a script with each of `runs` (name -> [NAME=VALUE] flags), one after the other in one job: torch is imported once.
 
     Return what became of each: the exit code, the same on every rank; what the ranks said, one after the other.
     """
@@ -112,7 +112,7 @@ def several(
     (directory / "runs.json").write_text(json.dumps({name: shlex.split(flags) for name, flags in runs.items()}))
     start = LAUNCHERS[launcher].format(ranks=ranks) if launcher != "alone" else ""
     words = [sys.executable, str(ROOT / "tests" / "e2e" / "several_runs.py"), script, str(directory)]
-    done = launch(f"{start} {shlex.join(words)}", **{"timeout": 200, **options})
+    done = launch(f"{start} {shlex.join(words)}", **{"timeout": 300, **options})
     assert done.code == 0, done
     assert done.left_behind == 0, done
     found = {}

@@ -1,17 +1,23 @@
 """Run a script's main several times in one process, as every rank of `launchers.several` does.
 
-several_runs.py MODULE DIRECTORY     DIRECTORY/runs.json: name -> flags; NAME.RANK.out, .err and .code are what came of each
+several_runs.py MODULE DIRECTORY
+
+DIRECTORY/runs.json: name -> words, variables first. What came of each lies beside it: NAME.RANK.out, .err and .code.
 """
 
 import importlib
+import itertools
 import json
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
 
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced
+
+VARIABLE = re.compile(r"[A-Z_]+=")
 
 
 def once(main, rank: int, path: Path) -> int:
@@ -47,7 +53,9 @@ if __name__ == "__main__":
         import mpi4py.MPI  # noqa: F401
     script = importlib.import_module(module)
     environment = dict(os.environ)
-    for name, flags in json.loads((directory / "runs.json").read_text()).items():
+    for name, words in json.loads((directory / "runs.json").read_text()).items():
+        flags = list(itertools.dropwhile(VARIABLE.match, words))
+        os.environ |= dict(word.split("=", 1) for word in words[: len(words) - len(flags)])
         sys.argv = [f"{module.replace('.', '/')}.py", *flags]
         if once(script.main, told.rank, directory / name) == 1:
             sys.exit(1)  # a bug: the ranks may not agree any more on where they are

@@ -1,8 +1,11 @@
 """`make bench`, its cheapest row: measured once, written down, and what was not measured said so."""
 
+import pytest
+
 from .launchers import PYTHON, ROOT, launch
 
 
+@pytest.mark.slow
 def test_a_row_is_measured_and_written_down_and_more_repeats_are_added(tmp_path):
     where = f"--results {tmp_path}/results --docs {tmp_path}"
     for _ in range(2):

@@ -2,23 +2,36 @@
 
 import json
 import statistics
+from pathlib import Path
 
 import pytest
 
-from .launchers import LAUNCHERS, PYTHON, TORCHRUN, launch
+from .launchers import TORCHRUN, Done, launch, several
 
 SMALL = "--model convnet --batch-size 8 --warmup-steps 1 --repeats 3 --steps 3"
-HOROVOD = f"{LAUNCHERS['mpirun'].format(ranks=2)} {PYTHON} -m hvdtrain.benchmark {SMALL}"
-DDP = f"{TORCHRUN.format(ranks=2)} -m hvdtrain.benchmark --engine ddp {SMALL}"
+DDP = f"{TORCHRUN.format(ranks=2)} -m hvdtrain.benchmark --engine ddp --no-communication {SMALL}"
+
+
+@pytest.fixture(scope="module")
+def horovod(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
+    root = tmp_path_factory.mktemp("horovod")
+    runs = {"small": f"{SMALL} --output-dir {root}", "resnet5": f"{SMALL} --model resnet5"}
+    return root, several("mpirun", 2, root, runs, "hvdtrain.benchmark")
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
+    root = tmp_path_factory.mktemp("ddp")
+    return root, {"small": launch(f"{DDP} --output-dir {root}")}
 
 
 @pytest.mark.parametrize(
-    ("command", "engine", "communicates"), [(HOROVOD, "horovod", True), (f"{DDP} --no-communication", "ddp", False)]
+    ("engine", "communicates"), [("horovod", True), pytest.param("ddp", False, marks=pytest.mark.slow)]
 )
-def test_two_ranks(command, engine, communicates, tmp_path):
-    done = launch(f"{command} --output-dir {tmp_path}", timeout=120)
+def test_two_ranks(engine, communicates, request):
+    root, done = request.getfixturevalue(engine)[0], request.getfixturevalue(engine)[1]["small"]
     assert done.code == 0, done
-    result = json.loads((tmp_path / "benchmark.json").read_text())
+    result = json.loads((root / "benchmark.json").read_text())
     assert (result["engine"], result["world_size"], result["communicates"]) == (engine, 2, communicates)
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
     # Of all ranks, over the slowest one's time: never more than what the ranks made each for itself, over all repeats.
@@ -30,8 +43,8 @@ def test_two_ranks(command, engine, communicates, tmp_path):
     assert done.stdout.count("samples/s") == 3, done  # one block, from rank 0, with a line for each rank
 
 
-def test_what_one_rank_cannot_do_ends_them_all(tmp_path):
-    done = launch(f"{HOROVOD} --model resnet5", timeout=120)
+def test_what_one_rank_cannot_do_ends_them_all(horovod):
+    done = horovod[1]["resnet5"]
     assert done.code == 2, done
     assert done.stderr.count("torchvision has no such classifier") == 1, done
     assert "Traceback" not in done.stderr

@@ -29,13 +29,18 @@ from .launchers import (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attack", "blame"),
     [
         (dict(rank=1, point="backward", kind="stop"), "rank 1 on {host} does not answer"),
-        (dict(rank=1, point="load", kind="spin"), "rank 1 on {host} keeps the others waiting, at "),
-        (dict(rank=0, point="load", kind="stop"), "rank 0 on {host} does not answer"),
+        pytest.param(
+            dict(rank=1, point="load", kind="spin"),
+            "rank 1 on {host} keeps the others waiting, at ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            dict(rank=0, point="load", kind="stop"), "rank 0 on {host} does not answer", marks=pytest.mark.slow
+        ),
     ],
     ids=["stopped", "spinning", "rank 0 stopped"],
 )
@@ -159,9 +164,10 @@ def start(launcher: str, directory: Path, job: str, flags: str = "") -> subproce
 @pytest.mark.parametrize(
     ("launcher", "number", "whom", "code"),
     [
-        ("mpirun", signal.SIGUSR1, "the launcher", 75),  # mpirun passes it on to every rank
+        # mpirun passes it on to every rank
+        pytest.param("mpirun", signal.SIGUSR1, "the launcher", 75, marks=pytest.mark.slow),
         ("horovodrun", signal.SIGUSR1, "the launcher", 75),  # by a patch of ours: it reaches the mpirun below
-        ("mpirun", signal.SIGTERM, "rank 1", 75),
+        pytest.param("mpirun", signal.SIGTERM, "rank 1", 75, marks=pytest.mark.slow),
         ("mpirun", signal.SIGINT, "both ranks", 75),
         ("gloo", signal.SIGTERM, "rank 1", 75),
     ],

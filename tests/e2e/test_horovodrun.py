@@ -18,10 +18,16 @@ def ended_by(done) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("horovodrun: ")]
 
 
+SLOW_MPIRUN = [pytest.param("mpirun", marks=pytest.mark.slow), "horovodrun", "gloo"]  # horovodrun starts mpirun
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
     ("flags", "complaint"),
-    [("--epoch 3", "unrecognized arguments: --epoch 3"), ("--train-samples 1", "1 samples but 2 ranks")],
+    [
+        pytest.param("--epoch 3", "unrecognized arguments: --epoch 3", marks=pytest.mark.slow),
+        ("--train-samples 1", "1 samples but 2 ranks"),
+    ],
 )
 def test_bad_input_ends_with_two(launcher, flags, complaint):
     done = train(launcher, 2, flags, timeout=120)
@@ -36,7 +42,7 @@ def test_bad_input_ends_with_two(launcher, flags, complaint):
     assert done.left_behind == 0
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", SLOW_MPIRUN)
 def test_a_missed_target_ends_with_three(launcher, tmp_path):
     done = train(launcher, 2, f"--target-accuracy 0.9999 --epochs 1 --output-dir {tmp_path}")
     assert done.code == 3, done
@@ -49,7 +55,7 @@ def test_a_missed_target_ends_with_three(launcher, tmp_path):
     assert done.left_behind == 0
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", SLOW_MPIRUN)
 def test_a_killed_rank_is_the_one_that_counts(launcher, tmp_path):
     """It ends with that rank's code (128 + 9), although the others fail because of it, long before our own time-out."""
     job = new_job()

@@ -21,12 +21,14 @@ from .launchers import (
     PYTHON,
     ROOT,
     TORCHRUN,
+    Done,
     environment,
     events,
     kill,
     launch,
     members,
     new_job,
+    several,
     summary,
     wait_for_training,
 )
@@ -35,7 +37,6 @@ SLOW = pytest.mark.slow
 SCRIPT = "hvdtrain.imagenet --no-progress --model shufflenet_v2_x0_5 --image-size 32 --batch-size 8"
 SCRIPT += " --optimizer adam --lr 0.01 --lr-scaling none --warmup-epochs 0"
 MPIRUN = f"{LAUNCHERS['mpirun']} {PYTHON} -m {SCRIPT}"
-STARTS = {"horovod": MPIRUN, "ddp": f"{TORCHRUN} -m {SCRIPT} --engine ddp"}
 ALONE = f"{PYTHON} -m {SCRIPT} --engine serial"
 
 
@@ -49,10 +50,49 @@ def data(tmp_path_factory) -> dict[str, Path]:
     return {kind: root / kind for kind in ("folder", "shards")}
 
 
-def accuracy(engine: str, kind: str, data: dict[str, Path], directory: Path) -> float:
-    start = STARTS[engine].format(ranks=2)
-    done = launch(f"{start} --dataset {kind} --data-dir {data[kind]} --epochs 4 --output-dir {directory}")
-    assert done.code == 0, done
+def learn(kind: str, data: dict[str, Path], directory: Path) -> str:
+    return f"--dataset {kind} --data-dir {data[kind]} --epochs 4 --output-dir {directory}"
+
+
+def damage(kind: str, data: dict[str, Path], directory: Path) -> list[Path]:
+    """Make a copy of which some files are cut short; return them."""
+    root = Path(shutil.copytree(data[kind], directory))
+    if kind == "folder":
+        broken = [*sorted((root / "train" / "red").iterdir())[:3], sorted((root / "val" / "cyan").iterdir())[0]]
+    else:
+        broken = [root / "train" / "000002.tar", root / "val" / "000001.tar"]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
+    return broken
+
+
+BROKEN = [("folder", 40, 0), ("shards", 2, 2), ("folder", 2, 2), ("shards", 40, 0)]  # data, --max-corrupt, exit code
+SYNTHETIC = {
+    "accumulate": "--accumulate 2 --compression fp16 --amp bf16 --memory-format contiguous",
+    "recipe": "--recipe goyal --optimizer sgd --reduction sum --label-smoothing 0.1",
+}
+
+
+@pytest.fixture(scope="module")
+def two(data, tmp_path_factory) -> tuple[Path, dict[str, Done], dict[str, list[Path]]]:
+    """Two ranks under mpirun, one run after the other: where, what became of them, and which files are broken."""
+    root = tmp_path_factory.mktemp("two")
+    runs = {kind: learn(kind, data, root / kind) for kind in ("folder", "shards")}
+    broken = {kind: damage(kind, data, root / f"broken-{kind}") for kind in ("folder", "shards")}
+    for kind, limit, _ in BROKEN:
+        flags = f"--dataset {kind} --data-dir {root}/broken-{kind} --epochs 2 --max-corrupt {limit} --log-steps 1"
+        runs[f"{kind} {limit}"] = f"{flags} --output-dir {root / kind}-{limit}"
+    for name, flags in SYNTHETIC.items():
+        flags += " --dataset synthetic --classes 4 --train-samples 44 --epochs 2 --log-steps 1"
+        runs[name] = f"{flags} --output-dir {root / name}"
+    (root / "empty").mkdir()
+    runs["refused"] = f"--data-dir {root}/empty"
+    common = SCRIPT.partition(" ")[2]
+    done = several("mpirun", 2, root, {name: f"{common} {flags}" for name, flags in runs.items()}, "hvdtrain.imagenet")
+    return root, done, broken
+
+
+def accuracy(engine: str, kind: str, directory: Path) -> float:
     result = summary(directory)
     assert (result["engine"], result["world_size"], result["dataset"]) == (engine, 2, kind)
     assert (result["steps"], result["samples"]) == (4 * 15, 4 * image_set.TRAIN)
@@ -62,11 +102,16 @@ def accuracy(engine: str, kind: str, data: dict[str, Path], directory: Path) -> 
 
 
 @pytest.mark.parametrize("engine", ["horovod", pytest.param("ddp", marks=SLOW)])
-def test_two_ranks_learn_the_same_from_a_folder_and_from_shards(engine, data, tmp_path):
-    from_folder = accuracy(engine, "folder", data, tmp_path / "folder")
-    from_shards = accuracy(engine, "shards", data, tmp_path / "shards")
-    assert min(from_folder, from_shards) > 0.45  # chance is 0.17
-    assert abs(from_folder - from_shards) < 0.25  # of 101 images one seed's spread is about 0.07
+def test_two_ranks_learn_the_same_from_a_folder_and_from_shards(engine, data, tmp_path, request):
+    root, done = request.getfixturevalue("two")[:2] if engine == "horovod" else (tmp_path, {})
+    found = []
+    for kind in ("folder", "shards"):
+        if engine == "ddp":
+            done[kind] = launch(f"{TORCHRUN.format(ranks=2)} -m {SCRIPT} --engine ddp {learn(kind, data, root / kind)}")
+        assert done[kind].code == 0, done[kind]
+        found.append(accuracy(engine, kind, root / kind))
+    assert min(found) > 0.45  # chance is 0.17
+    assert abs(found[0] - found[1]) < 0.25  # of 101 images one seed's spread is about 0.07
 
 
 @pytest.mark.parametrize(
@@ -84,26 +129,9 @@ def test_each_test_image_counts_once(kind, ranks, data, tmp_path):
     assert (result["test_count"], result["samples"], result["corrupt"]) == (image_set.TEST, 50, 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "limit", "code"),
-    [
-        ("folder", 40, 0),
-        ("shards", 2, 2),
-        *(pytest.param(*c, marks=SLOW) for c in (("folder", 2, 2), ("shards", 40, 0))),
-    ],
-)
-def test_broken_data_is_named_and_counted_up_to_the_limit(kind, limit, code, data, tmp_path):
-    root = Path(shutil.copytree(data[kind], tmp_path / "data"))
-    if kind == "folder":
-        corrupt = [*sorted((root / "train" / "red").iterdir())[:3], sorted((root / "val" / "cyan").iterdir())[0]]
-        lost = len(corrupt)
-    else:
-        corrupt = [root / "train" / "000002.tar", root / "val" / "000001.tar"]
-        lost = None
-    for path in corrupt:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
-    flags = f"--dataset {kind} --data-dir {root} --epochs 2 --max-corrupt {limit} --log-steps 1"
-    done = launch(f"{MPIRUN.format(ranks=2)} {flags} --output-dir {tmp_path / 'out'}")
+@pytest.mark.parametrize(("kind", "limit", "code"), BROKEN)
+def test_broken_data_is_named_and_counted_up_to_the_limit(kind, limit, code, two):
+    root, done, broken = two[0], two[1][f"{kind} {limit}"], two[2][kind]
     assert done.code == code, done
     if code == 2:
         ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.imagenet: error: ")]
@@ -112,13 +140,14 @@ def test_broken_data_is_named_and_counted_up_to_the_limit(kind, limit, code, dat
         assert "--max-corrupt allows 2: mend the data, or raise it" in ours[0]
         assert "Traceback" not in done.stderr, done
         return
-    result = summary(tmp_path / "out")
-    told = {line["file"]: line["samples"] for line in events(tmp_path / "out", "corrupt")}
-    assert {str(path) for path in corrupt} <= set(told)
-    assert all(f"skipped: {path}: " in done.stdout for path in corrupt)
-    assert result["corrupt"] == sum(told.values()) == (lost or result["corrupt"])
+    out = root / f"{kind}-{limit}"
+    result = summary(out)
+    told = {line["file"]: line["samples"] for line in events(out, "corrupt")}
+    assert {str(path) for path in broken} <= set(told)
+    assert all(f"skipped: {path}: " in done.stdout for path in broken)
+    assert result["corrupt"] == sum(told.values()) == (len(broken) if kind == "folder" else result["corrupt"])
     assert (result["samples"], result["steps"]) == (2 * image_set.TRAIN, 2 * 15)
-    in_test = sum(samples for file, samples in told.items() if f"{root}/val/" in file)
+    in_test = sum(samples for file, samples in told.items() if f"{root}/broken-{kind}/val/" in file)
     assert result["test_count"] + in_test == image_set.TEST
 
 
@@ -131,20 +160,13 @@ def test_shards_from_commands(data, tmp_path):
     assert summary(tmp_path)["test_count"] == image_set.TEST
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--accumulate 2 --compression fp16 --amp bf16 --memory-format contiguous",
-        "--recipe goyal --optimizer sgd --reduction sum --label-smoothing 0.1",
-    ],
-)
-def test_synthetic_images_with_the_mathematics(flags, tmp_path):
-    flags += " --dataset synthetic --classes 4 --train-samples 44 --epochs 2 --log-steps 1"
-    done = launch(f"{MPIRUN.format(ranks=2)} {flags} --output-dir {tmp_path}")
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_synthetic_images_with_the_mathematics(name, two):
+    root, done = two[0], two[1][name]
     assert done.code == 0, done
-    result = summary(tmp_path)
+    result = summary(root / name)
     assert (result["samples"], result["test_count"]) == (88, 5)
-    assert all(line["compute_seconds"] > 0 for line in events(tmp_path, "train"))
+    assert all(line["compute_seconds"] > 0 for line in events(root / name, "train"))
 
 
 @pytest.mark.slow
@@ -157,13 +179,12 @@ def test_compiled_and_not_reached(tmp_path):
     assert (done.code == 3) == ("target accuracy 100.00% not reached" in done.stdout), done
 
 
-def test_refused_once_on_two_ranks(tmp_path):
-    done = launch(f"{MPIRUN.format(ranks=2)} --data-dir {tmp_path}", timeout=120)
+def test_refused_once_on_two_ranks(two):
+    root, done = two[0], two[1]["refused"]
     assert done.code == 2, done
     ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.imagenet: error: ")]
-    assert ours == [
-        f"hvdtrain.imagenet: error: --data-dir: {tmp_path}/train does not exist: name the directory that has train/ and val/"
-    ]
+    why = f"--data-dir: {root}/empty/train does not exist: name the directory that has train/ and val/"
+    assert ours == [f"hvdtrain.imagenet: error: {why}"]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from .launchers import LAUNCHERS, PYTHON, TORCHRUN, launch
+from .launchers import LAUNCHERS, PYTHON, TORCHRUN, Done, launch, several
 
 HOROVOD = f"{LAUNCHERS['mpirun']} {PYTHON} -m hvdtrain.reduce"
 STARTS = {
@@ -14,35 +14,42 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("start", "ranks", "flags", "results"),
-    [
-        ("horovod", 4, "", "10"),
-        ("ddp", 4, "", "10"),
-        ("horovod", 2, "--reduction adasum --dtype float16", "1.5"),
-    ],
-)
-def test_before_and_after_in_the_order_of_ranks(start, ranks, flags, results):
-    done = launch(f"{STARTS[start].format(ranks=ranks)} {flags}", timeout=120)
+REFUSED = {
+    "bfloat16": ("--dtype bfloat16", "use float32, float64, float16, int32, int64\n"),
+    "uint8": ("--dtype uint8 --sweep", "use float32, float64, float16, int32, int64\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> dict[str, Done]:
+    """Two ranks under mpirun, one run after the other."""
+    runs = {"adasum": "--reduction adasum --dtype float16", **{name: flags for name, (flags, _) in REFUSED.items()}}
+    return several("mpirun", 2, tmp_path_factory.mktemp("two"), runs, "hvdtrain.reduce")
+
+
+def in_order(done: Done, ranks: int, results: str) -> None:
     assert done.code == 0, done
     lines = [line for line in done.stdout.splitlines() if line]
     before = [f"before {rank} data {rank + 1}" for rank in range(ranks)]
     assert lines == before + [f"after {rank} data {results}" for rank in range(ranks)], done
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ("--dtype bfloat16", "use float32, float64, float16, int32, int64\n"),
-        ("--dtype uint8 --sweep", "use float32, float64, float16, int32, int64\n"),
-    ],
-)
-def test_a_dtype_that_horovod_refuses_is_one_line_that_names_the_others(flags, why):
-    done = launch(f"{HOROVOD.format(ranks=2)} {flags}", timeout=120)
+@pytest.mark.parametrize("start", ["horovod", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_before_and_after_in_the_order_of_ranks(start):
+    in_order(launch(STARTS[start].format(ranks=4)), 4, "10")
+
+
+def test_adasum_of_halves(two):
+    in_order(two["adasum"], 2, "1.5")
+
+
+@pytest.mark.parametrize("dtype", REFUSED)
+def test_a_dtype_that_horovod_refuses_is_one_line_that_names_the_others(dtype, two):
+    done = two[dtype]
     assert done.code == 2, done
     said = [line for line in done.stderr.splitlines(keepends=True) if "hvdtrain" in line]
     assert len(said) == 1, done
-    assert said[0].endswith(why)
+    assert said[0].endswith(REFUSED[dtype][1])
     assert "Traceback" not in done.stderr
 
 

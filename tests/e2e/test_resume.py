@@ -26,7 +26,8 @@ def whole(tmp_path_factory):
     "attack",
     [
         dict(rank=1, point="backward", count=5, kind="kill"),
-        dict(rank=0, point="half", count=4, kind="kill"),  # with half a checkpoint written
+        # with half a checkpoint written
+        pytest.param(dict(rank=0, point="half", count=4, kind="kill"), marks=pytest.mark.slow),
     ],
     ids=lambda attack: attack["point"],
 )
@@ -67,6 +68,7 @@ def test_on_other_ranks_the_global_batch_and_every_sample_stay(tmp_path):
             torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_training_goes_on(whole, tmp_path):
     done = attacked(tmp_path, attack=dict(rank=0, point="fsync", count=3, kind="full"))
     assert done.code == 0, done

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from .launchers import events, launch, summary, train
+from .launchers import events, launch, several, summary, train
 
 
 def profile(directory: Path) -> tuple[list[dict], dict]:
@@ -25,8 +25,8 @@ def rows(trace: list[dict]) -> dict[str, int]:
     return {e["args"]["name"].split(" on ")[0]: e["pid"] for e in trace if e["name"] == "process_name"}
 
 
-def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    accumulator = EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0})
+def scalars(directory: Path, name: str = "tensorboard") -> dict[str, list[tuple[int, float]]]:
+    accumulator = EventAccumulator(str(directory / name), size_guidance={"scalars": 0})
     accumulator.Reload()
     return {tag: [(s.step, s.value) for s in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
@@ -155,21 +155,25 @@ def test_times_of_every_rank_are_written_once_an_epoch(watched):
 
 
 def test_tensorboard_goes_on_where_the_run_does(tmp_path):
-    flags = f"--threads 1 --train-samples 640 --log-steps 1 --tensorboard --output-dir {tmp_path}"
-    assert train("alone", 1, f"--epochs 2 {flags}").code == 0
-    checkpoints = sorted((tmp_path / "checkpoints").glob("*.safetensors"))
+    out = tmp_path / "out"
+    flags = (
+        f"--dataset digits --no-progress --threads 1 --train-samples 640 --log-steps 1 --tensorboard --output-dir {out}"
+    )
+    assert several("alone", 1, tmp_path / "first", {"run": f"--epochs 2 {flags}"})["run"].code == 0
+    checkpoints = sorted((out / "checkpoints").glob("*.safetensors"))
     checkpoints[-1].unlink()  # as if the second epoch had been lost: it is trained again
-    assert train("alone", 1, f"--epochs 2 {flags}").code == 0
-    steps = [step for step, _ in scalars(tmp_path)["train/loss"]]
-    assert len(list((tmp_path / "tensorboard").glob("events*"))) == 2
-    assert len(steps) == summary(tmp_path)["steps"]
+    runs = {"on": f"--epochs 2 {flags}", "anew": f"--epochs 1 --resume never {flags}"}
+    done = several("alone", 1, tmp_path / "second", runs)
+    assert done["on"].code == done["anew"].code == 0, done
+    steps = [step for step, _ in scalars(out, "tensorboard.1")["train/loss"]]
+    assert len(list((out / "tensorboard.1").glob("events*"))) == 2
+    last = json.loads((out / "metrics.1.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["steps"]) == ("end", len(steps))
     assert steps == sorted(set(steps))
-    assert train("alone", 1, f"--resume never {flags}").code == 0
-    assert (tmp_path / "tensorboard.1").is_dir()
-    assert len(scalars(tmp_path)["train/loss"]) == summary(tmp_path)["steps"]
+    assert len(scalars(out)["train/loss"]) == summary(out)["steps"]
 
 
-@pytest.mark.parametrize("engine", ["serial", "ddp"])
+@pytest.mark.parametrize("engine", ["serial", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_profile_without_horovod(engine, tmp_path):
     start = {"serial": "python", "ddp": "torchrun --standalone --nproc-per-node 2"}[engine]
     flags = (
@@ -197,10 +201,11 @@ def test_a_run_that_is_too_short_says_so(tmp_path):
     assert not (tmp_path / "none" / "profile.json.gz").exists()
 
 
-def test_missing_tensorboard_is_one_line(tmp_path):
+@pytest.mark.parametrize("launcher", ["alone", pytest.param("mpirun", marks=pytest.mark.slow)])
+def test_missing_tensorboard_is_one_line(launcher, tmp_path):
     (tmp_path / "tensorboard.py").write_text("raise ImportError('none here')\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    done = train("mpirun", 2, f"--tensorboard --output-dir {tmp_path / 'out'}", PYTHONPATH=path)
+    done = train(launcher, 2, f"--tensorboard --output-dir {tmp_path / 'out'}", PYTHONPATH=path)
     assert done.code == 2, done
     assert "--tensorboard needs a package: pip install tensorboard (none here)" in done.stderr
     assert "Traceback" not in done.stderr

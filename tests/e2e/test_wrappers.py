@@ -188,7 +188,13 @@ def test_hostile_names_arrive_as_they_are(case, tmp_path):
     assert sorted(path.name for path in here.iterdir()) == ["launch", "out0", "out1", "show.py"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ("mpirun over Gloo", "horovodrun") else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_what_is_printed_is_what_runs(case, tmp_path):
     """The printed line, pasted into bash, trains; and so does the wrapper, to the same bits."""
     name, *options = CASES[case]

@@ -2,11 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
+from hvdtrain import mnist
+from hvdtrain.engines.exit_codes import run
 from hvdtrain.training.records import files
 
 
@@ -24,7 +25,7 @@ def test_whole_or_absent(tmp_path):
     assert path.read_bytes() == b"after"
 
 
-@pytest.mark.parametrize("name", ["a.json", f".a.json.{os.getpid()}"])
+@pytest.mark.parametrize("name", ["a.json", f".a.json.{os.getpid()}"], ids=["the file", "before it has its name"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_link_is_replaced_and_not_followed(name, exists, tmp_path):
     (tmp_path / "out").mkdir()
@@ -52,27 +53,30 @@ def test_created_with_the_users_umask(tmp_path):
     assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {"0o640"}
 
 
-def train(directory):
-    command = [sys.executable, "-m", "hvdtrain.mnist", "--engine", "serial", "--dataset", "digits", "--epochs", "1"]
-    command += ["--train-samples", "64", "--no-progress", "--output-dir", str(directory)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+def train(directory) -> int:
+    """Train as the script does; return its exit code."""
+    flags = "--engine serial --dataset digits --epochs 1 --train-samples 64 --no-progress --output-dir"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", ["mnist", *flags.split(), str(directory)])
+        run(mnist.main)
+    return ended.value.code
 
 
-def test_training_writes_nothing_through_a_link(tmp_path):
+def test_training_writes_nothing_through_a_link(tmp_path, capfd):
     """Also into an earlier run's directory, which it would go on with."""
     out = tmp_path / "out"
-    assert train(out).returncode == 0
+    assert train(out) == 0
     victim = tmp_path / "victim"
     for name in ("metrics.jsonl", "summary.json"):
         (out / name).unlink()
         (out / name).symlink_to(victim)
-    assert train(out).returncode == 0
+    assert train(out) == 0
     assert not victim.exists()
     assert json.loads((out / "summary.json").read_text())["samples"] == 64
     (out / "checkpoints").rename(tmp_path / "elsewhere")
     (out / "checkpoints").symlink_to(tmp_path / "elsewhere")
     before = sorted((tmp_path / "elsewhere").iterdir())
-    done = train(out)
-    assert done.returncode == 2
-    assert f"{out}/checkpoints is a link, and output stays in --output-dir" in done.stderr
+    capfd.readouterr()
+    assert train(out) == 2
+    assert f"{out}/checkpoints is a link, and output stays in --output-dir" in capfd.readouterr().err
     assert sorted((tmp_path / "elsewhere").iterdir()) == before
