@@ -310,8 +310,9 @@ class Run:
 
     def _save(self) -> None:
         prepared = self.prepared()
-        self.guard.compare_replicas(self.state, prepared.models)  # no checkpoint of weights that one rank has alone
-        self.checkpoints.save(self.state, prepared.models, prepared.optimizers, prepared.scaler, self._registered)
+        with self.guard.phase("checkpoint"):
+            self.guard.compare_replicas(self.state, prepared.models)  # no checkpoint of weights that one rank has alone
+            self.checkpoints.save(self.state, prepared.models, prepared.optimizers, prepared.scaler, self._registered)
 
     def _close_epoch(self) -> None:
         number = self.state.epoch + 1
@@ -353,12 +354,15 @@ class Run:
             model.eval()
         seed_generators(mixed_seed(self.seed, "evaluate", self.state.step, self.rank), self.device)
         try:
-            with torch.inference_mode(), self.autocast():
-                yield evaluation.mine()
+            with self.guard.phase("evaluation"), torch.inference_mode(), self.autocast():
+                yield evaluation.mine(lambda: self.guard.stop_requested is not None)
         finally:
             self._evaluation = None
             for module, training in modes:
                 module.training = training
+        if self.guard.stops_here("evaluate.stop"):  # what was evaluated so far is not recorded: it is done again
+            self._save()
+            raise Stopped
         self.journal.evaluated(evaluation.means(), prefix)
         self.clock.leave_out(time.perf_counter() - began)
 
@@ -393,7 +397,8 @@ class Run:
         """Wait for the last checkpoint, write the summary. Called at the end of `training.start`."""
         if self._in_epoch:  # the script has left `run.epochs` early
             self._close_epoch()
-        unsaved = self.checkpoints.close(self.guard.heartbeat)
+        with self.guard.phase("checkpoint"):
+            unsaved = self.checkpoints.close(self.guard.heartbeat)
         extra = self._opened[1].summary() if self._opened is not None else {}
         if self._prepared is not None:
             extra["parameters_sha256"] = parameters_sha256(*self._prepared.models)

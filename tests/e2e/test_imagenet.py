@@ -1,4 +1,4 @@
-"""`hvdtrain.imagenet` under real launchers: it learns, from folders and from shards; each image counts once; corrupt ones."""
+"""`hvdtrain.imagenet` under real launchers: it learns from folders and shards; each image counts once; corrupt ones."""
 
 import os
 import shlex

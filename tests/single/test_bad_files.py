@@ -14,6 +14,7 @@ from examples import JSON, changed, little_memory, one_line, spoilt, tried
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain import training
 from hvdtrain.analysis.reporting import page
 from hvdtrain.analysis.reporting.runs import read_runs, samples_at, time_shares
 from hvdtrain.data import cache, idx, published, shards
@@ -21,7 +22,6 @@ from hvdtrain.data.shards import Shard, ShardBatches
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models.convnet import MODELS
-from hvdtrain import training
 from hvdtrain.training import checkpoint, resume
 from hvdtrain.training.records import telemetry
 from hvdtrain.training.state import TrainState

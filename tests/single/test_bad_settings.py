@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hvdtrain import benchmark, doctor, imagenet, mnist, reduce, report, scaling, starter
 from hvdtrain.engines import cores, exit_codes, launchers, rendezvous
-from hvdtrain.engines.errors import UserError
 from hvdtrain.engines import flags as cli
+from hvdtrain.engines.errors import UserError
 
 NUMBERS = st.one_of(
     st.integers(-2, 4).map(str),

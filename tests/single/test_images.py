@@ -27,7 +27,7 @@ from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models import classifiers as models
 from hvdtrain.training import optim
 from hvdtrain.training.evaluation import Evaluation
-from hvdtrain.training.records import telemetry
+from hvdtrain.training.records.telemetry import Telemetry
 from tests import image_set
 
 SIDE = 32
@@ -502,7 +502,7 @@ def test_evaluation_counts_readable_samples_only(engine):
         hits = outputs.topk(5).indices == truth[:, None]
         evaluation.add({"first": hits[:, 0], "five": hits}, None)
     assert evaluation.means() == {"first": pytest.approx(1 / 3), "five": pytest.approx(2 / 3), "count": 3}
-    source.corrupt.settle(engine, telemetry.Telemetry(engine, None, progress=False))
+    source.corrupt.settle(engine, Telemetry(engine, None, progress=False))
     assert source.corrupt.total() == 1
 
 
