@@ -1,7 +1,7 @@
 """What multiprocessing leaves behind a rank that is killed: named semaphores in /dev/shm, a directory of sockets in TMPDIR.
 
-Both say whose they are, and go as soon as their owner has gone: by its input workers, which outlive it for a moment; where
-those are killed as well, by the next start on this host.
+Both say whose they are. The sockets go with their owner, by its input workers, which outlive it for a moment, and so do the
+semaphores, by multiprocessing's own tracker. Where those are killed as well, the next start on this host removes both.
 """
 
 import contextlib
@@ -62,6 +62,10 @@ def sweep() -> None:
             process = owner(path.name.removeprefix("sem."))
             if process is not None and not lives(process) and path.stat().st_uid == os.getuid():
                 path.unlink(missing_ok=True)
+    sweep_sockets()
+
+
+def sweep_sockets() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"pymp-*/{OWNER}"):
         with contextlib.suppress(OSError):
             process = owner(path.read_text())
@@ -70,8 +74,8 @@ def sweep() -> None:
 
 
 def sweep_after(pid: int) -> None:
-    """In a process that has seen the end of `pid` begin: wait for it, then sweep."""
+    """In an input worker that has seen the end of its rank begin: wait for it, then remove its sockets."""
     until = time.monotonic() + END_SECONDS
     while (fields := stat(pid)) is not None and fields[0] not in "ZX" and time.monotonic() < until:
         time.sleep(0.01)
-    sweep()
+    sweep_sockets()

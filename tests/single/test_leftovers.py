@@ -1,4 +1,4 @@
-"""Semaphores and sockets of a killed rank: removed by its workers or by the next start, and never a living rank's."""
+"""Semaphores and sockets of a rank that is killed: removed with it or by the next start, and never a living rank's."""
 
 import contextlib
 import os

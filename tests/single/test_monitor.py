@@ -184,6 +184,19 @@ def test_a_rank_that_does_not_answer(job):
     some.ranks[1]._closing = True
 
 
+def test_rank_0_does_not_answer(job, capfd):
+    some = job(3)
+    for rank in some.ranks:
+        rank.train()
+    wait_in(some.ranks)
+    some.ranks[0]._receive = some.ranks[0]._look = lambda *_: time.sleep(0.1)
+    some.wait_until(lambda: some.ranks[1].code == some.ranks[2].code == 1)
+    said = capfd.readouterr().err
+    assert "hvdtrain: error: rank 0 on h0 does not answer (stopped, spinning outside Python, or cut off)" in said
+    assert "rank 1 on h0: step 1, waits at" in said
+    some.ranks[0]._closing = True
+
+
 def test_a_rank_that_dies_ends_the_job(job):
     some = job(3, step_timeout=60.0)
     some.ranks[2].channels[0].socket.shutdown(socket.SHUT_RDWR)

@@ -250,12 +250,12 @@ class Monitor:
         if not self.channels or self.step_timeout == 0 or self._stalled < limit + late or now < self._ask_again:
             return
         if self._asked_at is None:
-            self._asked_at, self._reports = now, {}
+            self._asked_at, self._reports = now, {self.rank: self._report()}
             self.send_all(where=True)
             return
         # Where this rank lacks a core, its neighbours may too.
         silent = now - self._asked_at > self.timing.reply + min(starved, MOST_STARVED * self.timing.reply)
-        if self.rank == 0 and (silent or len(self._reports) == len(self.peers) - 1):
+        if self.rank == 0 and (silent or len(self._reports) == len(self.peers)):
             self._judge(now)
         elif self.rank != 0 and 0 in self._reports:
             self._asked_at, self._ask_again = None, now + limit  # it lives, and will judge
