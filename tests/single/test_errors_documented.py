@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text().replace("`", "").replace("\\|", "|")
 # What is raised with a message for users, and what says one without raising.
 KINDS = {"UserError", "Failure", "ArgumentTypeError", "Refusal", "BuildFailure", "BadFile", "DownloadFailed", "Damaged"}
-KINDS |= {"NotThere", "error", "_warn", "warn", "_end"}
+KINDS |= {"NotThere", "error", "_warn", "warn", "_end", "Verdict"}
 OPENINGS = ("warning: ", "hvdtrain: error: ")
 PYTHON = [
     *sorted((ROOT / "hvdtrain").rglob("*.py")),
