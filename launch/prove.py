@@ -16,7 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from steps import BuildFailure, has_nvidia_gpu, kill_group, main_with_exit_codes, stage
+from stages import stage
+from steps import BuildFailure, has_nvidia_gpu, kill_group, main_with_exit_codes
 
 INSPECT = """
 import json, torch, horovod.torch as hvd

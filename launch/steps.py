@@ -1,4 +1,4 @@
-"""What the set-up programs share: refusals, stages with their time, commands with a log, what the machine has."""
+"""What the set-up programs share: refusals, commands with a log, pip, what the machine has."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from packages import site_packages
+from stages import Stage, stage
 
 GIB = 1 << 30
 
@@ -46,52 +47,6 @@ def main_with_exit_codes(main: Callable[[], None]) -> None:
 def _fail(name: str, message: object, code: int) -> int:
     print(f"{name}: {message}", file=sys.stderr, flush=True)
     return code
-
-
-class Stage:
-    """One line per stage, ended by its seconds. A terminal also sees progress in it; elsewhere each 20 % is a line."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.started = time.monotonic()
-        self.terminal = sys.stdout.isatty()
-        self.shown_percent = 0
-        self.broken = False  # something was written since the text: the seconds need a line of their own
-        print(f"{text} ...", end="", flush=True)
-
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-    def progress(self, percent: int) -> None:
-        if self.terminal:
-            print(f"\r{self.text} ... {percent:3d} %, {self.seconds():.0f} s ", end="", flush=True)
-        elif percent >= self.shown_percent + 20:
-            print(f"{'' if self.broken else chr(10)}    {percent} %, {self.seconds():.0f} s", flush=True)
-            self.broken, self.shown_percent = True, percent
-
-    def note(self, text: str) -> None:
-        """What it is at now; only a terminal shows it."""
-        if self.terminal:
-            width = max(20, shutil.get_terminal_size().columns - 1)
-            print("\r" + f"{self.text} ... {text}"[:width].ljust(width), end="", flush=True)
-
-    def finish(self, result: str) -> None:
-        if self.terminal:
-            width = shutil.get_terminal_size().columns - 1
-            print("\r" + f"{self.text} ... {result}".ljust(width), flush=True)
-        else:
-            print(f"    {result}" if self.broken else f" {result}", flush=True)
-
-
-@contextmanager
-def stage(text: str) -> Iterator[Stage]:
-    current = Stage(text)
-    try:
-        yield current
-    except BaseException:
-        current.finish(f"failed after {current.seconds():.1f} s")
-        raise
-    current.finish(f"{current.seconds():.1f} s")
 
 
 def run(
@@ -159,14 +114,37 @@ class Pip:
             command += ["--no-index", "--find-links", self.offline]
         with stage(doing) as current:
             start = self.log.stat().st_size if self.log.exists() else 0
-            code = run(command, self.log, env=environment, on_line=lambda line: current.note(_pip_note(line)))
+            listener = _PipListener(current, self.python)
+            code = run(command, self.log, env=environment, on_line=listener.hear)
         if code != 0:
             raise pip_failure(self.log.read_text(errors="replace")[start:], doing, self.offline)
 
 
-def _pip_note(line: str) -> str:
-    words = line.split()
-    return " ".join(words)[:100] if words and words[0] in ("Collecting", "Downloading", "Installing", "Using") else ""
+class _PipListener:
+    """Shows what pip is at. While it installs it says nothing: how far it is shows in the environment."""
+
+    def __init__(self, stage: Stage, python: Path) -> None:
+        self.stage = stage
+        self.site = site_packages(python.parent.parent)
+        self.installing: list[str] = []
+
+    def hear(self, line: str) -> None:
+        words = line.split()
+        if line.startswith("Installing collected packages:"):
+            self.installing = [word.strip(",") for word in words[3:]]
+            self.stage.poll = self.look
+        elif words and words[0] in ("Collecting", "Downloading", "Processing", "Using", "Installing", "Preparing"):
+            self.stage.note(" ".join(words)[:100])
+
+    def look(self) -> None:
+        there = {_plain(info.parent.name.split("-")[0]) for info in self.site.glob("*.dist-info/RECORD")}
+        waiting = [name for name in self.installing if _plain(name) not in there]
+        done = len(self.installing) - len(waiting)
+        self.stage.progress(done / max(len(self.installing), 1), f"installing {waiting[0]}" if waiting else "")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def pip_failure(output: str, doing: str, offline: Path | None) -> Exception:

@@ -1,0 +1,117 @@
+"""What pip installed into an environment, by its RECORD files: what is whole, and taking it over into another one."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+LINKED_BYTES = 1 << 16  # files from here on are linked instead of copied: libraries, which nobody edits in place
+EXEC = "'''exec'"  # how pip starts a script whose interpreter's path has a blank or is long
+
+
+def site_packages(prefix: Path) -> Path:
+    found = sorted(prefix.glob("lib/python3*/site-packages"))
+    return found[0] if found else prefix / "no-site-packages"
+
+
+def packages(prefix: Path) -> dict[str, str]:
+    """Each package that pip finished: NAME-VERSION.dist-info and its RECORD's digest. Not hvdtrain, which is a link."""
+    found = {}
+    for info in site_packages(prefix).glob("*.dist-info"):
+        if (info / "RECORD").is_file() and not info.name.startswith("hvdtrain-"):
+            found[info.name] = hashlib.sha256((info / "RECORD").read_bytes()).hexdigest()
+    return found
+
+
+def recorded_files(info: Path) -> Iterator[tuple[str, int | None]]:
+    """Path relative to site-packages and bytes (None: not recorded), as the RECORD of `info` lists them."""
+    with (info / "RECORD").open(newline="") as file:
+        for row in csv.reader(file):
+            yield row[0], int(row[2]) if len(row) > 2 and row[2] else None
+
+
+def is_whole(info: Path) -> bool:
+    """RECORD is what pip writes last. Bytecode may be absent; settings and scripts may have changed since."""
+    try:
+        for name, size in recorded_files(info):
+            if size is None or name.endswith(".pyc"):
+                continue
+            found = (info.parent / name).stat().st_size
+            if found != size and not name.startswith(("../../../etc/", "../../../bin/")):
+                return False
+    except (OSError, ValueError, IndexError):
+        return False
+    return True
+
+
+def all_whole(prefix: Path) -> bool:
+    return all(is_whole(info) for info in site_packages(prefix).glob("*.dist-info"))
+
+
+def has_pip(prefix: Path) -> bool:
+    """Whether `python -m venv` came to its end."""
+    return (prefix / "bin" / "python").exists() and any(
+        is_whole(info) for info in site_packages(prefix).glob("pip-*.dist-info")
+    )
+
+
+def forget_torn(prefix: Path) -> list[str]:
+    """Make pip install again what an earlier one left half-way; return the names. What is whole stays."""
+    torn = [info for info in site_packages(prefix).glob("*.dist-info") if not is_whole(info)]
+    for path in [*torn, *site_packages(prefix).glob("~*")]:  # ~NAME: pip was replacing it
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    return sorted(info.name.removesuffix(".dist-info") for info in torn)
+
+
+def take_over(source: Path, target: Path, names: list[str]) -> None:
+    """Put the packages `names` of environment `source` into `target`, whose Python is the same. Raises OSError."""
+    old, new = site_packages(source), site_packages(target)
+    made: set[Path] = set()
+    for name in names:
+        for file, size in recorded_files(old / name):
+            origin, copy = Path(os.path.normpath(old / file)), Path(os.path.normpath(new / file))
+            if not copy.is_relative_to(target):
+                raise OSError(f"{name} lists {file}, outside of its environment")
+            if size is None and not origin.exists():
+                continue  # bytecode that somebody removed
+            if copy.parent not in made:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                made.add(copy.parent)
+            if origin.parent == source / "bin":
+                copy_script(origin, copy, source, target)
+            else:
+                _place(origin, copy, linked=(size or 0) >= LINKED_BYTES)
+
+
+def _place(origin: Path, copy: Path, linked: bool) -> None:
+    if linked:
+        try:
+            os.link(origin, copy)
+            return
+        except OSError:
+            pass  # another file system, or one without links
+    shutil.copy2(origin, copy)  # with its time, by which Python knows whether bytecode belongs to it
+
+
+def copy_script(origin: Path, copy: Path, source: Path, target: Path) -> None:
+    """A program of bin/; a Python script gets the new environment's interpreter."""
+    content = origin.read_bytes()
+    lines = 3 if content.startswith(f"#!/bin/sh\n{EXEC}".encode()) else 1
+    *header, body = content.split(b"\n", lines)
+    python = re.search(re.escape(bytes(source / "bin")) + rb"/([\w.]+)", b"\n".join(header))
+    if content.startswith(b"#!") and python:
+        content = f"{interpreter_line(target / 'bin' / python[1].decode())}\n".encode() + body
+    copy.write_bytes(content)
+    shutil.copystat(origin, copy)
+
+
+def interpreter_line(python: Path) -> str:
+    """The kernel takes 127 bytes and no blank: else a shell, whose command Python reads as a string."""
+    if " " not in str(python) and len(str(python).encode()) < 120:
+        return f"#!{python}"
+    return f'#!/bin/sh\n{EXEC} "{python}" "$0" "$@"\n\' \'\'\''
