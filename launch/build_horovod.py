@@ -186,10 +186,13 @@ def build_environment(target: Target, prefix: Path, tools: Path, run_path: list[
         name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_") and name not in unwanted
     }
     if "(wheel)" in target.mpi:
-        env["PATH"] = f"{prefix / 'bin'}{os.pathsep}{env['PATH']}"  # mpicxx, which CMake asks
-        for name in ("MPI_HOME", "I_MPI_ROOT"):
+        env["PATH"] = f"{sysconfig.get_path('scripts')}{os.pathsep}{env['PATH']}"  # mpicxx, which CMake asks
+        for name in ("MPI_HOME", "OPAL_PREFIX", "I_MPI_ROOT"):
             env.pop(name, None)
-        env["OPAL_PREFIX"] = str(prefix)  # what mpicxx prints begins with it
+        if str(prefix) != sys.prefix:
+            # The wheel's mpicxx prints the real path whatever it is called by; the program that it starts obeys.
+            env["PATH"] = f"{mpi_compilers(prefix)}{os.pathsep}{env['PATH']}"
+            env["OPAL_PREFIX"] = str(prefix)
     return env | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(tools), env.get("PYTHONPATH")))),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -224,6 +227,15 @@ def plain_prefix(scratch: Path) -> Path:
     link = scratch / "environment"
     link.symlink_to(prefix)
     return link
+
+
+def mpi_compilers(prefix: Path) -> Path:
+    """A directory, beside the link `prefix`, with the compilers of the Open MPI wheel: they print what begins with it."""
+    directory = prefix.with_name("mpi-compilers")
+    directory.mkdir()
+    for name in ("mpicc", "mpicxx", "mpic++"):
+        (directory / name).symlink_to(prefix / "bin" / "opal_wrapper")
+    return directory
 
 
 def compile_wheel(source: Path, prefix: Path, env: dict[str, str], log: Path) -> Path:
