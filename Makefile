@@ -11,12 +11,6 @@ EXAMPLES ?= 5000
 BAD := tests/single/test_bad_settings.py tests/single/test_bad_files.py
 .PHONY: setup run test test-slow test-all lint bench chaos soak flaky
 
-# Open MPI refuses root unless told twice; containers and CI are root. Nobody else gets this.
-ifeq ($(shell id -u),0)
-export OMPI_ALLOW_RUN_AS_ROOT := 1
-export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
-endif
-
 setup:
 	@$(PYTHON) launch/setup $(SETUP)
 

