@@ -42,6 +42,12 @@ class Reduction(NamedTuple):
     find_unused_parameters: bool = False  # a step may leave parameters without a gradient, others on each rank
 
 
+class Setting(str):
+    """A note on something that was only set for speed: said in full where asked for."""
+
+    __slots__ = ()
+
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 

@@ -52,6 +52,22 @@ class GradientHook:
         return future.then(finish)
 
 
+def give_gradients_the_weights_strides(model: nn.Module) -> None:
+    """Write gradients' strides as the weights have them, where one place in memory has two spellings.
+
+    A convolution of one channel on images in channels_last gives its gradient [16, 1, 5, 5] the strides (25, 1, 5, 1),
+    where the weight has (25, 25, 5, 1): the same bytes. DDP compares the numbers, and each rank would warn of copies.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and 1 in parameter.shape and parameter.is_contiguous():
+            shape, strides = parameter.shape, parameter.stride()
+
+            def same_strides(gradient: Tensor, shape=shape, strides=strides) -> Tensor:
+                return gradient.as_strided(shape, strides) if gradient.is_contiguous() else gradient
+
+            parameter.register_hook(same_strides)
+
+
 class DdpEngine(Engine):
     name = "ddp"
     reductions = ("sum", "average", "min", "max", "product")
@@ -148,6 +164,7 @@ class DdpEngine(Engine):
         options: dict[str, Any] = {sync: False, "find_unused_parameters": how.find_unused_parameters}
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
+        give_gradients_the_weights_strides(model)
         replica = nn.parallel.DistributedDataParallel(model, **options)
         if self._hook is None:
             self._hook = GradientHook(self.size, how.compression, how.predivide, how.reduction)

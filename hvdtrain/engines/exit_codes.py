@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import announced
+from hvdtrain.engines.lines import write_whole_lines
 
 LINGER_SECONDS = 2.0
 
@@ -19,6 +20,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     Rank 0 speaks at once. The others linger first, because mpirun ends a job at the first rank that fails: left at once, one
     of them could end rank 0 before it has said why. Then they say what rank 0 may not know.
     """
+    write_whole_lines()
     try:
         code = main()
     except (UserError, Failure) as error:

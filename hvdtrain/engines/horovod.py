@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import Engine, Reduction, collective
+from hvdtrain.engines.base import Engine, Reduction, Setting, collective
 from hvdtrain.engines.errors import UserError
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is DistributedDataParallel's bucket_cap_mb
@@ -124,7 +124,7 @@ class HorovodEngine(Engine):
     def _tune(self) -> None:
         settings = tuned_environment(os.environ)
         os.environ.update(settings)
-        self.notes += [f"{name}={value}" for name, value in settings.items()]
+        self.notes += [Setting(f"{name}={value}") for name, value in settings.items()]
 
     def choose_device(self, wanted: str) -> torch.device:
         gpus = torch.cuda.device_count() if wanted != "cpu" else 0

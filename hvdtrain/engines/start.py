@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from hvdtrain.engines.base import Engine
+from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.cores import cpu_quota, threads_for
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, remedy
+from hvdtrain.engines.lines import write_whole_lines
 from hvdtrain.engines.malloc import keep_freed_memory
 
 ENGINES = ("horovod", "ddp", "dataparallel", "serial")
@@ -24,6 +25,7 @@ def start(
     `timeline`: `Engine.start_timeline` will be called.
     Raises UserError where launcher and engine disagree, or the device cannot be had.
     """
+    write_whole_lines()
     told = announced()
     unbind = tuning and bound_by_default(os.environ)
     if unbind:
@@ -39,7 +41,7 @@ def start(
         said = f"{told.launcher} announced {told.size} ranks, but {name} sees {engine.size}: {how}"
         raise UserError(said, everywhere=True)
     if unbind:
-        engine.notes.append("mpirun's default binding to one core undone (--bind-to is respected)")
+        engine.notes.append(Setting("mpirun's default binding to one core undone (--bind-to is respected)"))
     if tuning and bound_unexplained(os.environ, len(os.sched_getaffinity(0)), os.cpu_count() or 1):
         engine.notes.append(
             "mpirun bound rank 0 to one core, which its threads share: unless you meant it, --bind-to none"
@@ -47,7 +49,7 @@ def start(
     with engine.raising_together("device"):
         engine.device = engine.choose_device(device)
     if tuning and engine.device.type == "cpu" and keep_freed_memory(os.environ):
-        engine.notes.append("malloc keeps freed memory")
+        engine.notes.append(Setting("malloc keeps freed memory"))
     if threads is not None or tuning:
         torch.set_num_threads(threads or cores_of_rank(engine))
     return engine

@@ -12,7 +12,7 @@ from hvdtrain.training import optim
 MAY_CHANGE = frozenset({
     *("check_steps", "checkpoint_steps", "compression", "device", "engine", "gradient_predivide_factor", "keep"),
     *("log_steps", "max_skipped", "no_progress", "output_dir", "profile", "resume", "step_timeout", "tensorboard"),
-    *("threads", "tuning", "weights"),
+    *("threads", "tuning", "verbose", "weights"),
 })  # fmt: skip
 Recipes = dict[str, dict[str, object]]
 
@@ -117,6 +117,7 @@ def add_run(group: TrainingParser) -> None:
         "--log-steps", type=cli.positive_int, default=50, help="steps between two train events (default: 50)"
     )
     group.add_argument("--no-progress", action="store_true", help="no progress bar, no progress lines")
+    group.add_argument("-v", "--verbose", action="store_true", help="say every automatic setting, one a line")
     group.add_argument(
         "--tensorboard",
         action="store_true",

@@ -1,17 +1,22 @@
 """What is shown while a run goes on: shares, hints, the slowest rank, the plain line, the clock."""
 
 import io
+import os
 import sys
 import time
 
 import pytest
 import torch
 
+from hvdtrain.engines.base import Setting
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.training.records import progress as display
+from hvdtrain.training.records import terminal
 from hvdtrain.training.records.clock import Clock, RankTimes, Window, added, shares
-from hvdtrain.training.records.progress import Display, hint, line, remedies, slowest
+from hvdtrain.training.records.progress import Display, TimeLeft, hint, line, remedies, slowest
+from hvdtrain.training.records.telemetry import Telemetry, automatic
 
+FIGURES = ["loss 0.2500", "accuracy 50.0%"]
 REMEDIES = {"loading": "more workers", "communication": "a larger batch"}
 
 
@@ -19,8 +24,8 @@ def rank(loading=0.0, compute=1.0, communication=0.0, elapsed=10.0, resident=5e8
     return RankTimes(loading, compute, communication, elapsed, resident, cuda)
 
 
-def window(*ranks: RankTimes, steps=50, accuracy=0.5, rate=1234.5) -> Window:
-    return Window(steps, accuracy, list(ranks), {"samples_per_second": rate})
+def window(*ranks: RankTimes, steps=50, rate=1234.5) -> Window:
+    return Window(steps, list(ranks), {"samples_per_second": rate})
 
 
 def test_shares_are_of_all_ranks_time():
@@ -90,11 +95,11 @@ def test_remedies_are_flags_that_the_script_has_and_that_would_help(config, host
 
 def test_plain_line():
     both = window(rank(1, 6, 3, resident=4e8), rank(1, 7, 2, resident=6e8))
-    assert line(0.25, both, 83.4, ["a", "b"]) == (
-        "loss 0.2500  accuracy 50.0%  1,234 samples/s  0:01:23 left  loading 10%  compute 65%  communication 25%  "
+    assert line(FIGURES, both, 83.4, ["a", "b"]) == (
+        "loss 0.2500  0:01:23 left  accuracy 50.0%  1,234 samples/s  loading 10%  compute 65%  communication 25%  "
         "0.6 GB/rank  slowest: rank 1 on b, computes 17% longer"
     )
-    alone = line(0.25, window(rank(cuda=3e9)), None, ["a"])
+    alone = line(FIGURES, window(rank(cuda=3e9)), None, ["a"])
     assert "left" not in alone
     assert "slowest" not in alone
     assert alone.endswith("GPU 3.0 GB")
@@ -102,20 +107,23 @@ def test_plain_line():
 
 def test_slowest_is_not_called_after_a_few_steps():
     few = window(rank(compute=1), rank(compute=2), steps=display.LATELY_STEPS - 1)
-    assert "slowest" not in line(0.1, few, None, ["a", "a"])
+    assert "slowest" not in line(FIGURES, few, None, ["a", "a"])
 
 
-def shown(monkeypatch, windows: list[Window]) -> list[str]:
-    """Show each window, 11 seconds apart, without a terminal, and return the lines."""
+def shown(
+    monkeypatch, windows: list[Window], screen: terminal.Screen | None = None, seconds: float = 11.0
+) -> list[str]:
+    """Show each window, 11 seconds apart, and return the lines."""
     lines: list[str] = []
     now = [time.monotonic()]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(terminal, "find", lambda: screen)
     shows = Display(lines.append)
     shows.hosts, shows.remedies = ["a", "b"], dict(REMEDIES)
     for i, seen in enumerate(windows):
-        now[0] += 11
-        shows.show(1, 2, 1 + 50 * i, 1000, 0.5, seen)
+        now[0] += seconds
+        shows.show("epoch 1/2", 1 + 50 * i, 1000, ["loss 0.5000", "accuracy 50.0%"], seen)
+    shows.close()
     return lines
 
 
@@ -135,7 +143,18 @@ def test_time_left_is_what_the_steps_so_far_took(monkeypatch):
     assert lines[0].startswith("epoch 1/2  step 1/1000  loss 0.5000")
     assert " left" not in lines[0]
     assert "  step 101/1000  " in lines[2]
-    assert "  0:03:18 left  " in lines[2]  # 22 s for 100 steps; 900 remain
+    assert "  0:03:18 left  " in lines[2]  # 11 s for 50 steps; 900 remain
+
+
+def test_time_left_is_not_said_before_it_is_known_and_forgets_a_slow_start():
+    left = TimeLeft()
+    assert left.estimate(100.0, 1, 1000) is None  # the start-up ends here
+    assert left.estimate(101.9, 10, 1000) is None
+    assert left.estimate(102.0, 10, 1000) == pytest.approx(2 / 9 * 990)  # one window is all there is
+    # Steps of 0.01 s from here on.
+    estimates = [left.estimate(102 + 0.5 * i, 10 + 50 * i, 1000) for i in range(1, 11)]
+    assert estimates[-1] == pytest.approx(0.01 * (1000 - 510))
+    assert estimates[3] == pytest.approx(0.01 * 790, rel=0.01)  # 2 s after the start, 4 in all
 
 
 def test_plain_lines_keep_their_distance(monkeypatch):
@@ -143,11 +162,70 @@ def test_plain_lines_keep_their_distance(monkeypatch):
     assert len(shown(monkeypatch, [window(rank(0, 9, 1))] * 6)) == 3
 
 
+class Terminal(io.StringIO):
+    """What a terminal is sent; 60 or 120 columns wide."""
+
+    def __init__(self, columns: int, monkeypatch) -> None:
+        super().__init__()
+        monkeypatch.setattr(terminal.os, "get_terminal_size", lambda device: os.terminal_size((columns, 24)))
+
+
+def test_lines_on_a_terminal_come_every_other_second_and_fit(monkeypatch):
+    screen = terminal.Screen(Terminal(100, monkeypatch), False, 7)
+    lines = shown(monkeypatch, [window(rank(0, 9, 1))] * 8, screen, seconds=1.0)
+    assert len(lines) == 4
+    assert screen.stream.getvalue() == ""
+    assert max(map(len, lines)) <= 100 - len("[1,0]<stdout>:")
+    assert lines[-1].endswith("1,234 samples/s")  # a whole figure
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_the_bar_is_drawn_in_one_line_and_taken_away(monkeypatch, columns):
+    screen = terminal.Screen(Terminal(columns, monkeypatch), True, 7)
+    assert shown(monkeypatch, [window(rank(0, 9, 1))] * 3, screen) == []
+    sent = screen.stream.getvalue()
+    assert "\n" not in sent
+    drawn = [text.removesuffix("\x1b[K") for text in sent.split("\r")[1:]]
+    assert max(map(len, drawn)) < columns
+    assert ("[#" in drawn[2] or "[." in drawn[2]) == (columns == 120)
+    assert drawn[2].startswith("epoch 1/2  10%")
+    assert "0:03:18 left" in drawn[2]
+    assert drawn[3] == ""
+
+
+def test_a_line_is_said_above_the_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", Terminal(80, monkeypatch))
+    monkeypatch.setattr(terminal, "find", lambda: terminal.Screen(sys.stdout, True, 7))
+    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+    with Telemetry(engine, None, progress=True) as telemetry:
+        telemetry.progress("epoch 1/2", 1, 100, FIGURES, window(rank(0, 9, 1)))
+        telemetry.say("a line")
+    before, _, after = capsys.readouterr().out.partition("a line\n")
+    assert before.endswith("\r\x1b[K")
+    assert after.startswith("\repoch 1/2")
+    assert after.endswith("\r\x1b[K")
+
+
+def test_settings_are_counted_and_said_in_full_where_asked_for():
+    notes = [Setting("A=1"), "GPU left idle", Setting("malloc keeps freed memory")]
+    assert automatic(notes, verbose=False) == [
+        "automatic: 2 settings for speed (-v: which)",
+        "           GPU left idle",
+    ]
+    assert automatic(notes, verbose=True) == [
+        "automatic: A=1",
+        "           malloc keeps freed memory",
+        "           GPU left idle",
+    ]
+    assert automatic(["GPU left idle"], verbose=False) == ["automatic: GPU left idle"]
+    assert automatic([], verbose=False) == []
+
+
 class Pair(SerialEngine):
     """Two ranks, of which the other one reports the same and 100 bytes more."""
 
     def all_gather(self, tensor, name):
-        return torch.stack([tensor, tensor + torch.tensor([0, 0, 0, 0, 100.0, 0, 1, 2], dtype=tensor.dtype)])
+        return torch.stack([tensor, tensor + torch.tensor([0, 0, 0, 0, 100.0, 0], dtype=tensor.dtype)])
 
 
 def test_the_clock_measures_all_ranks():
@@ -159,15 +237,14 @@ def test_the_clock_measures_all_ranks():
     clock.mark("loading", at=began + 1)
     clock.mark("compute", at=began + 3)
     clock.count(20, 10)
-    seen = clock.measure(engine, torch.tensor(3), 10)
+    seen = clock.measure(engine)
     assert seen.steps == 1
-    assert seen.accuracy == 7 / 22  # 3 of 10 here, 4 of 12 there
     assert seen.rates["compute_seconds"] == pytest.approx(0.2)
     assert 1 <= seen.ranks[0].loading <= 1 + began - earliest + 1e-6
     assert seen.ranks[1].resident_bytes - seen.ranks[0].resident_bytes == 100
     assert seen.ranks[0].resident_bytes > 1e7
     clock.mark("compute", at=began + 7)
-    clock.measure(engine, torch.tensor(0), 10)
+    clock.measure(engine)
     assert clock.per_rank()["compute_seconds"] == pytest.approx([6, 6])
     assert set(clock.per_rank()) == {
         *("loading_seconds", "compute_seconds", "communication_seconds", "elapsed_seconds"),

@@ -19,7 +19,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records.named import UNNAMED, Series, named_values, number, recorded_metrics, series_of
 from hvdtrain.training.state import Metric
 
-UNTOLD = {"output_dir", "resume", "no_progress"}  # flags that say nothing about what a run does
+UNTOLD = {"output_dir", "resume", "no_progress", "verbose"}  # flags that say nothing about what a run does
 GOES_ON = ("checkpoint", "record")  # kinds of errors that end no run: something could not be written
 PHASES = ("loading", "compute", "communication")
 

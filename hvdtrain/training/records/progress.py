@@ -4,18 +4,20 @@ What is shown, and when, follows from all ranks' times (`clock.Window`) by the p
 """
 
 import statistics
-import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
+from hvdtrain.training.records import terminal
 from hvdtrain.training.records.clock import Clock, RankTimes, Window, added, shares
 
-if TYPE_CHECKING:
-    import tqdm
-
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line of progress in so many seconds
+TERMINAL_LINE_SECONDS = 2.0  # on a terminal that no bar can be drawn on
+KNOWN_SECONDS = 2.0  # of steps to see before the time left is estimated
+BAR = 10  # characters
+WIDE = 80  # columns from which on there is room for a bar
+TAG = 16  # characters that a launcher puts before a line: [1,12]<stdout>:
 SLOWER = 0.1  # ranks that differ by more than this share in compute time are worth a word
 ENOUGH_STEPS, ENOUGH_SECONDS = 20, 5.0  # before a hint; the first window, which starts everything up, left out
 LATELY_STEPS, LATELY_SECONDS = 10, 1.0  # in one window, before a rank is called slow
@@ -66,15 +68,24 @@ def hint(ranks: list[RankTimes], steps: int, remedies: Mapping[str, str]) -> tup
     return phase, f"{what}: {remedies[phase]}"
 
 
+def fitting(text: str, width: int) -> str:
+    """Return as many of the text's figures, two blanks apart, as `width` columns hold."""
+    if len(text) <= width:
+        return text
+    end = text.rfind("  ", 0, width + 2)
+    return text[: end if end > 0 else width]
+
+
 def line(figures: Sequence[str], window: Window, left_seconds: float | None, hosts: list[str]) -> str:
-    """Return one line, the most wanted first: a narrow terminal cuts off its end.
+    """Return one line, the most wanted first: a narrow terminal gets the first of them.
 
     figures: of the training itself, such as "loss 0.3136". hosts: by rank.
     """
     share = shares(window.ranks)
-    parts = [*figures, f"{window.rates['samples_per_second']:,.0f} samples/s"]
+    parts = [*figures[:1]]
     if left_seconds is not None:
         parts.append(f"{timedelta(seconds=round(left_seconds))} left")
+    parts += [*figures[1:], f"{window.rates['samples_per_second']:,.0f} samples/s"]
     parts.append("  ".join(f"{phase} {share[phase]:.0%}" for phase in Clock.PHASES))
     parts.append(f"{max(rank.resident_bytes for rank in window.ranks) / 1e9:.1f} GB/rank")
     if cuda_bytes := max(rank.cuda_bytes for rank in window.ranks):
@@ -86,24 +97,47 @@ def line(figures: Sequence[str], window: Window, left_seconds: float | None, hos
     return "  ".join(parts)
 
 
+class TimeLeft:
+    """Estimates the time left from the later half of what was seen: the first steps are slower than the rest."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque(maxlen=1000)  # time and step at the end of each window
+
+    def estimate(self, now: float, step: int, steps: int) -> float | None:
+        """Return seconds until `steps`; None where too little was seen. Its first call ends the start-up."""
+        self._seen.append((now, step))
+        began, _ = self._seen[0]
+        if now - began < KNOWN_SECONDS:
+            return None
+        # From the last window's end in the first half on: a single window is taken whole.
+        half = began + (now - began) / 2
+        since, first_step = max(seen for seen in self._seen if seen[0] <= half)
+        return (now - since) / max(step - first_step, 1) * (steps - step)
+
+
 class Display:
-    """One bar on a terminal, elsewhere a plain line at most every ten seconds; each hint once. say: prints one line."""
+    """One bar on a terminal; a line every other second on one that puts something before each line, as horovodrun does;
+    elsewhere a line at most every ten seconds. Each hint once. say: prints one line."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.hosts: list[str] = []  # by rank
         self.remedies: dict[str, str] = {}
         self._say = say
-        self._bar: tqdm.tqdm | None = None
-        self._first: tuple[float, int] | None = None  # when the first window closed, and at which step
-        self._last_line = time.monotonic()
+        self._screen = terminal.find()
+        self._bar = ""  # what stands in the last line of the terminal
+        self._left = TimeLeft()
+        self._last_line = (
+            time.monotonic() if self._screen is None else float("-inf")
+        )  # who looks on sees the first step
         self._totals: list[RankTimes] = []
+        self._first = True
         self._steps = 0
 
     def show(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
         """Show where training stands: `step` of `steps` in all; figures: as `line` takes them."""
         now = time.monotonic()
-        if self._first is None:
-            self._first = now, step
+        if self._first:  # what starts everything up is in this window
+            self._first = False
         else:
             self._totals = added(self._totals, window.ranks)
             self._steps += window.steps
@@ -111,34 +145,33 @@ class Display:
                 phase, text = found
                 del self.remedies[phase]
                 self._say(f"hint: {text}")
-        began, first_step = self._first
-        left = (now - began) / (step - first_step) * (steps - step) if step > first_step else None
-        text = line(figures, window, left, self.hosts)
-        if sys.stderr.isatty():
-            self._draw(epoch, step, steps, text)
-        elif now - self._last_line >= PLAIN_LINE_SECONDS:
+        text = line(figures, window, self._left.estimate(now, step, steps), self.hosts)
+        if self._screen is not None and self._screen.draws:
+            full = BAR * step // max(steps, 1)
+            bar = f" [{'#' * full}{'.' * (BAR - full)}]" if self._screen.width() >= WIDE else ""
+            self._bar = f"{epoch} {step / max(steps, 1):4.0%}{bar} {step}/{steps}  {text}"
+            self.draw()
+        elif now - self._last_line >= (PLAIN_LINE_SECONDS if self._screen is None else TERMINAL_LINE_SECONDS):
             self._last_line = now
-            self._say(f"{epoch}  step {step}/{steps}  {text}")
+            text = f"{epoch}  step {step}/{steps}  {text}"
+            self._say(text if self._screen is None else fitting(text, self._screen.width() - TAG))
 
-    def _draw(self, epoch: str, step: int, steps: int, text: str) -> None:
-        if self._bar is None:
-            import tqdm
-
-            layout = "{desc} {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt}{postfix}"
-            self._bar = tqdm.tqdm(
-                total=steps, initial=step, unit="step", leave=False, dynamic_ncols=True, bar_format=layout
-            )
-        self._bar.set_description_str(epoch, refresh=False)
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.n = step
-        self._bar.refresh()
+    def draw(self) -> None:
+        """Draw the bar, if there is one, in the line of the cursor."""
+        if self._bar and self._screen is not None:
+            # In the last column a terminal would begin a new line.
+            self._write("\r" + fitting(self._bar, self._screen.width() - 1) + "\x1b[K")
 
     def clear(self) -> None:
-        """Make room for a line; the bar comes back with the next step that is shown."""
-        if self._bar is not None:
-            self._bar.clear()
+        """Make room for a line."""
+        if self._bar:
+            self._write("\r\x1b[K")
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self.clear()
+        self._bar = ""
+
+    def _write(self, text: str) -> None:
+        assert self._screen is not None
+        self._screen.stream.write(text)
+        self._screen.stream.flush()

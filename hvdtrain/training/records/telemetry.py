@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import Engine
+from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records import files
 from hvdtrain.training.records.clock import Window
@@ -82,6 +82,8 @@ class Telemetry:
         if self._display is not None:
             self._display.clear()
         print(line, flush=True)
+        if self._display is not None:
+            self._display.draw()
 
     def event(self, name: str, **fields: object) -> None:
         """Append one JSON object to metrics.jsonl."""
@@ -144,8 +146,8 @@ class Telemetry:
             f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}, "
             f"{engine.device.type}, {torch.get_num_threads()} torch thread{'s'[: torch.get_num_threads() > 1]} per rank"
         )
-        if engine.notes:
-            self.say(f"automatic: {'; '.join(engine.notes)}")
+        for line in automatic(engine.notes, bool(config.get("verbose"))):
+            self.say(line)
         self.event(
             "start", world_size=engine.size, engine=engine.name, dataset=dataset, reason=reason, config=config,
             versions=versions(), ranks=ranks, automatic=engine.notes,
@@ -184,6 +186,16 @@ class Telemetry:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def automatic(notes: Sequence[str], verbose: bool) -> list[str]:
+    """Return the lines about what was decided automatically. Settings for speed are counted, with `verbose` said as well."""
+    settings = [note for note in notes if isinstance(note, Setting)]
+    others = [note for note in notes if note not in settings]
+    if settings and not verbose:
+        others.insert(0, f"{len(settings)} setting{'s'[: len(settings) > 1]} for speed (-v: which)")
+    lines = [*settings, *others] if verbose else others
+    return [f"{'' if i else 'automatic:':10} {line}" for i, line in enumerate(lines)]
 
 
 def _drop_half_a_line(path: Path) -> None:
