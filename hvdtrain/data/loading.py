@@ -14,7 +14,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from types import ModuleType
@@ -60,9 +60,13 @@ class Plan:
     taken: int = 0  # and how many samples of that epoch it has behind it
     shuffle: bool = True  # False: in the order of the data set
     device: str | torch.device = "cpu"  # of the indices
+    order: Callable[[int, int], Tensor] | None = None  # of seed and epoch: int64 [total]; None: `epoch_order`
 
     def epoch(self, epoch: int) -> Iterator[Step]:
-        order = epoch_order(self.total, self.seed, epoch) if self.shuffle else torch.arange(self.total)
+        if not self.shuffle:
+            order = torch.arange(self.total)
+        else:
+            order = self.order(self.seed, epoch) if self.order else epoch_order(self.total, self.seed, epoch)
         order = order[: self.per_epoch].to(self.device)
         rest = order[self.taken :] if epoch == self.first_epoch else order
         return steps(rest, self.rank, self.size, self.batch_size, self.accumulate, self.global_batch)
@@ -92,6 +96,8 @@ class Source:
     test: Callable[[], Iterable[Loaded]]  # this rank's part of the test set; over all ranks, each sample once
     per_epoch: int | None = None  # samples that an epoch takes; None: all
     corrupt: CorruptSamples = field(default_factory=lambda: CorruptSamples(0, 0))  # met so far; by default, none may be
+    order: Callable[[int, int], Tensor] | None = None  # as in Plan; `train` follows it, whatever the Plan has
+    facts: Mapping[str, object] = field(default_factory=dict)  # what else identifies the training samples, in JSON
 
 
 IMAGES = ("hvdtrain.data.loading", "torchvision.transforms.v2", "PIL.JpegImagePlugin", "simplejpeg")

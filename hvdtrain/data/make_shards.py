@@ -1,14 +1,15 @@
 """Make shards from an image folder: python -m hvdtrain.data.make_shards FOLDER SHARDS
 
 From FOLDER/train/CLASS/* and FOLDER/val/CLASS/* come SHARDS/train/000000.tar ... and SHARDS/val/000000.tar ..., in random
-order (training reads each shard from end to end), with the number of samples in each and the names of the classes beside
-them (sizes.json, classes.json). The image files go in as they are.
+order, with an index of each, the number of samples and the names of the classes beside them (000000.tar.index, sizes.json,
+classes.json). The image files go in as they are.
 """
 
 import json
 from pathlib import Path
 
 from hvdtrain.data.images import list_folder, refuse_other_classes
+from hvdtrain.data.shard_index import obtain
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
@@ -37,6 +38,7 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
                     {"__key__": key, "cls": str(int(listing.labels[index])).encode(), name.suffix[1:].lower(): content}
                 )
         partial.rename(path)
+        obtain(path, [])
         sizes[path.name] = len(indices)
     (target / "sizes.json").write_text(json.dumps(sizes, indent=0) + "\n")
     (target / "classes.json").write_text(json.dumps(classes, indent=0) + "\n")

@@ -1,46 +1,38 @@
-"""Images in tar files ("shards"), each read from end to end with the webdataset library: what network file systems do best.
+"""Images in tar files ("shards"), which network file systems like better than a million small files.
 
 A sample is two neighbours in the tar file: NAME.jpg (or .png, ...) and NAME.cls, the class as a number.
 
-Readers, that is each worker of each rank, take whole shards; where there are fewer shards than readers, several share one
-and each takes every n-th sample of it. Training: each reader goes through a stream without end, one random order of all
-shards after the other, so that every rank has as many batches as it is asked for, and on the long run every sample comes
-equally often (drawing shards with replacement would leave out a third of them in each epoch). Test: every sample once.
+Shards in a file system are indexed (shard_index.py) and read by index in one agreed order (shard_order.py): the same on
+any number of ranks and workers, each sample once an epoch, resumed at the exact sample. URLs and pipe:COMMAND can only be
+read from the beginning: they are a stream (shard_stream.py), whose order depends on the number of readers.
 """
 
-import itertools
 import json
-import random
-import tarfile
-from collections.abc import Iterable, Iterator
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import replace
 from glob import glob, has_magic
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch import Tensor
 
 from hvdtrain.data.corrupt import CorruptSample, why
 from hvdtrain.data.images import TEST_BATCH
-from hvdtrain.data.loading import Loaded, Plan, Prepare, Source, collate, loader, mixed_seed
+from hvdtrain.data.loading import Loaded, Plan, Prepare, Source, loader
+from hvdtrain.data.shard_index import ShardIndex, obtain
+from hvdtrain.data.shard_order import ShardOrder, window_of
+from hvdtrain.data.shard_reading import ShardBatches, Shards, jobs
+from hvdtrain.data.shard_stream import StreamBatches
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 
-SHUFFLE_SAMPLES = 1000  # that each reader holds at most, as files, to draw the next from: about 100 MB of ImageNet
-FRUITLESS_SHARDS = 10  # in a row: then a batch goes out as it is
-IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff", "gif")
+SPLITS = ("train", "val")
 IMAGENET_CLASSES = 1000
-
-
-class Shard(NamedTuple):
-    url: str  # an absolute path, a URL, or pipe:COMMAND
-    samples: int | None  # None: not known before it is read
-
-
-class Sample(NamedTuple):
-    name: str
-    content: bytes  # of the image file
-    label: int
+LONGEST_ROUND = 30.0  # seconds, in which each rank reads shards by itself: the others' engine must not think it hangs
+ROWS = 2**16  # of tables, sent at a time
+MOST_NOTES = 3  # lines
 
 
 def open_shards(
@@ -56,7 +48,8 @@ def open_shards(
 ) -> Source:
     """Return the training and test set in the shards of `patterns`, or in `data_dir`. A collective.
 
-    classes, train_count: None takes them from the files. Raises UserError, on every rank alike.
+    classes: None takes them from the files. train_count: samples of an epoch, needed where they cannot be counted. Raises
+    UserError, on every rank alike.
     """
     with engine.raising_together("webdataset"):
         try:
@@ -71,26 +64,45 @@ def open_shards(
             )
             found = [train_urls, test_urls, choose_classes(train_urls + test_urls, classes)]
     train_urls, test_urls, classes = engine.broadcast_object(found, "shards")
-    train = count_samples(engine, train_urls, needed=train_count is None)
-    test = count_samples(engine, test_urls, needed=False)
-    total = train_count or sum(shard.samples or 0 for shard in train)
-    if total == 0:
+    train, facts = open_indexed(engine, train_urls) if is_local(train_urls) else (None, {})
+    test, _ = open_indexed(engine, test_urls) if is_local(test_urls) else (None, {})
+    if train is None and train_count is None:
+        url = next(url for url in train_urls if not url.startswith("/"))
+        said = f"--train-samples N is needed: nobody can tell how many samples {url} has"
+        raise UserError(said, everywhere=True)
+    total = len(train.table) if train is not None else train_count
+    if not total:
         raise UserError(f"{train_urls[0]}: not one sample in it: are these tar files?", everywhere=True)
+    order = ShardOrder(train.sizes, window_of(train.sizes)) if train is not None else None
 
-    def batches(shards: list[Shard], train: bool, plan: Plan | None) -> Iterable[Loaded]:
-        prepare = Prepare(side, seed, train=train)
-        dataset = ShardBatches(shards, prepare, classes, seed, engine.rank, engine.size, plan)
-        return loader(dataset, workers, engine.device)
+    def train_batches(plan: Plan) -> Iterable[Loaded]:
+        prepare = Prepare(side, seed, train=True)
+        if train is None:
+            stream = StreamBatches(train_urls, prepare, classes, seed, engine.rank, engine.size, plan)
+            return loader(stream, workers, engine.device)
+        planned = ((epoch, batch.indices.tolist()) for epoch, batch in replace(plan, order=order))
+        dataset = ShardBatches(train, prepare, classes, reports=engine.rank == 0)
+        return loader(dataset, workers, engine.device, jobs(planned, workers))
 
-    reason = (
-        f"{len(train)} and {len(test)} shards, such as {train_urls[0]}: {total:,} images an epoch, {classes:,} classes"
-    )
-    return Source(
-        "shards", reason, classes, total, lambda plan: batches(train, True, plan), lambda: batches(test, False, None)
-    )
+    def test_batches() -> Iterable[Loaded]:
+        prepare = Prepare(side, train=False)
+        if test is None:
+            stream = StreamBatches(test_urls, prepare, classes, seed, engine.rank, engine.size, None)
+            return loader(stream, workers, engine.device)
+        mine = torch.arange(len(test.table)).tensor_split(engine.size)[engine.rank]  # neighbours in their files
+        planned = [(0, some.tolist()) for some in mine.split(TEST_BATCH)]  # one of nothing, where there is none
+        dataset = ShardBatches(test, prepare, classes, reports=engine.rank == 0)
+        return loader(dataset, workers, engine.device, jobs(planned, workers))
+
+    what = f"{len(train_urls)} and {len(test_urls)} shards, such as {train_urls[0]}"
+    if train is None:
+        what += " (a stream: without an agreed order)"
+    reason = f"{what}: {total:,} images an epoch, {classes:,} classes"
+    return Source("shards", reason, classes, total, train_batches, test_batches, order=order, facts=facts)
 
 
-SPLITS = ("train", "val")
+def is_local(urls: list[str]) -> bool:
+    return all(url.startswith("/") for url in urls)
 
 
 def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
@@ -105,6 +117,7 @@ def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
         if not found:
             said = "does not exist" if not data_dir.exists() else f"has neither {split}/*.tar nor {split}-*.tar"
             raise UserError(f"--data-dir: {data_dir} {said}: name the directory of the shards, or use {flag}")
+        require_all(found[0].parent)
         return [str(path.absolute()) for path in found]
     urls = []
     try:
@@ -121,6 +134,17 @@ def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
             raise UserError(f"{flag}: no file {url}: check the pattern (in quotes, so that the shell leaves it alone)")
         urls += [str(Path(path).absolute()) for path in paths]
     return urls
+
+
+def require_all(directory: Path) -> None:
+    """Raise UserError where sizes.json names a shard that is not in its directory."""
+    if (directory / "sizes.json").exists():
+        there = {path.name for path in directory.iterdir()}
+        gone = sorted(name for name in read_json(directory / "sizes.json", dict) if name not in there)
+        if gone:
+            more = f" and {len(gone) - 1:,} more" if len(gone) > 1 else ""
+            said = f"{directory}/sizes.json names {gone[0][:80]!r}{more}, which is not there"
+            raise UserError(f"{said}: put it back, or make sizes.json again, or remove it")
 
 
 def choose_classes(urls: list[str], asked: int | None) -> int:
@@ -153,166 +177,93 @@ def read_json(path: Path, kind: type):
     return value
 
 
-def count_samples(engine: Engine, urls: list[str], *, needed: bool) -> list[Shard]:
-    """Return `urls` with their sizes: by sizes.json ({"000000.tar": 1000, ...}) beside them, else counted. A collective."""
-    with engine.raising_together("sizes"):
-        mine: dict[str, int] = {}
-        announced: dict[Path, dict[str, int]] = {}
-        for url in urls[engine.rank :: engine.size]:
-            if not url.startswith("/"):
-                if needed:
-                    raise UserError(f"--train-samples N is needed: nobody can tell how many samples {url} has")
-                continue
-            path = Path(url)
-            if path.parent not in announced:
-                beside = path.parent / "sizes.json"
-                announced[path.parent] = read_json(beside, dict) if beside.exists() else {}
-            size = announced[path.parent].get(path.name)
-            mine[url] = headers_count(path) if size is None else believable(size, path)
-    sizes = {url: size for part in engine.all_gather_object(mine, "sizes") for url, size in part.items()}
-    return [Shard(url, sizes.get(url)) for url in urls]
+def open_indexed(engine: Engine, names: list[str]) -> tuple[Shards, dict[str, object]]:
+    """Return shards with their index, which all ranks share the work of, and the facts that identify them. A collective."""
+    paths = [Path(name) for name in names]
+    mine: dict[int, ShardIndex] = {}
+    notes: list[str] = []
+    announced = Announced()
+    made, waiting, seconds = 0, list(range(len(paths)))[engine.rank :: engine.size], 2.0
+    while True:
+        with engine.raising_together("index"):
+            until = time.monotonic() + seconds
+            while waiting and time.monotonic() < until:
+                index = waiting.pop(0)
+                mine[index], new = obtain(paths[index], notes)
+                announced.check(paths[index], len(mine[index].table))
+                made += new
+        left = int(engine.sum(torch.tensor([len(waiting)]), "index.left").item())
+        if left == 0:
+            break
+        if engine.rank == 0:
+            print(f"indexing shards, once: {left:,} of {len(paths):,} to go", flush=True)
+        seconds = min(2 * seconds, LONGEST_ROUND)
+
+    rows = torch.cat([index.table for index in mine.values()]) if mine else torch.zeros(0, 4, dtype=torch.int64)
+    facts = [
+        [number, index.size, len(index.table), announced.of(paths[number]), index.problem, index.digest()]
+        for number, index in mine.items()
+    ]
+    told = engine.all_gather_object([facts, made, notes], "index.facts")
+    tables: list[Tensor] = [rows] * len(paths)
+    for (theirs, _, _), part in zip(told, share(engine, rows), strict=True):
+        counts = [fact[2] for fact in theirs]
+        for fact, table in zip(theirs, part.split(counts), strict=True):
+            tables[fact[0]] = table
+    by_number = {fact[0]: fact[1:] for theirs, _, _ in told for fact in theirs}
+    damaged, identity = [], {}
+    for number, short in enumerate(short_names(names)):
+        size, samples, said, problem, digest = by_number[number]
+        lost = (said or 0) - samples
+        if problem is not None or lost > 0:
+            damaged.append(CorruptSample(names[number], problem or f"{samples} samples of {said}", lost=max(1, lost)))
+        identity[short] = f"{samples} samples in {size} bytes ({digest[:16]})"
+    if engine.rank == 0:
+        made_in_all = sum(made for _, made, _ in told)
+        if made_in_all:
+            engine.notes.append(f"{made_in_all:,} of {len(paths):,} shards indexed now, for this and later runs")
+        changed = [line for _, _, lines in told for line in lines]
+        engine.notes += changed[:MOST_NOTES]
+        if len(changed) > MOST_NOTES:
+            engine.notes.append(f"{len(changed) - MOST_NOTES:,} more")
+    sizes = torch.tensor([len(table) for table in tables], dtype=torch.int64)
+    return Shards(names, sizes, torch.cat(tables), damaged), {"shards": len(names), **identity}
 
 
-def believable(size: object, path: Path) -> int:
-    """Return what sizes.json says of a shard, if its bytes have room for so many samples. Raises UserError."""
-    try:
-        room = path.stat().st_size  # a sample has two headers of 512 bytes, which compress to a byte at best
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): check it") from error
-    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= room:
-        said = f"{path.parent}/sizes.json gives {path.name} {str(size)[:40]!r} samples in {room:,} bytes"
-        raise UserError(f"{said}: make it again, or remove it")
-    return size
+def share(engine: Engine, rows: Tensor) -> list[Tensor]:
+    """Return each rank's `rows` (int64 [its own number, 4]), on every rank. A collective."""
+    counts = engine.all_gather_object(len(rows), "index.rows")
+    parts: list[list[Tensor]] = [[] for _ in counts]
+    for first in range(0, max(counts), ROWS):
+        piece = torch.zeros(min(ROWS, max(counts) - first), 4, dtype=torch.int64)
+        some = rows[first : first + len(piece)]
+        piece[: len(some)] = some
+        for rank, theirs in enumerate(engine.all_gather(piece, "index.table")):
+            parts[rank].append(theirs[: max(0, counts[rank] - first)])
+    return [torch.cat([rows[:0], *part]) for part in parts]
 
 
-def headers_count(path: Path) -> int:
-    """Return how many samples a tar file has, going from header to header; of a damaged one, as far as it can be read."""
-    from webdataset.tariterators import base_plus_ext
-
-    keys = set()
-    try:
-        with tarfile.open(path) as tar:
-            for member in tar:
-                if member.isreg():
-                    keys.add(base_plus_ext(member.name)[0])
-                tar.members = []  # type: ignore[attr-defined]  # else it keeps them all
-    except Exception:  # of tarfile, of each decompressor, of text that is none; whoever reads the shard will say so
-        pass
-    return len(keys - {None})
+def short_names(names: list[str]) -> list[str]:
+    """Return the names of files below the directory that they share: the same wherever that lies."""
+    common = os.path.commonpath([os.path.dirname(name) for name in names])  # noqa: PTH120
+    return [os.path.relpath(name, common) for name in names]
 
 
-class ShardBatches(IterableDataset):
-    """The batches of one reader: with a `plan`, the training batches that fall to it; without, its part of a test set."""
+class Announced:
+    """How many samples sizes.json ({"000000.tar": 1000, ...}) beside a shard says that it has."""
 
-    def __init__(
-        self, shards: list[Shard], prepare: Prepare, classes: int, seed: int, rank: int, size: int, plan: Plan | None
-    ):
-        self.shards, self.prepare, self.classes, self.seed = shards, prepare, classes, seed
-        self.rank, self.size, self.plan = rank, size, plan
-        self.corrupt: list[CorruptSample] = []  # since the last batch
+    def __init__(self) -> None:
+        self._read: dict[Path, dict] = {}
 
-    def __iter__(self) -> Iterator[Loaded]:
-        worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        reader, readers = number * self.size + self.rank, workers * self.size
-        # Parts of shards, at least one for each reader; a part is every n-th sample.
-        parts = -(-readers // len(self.shards))
-        units = [(shard, part, parts) for part in range(parts) for shard in self.shards]
-        if self.plan is None:
-            samples = itertools.chain.from_iterable(self.read(*unit) for unit in units[reader::readers])
-            while (batch := self.fill(samples, TEST_BATCH, 0)).samples or batch.corrupt:
-                yield batch
-            return
-        from webdataset.filters import _shuffle
+    def of(self, path: Path) -> int | None:
+        if path.parent not in self._read:
+            beside = path.parent / "sizes.json"
+            self._read[path.parent] = read_json(beside, dict) if beside.exists() else {}
+        return self._read[path.parent].get(path.name)
 
-        stream = self.endless(units, reader, readers)
-        draw = random.Random(mixed_seed(self.seed, "draw", reader))
-        held = min(SHUFFLE_SAMPLES, max(1, self.plan.per_epoch // readers))
-        samples = _shuffle(stream, held, initial=min(held, 100), rng=draw)
-        # A resumed run reads on in the same epoch's order of shards, past as many samples as were taken: near enough, and no
-        # more, for a stream that other runs have shuffled and stretched across the ends of epochs.
-        for _ in itertools.islice(samples, self.plan.taken // readers):
-            pass
-        for index, (epoch, planned) in enumerate(self.plan):
-            if index % workers == number:  # a DataLoader asks its workers in turn
-                yield self.fill(samples, len(planned.indices), epoch)
-
-    def endless(self, units: list, reader: int, readers: int) -> Iterator[Sample | None]:
-        """Yield this reader's samples, one random order of `units` after the other; None where many in a row are corrupt."""
-        fruitless = 0
-        first_epoch = self.plan.first_epoch if self.plan is not None else 0
-        for position in itertools.count(reader + readers * -(-first_epoch * len(units) // readers), readers):
-            turn, place = divmod(position, len(units))
-            generator = torch.Generator().manual_seed(mixed_seed(self.seed, "shards", turn))
-            order = torch.randperm(len(units), generator=generator)
-            fruitless += 1
-            for sample in self.read(*units[order[place]]):
-                fruitless = 0
-                yield sample
-            if fruitless >= FRUITLESS_SHARDS:
-                yield None
-
-    def fill(self, samples: Iterator[Sample | None], count: int, epoch: int) -> Loaded:
-        """Return a batch of `count` samples; of fewer only where there are no more."""
-        good = []
-        for sample in samples:
-            if sample is None:  # so that this rank goes on, and is told
-                break
-            try:
-                good.append((self.prepare(sample.content, epoch, sample.name), sample.label))
-            except Exception as error:  # whatever a decoder raises on bytes that are no image
-                self.corrupt.append(CorruptSample(sample.name, why(error)))
-            if len(good) == count:
-                break
-        corrupt, self.corrupt = self.corrupt, []
-        return collate(good, corrupt, self.prepare.side)
-
-    def read(self, shard: Shard, part: int, parts: int) -> Iterator[Sample]:
-        """Yield every `parts`-th sample of a shard from number `part`, and note what is corrupt."""
-        from webdataset.gopen import Pipe, gopen, set_options
-        from webdataset.tariterators import group_by_keys, tar_file_expander
-
-        met = 0
-        failures: list[Exception] = []
-
-        def on_error(error: Exception) -> bool:
-            failures.append(error)
-            return True  # go on
-
-        stream = None
-        try:
-            stream = gopen(shard.url)
-            # Else it raises as soon as a command has failed, and drops what that wrote before.
-            set_options(stream, ignore_errors=True)
-            files = tar_file_expander([{"url": shard.url, "stream": stream}], handler=on_error)
-            for met, sample in enumerate(group_by_keys(files, handler=on_error), start=1):
-                if (met - 1) % parts == part and (taken := self.take(sample)) is not None:
-                    yield taken
-            while stream.read(2**20):  # to the very end: then a command's exit code is its own
-                pass
-            if isinstance(stream, Pipe) and (code := stream.proc.wait()) not in stream.ignore_status:
-                failures.append(OSError(f"its command ended with exit code {code}"))
-        except Exception as error:
-            failures.append(error)
-        finally:
-            if stream is not None:
-                stream.close()
-        missing = (shard.samples or 0) - met
-        if failures or missing > 0:
-            reason = why(failures[0]) if failures else f"{met} samples of {shard.samples}"
-            self.corrupt.append(CorruptSample(shard.url, reason, lost=max(1, missing)))
-
-    def take(self, sample: dict) -> Sample | None:
-        name = f"{sample['__url__']}: {sample['__key__']}"
-        image = next((sample[kind] for kind in IMAGE_TYPES if kind in sample), None)
-        try:
-            label = int(sample["cls"])
-        except (KeyError, ValueError):
-            label = -1
-        if image is not None and 0 <= label < self.classes:
-            return Sample(name, image, label)
-        reason = f"class {label} of {self.classes}: see --classes" if label >= 0 else "no class (.cls) beside it"
-        self.corrupt.append(
-            CorruptSample(name, reason if image is not None else f"no image in it ({', '.join(IMAGE_TYPES)})")
-        )
-        return None
+    def check(self, path: Path, samples: int) -> None:
+        """Raise UserError where what it says cannot be: a shard may have lost samples, and not gained any."""
+        said = self.of(path)
+        if said is not None and (type(said) is not int or not samples <= said <= path.stat().st_size):
+            given = f"{path.parent}/sizes.json gives {path.name} {str(said)[:40]!r} samples, and it has {samples:,}"
+            raise UserError(f"{given}: make it again, or remove it")

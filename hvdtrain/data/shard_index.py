@@ -1,0 +1,276 @@
+"""The index of a tar file: where each sample lies. Made by reading the file once, kept beside it.
+
+FILE.tar.index is one line of JSON, then a table with offset, bytes and CRC-32 of each sample's image, and its class. An
+index belongs to a file of one size and modification time. Where either differs, the tar file is read again: the digest of
+what is found tells a file that was only copied from one that was replaced or damaged.
+
+webdataset's `wids` (a package of its own, 0.1.11, and no part of webdataset 1.0) does not fit: its index lists shards,
+each with the number of samples and an MD5, but no offsets. Its reader therefore parses all headers of a shard each time a
+process opens it, which on a slow disk reads most of the file; and it ignores names longer than 100 bytes.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import tarfile
+import zlib
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvdtrain.data import cache
+from hvdtrain.data.corrupt import why
+from hvdtrain.engines.errors import UserError
+
+FORMAT = b"hvdtrain shard index 1 "
+BLOCK = 512  # bytes: the unit of tar files
+LONGEST_LINE = 4096  # bytes
+CHUNK = 2**20  # bytes read at a time
+OFFSET, SIZE, LABEL, CRC = range(4)  # columns of a table
+ROW_BYTES = 4 * 8
+NO_IMAGE = -1  # in SIZE
+NO_CLASS = -1  # in LABEL
+IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff", "gif")
+CUT = "unexpected end of data"  # as tarfile has it
+# gzip, bzip2, xz, zstandard
+COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+
+
+class ShardIndex(NamedTuple):
+    size: int  # bytes of the tar file
+    mtime_ns: int
+    problem: str | None  # why it ends before its time
+    table: Tensor  # int64 [n, 4]: see OFFSET, SIZE, LABEL, CRC
+
+    def digest(self) -> str:
+        """Return what identifies the content, wherever the file lies and whenever it was written."""
+        return hashlib.sha256(
+            f"{self.size} {self.problem is None} ".encode() + self.table.numpy().tobytes()
+        ).hexdigest()
+
+
+class Header(NamedTuple):
+    """The first line of an index file, as JSON."""
+
+    size: int
+    mtime_ns: int
+    problem: str | None
+    samples: int
+    digest: str
+
+
+class Unsound(Exception):
+    """What is wrong with an index file."""
+
+
+def obtain(path: Path, notes: list[str]) -> tuple[ShardIndex, bool]:
+    """Return the index of a shard, and whether it was made just now. Raises UserError where `path` cannot be read.
+
+    notes: gets a line where an index or the shard is not what it was.
+    """
+    try:
+        stat = path.stat()
+        earlier = None
+        for place in places(path):
+            try:
+                found = load(place, stat)
+            except FileNotFoundError:
+                continue
+            except (OSError, Unsound) as error:
+                notes.append(f"{place} {why(error)}: made again")
+                continue
+            if isinstance(found, ShardIndex):
+                return found, False
+            earlier = found
+        index = scan(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): check it") from error
+    if earlier is not None and earlier.digest != index.digest():
+        before = f"{earlier.samples:,} samples in {earlier.size:,} bytes"
+        now = f"{len(index.table):,} in {index.size:,}"
+        notes.append(f"{path} is not what it was when it was indexed ({before} then, {now} now)")
+    save(path, index)
+    return index, True
+
+
+def places(path: Path) -> Iterator[Path]:
+    """Yield where the index of a shard may lie: beside it, or in the cache."""
+    yield path.with_name(path.name + ".index")
+    directory = cache.directory("shards")
+    if directory is not None:
+        yield directory / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.index"
+
+
+def save(path: Path, index: ShardIndex) -> None:
+    """Write the index of shard `path`, whole, in the first place that can be written; where there is none, do without."""
+    header = Header(index.size, index.mtime_ns, index.problem, len(index.table), index.digest())
+    content = FORMAT + json.dumps(header._asdict()).encode() + b"\n" + index.table.numpy().tobytes()
+    for place in places(path):
+        with contextlib.suppress(OSError):
+            cache.write(place, content)
+            return
+
+
+def load(path: Path, shard: os.stat_result) -> ShardIndex | Header:
+    """Read the index at `path` of the file that `shard` describes, or its header where it describes another.
+
+    Raises OSError, or Unsound: others may have written it. It takes no more memory than a sound one of this shard.
+    """
+    with path.open("rb") as file:
+        line = file.readline(LONGEST_LINE)
+        header = read_header(line)
+        if (header.size, header.mtime_ns) != (shard.st_size, shard.st_mtime_ns):
+            return header
+        length = header.samples * ROW_BYTES
+        # A sample has a header of its own, at least.
+        if header.samples > shard.st_size // BLOCK or os.fstat(file.fileno()).st_size != len(line) + length:
+            raise Unsound("has not as many samples as it says")
+        rows = bytearray(file.read(length))
+    index = ShardIndex(header.size, header.mtime_ns, header.problem, table_of(rows))
+    if index.digest() != header.digest:
+        raise Unsound("is damaged")
+    if not lies_inside(index.table, index.size):
+        raise Unsound("has samples that are not inside its shard")
+    return index
+
+
+def read_header(line: bytes) -> Header:
+    try:
+        header = Header(**json.loads(line.removeprefix(FORMAT)))
+        numbers = (header.size, header.mtime_ns, header.samples)
+        sound = line.startswith(FORMAT) and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        sound = sound and isinstance(header.digest, str) and isinstance(header.problem, str | None)
+    except (ValueError, TypeError, RecursionError):
+        sound = False
+    if not sound:
+        raise Unsound("is not an index of this version")
+    return header
+
+
+def table_of(rows: bytearray | array) -> Tensor:
+    return torch.frombuffer(rows, dtype=torch.int64).view(-1, 4) if len(rows) else torch.zeros(0, 4, dtype=torch.int64)
+
+
+def lies_inside(table: Tensor, size: int) -> bool:
+    """Whether samples lie in a file of `size` bytes one after the other, a header before each, with classes that can be."""
+    limits = torch.tensor([[BLOCK, NO_IMAGE, NO_CLASS, 0], [size, size, 2**31 - 1, 2**32 - 1]])
+    if not ((table >= limits[0]) & (table <= limits[1])).all():
+        return False
+    ends = table[:, OFFSET] + table[:, SIZE].clamp(min=0)
+    return bool((ends <= size).all() and (ends[:-1] + BLOCK <= table[1:, OFFSET]).all())
+
+
+def scan(path: Path) -> ShardIndex:
+    """Read a tar file from end to end and index what is sound. Raises OSError; UserError where it is compressed."""
+    with path.open("rb") as file:
+        stat = os.fstat(file.fileno())
+        if file.read(6).startswith(COMPRESSED):
+            raise UserError(f"{path} is compressed: unpack it, or read it as a stream, such as 'pipe:gunzip -c {path}'")
+        file.seek(0)
+        samples = Samples()
+        problem = samples.read(Bounded(file, stat.st_size))
+    return ShardIndex(stat.st_size, stat.st_mtime_ns, problem, table_of(samples.rows))
+
+
+class Bounded:
+    """A file of which nobody reads more than it has: a header may promise any number of bytes."""
+
+    def __init__(self, file: BinaryIO, size: int):
+        self.file, self.size = file, size
+        self.tell, self.seek = file.tell, file.seek
+
+    def read(self, count: int) -> bytes:
+        return self.file.read(max(0, min(count, self.size - self.file.tell())))
+
+
+class Samples:
+    """Groups the members of a tar file as webdataset does: neighbours with the same name up to the first dot."""
+
+    def __init__(self) -> None:
+        self.rows = array("q")
+        self._key: str | None = None
+        self._first = 0  # offset of the group's first member
+        self._images: dict[str, tuple[int, int, int]] = {}  # by type: offset, size, CRC-32
+        self._label = NO_CLASS
+        self._seen: set[str] = set()
+
+    def read(self, file: Bounded) -> str | None:
+        """Go through all members; return why they end before their time."""
+        problem = None
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:  # type: ignore[call-overload]
+                while problem is None and (member := tar.next()) is not None:
+                    tar.members = []  # else it keeps them all
+                    if member.isreg():
+                        problem = self._add(file, member.name, member.offset_data, member.size)
+                if problem is None:
+                    # tarfile ends at a damaged header, and where the file ends, as at the end mark.
+                    file.seek(tar.offset)
+                    block = file.read(BLOCK)
+                    if any(block):
+                        problem = f"no tar header at byte {tar.offset:,}"
+                    elif not block and self._key is not None and not self._whole():
+                        problem = CUT
+        except OSError:  # the disk, not what lies on it
+            raise
+        except Exception as error:  # of tarfile, and of text that is none
+            problem = why(error) if isinstance(error, tarfile.TarError) else f"damaged header ({type(error).__name__})"
+        # Of a sample that is cut in two nothing is left.
+        if self._key is not None and (problem is None or self._whole()):
+            self._close()
+        return problem
+
+    def _whole(self) -> bool:
+        return bool(self._images) and self._label != NO_CLASS
+
+    def _add(self, file: Bounded, name: str, offset: int, size: int) -> str | None:
+        from webdataset.tariterators import base_plus_ext
+
+        key, kind = base_plus_ext(name)
+        if key is None or re.match(r"__[^/]*__($|/)", name):  # webdataset's name for what is no sample
+            return None
+        file.seek(offset)
+        content, crc, left = b"", 0, size
+        while left > 0:
+            chunk = file.read(min(left, CHUNK))
+            if not chunk:
+                return CUT
+            content, crc, left = content or chunk, zlib.crc32(chunk, crc), left - len(chunk)
+        if key != self._key:
+            if self._key is not None:
+                self._close()
+            self._key, self._first = key, offset
+        kind = kind.lower()
+        if kind in self._seen:
+            return None  # webdataset, too, takes the first
+        self._seen.add(kind)
+        if kind in IMAGE_TYPES:
+            self._images[kind] = (offset, size, crc)
+        elif kind == "cls" and size <= 20:
+            with contextlib.suppress(ValueError):
+                label = int(content)
+                self._label = label if 0 <= label < 2**31 else NO_CLASS
+        return None
+
+    def _close(self) -> None:
+        offset, size, crc = next(
+            (self._images[kind] for kind in IMAGE_TYPES if kind in self._images), (self._first, NO_IMAGE, 0)
+        )
+        self.rows.extend((offset, size, self._label, crc))
+        self._key, self._images, self._label, self._seen = None, {}, NO_CLASS, set()
+
+
+def key_at(fd: int, offset: int) -> str | None:
+    """Return the key of the sample that has a member at `offset`, from the header before it; None where that is damaged."""
+    try:
+        header = os.pread(fd, BLOCK, offset - BLOCK)
+        name = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
+    except (OSError, tarfile.TarError, ValueError):
+        return None
+    return re.sub(r"\.[^/]*$", "", name)

@@ -1,0 +1,190 @@
+"""Batches of samples in tar shards, by their numbers: each is read from where the index has it.
+
+A job's samples lie in as many files as a window has shards. A few threads read them, each the samples of one file in the
+order in which they lie there. They read a job ahead, so that opening and reading overlap with decoding.
+"""
+
+import itertools
+import os
+import threading
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hvdtrain.data.corrupt import CorruptSample, why
+from hvdtrain.data.loading import Loaded, Prepare, collate
+from hvdtrain.data.shard_index import CRC, IMAGE_TYPES, LABEL, OFFSET, SIZE, key_at
+
+READING_THREADS = 4  # per worker
+OPEN_FILES = 128  # per worker: several windows; of the 1,024 that a process may usually have
+HELD_BYTES = 2**26  # of files, read before they are decoded; twice, while the next are being read
+LARGEST_FILE = 2**28  # bytes: what is larger is no image
+
+
+class Shards(NamedTuple):
+    """Tar files on this host, and where their samples lie, numbered through all of them."""
+
+    paths: list[str]
+    sizes: Tensor  # int64 [k]: samples of each
+    table: Tensor  # int64 [n, 4]: their indexes, one after the other
+    damaged: list[CorruptSample]  # shards that end before their time
+
+
+class Job(NamedTuple):
+    epoch: int
+    indices: list[int]
+    following: list[int]  # indices of the job after it that is likely to come to the same worker
+    first: bool  # of this rank's jobs
+
+
+def jobs(batches: Iterable[tuple[int, list[int]]], workers: int) -> Iterator[Job]:
+    """Yield the jobs for (epoch, indices). A DataLoader gives them to its workers in turn."""
+    held: deque[tuple[int, list[int]]] = deque()
+    first = True
+    for batch in batches:
+        held.append(batch)
+        if len(held) > max(1, workers):
+            yield Job(*held.popleft(), held[-1][1], first)
+            first = False
+    while held:
+        yield Job(*held.popleft(), [], first)
+        first = False
+
+
+class ShardBatches(Dataset):
+    """From a Job to the batch of its images; whoever has the first one reports the damaged shards, if told to."""
+
+    def __init__(self, shards: Shards, prepare: Prepare, classes: int, *, reports: bool):
+        self.shards, self.prepare, self.classes, self.reports = shards, prepare, classes, reports
+        self._reader: Reader | None = None  # threads and open files, in the process that reads
+
+    def __getitem__(self, job: Job) -> Loaded:
+        self._reader = self._reader or Reader(self.shards)
+        samples = []
+        corrupt = list(self.shards.damaged) if job.first and self.reports else []
+        for index, content in self._reader.read(job.indices, job.following):
+            label = int(self.shards.table[index, LABEL])
+            try:
+                if isinstance(content, str):
+                    raise ValueError(content)
+                if not 0 <= label < self.classes:
+                    said = (
+                        f"class {label} of {self.classes}: see --classes" if label >= 0 else "no class (.cls) beside it"
+                    )
+                    raise ValueError(said)
+                samples.append((self.prepare(content, job.epoch, str(index)), label))
+            except Exception as error:  # whatever a decoder raises on bytes that are no image
+                corrupt.append(CorruptSample(self._reader.name(index), why(error)))
+        return collate(samples, corrupt, self.prepare.side)
+
+
+class Reader:
+    """Reads samples in one process, ahead of whoever asks for them."""
+
+    def __init__(self, shards: Shards):
+        self.shards = shards
+        self.ends = shards.sizes.cumsum(0)
+        self.files: OrderedDict[int, OpenFile] = OrderedDict()  # by shard; the last used at the end
+        self.lock = threading.Lock()
+        self.pool = ThreadPoolExecutor(READING_THREADS, "shards")
+        self.ahead: tuple[list[int], dict[int, Future]] = ([], {})
+
+    def read(self, indices: list[int], following: list[int]) -> Iterator[tuple[int, bytes | str]]:
+        """Yield each index with its image file, or with why there is none; those `following` are read meanwhile."""
+        parts = [*self.parts(indices), next(self.parts(following), [])]
+        for part, after in itertools.pairwise(parts):
+            asked, reading = self.ahead
+            if asked != part:
+                reading = self.begin(part)
+            self.ahead = (after, self.begin(after))
+            for index in part:
+                # Taken out, so that a file is freed as soon as it is decoded.
+                yield index, reading[index].result().pop(index)
+
+    def parts(self, indices: list[int]) -> Iterator[list[int]]:
+        """Split indices where their files would take too much memory."""
+        part: list[int] = []
+        held = 0
+        for index, size in zip(indices, self.shards.table[indices, SIZE].tolist() if indices else (), strict=True):
+            if part and held + size > HELD_BYTES:
+                yield part
+                part, held = [], 0
+            part.append(index)
+            held += size
+        if part:
+            yield part
+
+    def begin(self, indices: list[int]) -> dict[int, Future]:
+        """Let the threads read, each all that it has of one shard."""
+        by_shard: dict[int, list[int]] = {}
+        for index, shard in zip(indices, self.shard_of(indices), strict=True):
+            by_shard.setdefault(shard, []).append(index)
+        reading: dict[int, Future] = {}
+        for shard, mine in by_shard.items():
+            future = self.pool.submit(self.read_shard, shard, sorted(set(mine)))
+            reading |= dict.fromkeys(mine, future)
+        return reading
+
+    def shard_of(self, indices: list[int]) -> list[int]:
+        return torch.searchsorted(self.ends, torch.tensor(indices, dtype=torch.int64), right=True).tolist()
+
+    def read_shard(self, shard: int, indices: list[int]) -> dict[int, bytes | str]:
+        found: dict[int, bytes | str] = {}
+        try:
+            file = self.open(shard)
+        except OSError as error:
+            return dict.fromkeys(indices, why(error))
+        for index, row in zip(indices, self.shards.table[indices].tolist(), strict=True):
+            if row[SIZE] < 0:
+                found[index] = f"no image in it ({', '.join(IMAGE_TYPES)})"
+            elif row[SIZE] > LARGEST_FILE:
+                found[index] = f"{row[SIZE]:,} bytes are no image"
+            else:
+                try:
+                    content = os.pread(file.fd, row[SIZE], row[OFFSET])
+                except OSError as error:
+                    found[index] = why(error)
+                    continue
+                same = len(content) == row[SIZE] and zlib.crc32(content) == row[CRC]
+                found[index] = content if same else "not what it was when it was indexed"
+        return found
+
+    def open(self, shard: int) -> "OpenFile":
+        with self.lock:
+            file = self.files.pop(shard, None)
+        file = file or OpenFile(self.shards.paths[shard])  # not under the lock: it may take long
+        with self.lock:
+            self.files[shard] = file
+            if len(self.files) > OPEN_FILES:
+                self.files.popitem(last=False)
+        return file
+
+    def name(self, index: int) -> str:
+        """Return what a sample is called: its file and key."""
+        (shard,) = self.shard_of([index])
+        try:
+            key = key_at(self.open(shard).fd, int(self.shards.table[index, OFFSET]))
+        except OSError:
+            key = None
+        return (
+            f"{self.shards.paths[shard]}: {key or f'sample {index - int(self.ends[shard] - self.shards.sizes[shard])}'}"
+        )
+
+
+class OpenFile:
+    """Closed when the last thread that uses it is done."""
+
+    fd = -1
+
+    def __init__(self, path: str):
+        self.fd = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)

@@ -1,0 +1,143 @@
+"""Shards that come from a URL or a command, each read from end to end with the webdataset library.
+
+Readers, that is each worker of each rank, take whole shards; where there are fewer shards than readers, several share one
+and each takes every n-th sample of it. Training: each reader goes through a stream without end, one random order of all
+shards after the other, so that every rank has as many batches as it is asked for, and on the long run every sample comes
+equally often (drawing shards with replacement would leave out a third of them in each epoch). Test: every sample once.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hvdtrain.data.corrupt import CorruptSample, why
+from hvdtrain.data.images import TEST_BATCH
+from hvdtrain.data.loading import Loaded, Plan, Prepare, collate, mixed_seed
+from hvdtrain.data.shard_index import IMAGE_TYPES
+
+SHUFFLE_SAMPLES = 1000  # that each reader holds at most, as files, to draw the next from: about 100 MB of ImageNet
+FRUITLESS_SHARDS = 10  # in a row: then a batch goes out as it is
+
+
+class Sample(NamedTuple):
+    name: str
+    content: bytes  # of the image file
+    label: int
+
+
+class StreamBatches(IterableDataset):
+    """The batches of one reader: with a `plan`, the training batches that fall to it; without, its part of a test set."""
+
+    def __init__(
+        self, urls: list[str], prepare: Prepare, classes: int, seed: int, rank: int, size: int, plan: Plan | None
+    ):
+        self.urls, self.prepare, self.classes, self.seed = urls, prepare, classes, seed
+        self.rank, self.size, self.plan = rank, size, plan
+        self.corrupt: list[CorruptSample] = []  # since the last batch
+
+    def __iter__(self) -> Iterator[Loaded]:
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        reader, readers = number * self.size + self.rank, workers * self.size
+        # Parts of shards, at least one for each reader; a part is every n-th sample.
+        parts = -(-readers // len(self.urls))
+        units = [(url, part, parts) for part in range(parts) for url in self.urls]
+        if self.plan is None:
+            samples = itertools.chain.from_iterable(self.read(*unit) for unit in units[reader::readers])
+            while (batch := self.fill(samples, TEST_BATCH, 0)).samples or batch.corrupt:
+                yield batch
+            return
+        from webdataset.filters import _shuffle
+
+        stream = self.endless(units, reader, readers)
+        draw = random.Random(mixed_seed(self.seed, "draw", reader))
+        held = min(SHUFFLE_SAMPLES, max(1, self.plan.per_epoch // readers))
+        samples = _shuffle(stream, held, initial=min(held, 100), rng=draw)
+        # A resumed run reads on in the same epoch's order of shards, past as many samples as were taken: near enough, and no
+        # more, for a stream that other runs have shuffled and stretched across the ends of epochs.
+        for _ in itertools.islice(samples, self.plan.taken // readers):
+            pass
+        for index, (epoch, planned) in enumerate(self.plan):
+            if index % workers == number:  # a DataLoader asks its workers in turn
+                yield self.fill(samples, len(planned.indices), epoch)
+
+    def endless(self, units: list, reader: int, readers: int) -> Iterator[Sample | None]:
+        """Yield this reader's samples, one random order of `units` after the other; None where many in a row are corrupt."""
+        fruitless = 0
+        first_epoch = self.plan.first_epoch if self.plan is not None else 0
+        for position in itertools.count(reader + readers * -(-first_epoch * len(units) // readers), readers):
+            turn, place = divmod(position, len(units))
+            generator = torch.Generator().manual_seed(mixed_seed(self.seed, "shards", turn))
+            order = torch.randperm(len(units), generator=generator)
+            fruitless += 1
+            for sample in self.read(*units[order[place]]):
+                fruitless = 0
+                yield sample
+            if fruitless >= FRUITLESS_SHARDS:
+                yield None
+
+    def fill(self, samples: Iterator[Sample | None], count: int, epoch: int) -> Loaded:
+        """Return a batch of `count` samples; of fewer only where there are no more."""
+        good = []
+        for sample in samples:
+            if sample is None:  # so that this rank goes on, and is told
+                break
+            try:
+                good.append((self.prepare(sample.content, epoch, sample.name), sample.label))
+            except Exception as error:  # whatever a decoder raises on bytes that are no image
+                self.corrupt.append(CorruptSample(sample.name, why(error)))
+            if len(good) == count:
+                break
+        corrupt, self.corrupt = self.corrupt, []
+        return collate(good, corrupt, self.prepare.side)
+
+    def read(self, url: str, part: int, parts: int) -> Iterator[Sample]:
+        """Yield every `parts`-th sample of a shard from number `part`, and note what is corrupt."""
+        from webdataset.gopen import Pipe, gopen, set_options
+        from webdataset.tariterators import group_by_keys, tar_file_expander
+
+        failures: list[Exception] = []
+
+        def on_error(error: Exception) -> bool:
+            failures.append(error)
+            return True  # go on
+
+        stream = None
+        try:
+            stream = gopen(url)
+            # Else it raises as soon as a command has failed, and drops what that wrote before.
+            set_options(stream, ignore_errors=True)
+            files = tar_file_expander([{"url": url, "stream": stream}], handler=on_error)
+            for number, sample in enumerate(group_by_keys(files, handler=on_error)):
+                if number % parts == part and (taken := self.take(sample)) is not None:
+                    yield taken
+            while stream.read(2**20):  # to the very end: then a command's exit code is its own
+                pass
+            if isinstance(stream, Pipe) and (code := stream.proc.wait()) not in stream.ignore_status:
+                failures.append(OSError(f"its command ended with exit code {code}"))
+        except Exception as error:
+            failures.append(error)
+        finally:
+            if stream is not None:
+                stream.close()
+        if failures:
+            self.corrupt.append(CorruptSample(url, why(failures[0])))
+
+    def take(self, sample: dict) -> Sample | None:
+        name = f"{sample['__url__']}: {sample['__key__']}"
+        image = next((sample[kind] for kind in IMAGE_TYPES if kind in sample), None)
+        try:
+            label = int(sample["cls"])
+        except (KeyError, ValueError):
+            label = -1
+        if image is not None and 0 <= label < self.classes:
+            return Sample(name, image, label)
+        reason = f"class {label} of {self.classes}: see --classes" if label >= 0 else "no class (.cls) beside it"
+        self.corrupt.append(
+            CorruptSample(name, reason if image is not None else f"no image in it ({', '.join(IMAGE_TYPES)})")
+        )
+        return None

@@ -1,0 +1,64 @@
+"""Ranks share the work of indexing tar shards, and all have the whole index afterwards."""
+
+import io
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("webdataset")
+
+from hvdtrain.data import shards
+from hvdtrain.data.shard_index import obtain, scan
+from hvdtrain.engines.errors import UserError
+
+SIZES = (3, 0, 7, 1, 5)  # samples
+
+
+@pytest.fixture
+def directory(engine, tmp_path_factory):
+    """Shards without an index, in a place that all ranks know."""
+    place = Path(engine.broadcast_object(str(tmp_path_factory.mktemp("shards")), "place"))
+    if engine.rank == 0:
+        for number, size in enumerate(SIZES):
+            with tarfile.open(place / f"{number}.tar", "w") as tar:
+                for sample in range(size):
+                    for kind, content in (("cls", b"1"), ("jpg", b"J" * (100 * number + sample))):
+                        info = tarfile.TarInfo(f"{sample}.{kind}")
+                        info.size = len(content)
+                        tar.addfile(info, io.BytesIO(content))
+    engine.barrier()
+    yield place
+    engine.barrier()
+    if engine.rank == 0:
+        shutil.rmtree(place)
+
+
+def test_every_rank_has_the_index_and_one_made_each_part(engine, directory, monkeypatch):
+    monkeypatch.setattr(shards, "ROWS", 2)  # several rounds
+    made = []
+    monkeypatch.setattr(shards, "obtain", lambda path, notes: made.append(path.name) or obtain(path, notes))
+
+    names = [str(directory / f"{number}.tar") for number in range(len(SIZES))]
+    engine.notes.clear()
+    opened, facts = shards.open_indexed(engine, names)
+    assert opened.sizes.tolist() == list(SIZES)
+    assert opened.table.tolist() == [row for name in names for row in scan(Path(name)).table.tolist()]
+    assert made == [Path(name).name for name in names[engine.rank :: engine.size]]
+    engine.require_equal("facts", facts, "they must be")
+    assert list(facts) == ["shards", "0.tar", "1.tar", "2.tar", "3.tar", "4.tar"]
+    if engine.rank == 0:
+        assert engine.notes == ["5 of 5 shards indexed now, for this and later runs"]
+        assert len(list(directory.glob("*.tar.index"))) == len(SIZES)
+    again, same = shards.open_indexed(engine, names)
+    assert (again.table.tolist(), same) == (opened.table.tolist(), facts)
+
+
+def test_what_one_rank_cannot_read_every_rank_reports(engine, directory):
+    names = [str(directory / f"{number}.tar") for number in range(len(SIZES))]
+    if engine.rank == 0:
+        Path(names[-1]).unlink()
+    engine.barrier()
+    with pytest.raises(UserError, match=r"4\.tar cannot be read \(No such file or directory\): check it"):
+        shards.open_indexed(engine, names)

@@ -1,0 +1,480 @@
+"""Tar shards by index: one order on any ranks and workers, exact resumption, and what of shards and indexes that changed."""
+
+import bz2
+import gzip
+import io
+import itertools
+import json
+import lzma
+import os
+import shutil
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from examples import little_memory, one_line, spoilt, tried
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torchvision")
+pytest.importorskip("webdataset")
+
+from hvdtrain.data import cache, loading, make_shards, shard_index, shard_reading, shards
+from hvdtrain.data.shard_index import Header, ShardIndex, load, obtain, save, scan
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.single import SerialEngine
+from tests import image_set
+
+TRAIN, TEST = 48, 31
+
+
+class Numbered:
+    """In place of `Prepare`: the image that comes out is the sample's number, as pixels."""
+
+    side = 1
+
+    def __init__(self, *arguments, **options):
+        pass
+
+    def __call__(self, content: bytes, epoch: int, name: str) -> torch.Tensor:
+        assert content[:2] == b"\xff\xd8"  # a JPEG file, from its first byte
+        return torch.tensor(list(int(name).to_bytes(3)), dtype=torch.uint8).view(3, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    folder = image_set.write(root / "folder", train=TRAIN, test=TEST)
+    make_shards.make(folder / "train", root / "train", per_shard=7, seed=1)
+    make_shards.make(folder / "val", root / "val", per_shard=11, seed=1)
+    return root
+
+
+@pytest.fixture
+def own(tars, tmp_path) -> Path:
+    """A copy that a test may damage, with its times and so with valid indexes."""
+    for split in ("train", "val"):
+        shutil.copytree(tars / split, tmp_path / "own" / split)
+    return tmp_path / "own"
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
+
+
+@pytest.fixture
+def numbered(monkeypatch):
+    monkeypatch.setattr(shards, "Prepare", Numbered)
+    monkeypatch.setattr(shards, "window_of", lambda sizes: 3)  # else all of these shards are one window
+
+
+def open_them(directory: Path, workers: int = 0) -> tuple[loading.Source, SerialEngine]:
+    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+    engine.device = torch.device("cpu")
+    options = dict(side=32, seed=1, workers=workers, classes=None, train_count=None)
+    return shards.open_shards(engine, directory, (None, None), **options), engine
+
+
+def numbers(batch: loading.Loaded) -> list[int]:
+    return [int.from_bytes(bytes(image.flatten().tolist())) for image in batch.images[: batch.samples]]
+
+
+def plan_of(rank: int, size: int, epochs: int = 1, **options) -> loading.Plan:
+    return loading.Plan(TRAIN, TRAIN, 1, epochs, rank, size, 12 // size, **options)
+
+
+def steps_taken(source: loading.Source, size: int, **options) -> list[list[int]]:
+    """The samples of each step in the order of positions: rank r has every size-th from r."""
+    ranks = [map(numbers, source.train(plan_of(rank, size, **options))) for rank in range(size)]
+    steps = []
+    for parts in zip(*ranks, strict=True):
+        turns = itertools.zip_longest(*parts)
+        steps.append([number for turn in turns for number in turn if number is not None])
+    return steps
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (1, 3)])
+def test_one_order_on_any_number_of_ranks_and_workers(size, workers, tars, numbered):
+    if workers:
+        loading.start_workers_early()
+    source, _ = open_them(tars, workers)
+    steps = steps_taken(source, size, epochs=2)
+    orders = [source.order(1, epoch) for epoch in range(2)]
+    assert steps == [some.tolist() for order in orders for some in order.split(12)]
+    assert all(count == 2 for count in Counter(itertools.chain(*steps)).values())
+    assert orders[0].tolist() != orders[1].tolist()
+    assert orders[0].tolist() != loading.epoch_order(TRAIN, 1, 0).tolist()  # a window at a time
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (1, 2)])
+def test_resumed_inside_an_epoch_on_other_ranks_with_exactly_the_rest(before, after, tars, numbered):
+    source, _ = open_them(tars)
+    whole = steps_taken(source, before, epochs=2)
+    rest = steps_taken(source, after, epochs=2, first_epoch=0, taken=24, global_batch=12)
+    assert whole[:2] + rest == whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
+def test_each_test_image_once_over_all_ranks(size, tars, monkeypatch, numbered):
+    seen = []
+    for rank in range(size):
+        source, engine = open_them(tars)
+        monkeypatch.setattr(engine, "rank", rank)
+        monkeypatch.setattr(engine, "size", size)
+        seen += [number for batch in source.test() for number in numbers(batch)]
+    assert sorted(seen) == list(range(TEST))
+
+
+def test_labels_are_those_of_the_folder(tars):
+    source, _ = open_them(tars)
+    labels = torch.cat([batch.labels for batch in source.train(plan_of(0, 1))])
+    assert sorted(labels.tolist()) == sorted(list(range(6)) * 8)
+    keys = []
+    for path in sorted((tars / "train").glob("*.tar")):
+        with tarfile.open(path) as tar:
+            keys += [name.removesuffix(".jpg") for name in tar.getnames() if name.endswith(".jpg")]
+    reader = shard_reading.Reader(shards.open_indexed(open_them(tars)[1], shards.find("train", None, tars))[0])
+    assert [reader.name(index).rpartition(": ")[2] for index in range(TRAIN)] == keys
+
+
+@pytest.mark.parametrize(("name", "value"), [("HELD_BYTES", 3000), ("OPEN_FILES", 1), ("READING_THREADS", 1)])
+def test_little_room_changes_nothing(name, value, tars, monkeypatch, numbered):
+    source, _ = open_them(tars)
+    whole = steps_taken(source, 2)
+    monkeypatch.setattr(shard_reading, name, value)
+    assert steps_taken(source, 2) == whole
+
+
+def test_files_are_closed(tars, numbered):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    source, _ = open_them(tars)
+    list(source.train(plan_of(0, 1)))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_shard_is_read_once_and_again_only_if_it_changed(own, monkeypatch):
+    first, engine = open_them(own)
+    assert engine.notes == []  # make_shards wrote the indexes
+    read = []
+    monkeypatch.setattr(shard_index, "scan", lambda path: read.append(path.name) or scan(path))
+    copy = Path(shutil.copytree(own, own.parent / "elsewhere"))
+    os.utime(copy / "train" / "000002.tar", (1, 1))
+    again, engine = open_them(copy)
+    assert read == ["000002.tar"]
+    assert engine.notes == ["1 of 7 shards indexed now, for this and later runs"]
+    assert again.facts == first.facts  # only copied: the same data, wherever it lies
+    open_them(copy)
+    assert read == ["000002.tar"]
+
+
+def test_an_index_goes_to_the_cache_where_the_shards_cannot_be_written(own, monkeypatch, tmp_path):
+    for path in own.rglob("*.index"):
+        path.unlink()
+    real = cache.write
+
+    def write(path: Path, content: bytes) -> None:
+        if own in path.parents:
+            raise PermissionError(13, "Permission denied")
+        real(path, content)
+
+    monkeypatch.setattr(cache, "write", write)
+    expected, _ = open_them(own)  # neither there nor in a cache: in memory
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert open_them(own)[0].facts == expected.facts
+    monkeypatch.setattr(shard_index, "scan", lambda path: pytest.fail("read again"))
+    found, engine = open_them(own)
+    assert (found.facts, engine.notes) == (expected.facts, [])
+    assert not list(own.rglob("*.index"))
+    assert not list(own.rglob("*.partial"))
+
+
+def cut(path: Path, share: float) -> None:
+    os.truncate(path, int(path.stat().st_size * share))
+
+
+def cut_between_samples(path: Path) -> None:
+    with tarfile.open(path) as tar:
+        offset = tar.getmembers()[8].offset
+    os.truncate(path, offset)
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def middle_of_an_image(path: Path) -> int:
+    row = scan(path).table[2].tolist()
+    return row[0] + row[1] // 2
+
+
+# What is done to the third shard, of 7 samples; how many are left; what is said of it.
+DAMAGES = {
+    "cut": (lambda path: cut(path, 0.5), None, "unexpected end of data"),
+    "cut between samples": (cut_between_samples, 4, "4 samples of 7"),
+    "a header damaged": (lambda path: flip(path, scan(path).table[4, 0].item() - 512), None, "no tar header at byte"),
+    "no tar": (lambda path: path.write_bytes(b"x" * 4000), 0, ""),
+    "another shard": (lambda path: shutil.copy(path.with_name("000003.tar"), path), 7, None),
+    "one bit of an image": (lambda path: flip(path, middle_of_an_image(path)), 7, None),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_shard_that_changed_between_two_runs_is_named_before_training(damage, own):
+    first, _ = open_them(own)
+    path = own / "train" / "000002.tar"
+    spoil, left, reason = DAMAGES[damage]
+    spoil(path)
+    second, engine = open_them(own)
+    differ = {name for name in first.facts | second.facts if first.facts.get(name) != second.facts.get(name)}
+    assert differ == {"000002.tar"}
+    assert any(
+        line.startswith(f"{path} is not what it was when it was indexed (7 samples in ") for line in engine.notes
+    )
+    lost = TRAIN - second.train_count
+    assert left is None or lost == 7 - left
+    # A new run on what is left: every sample is there or accounted for, at the first batch.
+    batches = list(second.train(loading.Plan(second.train_count, second.train_count, 1, 1, 0, 1, 10)))
+    assert sum(batch.samples for batch in batches) == second.train_count
+    assert [each for batch in batches[1:] for each in batch.corrupt] == []
+    if reason is None:
+        assert batches[0].corrupt == []
+    else:
+        (told,) = batches[0].corrupt
+        assert (told.name, told.lost) == (str(path), lost)
+        assert reason in told.why
+
+
+def test_a_shard_that_is_gone_is_named(own):
+    (own / "train" / "000002.tar").unlink()
+    with pytest.raises(
+        UserError, match=r"train/sizes.json names '000002.tar', which is not there: put it back"
+    ) as error:
+        open_them(own)
+    one_line(error.value)
+    (own / "train" / "sizes.json").unlink()
+    assert "000002.tar" not in open_them(own)[0].facts
+
+
+def test_content_that_changed_behind_an_index_is_skipped_and_named(own, numbered):
+    path = own / "train" / "000002.tar"
+    stat = path.stat()
+    flip(path, middle_of_an_image(path))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a disk does it
+    source, engine = open_them(own)
+    assert engine.notes == []
+    batches = list(source.train(plan_of(0, 1)))
+    (told,) = [each for batch in batches for each in batch.corrupt]
+    assert told.name.startswith(f"{path}: 0000")
+    assert told.why == "not what it was when it was indexed"
+    assert sum(batch.samples for batch in batches) == TRAIN - 1
+
+
+@pytest.mark.parametrize("how", ["gone", "cut"])
+def test_a_shard_lost_during_training_costs_its_samples(how, own, numbered):
+    source, _ = open_them(own)
+    path = own / "train" / "000002.tar"
+    path.unlink() if how == "gone" else cut(path, 0)
+    batches = list(source.train(plan_of(0, 1)))
+    corrupt = [each for batch in batches for each in batch.corrupt]
+    assert sum(batch.samples for batch in batches) == TRAIN - 7
+    assert sorted(each.name for each in corrupt) == [f"{path}: sample {number}" for number in range(7)]
+    reason = "No such file or directory" if how == "gone" else "not what it was when it was indexed"
+    assert {each.why for each in corrupt} == {reason}
+
+
+def tar_of(path: Path, files: dict[str, bytes], kind: int = tarfile.PAX_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=kind) as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_samples_are_those_that_webdataset_finds(kind, tmp_path):
+    from webdataset.tariterators import group_by_keys, tar_file_expander
+
+    long = "d" * 90 + "/" + "e" * 60
+    files = {"a.JPG": b"A", "a.cls": b" 1\n", "b.cls": b"1", "c.jpg": b"C", "__x__": b"?", "d/e.f.jpg": b"D"}
+    files |= {"d/e.cls": b"2", "n": b"", "g.png": b"G", "g.jpg": b"J", "g.cls": b"cat", f"{long}.jpg": b"L" * 600}
+    files |= {f"{long}.cls": b"3", "h.jpg": b"", "h.cls": b"-4", "i.jpg": b"I", "i.cls": b"9" * 19}
+    path = tar_of(tmp_path / "odd.tar", files, kind)
+    index, content = scan(path), path.read_bytes()
+    with path.open("rb") as stream:
+        theirs = list(group_by_keys(tar_file_expander([{"url": "x", "stream": stream}])))
+    assert len(index.table) == len(theirs)
+    for (offset, size, label, _), sample in zip(index.table.tolist(), theirs, strict=True):
+        image = next((sample[kind] for kind in shard_index.IMAGE_TYPES if kind in sample), None)
+        assert (content[offset : offset + size] if size >= 0 else None) == image
+        given = sample.get("cls", b"none")
+        assert label == (int(given) if given.strip() in (b"1", b"2", b"3") else -1)
+    assert index.problem is None
+    assert shard_index.lies_inside(index.table, index.size)
+
+
+def test_samples_without_image_or_class_are_named(tmp_path):
+    jpeg = b"\xff\xd8 as far as anybody looks here"
+    files = {"a.jpg": jpeg, "a.cls": b"1", "b.cls": b"1", "c.jpg": jpeg, "d.jpg": jpeg, "d.cls": b"6"}
+    path = tar_of(tmp_path / "odd.tar", files | {"e.jpg": jpeg, "e.cls": b"cat"})
+    opened, _ = shards.open_indexed(open_world(), [str(path)])
+    dataset = shard_reading.ShardBatches(opened, Numbered(), 6, reports=True)
+    batch = dataset[shard_reading.Job(0, [0, 1, 2, 3, 4], [], True)]
+    assert numbers(batch) == [0]
+    assert {each.name: each.why[:10] for each in batch.corrupt} == {
+        f"{path}: b": "no image i", f"{path}: c": "no class (", f"{path}: d": "class 6 of", f"{path}: e": "no class (",
+    }  # fmt: skip
+
+
+def open_world() -> SerialEngine:
+    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+    engine.device = torch.device("cpu")
+    return engine
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_shards_are_refused_with_two_remedies(compress, tmp_path):
+    path = tar_of(tmp_path / "a.tar", {"a.jpg": b"1"})
+    path.write_bytes(compress(path.read_bytes()))
+    with pytest.raises(
+        UserError, match=r"a.tar is compressed: unpack it, or read it as a stream, such as 'pipe:gunzip"
+    ) as error:
+        scan(path)
+    one_line(error.value)
+
+
+def test_a_stream_needs_a_number_of_samples(tars):
+    pattern = f"pipe:cat {tars}/train/000000.tar"
+    options = dict(side=32, seed=1, workers=0, classes=6)
+    with pytest.raises(UserError, match="--train-samples N is needed: nobody can tell how many samples pipe:cat"):
+        shards.open_shards(open_world(), tars, (pattern, None), train_count=None, **options)
+    source = shards.open_shards(open_world(), tars, (pattern, None), train_count=7, **options)
+    assert (source.order, source.facts, source.train_count) == (None, {}, 7)
+    assert "(a stream: without an agreed order)" in source.reason
+    assert sum(batch.samples for batch in source.train(loading.Plan(7, 7, 1, 1, 0, 1, 4))) == 7
+    assert sum(batch.samples for batch in source.test()) == TEST  # that one has an index
+
+
+# Indexes as nobody should leave them.
+
+SMALL = {f"{number}.{kind}": b"\xff\xd8" if kind == "jpg" else b"1" for number in range(5) for kind in ("jpg", "cls")}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> tuple[Path, bytes]:
+    path = tar_of(tmp_path_factory.mktemp("small") / "a.tar", SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", "/dev/null/none")
+        obtain(path, [])
+    return path, path.with_name("a.tar.index").read_bytes()
+
+
+@tried(60)
+@given(data=st.data())
+def test_any_index_is_right_or_made_again(small, data):
+    path, sound = small
+    beside = path.with_name("a.tar.index")
+    content = data.draw(spoilt(sound))
+    beside.write_bytes(content)
+    notes: list[str] = []
+    with little_memory():
+        index, made = obtain(path, notes)
+    assert torch.equal(index.table, scan(path).table)
+    assert made or content == sound
+    assert beside.read_bytes() == sound
+    assert all(len(note.splitlines()) == 1 for note in notes)
+
+
+def lying(index: ShardIndex, change) -> bytes:
+    """An index with a right digest, of what `change` makes of a table."""
+    table = index.table.clone()
+    table = change(table)
+    liar = index._replace(table=table)
+    facts = Header(liar.size, liar.mtime_ns, None, len(table), liar.digest())
+    return shard_index.FORMAT + json.dumps(facts._asdict()).encode() + b"\n" + table.numpy().tobytes()
+
+
+def setting(row: int, column: int, value: int):
+    return lambda table: table.index_put((torch.tensor(row), torch.tensor(column)), torch.tensor(value))
+
+
+LIES = {
+    "beyond the file": setting(4, 0, 2**40),
+    "beyond the file by its size": setting(4, 1, 10**9),
+    "of all sizes": setting(0, 1, 2**63 - 1),
+    "before the file": setting(0, 0, -512),
+    "not in order": lambda table: table.flip(0),
+    "one in another": setting(1, 0, 600),
+    "a class below none": setting(2, 2, -2),
+    "samples twice": lambda table: table.repeat(100, 1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_index_that_lies_is_made_again(lie, small):
+    path, sound = small
+    beside = path.with_name("a.tar.index")
+    beside.write_bytes(lying(scan(path), LIES[lie]))
+    notes: list[str] = []
+    index, made = obtain(path, notes)
+    assert made
+    assert torch.equal(index.table, scan(path).table)
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{beside} has ")
+    assert beside.read_bytes() == sound
+
+
+def test_an_index_of_a_billion_samples_takes_no_memory(small):
+    path, sound = small
+    beside = path.with_name("a.tar.index")
+    line = sound.splitlines(keepends=True)[0]
+    facts = json.loads(line.removeprefix(shard_index.FORMAT))
+    for size, samples in ((None, 10**9), (2**40, 10**9), (None, 2**62), (None, 10**400)):
+        header = shard_index.FORMAT + json.dumps(facts | {"samples": samples, "size": size or facts["size"]}).encode()
+        beside.write_bytes(header + b"\n")
+        os.truncate(beside, 32 * 10**9)  # sparse: it has the bytes that it speaks of
+        with little_memory():
+            index, made = obtain(path, [])
+        assert (len(index.table), made) == (5, True)
+        assert len(beside.read_bytes()) == len(sound)
+
+
+def test_an_index_is_written_whole(small, monkeypatch):
+    path, sound = small
+    index = scan(path)
+    beside = path.with_name("a.tar.index")
+
+    def killed(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(path, index._replace(problem="other"))
+    assert beside.read_bytes() == sound
+    assert isinstance(load(beside, path.stat()), ShardIndex)
+
+
+@pytest.mark.parametrize("said", [3, 6, 10**9, -1, "5", None, 5.0, True])
+def test_sizes_json_is_right_or_refused(said, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        tar_of(tmp_path / split / "a.tar", SMALL)
+    (tmp_path / "train" / "sizes.json").write_text(json.dumps({"a.tar": said}))
+    if said in (6, None):  # one is lost; nothing is said
+        source, _ = open_them(tmp_path)
+        assert source.train_count == 5
+        first = next(iter(source.train(loading.Plan(5, 5, 1, 1, 0, 1, 1))))
+        assert [(each.lost, each.why) for each in first.corrupt if each.name.endswith(".tar")] == [
+            (1, "5 samples of 6")
+        ] * (said == 6)
+        return
+    with pytest.raises(
+        UserError, match=r"sizes.json gives a.tar .* samples, and it has 5: make it again, or remove it"
+    ) as error:
+        open_them(tmp_path)
+    one_line(error.value)
