@@ -109,7 +109,7 @@ def open_source(flags: Flags, run: training.Run) -> Source:
             run.engine, flags.data_dir, patterns, classes=flags.classes, train_count=flags.train_samples, **prepare
         )
     samples = flags.train_samples or source.train_count
-    run.describe_data(source.name, source.reason, train_samples=samples, classes=source.classes)
+    run.describe_data(source.name, source.reason, train_samples=samples, classes=source.classes, **source.facts)
     corrupt = CorruptSamples(flags.max_corrupt, source.train_count)
     return dataclasses.replace(source, per_epoch=min(samples, source.train_count), corrupt=corrupt)
 

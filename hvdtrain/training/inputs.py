@@ -9,7 +9,7 @@ import pickle
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class Input(ABC):
 
     samples: int  # in all
     shuffle = True
+    order: Callable[[int, int], Tensor] | None = None  # of seed and epoch; None: `sharding.epoch_order`
     per_epoch: int | None = None  # None: all
 
     @abstractmethod
@@ -122,7 +123,7 @@ class Images(Input):
 
     def __init__(self, engine: Engine, source: Source, say: Any):
         self._engine, self._source, self._telemetry = engine, source, say
-        self.samples, self.per_epoch = source.train_count, source.per_epoch
+        self.samples, self.per_epoch, self.order = source.train_count, source.per_epoch, source.order
         self._batches: Iterator[loading.Loaded] | None = None
 
     def begin(self, plan: Plan) -> None:

@@ -261,7 +261,7 @@ class Run:
         plan = Plan(
             opened.samples, count, self.seed, epochs, self.rank, self.size, self.flags.batch_size,
             self.flags.accumulate, global_batch, self.state.epoch, self.state.samples_of_epoch,
-            opened.shuffle, self.device,
+            opened.shuffle, self.device, opened.order,
         )  # fmt: skip
         opened.begin(plan)
         self._opened = data, opened, plan

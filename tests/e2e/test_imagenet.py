@@ -147,7 +147,8 @@ def test_broken_data_is_named_and_counted_up_to_the_limit(kind, limit, code, two
     assert all(f"skipped: {path}: " in done.stdout for path in broken)
     assert result["corrupt"] == sum(told.values()) == (len(broken) if kind == "folder" else result["corrupt"])
     in_train, in_test = (
-        sum(count for file, count in told.items() if f"{root}/broken-{kind}/{split}/" in file) for split in ("train", "val")
+        sum(count for file, count in told.items() if f"{root}/broken-{kind}/{split}/" in file)
+        for split in ("train", "val")
     )
     assert result["test_count"] + in_test == image_set.TEST
     # An epoch of shards has what their index has; a folder's images are found corrupt only when they are read.
