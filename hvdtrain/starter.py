@@ -11,17 +11,16 @@ program. Exit codes and signals are the program's own.
 import argparse
 import json
 import os
-import runpy
 import socket
 import sys
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.engines import flags as cli
+from hvdtrain.engines import program
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced
@@ -179,8 +178,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main() -> int:
-    options, program = parse(sys.argv[1:])
-    if not program or program == ["-m"]:
+    options, words = parse(sys.argv[1:])
+    if not words or words == ["-m"]:
         raise UserError("nothing to run: name a module, as in `-m hvdtrain.mnist`, or a file", everywhere=True)
     told = announced()
     if told.launcher == "horovodrun":
@@ -201,19 +200,8 @@ def main() -> int:
         else:
             hosts = meet(address, port, told.rank, deadline)
         os.environ.update(environment(told.rank, hosts, address, port, interface))
-    become(program)
+    program.run(program.find(words))
     return 0
-
-
-def become(program: list[str]) -> None:
-    """Run the program in this process, as `python -m MODULE` or `python FILE` would."""
-    if program[0] == "-m":
-        sys.argv = program[1:]
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = program
-        sys.path[0] = str(Path(program[0]).resolve().parent)
-        runpy.run_path(program[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """How many cores a rank really has: its affinity, its neighbours on the host, its control group. Imports no torch."""
 
+import os
 from pathlib import Path
 
 
@@ -13,6 +14,21 @@ def threads_for(rank: int, cores: list[tuple[str, list[int]]], quota: float) -> 
     neighbours = [set(theirs) for where, theirs in cores if where == host]
     share = sum(1 / sum(core in theirs for theirs in neighbours) for core in mine)
     return max(1, int(min(share, quota / len(neighbours)) + 1e-6))
+
+
+def share_of_host(ranks: int, quota: float, parent: int | None = None) -> tuple[int, float]:
+    """Return how many threads this rank should use, before any rank has met another, and the cores of them all.
+
+    ranks: how many of them are on this host. quota: see `cpu_quota`. parent: the process number of what started this rank.
+    What started the ranks may run on all of the job's cores; a rank that may run on fewer was bound to its own.
+    """
+    mine = len(os.sched_getaffinity(0))
+    try:
+        job = max(mine, len(os.sched_getaffinity(os.getppid() if parent is None else parent)))
+    except OSError:  # it has ended, or is hidden
+        job = mine
+    cores = min(job, quota)
+    return max(1, int(min(mine, cores / ranks) + 1e-6)), cores
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:

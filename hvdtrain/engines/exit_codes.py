@@ -15,26 +15,31 @@ LINGER_SECONDS = 2.0
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Call `main` and exit with its code; a UserError or Failure becomes one line on standard error and its exit code.
-
-    Rank 0 speaks at once. The others linger first, because mpirun ends a job at the first rank that fails: left at once, one
-    of them could end rank 0 before it has said why. Then they say what rank 0 may not know.
-    """
+    """Call `main` and exit with its code; a UserError or Failure becomes one line on standard error and its exit code."""
     write_whole_lines()
     try:
         code = main()
     except (UserError, Failure) as error:
-        path = Path(sys.argv[0])
-        script = f"hvdtrain.{path.stem}" if path.parent.name == "hvdtrain" else path.stem
-        try:
-            rank = announced().rank
-        except UserError:
-            rank = 0
-        if rank != 0:
-            time.sleep(LINGER_SECONDS)
-            script += f": rank {rank} on {socket.gethostname()}"
-        if rank == 0 or not error.everywhere:
-            line = " ".join(str(error).splitlines())  # one line, whatever the user typed into it
-            print(f"{script}: error: {line}", file=sys.stderr, flush=True)
-        code = error.exit_code
+        end_with(error)
     sys.exit(code)
+
+
+def end_with(error: UserError | Failure) -> NoReturn:
+    """Say what went wrong in one line, and exit with its code.
+
+    Rank 0 speaks at once. The others linger first, because mpirun ends a job at the first rank that fails: left at once, one
+    of them could end rank 0 before it has said why. Then they say what rank 0 may not know.
+    """
+    path = Path(sys.argv[0])
+    script = f"hvdtrain.{path.stem}" if path.parent.name == "hvdtrain" else path.stem
+    try:
+        rank = announced().rank
+    except UserError:
+        rank = 0
+    if rank != 0:
+        time.sleep(LINGER_SECONDS)
+        script += f": rank {rank} on {socket.gethostname()}"
+    if rank == 0 or not error.everywhere:
+        line = " ".join(str(error).splitlines())  # one line, whatever the user typed into it
+        print(f"{script}: error: {line}", file=sys.stderr, flush=True)
+    sys.exit(error.exit_code)

@@ -11,7 +11,7 @@ Horovod 0.28.1; what a comment calls a trap was seen with that version.
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +20,10 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine, Reduction, Setting, collective
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.tuning import tuned_environment
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is DistributedDataParallel's bucket_cap_mb
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
-
-
-def tuned_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set before `hvd.init()`; never one that `environment` has already.
-
-    As they come, each rank has three threads that spin or poll: MPI's progress engine, Horovod's background cycle, and the
-    one that waits for a result. On a host with as many ranks as cores they take the cores from the threads that compute
-    (docs/speed.md has the measurements).
-    """
-    wanted = {
-        # MPI gives up its time slice while it polls. Open MPI reads it in MPI_Init; the others do not know it.
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        # Our build's (launch/horovod_waiting.py): who waits sleeps, and is woken. A Horovod as released does not know it,
-        "HOROVOD_WAKE_ON_ENQUEUE": "1",
-        # and polls, in milliseconds; its default of 1 is much of a small model's step. Ours only while others are late.
-        "HOROVOD_CYCLE_TIME": "0.1",
-        # Each bucket of gradients travels by itself: fused with whichever others happen to be ready, sums lose their order.
-        "HOROVOD_DISABLE_GROUP_FUSION": "1",
-    }
-    return {name: value for name, value in wanted.items() if name not in environment}
 
 
 def bucket_bytes(total: int) -> int:
@@ -122,6 +103,8 @@ class HorovodEngine(Engine):
         self.description = f"horovod over {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
 
     def _tune(self) -> None:
+        # Among them HOROVOD_DISABLE_GROUP_FUSION, for fixed sums. Trap: it is not safe where a rank calls `hvd.join()`
+        # (engines/tuning.py). This engine never does: uneven ends are weighted (`sharding.Batch`).
         settings = tuned_environment(os.environ)
         os.environ.update(settings)
         self.notes += [Setting(f"{name}={value}") for name, value in settings.items()]

@@ -5,6 +5,7 @@ Only this file, the engines, the starter and the doctor read the variables that 
 """
 
 import os
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -29,6 +30,17 @@ LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE"),
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),
 )
+
+
+# How many of the ranks are on this host.
+LOCAL_SIZES = {
+    "horovodrun": ("HOROVOD_LOCAL_SIZE",),
+    "mpirun (Open MPI)": ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    "mpirun (MPICH or Intel MPI)": ("MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    "torchrun": ("LOCAL_WORLD_SIZE",),
+    "Slurm": ("SLURM_NTASKS_PER_NODE",),
+    "none": (),
+}
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> Announced:
@@ -78,3 +90,35 @@ def bound_unexplained(environment: Mapping[str, str], mine: int, host: int) -> b
     environment (5.0.11), so that this can be said but not undone.
     """
     return environment.get("PRTE_LAUNCHED") == "1" and mine == 1 < host
+
+
+def ranks_on_host(environment: Mapping[str, str], told: Announced) -> int:
+    """Return how many ranks this host has by the launcher's word; where it says nothing of it, all that there are."""
+    for name in LOCAL_SIZES[told.launcher]:
+        if (value := environment.get(name, "")).isdecimal() and 1 <= int(value) <= told.size:
+            return int(value)
+    if told.launcher == "Slurm":
+        counts = tasks_per_node(
+            environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
+        )
+        node = environment.get("SLURM_NODEID", "")
+        if node.isdecimal() and int(node) < len(counts):
+            return max(1, counts[int(node)])
+    return told.size
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return Slurm's counts by node: "2(x3),1" is 2, 2, 2, 1. Empty where it is written otherwise."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
+        if not found or len(counts) > MOST_RANKS:
+            return []
+        counts += [int(found[1])] * min(int(found[2] or 1), MOST_RANKS)
+    return counts
+
+
+def cores_of_job(environment: Mapping[str, str], told: Announced) -> float:
+    """Return how many cores of this host Slurm gave to the job; inf where another launcher started the ranks."""
+    value = environment.get("SLURM_CPUS_ON_NODE", "")
+    return int(value) if told.launcher == "Slurm" and value.isdecimal() and int(value) > 0 else float("inf")

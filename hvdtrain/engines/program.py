@@ -1,0 +1,117 @@
+"""Run somebody else's script in this process as the interpreter itself would: `python FILE ...` or `python -m MODULE ...`.
+
+`__main__`, sys.argv, sys.path[0], exit code and tracebacks are the script's own; so is what multiprocessing imports in a
+worker. Imports no torch.
+"""
+
+import builtins
+import importlib.util
+import io
+import os
+import pkgutil
+import sys
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import NamedTuple
+
+from hvdtrain.engines.errors import UserError
+
+
+class Program(NamedTuple):
+    code: CodeType
+    main: ModuleType  # becomes sys.modules["__main__"]
+    argv: list[str]
+    directory: str | None  # becomes sys.path[0]; None: that stays
+
+
+def find(words: list[str]) -> Program:
+    """Return the program that `words` name, a file or "-m" and a module, with its arguments.
+
+    Raises UserError where there is no such program. A module's packages are imported to find it, as `python -m` does.
+    """
+    if not words or words == ["-m"]:
+        raise UserError("nothing to run: name a file, as in `train.py`, or `-m MODULE`", everywhere=True)
+    return _module(words[1], words[2:]) if words[0] == "-m" else _file(words[0], words[1:])
+
+
+def _file(name: str, arguments: list[str]) -> Program:
+    if Path(name).is_dir():
+        raise UserError(f"{name} is a directory: name the script in it")
+    path = os.path.abspath(name)  # noqa: PTH100 - as the interpreter has it: links are kept
+    try:
+        with io.open_code(path) as file:
+            code = pkgutil.read_code(file)  # a .pyc
+        loader = SourceFileLoader if code is None else SourcelessFileLoader
+        if code is None:
+            with io.open_code(path) as file:
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+    except OSError as error:
+        raise UserError(f"{name} cannot be read ({error.strerror}): name a Python script, or `-m MODULE`") from None
+    main = _main(path, loader("__main__", path), None)
+    return Program(code, main, [name, *arguments], None if sys.flags.safe_path else str(Path(path).resolve().parent))
+
+
+def _module(name: str, arguments: list[str]) -> Program:
+    absent = f"-m {name}: no such module here; name a module that `python -m` finds, or a file"
+    spec = _spec(name, absent)
+    if spec.submodule_search_locations is not None:  # a package: what runs is in it
+        spec = _spec(f"{name}.__main__", f"-m {name}: a package without __main__; name a module in it")
+    get_code = getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if get_code is not None else None
+    if code is None:
+        raise UserError(f"-m {name}: no Python code; name a module that `python -m` can run", everywhere=True)
+    main = _main(spec.origin, spec.loader, spec)
+    return Program(code, main, [spec.origin or name, *arguments], None)
+
+
+def _spec(name: str, absent: str) -> ModuleSpec:
+    try:
+        spec = None if name.startswith(".") else importlib.util.find_spec(name)
+    except ValueError:  # a module without a spec
+        spec = None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package's own import failed
+        spec = None
+    if spec is None:
+        raise UserError(absent)
+    return spec
+
+
+def _main(path: str | None, loader: object, spec: ModuleSpec | None) -> ModuleType:
+    main = ModuleType("__main__")
+    package = spec.parent if spec is not None else None
+    main.__dict__.update(
+        __builtins__=builtins, __file__=path, __cached__=spec.cached if spec else None, __loader__=loader,
+        __package__=package, __spec__=spec, __annotations__={},
+    )  # fmt: skip
+    return main
+
+
+def run(program: Program) -> None:
+    """Run it to its end. Whatever it raises passes through, and is shown without our frames."""
+    sys.argv = program.argv
+    if program.directory is not None:
+        sys.path[0] = program.directory
+    sys.modules["__main__"] = program.main  # for good: threads, pickles and functions at exit still look there
+    try:
+        exec(program.code, program.main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException:
+        show_from(program.code)
+        raise
+
+
+def show_from(code: CodeType | None) -> None:
+    """Have the interpreter show the exception that ends it from the frame of `code` on; None: no frame at all."""
+    hook = sys.excepthook  # the script may have set its own
+
+    def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        while frames is not None and frames.tb_frame.f_code is not code:
+            frames = frames.tb_next
+        sys.last_traceback = frames
+        hook(kind, error.with_traceback(frames), frames)
+
+    sys.excepthook = show

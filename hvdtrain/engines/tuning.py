@@ -1,0 +1,25 @@
+"""The variables that make Horovod and MPI fast, each read once in `hvd.init()`. Imports no torch."""
+
+from collections.abc import Mapping
+
+# As released, each rank has three threads that spin or poll: MPI's progress engine, Horovod's background cycle, and the
+# one that waits for a result. On a host with as many ranks as cores they take the cores from the threads that compute
+# (docs/speed.md has the measurements).
+FAST = {
+    # MPI gives up its time slice while it polls. Open MPI reads it in MPI_Init; the others do not know it.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    # Our build's (launch/horovod_waiting.py): who waits sleeps, and is woken. A Horovod as released does not know it,
+    "HOROVOD_WAKE_ON_ENQUEUE": "1",
+    # and polls, in milliseconds; its default of 1 is much of a small model's step. Ours only while others are late.
+    "HOROVOD_CYCLE_TIME": "0.1",
+}
+# Each bucket of gradients travels by itself: fused with whichever others happen to be ready, sums lose their order.
+# Trap: it makes a group of its own of every ungrouped tensor, too, and is not safe where a rank calls `hvd.join()`: what
+# a joined rank puts in for a tensor that it did not queue is fused with its neighbours there and not on the others
+# (MPI_ERR_TRUNCATE; Horovod 0.28.1 as released, its own `test_torch.py -k join_allreduce`).
+FIXED_SUMS = {"HOROVOD_DISABLE_GROUP_FUSION": "1"}
+
+
+def tuned_environment(environment: Mapping[str, str], wanted: Mapping[str, str] = FAST | FIXED_SUMS) -> dict[str, str]:
+    """Return the `wanted` variables that `environment` does not have: to be set before `hvd.init()`."""
+    return {name: value for name, value in wanted.items() if name not in environment}

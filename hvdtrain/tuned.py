@@ -1,0 +1,117 @@
+"""Run any Horovod script, unmodified, with the settings that make Horovod fast on this machine.
+
+horovodrun -np 8 python -m hvdtrain.tuned train.py --epochs 3         in place of `... python train.py --epochs 3`
+mpirun -np 8 python -m hvdtrain.tuned -m package.train --epochs 3     a module
+launch/horovodrun.sh -np 8 -- python -m hvdtrain.tuned train.py
+
+Sets, before torch is imported, what your environment does not set itself: OMP_NUM_THREADS by the cores that each rank
+really has; what keeps Horovod's and MPI's threads from taking the cores of those that compute; malloc. The script is the
+main program: its arguments, exit code, signals, tracebacks and worker processes are as without hvdtrain.tuned.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hvdtrain.engines import program
+from hvdtrain.engines.cores import cpu_quota, share_of_host
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.exit_codes import end_with
+from hvdtrain.engines.launchers import Announced, announced, bound_by_default, cores_of_job, ranks_on_host
+from hvdtrain.engines.tuning import FAST, tuned_environment
+
+NAME = "hvdtrain.tuned"
+VALUELESS = ("--repeatable", "--help", "-h")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists every flag)", everywhere=True)
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Return our own options, and the rest: what to run, from the first word that is no option."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = Parser(
+        prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        usage=f"LAUNCHER python -m {NAME} [OPTIONS] (FILE | -m MODULE) ARGUMENTS...",
+    )  # fmt: skip
+    end = 0
+    while end < len(argv) and argv[end].startswith("-") and argv[end] not in ("-", "-m"):
+        end += 1 if "=" in argv[end] or argv[end] in VALUELESS else 2
+    return parser.parse_args(argv[:end]), list(argv[end:])
+
+
+def tune(told: Announced) -> str:
+    """Set what this process's environment does not set itself, before torch is imported; return what was done, in words."""
+    notes = []
+    if bound_by_default(os.environ):
+        # The kernel cuts the set down to what the job's own limits allow.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        notes.append("mpirun's default binding to one core undone")
+    ranks = ranks_on_host(os.environ, told)
+    threads, cores = share_of_host(ranks, min(cpu_quota(), cores_of_job(os.environ, told)))
+    settings = tuned_environment(os.environ, {"OMP_NUM_THREADS": str(threads)} | FAST)
+    if told.launcher == "none":
+        # Open MPI 4 would first start a daemon, which takes time and which a relocated MPI cannot find.
+        settings |= tuned_environment(os.environ, {"OMPI_MCA_ess_singleton_isolated": "1"})
+    os.environ.update(settings)
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in settings:  # a starter has imported it: too late for the variable
+        sys.modules["torch"].set_num_threads(threads)
+    notes += [f"{name}={value}" for name, value in settings.items()]
+    if not Path("/dev/nvidiactl").exists():  # where a GPU computes, little of a step's memory is the host's
+        from hvdtrain.engines.malloc import keep_freed_memory
+
+        if keep_freed_memory(os.environ):
+            notes.append("malloc keeps freed memory")
+    used = os.environ["OMP_NUM_THREADS"]
+    return (
+        f"{told.size} rank{'s'[: told.size > 1]}, on this host {ranks} x {used} thread{'s'[: used != '1']} on {cores:g} "
+        f"core{'s'[: cores != 1]}; {'; '.join(notes) or 'everything is set already'}"
+    )
+
+
+def refuse_torchrun(told: Announced) -> None:
+    if told.launcher == "torchrun":
+        how = "start with horovodrun or mpirun"
+        raise UserError(f"torchrun starts ranks that Horovod does not know of: {how}", everywhere=True)
+
+
+def main() -> None:
+    try:
+        _, words = parse()
+        told = announced()
+        refuse_torchrun(told)
+        done = tune(told)
+        script = program.find(words)
+    except UserError as error:
+        end_with(error)
+    except Exception:  # the script's syntax, or what its package raises
+        program.show_from(None)
+        raise
+    if told.rank == 0:
+        print(f"{NAME}: {done}", file=sys.stderr, flush=True)
+    mine = os.getpid()
+    try:
+        program.run(script)
+    except SystemExit as left:
+        if left.code:
+            raise
+        unused(told, words, mine)
+        raise
+    unused(told, words, mine)
+
+
+def unused(told: Announced, words: list[str], pid: int) -> None:
+    """Say at the end of a script that it never asked for Horovod. pid: ours; a forked child of the script's says nothing."""
+    if told.rank == 0 and os.getpid() == pid and not any(name.split(".")[0] == "horovod" for name in sys.modules):
+        script = " ".join(words[: 1 + (words[0] == "-m")])
+        alone = f": its {told.size} ranks each ran alone" if told.size > 1 else ""
+        print(f"{NAME}: warning: {script} never imported Horovod{alone}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
