@@ -14,14 +14,19 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, NoReturn
 
 from hvdtrain.engines import program
+from hvdtrain.engines.arrival import Arrival
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import end_with
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default, cores_of_job, ranks_on_host
-from hvdtrain.engines.tuning import FAST, tuned_environment
+from hvdtrain.engines.tuning import FAST, FIXED_SUMS, tuned_environment
+
+if TYPE_CHECKING:
+    from hvdtrain.engines.foreign import Listener
 
 NAME = "hvdtrain.tuned"
 VALUELESS = ("--repeatable", "--help", "-h")
@@ -42,10 +47,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
     end = 0
     while end < len(argv) and argv[end].startswith("-") and argv[end] not in ("-", "-m"):
         end += 1 if "=" in argv[end] or argv[end] in VALUELESS else 2
+    parser.add_argument("--output-dir", type=Path, help="write metrics.jsonl and summary.json there (default: nowhere)")
+    parser.add_argument("--repeatable", action="store_true", help="the same bits run after run; not with hvd.join")
     return parser.parse_args(argv[:end]), list(argv[end:])
 
 
-def tune(told: Announced) -> str:
+def tune(told: Announced, repeatable: bool) -> str:
     """Set what this process's environment does not set itself, before torch is imported; return what was done, in words."""
     notes = []
     if bound_by_default(os.environ):
@@ -58,6 +65,10 @@ def tune(told: Announced) -> str:
     if told.launcher == "none":
         # Open MPI 4 would first start a daemon, which takes time and which a relocated MPI cannot find.
         settings |= tuned_environment(os.environ, {"OMPI_MCA_ess_singleton_isolated": "1"})
+    if repeatable:
+        settings |= tuned_environment(os.environ, FIXED_SUMS)
+        if os.environ.get("HOROVOD_DISABLE_GROUP_FUSION", "1") != "1":
+            raise UserError("--repeatable needs HOROVOD_DISABLE_GROUP_FUSION=1: unset yours", everywhere=True)
     os.environ.update(settings)
     if "torch" in sys.modules and "OMP_NUM_THREADS" in settings:  # a starter has imported it: too late for the variable
         sys.modules["torch"].set_num_threads(threads)
@@ -80,13 +91,36 @@ def refuse_torchrun(told: Announced) -> None:
         raise UserError(f"torchrun starts ranks that Horovod does not know of: {how}", everywhere=True)
 
 
+def attach(flags: argparse.Namespace, told: Announced, words: list[str], done: str) -> list["Listener"]:
+    """Arrange for what is to happen once the script imports Horovod; return, by then, who listens to it."""
+    listeners: list[Listener] = []
+
+    def arrived(hvd: ModuleType) -> None:
+        # Imported here: before the script, torch is not ours to import.
+        from hvdtrain.engines import foreign
+
+        if flags.output_dir is not None:
+            from hvdtrain.training.records.foreign import Recorder
+
+            listeners.append(Recorder(flags.output_dir, script_of(words), done))
+        foreign.attach(hvd, told, listeners, repeatable=flags.repeatable)
+
+    Arrival("horovod.torch", arrived)
+    return listeners
+
+
+def script_of(words: list[str]) -> str:
+    return " ".join(words[: 1 + (words[0] == "-m")])
+
+
 def main() -> None:
     try:
-        _, words = parse()
+        flags, words = parse()
         told = announced()
         refuse_torchrun(told)
-        done = tune(told)
+        done = tune(told, flags.repeatable)
         script = program.find(words)
+        listeners = attach(flags, told, words, done)
     except UserError as error:
         end_with(error)
     except Exception:  # the script's syntax, or what its package raises
@@ -95,22 +129,29 @@ def main() -> None:
     if told.rank == 0:
         print(f"{NAME}: {done}", file=sys.stderr, flush=True)
     mine = os.getpid()
+    failed: BaseException | None = None
+    code: object = 0
     try:
         program.run(script)
     except SystemExit as left:
-        if left.code:
-            raise
-        unused(told, words, mine)
+        code = left.code
         raise
-    unused(told, words, mine)
+    except BaseException as raised:
+        failed = raised
+        raise
+    finally:
+        if os.getpid() == mine:  # a child that the script has forked says nothing
+            for listener in listeners:
+                listener.end(failed, code)
+            if failed is None and not code:
+                unused(told, words)
 
 
-def unused(told: Announced, words: list[str], pid: int) -> None:
-    """Say at the end of a script that it never asked for Horovod. pid: ours; a forked child of the script's says nothing."""
-    if told.rank == 0 and os.getpid() == pid and not any(name.split(".")[0] == "horovod" for name in sys.modules):
-        script = " ".join(words[: 1 + (words[0] == "-m")])
+def unused(told: Announced, words: list[str]) -> None:
+    """Say at the end of a script that it never asked for Horovod."""
+    if told.rank == 0 and not any(name.split(".")[0] == "horovod" for name in sys.modules):
         alone = f": its {told.size} ranks each ran alone" if told.size > 1 else ""
-        print(f"{NAME}: warning: {script} never imported Horovod{alone}", file=sys.stderr, flush=True)
+        print(f"{NAME}: warning: {script_of(words)} never imported Horovod{alone}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,176 @@
+"""The Horovod of a script that knows nothing of hvdtrain: listened to and, where asked, changed, right after its import.
+
+All that a script does with Horovod passes through a few places in `horovod.torch`, whichever of its names the script has
+imported: one for the start, one for the end, one where every collective waits, one in each step of an optimizer.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.exit_codes import end_with
+from hvdtrain.engines.horovod import HorovodEngine, buckets
+from hvdtrain.engines.launchers import Announced, remedy
+
+
+class ForeignEngine(HorovodEngine):
+    """A script's own Horovod, after its `hvd.init()`. It is the script that shuts it down."""
+
+    def __init__(self, hvd: ModuleType):
+        Engine.__init__(self, tuning=True, rank=hvd.rank(), size=hvd.size(), launcher="")
+        self.hvd = hvd
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self.description = f"horovod over {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
+        self.device = torch.device("cpu")  # of our own messages
+
+    def shutdown(self) -> None:
+        pass
+
+
+class Listener:
+    """What is told of a script's Horovod; each method is called in the thread in which it happens."""
+
+    def started(self, engine: ForeignEngine) -> None:
+        """`hvd.init()` is over. Every rank comes here, so that collectives are allowed."""
+
+    def waits(self) -> None:
+        """A collective is about to be waited for."""
+
+    def waited(self, began: float, ended: float) -> None:
+        """The collective is over. `time.perf_counter` of both."""
+
+    def stepped(self, optimizer: Any) -> None:
+        """A DistributedOptimizer of all ranks has taken a step."""
+
+    def loaded(self, began: float, ended: float, batch: object) -> None:
+        """A DataLoader has given a batch."""
+
+    def left(self) -> None:
+        """`hvd.shutdown()` is about to begin."""
+
+    def end(self, error: BaseException | None, exit_code: object) -> None:
+        """The script is over: by `error`, or else with `exit_code`."""
+
+
+def attach(hvd: ModuleType, told: Announced, listeners: Sequence[Listener], *, repeatable: bool) -> None:
+    """Have `listeners` told of the Horovod that a script has just imported, and give its optimizers fixed buckets."""
+    if not hasattr(hvd, "mpi_ops"):  # built without its extension, as it says itself
+        return
+    check_ranks(hvd, told)
+    for listener in listeners:
+        hear(hvd, listener)
+    if repeatable:
+        repeat(hvd)
+
+
+def after(function: Callable, then: Callable[[], None]) -> Callable:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        try:
+            then()
+        except UserError as error:
+            end_with(error)
+        return result
+
+    return both
+
+
+def check_ranks(hvd: Any, told: Announced) -> None:
+    """End with one line where Horovod sees another number of ranks than were started: each would train alone."""
+    basics = hvd.mpi_ops._basics
+    init = basics.init
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+        whole = not args and not kwargs.get("comm") and os.environ.get("HOROVOD_ELASTIC") != "1"
+        if whole and told.launcher != "none" and hvd.size() != told.size:
+            how = remedy(told.launcher, "horovod")
+            said = f"{told.launcher} announced {told.size} ranks, but horovod sees {hvd.size()}: {how}"
+            end_with(UserError(said, everywhere=True))
+
+    basics.init = checked
+
+
+def hear(hvd: Any, listener: Listener) -> None:
+    ops, optimizers = hvd.mpi_ops, sys.modules["horovod.torch.optimizer"]
+    # `hvd.init` calls it last, whatever the name by which the script has it.
+    ops._setup_process_sets = after(ops._setup_process_sets, lambda: listener.started(ForeignEngine(hvd)))
+    shutdown = ops._basics.shutdown
+
+    def leave() -> None:
+        if ops._basics.is_initialized():
+            listener.left()
+        shutdown()
+
+    ops._basics.shutdown = leave
+    wait = ops.mpi_lib.horovod_torch_wait_and_clear
+
+    def wait_and_tell(handle: int) -> None:
+        began = time.perf_counter()
+        listener.waits()
+        try:
+            wait(handle)
+        finally:
+            listener.waited(began, time.perf_counter())
+
+    ops.mpi_lib.horovod_torch_wait_and_clear = wait_and_tell
+    for kind in (optimizers._DistributedOptimizer, optimizers._DistributedAdasumOptimizer):
+        kind.step = told_of_steps(kind.step, listener)
+
+    loaders = sys.modules["torch.utils.data.dataloader"]
+    following = loaders._BaseDataLoaderIter.__next__
+
+    def load(self: Any) -> object:
+        began = time.perf_counter()
+        batch = following(self)
+        listener.loaded(began, time.perf_counter(), batch)
+        return batch
+
+    loaders._BaseDataLoaderIter.__next__ = load
+
+
+def told_of_steps(step: Callable, listener: Listener) -> Callable:
+    # A function of its own: Horovod copies it into a class that it makes for each optimizer.
+    def step_and_tell(self: Any, closure: Any = None) -> Any:
+        result = step(self, closure)
+        if getattr(self, "process_set", None) is None or self.process_set.process_set_id == 0:
+            listener.stepped(self)
+        return result
+
+    return step_and_tell
+
+
+def repeat(hvd: Any) -> None:
+    """Give every DistributedOptimizer that has no groups of its own the buckets that our engine uses."""
+    optimizer = sys.modules["horovod.torch.optimizer"]._DistributedOptimizer
+    make, reduce = optimizer.__init__, optimizer._grouped_allreduce_grad_async
+
+    def make_with_buckets(
+        self: Any, params: Any, named_parameters: Any, compression: Any, backward_passes_per_step: int, op: int,
+        gradient_predivide_factor: float, groups: Any, *rest: Any,
+    ) -> None:  # fmt: skip
+        if groups is None:
+            groups = buckets([parameter for group in params for parameter in group["params"]])
+        make(
+            self, params, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor, groups,
+            *rest,
+        )  # fmt: skip
+
+    def reduce_dense(self: Any, parameters: Any) -> Any:
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
+            end_with(UserError("--repeatable has no buckets for sparse gradients: leave it out", everywhere=True))
+        return reduce(self, parameters)
+
+    def join(*_: Any) -> None:
+        said = "--repeatable, but the script calls hvd.join, which fixed buckets break: leave it out"
+        end_with(UserError(said, everywhere=True))
+
+    optimizer.__init__, optimizer._grouped_allreduce_grad_async = make_with_buckets, reduce_dense
+    hvd.mpi_ops.mpi_lib.horovod_torch_join = join

@@ -1,0 +1,150 @@
+"""metrics.jsonl of a script that knows nothing of hvdtrain: from its optimizer's steps, its collectives, its DataLoaders."""
+
+import resource
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvdtrain.engines.foreign import ForeignEngine, Listener
+from hvdtrain.training.records.clock import RankTimes, added, shares
+from hvdtrain.training.records.metrics import Telemetry, versions
+
+STEPS, FIRST_STEPS = 50, 10  # from one look at all ranks to the next; until the first one
+OWN = len(RankTimes._fields)
+
+
+class Look(NamedTuple):
+    step: int
+    steps: int  # since the look before
+    elapsed: float  # seconds, on this rank
+
+
+class Recorder(Listener):
+    """Writes metrics.jsonl into `output_dir`, on rank 0. script: the words that started it. automatic: what was set.
+
+    What the other ranks' clocks show travels in a sum of its own, which nobody waits for: a rank that has called `hvd.join`
+    takes part in it without knowing, and one that never comes leaves it undone.
+    """
+
+    def __init__(self, output_dir: Path, script: str, automatic: str):
+        self.output_dir, self.script, self.automatic = output_dir, script, automatic
+        self.dataset = Path(script.split()[-1]).name  # what the report calls the run's data
+        self.telemetry: Telemetry | None = None
+        self.steps = 0
+        self._main = threading.get_ident()
+        self._loading = self._communication = 0.0
+        self._samples = self._all_samples = 0
+        self._handle: tuple[int, Tensor, Look] | None = None  # on its way: Horovod's handle, a row from each rank
+        self._looked = 0  # the step of the last look
+        self._totals: list[RankTimes] = []
+        self._began = self._window = time.perf_counter()
+
+    def started(self, engine: ForeignEngine) -> None:
+        self.engine = engine
+        self._handle = None
+        again = self.telemetry is not None  # an elastic job that begins anew
+        with engine.raising_together("output"):
+            if not again:
+                self.telemetry = Telemetry(engine, self.output_dir, progress=False)
+        facts = {"rank": engine.rank, "host": socket.gethostname(), "device": "?"}
+        ranks = engine.all_gather_object(facts, "tuned.ranks")
+        assert self.telemetry is not None
+        self.telemetry.event(
+            "start", world_size=engine.size, engine="horovod", dataset=self.dataset,
+            reason=f"whatever {self.script} reads", config={"script": " ".join(sys.argv)}, versions=versions(),
+            ranks=ranks, automatic=[engine.description, *self.automatic.split("; ")],
+        )  # fmt: skip
+        self._window = time.perf_counter()
+        self._looked = self.steps
+        self._loading = self._communication = 0.0
+
+    def waited(self, began: float, ended: float) -> None:
+        if threading.get_ident() == self._main:
+            self._communication += ended - began
+
+    def loaded(self, began: float, ended: float, batch: object) -> None:
+        if threading.get_ident() == self._main:
+            self._loading += ended - began
+            if torch.is_grad_enabled():  # else it evaluates
+                self._samples += leading(batch)
+
+    def stepped(self, optimizer: Any) -> None:
+        self.steps += 1
+        self._collect()
+        if (self.steps == FIRST_STEPS or self.steps % STEPS == 0) and self._handle is None:
+            self._send()
+
+    def _send(self) -> None:
+        """Let this rank's window travel, in its own row of a sum."""
+        engine = self.engine
+        elapsed = time.perf_counter() - self._window
+        compute = max(0.0, elapsed - self._loading - self._communication)
+        cuda = torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        rows = torch.zeros(engine.size, OWN + 1, dtype=torch.float64)
+        times = [self._loading, compute, self._communication, elapsed, resident, cuda, self._samples]
+        rows[engine.rank] = torch.tensor(times, dtype=torch.float64)
+        self._window = time.perf_counter()
+        self._loading = self._communication = 0.0
+        self._samples = 0
+        handle = engine.hvd.allreduce_async_(rows, op=engine.hvd.Sum, name=f"tuned.times.{self.steps}")
+        self._handle = handle, rows, Look(self.steps, self.steps - self._looked, elapsed)
+        self._looked = self.steps
+
+    def _collect(self) -> None:
+        """Record the window of all ranks, if it has come."""
+        if self._handle is None or not self.engine.hvd.poll(self._handle[0]):
+            return
+        handle, rows, look = self._handle
+        self._handle = None
+        waited = self._communication
+        self.engine.hvd.synchronize(handle)
+        self._communication = waited  # ours, not the script's
+        if self.telemetry is None or self.engine.rank != 0:
+            return
+        ranks = [RankTimes(r[0], r[1], r[2], r[3], int(r[4]), int(r[5])) for r in rows.tolist()]
+        self._totals = added(self._totals, ranks)
+        counted = int(rows[:, OWN].sum())
+        samples = counted or look.steps * self.engine.size  # no DataLoader: steps, of all ranks
+        self._all_samples += samples
+        own = int(rows[0, OWN]) or look.steps
+        share = {f"{phase}_share": value for phase, value in shares(ranks).items()}
+        slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].loading + ranks[rank].compute)
+        self.telemetry.event(
+            "train", step=look.step, samples=self._all_samples, loss=None, seconds_per_step=look.elapsed / look.steps,
+            samples_per_second=samples / look.elapsed, loading_seconds=ranks[0].loading / own,
+            compute_seconds=ranks[0].compute / own, communication_seconds=ranks[0].communication / own, **share,
+            slowest_rank=slowest, resident_bytes=max(rank.resident_bytes for rank in ranks),
+        )  # fmt: skip
+
+    def end(self, error: BaseException | None, exit_code: object) -> None:
+        """The script is over. Nothing is asked of the other ranks: they may be gone."""
+        if self.telemetry is None:
+            return
+        names = {name: f"{name}_seconds" for name in ("loading", "compute", "communication", "elapsed")}
+        if self._totals:
+            self.telemetry.event(
+                "ranks", **{names.get(f, f): [getattr(rank, f) for rank in self._totals] for f in RankTimes._fields}
+            )
+        if error is not None:
+            self.telemetry.event("error", kind="script", message=f"{type(error).__name__}: {error}")
+        else:
+            summary = dict(dataset=self.dataset, engine="horovod", world_size=self.engine.size, steps=self.steps)
+            seconds = round(time.perf_counter() - self._began, 3)
+            self.telemetry.end(summary | dict(samples=self._all_samples, total_seconds=seconds, exit_code=exit_code))
+        self.telemetry.close()
+
+
+def leading(batch: object) -> int:
+    """Return how many samples a batch has: the first dimension of the first tensor in it."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    return leading(batch[0]) if isinstance(batch, list | tuple) and batch else 0
