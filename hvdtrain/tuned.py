@@ -32,6 +32,16 @@ NAME = "hvdtrain.tuned"
 VALUELESS = ("--repeatable", "--help", "-h")
 
 
+def seconds(text: str) -> float | str:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if text != "auto" and not 0 < value <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a number of seconds above 0, nor auto")
+    return "auto" if text == "auto" else value
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists every flag)", everywhere=True)
@@ -47,6 +57,11 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
     end = 0
     while end < len(argv) and argv[end].startswith("-") and argv[end] not in ("-", "-m"):
         end += 1 if "=" in argv[end] or argv[end] in VALUELESS else 2
+    parser.add_argument(
+        "--watch", type=seconds, metavar="SECONDS",
+        help="end the job where a rank makes no progress for so long, and name it; `auto`: 30, or more if steps take long "
+        "(default: a hung rank is waited for)",
+    )  # fmt: skip
     parser.add_argument("--output-dir", type=Path, help="write metrics.jsonl and summary.json there (default: nowhere)")
     parser.add_argument("--repeatable", action="store_true", help="the same bits run after run; not with hvd.join")
     return parser.parse_args(argv[:end]), list(argv[end:])
@@ -103,6 +118,10 @@ def attach(flags: argparse.Namespace, told: Announced, words: list[str], done: s
             from hvdtrain.training.records.foreign import Recorder
 
             listeners.append(Recorder(flags.output_dir, script_of(words), done))
+        if flags.watch is not None:
+            from hvdtrain.training.resilience.foreign import Watch
+
+            listeners.append(Watch(None if flags.watch == "auto" else flags.watch, listeners))
         foreign.attach(hvd, told, listeners, repeatable=flags.repeatable)
 
     Arrival("horovod.torch", arrived)

@@ -55,6 +55,9 @@ class Listener:
     def left(self) -> None:
         """`hvd.shutdown()` is about to begin."""
 
+    def hung(self, headline: str) -> None:
+        """The job is about to be ended because a rank does not come; in the watchdog's thread, on rank 0."""
+
     def end(self, error: BaseException | None, exit_code: object) -> None:
         """The script is over: by `error`, or else with `exit_code`."""
 
@@ -64,22 +67,10 @@ def attach(hvd: ModuleType, told: Announced, listeners: Sequence[Listener], *, r
     if not hasattr(hvd, "mpi_ops"):  # built without its extension, as it says itself
         return
     check_ranks(hvd, told)
-    for listener in listeners:
-        hear(hvd, listener)
+    if listeners:
+        hear(hvd, listeners)
     if repeatable:
         repeat(hvd)
-
-
-def after(function: Callable, then: Callable[[], None]) -> Callable:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        try:
-            then()
-        except UserError as error:
-            end_with(error)
-        return result
-
-    return both
 
 
 def check_ranks(hvd: Any, told: Announced) -> None:
@@ -98,31 +89,40 @@ def check_ranks(hvd: Any, told: Announced) -> None:
     basics.init = checked
 
 
-def hear(hvd: Any, listener: Listener) -> None:
+def hear(hvd: Any, listeners: Sequence[Listener]) -> None:
+    """Tell `listeners`. Functions called `marked` are left out of the stacks that the watchdog shows."""
     ops, optimizers = hvd.mpi_ops, sys.modules["horovod.torch.optimizer"]
-    # `hvd.init` calls it last, whatever the name by which the script has it.
-    ops._setup_process_sets = after(ops._setup_process_sets, lambda: listener.started(ForeignEngine(hvd)))
-    shutdown = ops._basics.shutdown
+    set_up, shutdown, wait = ops._setup_process_sets, ops._basics.shutdown, ops.mpi_lib.horovod_torch_wait_and_clear
 
-    def leave() -> None:
+    def started(basics: Any) -> None:  # `hvd.init` calls it last, whatever the name by which the script has it
+        set_up(basics)
+        engine = ForeignEngine(hvd)
+        try:
+            for listener in listeners:
+                listener.started(engine)
+        except UserError as error:
+            end_with(error)
+
+    def left() -> None:
         if ops._basics.is_initialized():
-            listener.left()
+            for listener in listeners:
+                listener.left()
         shutdown()
 
-    ops._basics.shutdown = leave
-    wait = ops.mpi_lib.horovod_torch_wait_and_clear
-
-    def wait_and_tell(handle: int) -> None:
+    def marked(handle: int) -> None:
         began = time.perf_counter()
-        listener.waits()
+        for listener in listeners:
+            listener.waits()
         try:
             wait(handle)
         finally:
-            listener.waited(began, time.perf_counter())
+            ended = time.perf_counter()
+            for listener in listeners:
+                listener.waited(began, ended)
 
-    ops.mpi_lib.horovod_torch_wait_and_clear = wait_and_tell
+    ops._setup_process_sets, ops._basics.shutdown, ops.mpi_lib.horovod_torch_wait_and_clear = started, left, marked
     for kind in (optimizers._DistributedOptimizer, optimizers._DistributedAdasumOptimizer):
-        kind.step = told_of_steps(kind.step, listener)
+        kind.step = telling(kind.step, listeners)
 
     loaders = sys.modules["torch.utils.data.dataloader"]
     following = loaders._BaseDataLoaderIter.__next__
@@ -130,21 +130,24 @@ def hear(hvd: Any, listener: Listener) -> None:
     def load(self: Any) -> object:
         began = time.perf_counter()
         batch = following(self)
-        listener.loaded(began, time.perf_counter(), batch)
+        ended = time.perf_counter()
+        for listener in listeners:
+            listener.loaded(began, ended, batch)
         return batch
 
     loaders._BaseDataLoaderIter.__next__ = load
 
 
-def told_of_steps(step: Callable, listener: Listener) -> Callable:
+def telling(step: Callable, listeners: Sequence[Listener]) -> Callable:
     # A function of its own: Horovod copies it into a class that it makes for each optimizer.
-    def step_and_tell(self: Any, closure: Any = None) -> Any:
+    def marked(self: Any, closure: Any = None) -> Any:
         result = step(self, closure)
         if getattr(self, "process_set", None) is None or self.process_set.process_set_id == 0:
-            listener.stepped(self)
+            for listener in listeners:
+                listener.stepped(self)
         return result
 
-    return step_and_tell
+    return marked
 
 
 def repeat(hvd: Any) -> None:

@@ -123,6 +123,10 @@ class Recorder(Listener):
             slowest_rank=slowest, resident_bytes=max(rank.resident_bytes for rank in ranks),
         )  # fmt: skip
 
+    def hung(self, headline: str) -> None:
+        if self.telemetry is not None:
+            self.telemetry.event("error", kind="watchdog", message=headline)
+
     def end(self, error: BaseException | None, exit_code: object) -> None:
         """The script is over. Nothing is asked of the other ranks: they may be gone."""
         if self.telemetry is None:

@@ -32,6 +32,11 @@ MOST_TRACEBACKS = 3  # of the thread's own errors
 PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
+Stack = list[traceback.FrameSummary]
+# Of a stack, outermost frame first: the program's own frames, and those worth showing.
+Frames = Callable[[Stack], tuple[Stack, Stack]]
+
+
 class Timing(NamedTuple):
     """In seconds."""
 
@@ -79,6 +84,7 @@ class Monitor:
         self.signals = StopSignals()
         self.launchers: list[processes.Process] = []  # whose end is missed
         self.each_look: Callable[[], None] = lambda: None
+        self.frames: Frames = package_frames
         self._acknowledged: set[int] = set()
         self._all_acknowledged = threading.Event()
         self._announces = False
@@ -288,9 +294,9 @@ class Monitor:
     def _report(self) -> tuple[Report, list[str]]:
         """Return where the main thread stands, and the innermost frames of its stack."""
         stack = traceback.extract_stack(sys._current_frames().get(self.watched or 0))
-        ours = [frame for frame in stack if frame.filename.startswith(PACKAGE)] or stack
+        ours, telling = self.frames(stack)
+        ours = ours or stack
         at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}, {ours[-1].name}" if ours else "nowhere"
-        telling = [f for f in stack if not f.filename.endswith("contextlib.py") and f.name != "marked"]
         phase, limit = self.progress.phase, step_limit(self.step_timeout, self._longest)
         waits_in = "the others' word that they know when to stop" if self._announces else self.waits_in()
         stalled = 0.0 if self.progress.moves != self._seen else self._stalled
@@ -340,3 +346,8 @@ class Monitor:
                 self.failed(headline)
             time.sleep(self.timing.look / 2)
         self.leave(1)
+
+
+def package_frames(stack: Stack) -> tuple[Stack, Stack]:
+    ours = [frame for frame in stack if frame.filename.startswith(PACKAGE)]
+    return ours, [f for f in stack if not f.filename.endswith("contextlib.py") and f.name != "marked"]

@@ -19,7 +19,7 @@ import torch
 from hvdtrain.engines import processes
 from hvdtrain.engines.base import Engine
 from hvdtrain.training.resilience.control_channel import Channel, accept, listen, say_hello
-from hvdtrain.training.resilience.monitor import Monitor, Peer
+from hvdtrain.training.resilience.monitor import Frames, Monitor, Peer
 from hvdtrain.training.resilience.progress import Progress
 
 
@@ -28,11 +28,12 @@ class Watchdog:
 
     step_timeout: seconds; None: 30, or more if steps take long; 0: a hung rank is waited for. failed(headline) and
     stopped(reason) are called on rank 0, in the thread, before all end; stopped: before the first step is over.
+    guest: in a script that is not ours, what picks its frames from a stack; signals and launcher are then its own affair.
     """
 
     def __init__(
         self, engine: Engine, step_timeout: float | None, failed: Callable[[str], None] = lambda headline: None,
-        stopped: Callable[[str], None] = lambda reason: None,
+        stopped: Callable[[str], None] = lambda reason: None, guest: Frames | None = None,
     ):  # fmt: skip
         self.rank, self.size = engine.rank, engine.size
         self.off: str | None = None  # why there are no connections, where there are none
@@ -46,8 +47,11 @@ class Watchdog:
         self._monitor.each_look = self._hear_of_compilations
         channels = self._connect([peer.host for peer in peers]) if self.size > 1 else {}
         self._monitor.alone = self.off is not None
-        self._monitor.launchers = processes.launchers()
-        self._monitor.signals.listen()
+        if guest is None:
+            self._monitor.launchers = processes.launchers()
+            self._monitor.signals.listen()
+        else:
+            self._monitor.frames = guest
         self._monitor.start(channels)
 
     def _waits_in(self) -> str | None:

@@ -1,0 +1,74 @@
+"""The watchdog of a script that knows nothing of hvdtrain: fed by what passes through its Horovod and its DataLoaders."""
+
+import contextlib
+import sys
+import sysconfig
+import threading
+from typing import Any
+
+from hvdtrain.engines.foreign import ForeignEngine, Listener
+from hvdtrain.training.resilience.monitor import PACKAGE, Stack
+from hvdtrain.training.resilience.watchdog import Watchdog
+
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+class Watch(Listener):
+    """Ends the job where a rank does not come. seconds: as `Watchdog` has them; None: by the steps so far.
+
+    Until an optimizer has taken its first step, the start-up's longer limit holds. Collectives and batches are progress.
+    """
+
+    def __init__(self, seconds: float | None, listeners: list[Listener]):
+        self.seconds, self._listeners = seconds, listeners
+        self.watchdog: Watchdog | None = None
+        self.steps = 0
+
+    def started(self, engine: ForeignEngine) -> None:
+        self.engine = engine
+        self.watchdog = Watchdog(engine, self.seconds, self._failed, guest=script_frames)
+        if self.watchdog.off and engine.rank == 0:
+            said = f"warning: hung ranks will not be noticed: the ranks cannot connect ({self.watchdog.off})"
+            print(said, file=sys.stderr, flush=True)
+
+    def _failed(self, headline: str) -> None:
+        for listener in self._listeners:
+            listener.hung(headline)
+
+    def waits(self) -> None:
+        if self.watchdog is not None and threading.current_thread() is threading.main_thread():
+            self.engine.waiting_in = "synchronize"
+
+    def waited(self, began: float, ended: float) -> None:
+        if self.watchdog is not None:
+            if threading.current_thread() is threading.main_thread():
+                self.engine.waiting_in = None
+            self.watchdog.heartbeat()
+
+    def loaded(self, began: float, ended: float, batch: object) -> None:
+        if self.watchdog is not None:
+            self.watchdog.heartbeat()
+
+    def stepped(self, optimizer: Any) -> None:
+        self.steps += 1
+        if self.watchdog is not None:
+            self.watchdog.finish_step(self.steps)
+
+    def left(self) -> None:
+        self._close(None)
+
+    def end(self, error: BaseException | None, exit_code: object) -> None:
+        failure = f"{type(error).__name__}: {error}" if error is not None else None
+        self._close(failure or (f"it ended with exit code {exit_code}" if exit_code else None))
+
+    def _close(self, failure: str | None) -> None:
+        watchdog, self.watchdog = self.watchdog, None
+        if watchdog is not None:
+            with contextlib.suppress(OSError):
+                watchdog.close(failure)
+
+
+def script_frames(stack: Stack) -> tuple[Stack, Stack]:
+    """Return the frames that are the script's own and no library's, and all but ours."""
+    shown = [frame for frame in stack if not frame.filename.startswith((PACKAGE, "<frozen"))]
+    return [frame for frame in shown if not frame.filename.startswith(LIBRARIES)], shown
