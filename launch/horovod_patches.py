@@ -208,6 +208,14 @@ PATCHES = (
         "    global_rendezv_port = rendezvous.start(address=server_ip)\n    rendezvous.init(host_alloc_plan)",
     ),
     Patch(
+        # As released, a scope that is complete makes the server forget who has come to the others: depending on who is
+        # faster, "local_HOST" keeps the addresses of closed sockets, and the next hvd.init ends in SIGABRT or never.
+        "hvd.shutdown and hvd.init again, over Gloo: the rendezvous server forgets each scope once all its ranks have met",
+        "horovod/runner/http/http_server.py",
+        "                        self.server.finished_list.clear()\n                        if self.server.verbose:\n",
+        "                        del self.server.finished_list[scope]\n                        if self.server.verbose:\n",
+    ),
+    Patch(
         "the shell becomes the rank: no shell that says 'Terminated' for each",
         "horovod/runner/gloo_run.py",
         "shell='env',",

@@ -9,6 +9,7 @@ compute, and a small model's step is shorter than the default cycle. With the va
   the stall check and for ranks that shut down.
 - the thread that waits for a result sleeps until it is there.
 
+Hence `hvd.shutdown` may take up to a second longer than in the release where another rank is in Horovod, but idle.
 A rank that queues nothing is not needed by the others: a tensor is ready when all ranks have queued it. (`hvd.join` queues
 one, which stays until all ranks have joined.)
 """
@@ -126,6 +127,21 @@ void HandleManager::WaitForHandle(int handle) {
 }
 """
 
+_RESET = """  std::lock_guard<std::mutex> guard(mutex_);
+  results_.clear();
+  last_handle_ = 0;
+}
+"""
+
+_RESET_AND_NOTIFY = """  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    results_.clear();
+    last_handle_ = 0;
+  }
+  condition_.notify_all();
+}
+"""
+
 PATCHES = (
     Patch(
         "the background thread can wait for a tensor: the bell",
@@ -175,6 +191,13 @@ PATCHES = (
         "horovod/torch/handle_manager.cc",
         _MARK_DONE,
         _MARK_DONE_AND_NOTIFY,
+    ),
+    Patch(
+        # By `hvd.shutdown`. As released, a thread that polls finds its handle gone and raises: so must one that sleeps.
+        "a thread that waits for a result is woken where all handles are dropped",
+        "horovod/torch/handle_manager.cc",
+        _RESET,
+        _RESET_AND_NOTIFY,
     ),
     Patch(
         "who waits for a result can sleep until it is there: declarations",

@@ -107,3 +107,34 @@ def test_run_from_python_still_raises(source: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == "rank 1 on localhost ended the job with exit code 3\n"
+
+
+RENDEZVOUS = """
+import http.client
+from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.http.http_server import RendezvousServer
+
+server = RendezvousServer()
+port = server.start(address="127.0.0.1")
+server.init(get_host_assignments(parse_hosts("a:2"), 2))
+
+def ask(method, path):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, path, b"address" if method == "PUT" else None)
+    return connection.getresponse().status
+
+for path in ("/local_a/0", "/local_a/1", "/cross_0/0"):
+    ask("PUT", path)
+ask("DELETE", "/local_a/0")  # rank 0 has met rank 1,
+ask("DELETE", "/cross_0/0")  # and is through with a scope of its own,
+ask("DELETE", "/local_a/1")  # before rank 1 says that it has met rank 0
+print([ask("GET", path) for path in ("/local_a/0", "/local_a/1", "/cross_0/0")])
+"""
+
+
+def test_no_address_of_a_first_start_is_left_for_a_second(source: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    done = subprocess.run(
+        [sys.executable, "-c", RENDEZVOUS], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=60
+    )
+    assert done.stdout == "[404, 404, 404]\n", done.stderr

@@ -1,0 +1,167 @@
+"""hvdtrain.tuned under real launchers: a plain script, watched, recorded, repeatable, and otherwise as without it."""
+
+import os
+import sys
+
+import pytest
+
+from tests.e2e.launchers import LAUNCHERS, events, launch, summary
+
+TUNED = f"{sys.executable} -m hvdtrain.tuned"
+PLAIN = "tests/foreign/mnist.py --samples 1200 --batch-size 10"
+
+MODEL = """
+import sys, time
+import torch, horovod.torch as hvd
+hvd.init()
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters())
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+SCRIPTS = {
+    "stuck": """
+def sleepy():
+    time.sleep(1000)
+for number in range(20):
+    step()
+    if number == 9 and hvd.rank() == 1:
+        sleepy()
+""",
+    "joins": """
+for number in range(3 + 2 * hvd.rank()):
+    step()
+print("last", hvd.join(), flush=True)
+""",
+    "raises": """
+step()
+if hvd.rank() == 1:
+    raise KeyError("its own")
+step()
+""",
+    "exits": "step(); hvd.shutdown(); print('threads', torch.get_num_threads()); sys.exit(7)",
+    "sparse": """
+table = torch.nn.Embedding(5, 3, sparse=True)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), named_parameters=table.named_parameters())
+table(torch.tensor([hvd.rank()])).sum().backward()
+optimizer.step()
+print("done", flush=True)
+""",
+    "starts twice": "step(); hvd.shutdown(); hvd.init(); print(hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), flush=True)",
+}
+
+
+def run(name, tmp_path, launcher="mpirun", ranks=2, flags="", **options):
+    script = tmp_path / "script.py"
+    script.write_text(MODEL + SCRIPTS[name])
+    start = LAUNCHERS[launcher].format(ranks=ranks)
+    return launch(f"{start} {TUNED} {flags} {script}", **options)
+
+
+def hash_of(done) -> str:
+    assert done.code == 0, done
+    return next(line for line in done.stdout.splitlines() if "parameters" in line)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.slow), "gloo"])
+def test_a_plain_script_ends_as_without_us_and_is_recorded(launcher, tmp_path):
+    start = LAUNCHERS[launcher].format(ranks=2)
+    plain = launch(f"{start} {sys.executable} {PLAIN}", OMP_NUM_THREADS="1")
+    done = launch(f"{start} {TUNED} --output-dir {tmp_path} {PLAIN}")
+    assert hash_of(done) == hash_of(plain)  # a sum of two has one order
+    assert done.stderr.count("hvdtrain.tuned: 2 ranks, on this host 2 x ") == 1, done
+    begun = events(tmp_path, "start")
+    assert [event["world_size"] for event in begun] == [2]
+    trained = events(tmp_path, "train")
+    assert [event["step"] for event in trained] == [10, 50]  # of 60
+    assert [event["samples"] for event in trained] == [200, 1000]
+    for event in trained:
+        assert event["loss"] is None
+        assert event["seconds_per_step"] > 0
+        assert sum(event[f"{phase}_share"] for phase in ("loading", "compute", "communication")) == pytest.approx(
+            1, abs=0.05
+        )
+        assert event["slowest_rank"] in (0, 1)
+        assert event["resident_bytes"] > 1e8
+    assert [len(event["compute_seconds"]) for event in events(tmp_path, "ranks")] == [2]
+    assert (summary(tmp_path)["steps"], summary(tmp_path)["exit_code"]) == (60, 0)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.slow), "gloo"])
+def test_threads_are_this_ranks_share_and_the_exit_code_is_the_scripts(launcher, tmp_path):
+    done = run("exits", tmp_path, launcher)
+    assert done.code == 7, done
+    assert f"threads {max(1, len(os.sched_getaffinity(0)) // 2)}" in done.stdout
+    assert "hvdtrain" not in done.stderr.replace("hvdtrain.tuned: 2 ranks", "")
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
+def test_repeatable_gives_the_same_bits_on_three_ranks(launcher):
+    start = LAUNCHERS[launcher].format(ranks=3)
+    hashes = {hash_of(launch(f"{start} {TUNED} --repeatable {PLAIN}")) for _ in range(2)}
+    assert len(hashes) == 1, hashes
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_the_rank_that_does_not_come_is_named_with_its_place(launcher, tmp_path):
+    done = run("stuck", tmp_path, launcher, flags=f"--watch 3 --output-dir {tmp_path}", timeout=180)
+    assert done.code == 1, done
+    blamed = [line for line in done.stderr.splitlines() if "hvdtrain: error: " in line]
+    assert len(blamed) == 1, done
+    assert "hvdtrain: error: rank 1 on " in blamed[0], done
+    assert "keeps the others waiting, at script.py:13, sleepy; no step for " in blamed[0]
+    assert "time.sleep(1000)" in done.stderr
+    assert "hvdtrain/" not in done.stderr  # none of our frames
+    assert [event["kind"] for event in events(tmp_path, "error")] == ["watchdog"]
+
+
+def test_a_watched_script_ends_as_without_us(tmp_path):
+    done = run("joins", tmp_path, "gloo", flags=f"--watch 30 --output-dir {tmp_path}")
+    assert done.code == 0, done
+    assert done.stdout.count("last 1") == 2
+    done = run("starts twice", tmp_path, flags=f"--watch 30 --output-dir {tmp_path / 'twice'}")
+    assert (done.code, done.stdout.count("2.0")) == (0, 2), done
+
+
+def test_its_own_error_is_its_own_traceback(tmp_path):
+    done = run("raises", tmp_path, flags=f"--watch 30 --output-dir {tmp_path}")
+    assert done.code != 0
+    assert "KeyError: 'its own'" in done.stderr, done
+    assert 'script.py", line 16, in <module>' in done.stderr
+    assert "hvdtrain/" not in done.stderr
+
+
+@pytest.mark.parametrize(("name", "said"), [("joins", "calls hvd.join"), ("sparse", "no buckets for sparse gradients")])
+def test_repeatable_is_refused_where_it_cannot_be(name, said, tmp_path):
+    done = run(name, tmp_path, flags="--repeatable")
+    assert done.code == 2, done
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.tuned: error: ")]
+    assert len(lines) == 1, done
+    assert said in lines[0]
+    assert "Traceback" not in done.stderr
+    assert run(name, tmp_path).code == 0  # without it, both are allowed
+
+
+def test_bad_use_under_a_launcher_is_one_line(tmp_path):
+    for words, said in (
+        ("absent.py", "absent.py cannot be read"),
+        ("--watch soon x.py", "'soon' is not a number of seconds"),
+    ):
+        done = launch(f"mpirun --oversubscribe -np 2 {TUNED} {words}")
+        assert done.code == 2, done
+        assert [said in line for line in done.stderr.splitlines() if "hvdtrain" in line] == [True], done
+    (tmp_path / "file").write_text("")
+    done = run("exits", tmp_path, flags=f"--output-dir {tmp_path / 'file'}")
+    assert done.code == 2, done
+    assert [line for line in done.stderr.splitlines() if "error: " in line and "cannot be written" in line], done
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_that_do_not_find_each_other_are_refused(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(MODEL)
+    done = launch(f"{TUNED} {script}", PMI_RANK="0", PMI_SIZE="2")
+    assert done.code == 2, done
+    assert "hvdtrain.tuned: error: mpirun (MPICH or Intel MPI) announced 2 ranks, but horovod sees 1: " in done.stderr
