@@ -25,13 +25,18 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def end_with(error: UserError | Failure) -> NoReturn:
-    """Say what went wrong in one line, and exit with its code.
+    """Say what went wrong in one line, and exit with its code."""
+    path = Path(sys.argv[0])
+    say(error, f"hvdtrain.{path.stem}" if path.parent.name == "hvdtrain" else path.stem)
+    sys.exit(error.exit_code)
+
+
+def say(error: UserError | Failure, script: str) -> None:
+    """Print `error` in one line, in the name of `script`.
 
     Rank 0 speaks at once. The others linger first, because mpirun ends a job at the first rank that fails: left at once, one
     of them could end rank 0 before it has said why. Then they say what rank 0 may not know.
     """
-    path = Path(sys.argv[0])
-    script = f"hvdtrain.{path.stem}" if path.parent.name == "hvdtrain" else path.stem
     try:
         rank = announced().rank
     except UserError:
@@ -42,4 +47,3 @@ def end_with(error: UserError | Failure) -> NoReturn:
     if rank == 0 or not error.everywhere:
         line = " ".join(str(error).splitlines())  # one line, whatever the user typed into it
         print(f"{script}: error: {line}", file=sys.stderr, flush=True)
-    sys.exit(error.exit_code)

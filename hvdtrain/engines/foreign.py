@@ -9,15 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from hvdtrain.engines import program
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.exit_codes import end_with
+from hvdtrain.engines.exit_codes import say
 from hvdtrain.engines.horovod import HorovodEngine, buckets
 from hvdtrain.engines.launchers import Announced, remedy
+
+program.HIDDEN.add(__file__)
 
 
 class ForeignEngine(HorovodEngine):
@@ -73,6 +76,16 @@ def attach(hvd: ModuleType, told: Announced, listeners: Sequence[Listener], *, r
         repeat(hvd)
 
 
+def leave(error: UserError) -> NoReturn:
+    """End this process in the middle of the script, with one line.
+
+    At once: after a `hvd.shutdown` on the way out, the other ranks would be told of errors of their own, and speak first.
+    """
+    say(error, "hvdtrain.tuned")
+    sys.stdout.flush()
+    os._exit(error.exit_code)
+
+
 def check_ranks(hvd: Any, told: Announced) -> None:
     """End with one line where Horovod sees another number of ranks than were started: each would train alone."""
     basics = hvd.mpi_ops._basics
@@ -84,7 +97,7 @@ def check_ranks(hvd: Any, told: Announced) -> None:
         if whole and told.launcher != "none" and hvd.size() != told.size:
             how = remedy(told.launcher, "horovod")
             said = f"{told.launcher} announced {told.size} ranks, but horovod sees {hvd.size()}: {how}"
-            end_with(UserError(said, everywhere=True))
+            leave(UserError(said, everywhere=True))
 
     basics.init = checked
 
@@ -101,7 +114,7 @@ def hear(hvd: Any, listeners: Sequence[Listener]) -> None:
             for listener in listeners:
                 listener.started(engine)
         except UserError as error:
-            end_with(error)
+            leave(error)
 
     def left() -> None:
         if ops._basics.is_initialized():
@@ -168,12 +181,12 @@ def repeat(hvd: Any) -> None:
 
     def reduce_dense(self: Any, parameters: Any) -> Any:
         if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
-            end_with(UserError("--repeatable has no buckets for sparse gradients: leave it out", everywhere=True))
+            leave(UserError("--repeatable has no buckets for sparse gradients: leave it out", everywhere=True))
         return reduce(self, parameters)
 
     def join(*_: Any) -> None:
         said = "--repeatable, but the script calls hvd.join, which fixed buckets break: leave it out"
-        end_with(UserError(said, everywhere=True))
+        leave(UserError(said))  # ranks join one after the other
 
     optimizer.__init__, optimizer._grouped_allreduce_grad_async = make_with_buckets, reduce_dense
     hvd.mpi_ops.mpi_lib.horovod_torch_join = join

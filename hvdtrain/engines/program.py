@@ -111,7 +111,31 @@ def show_from(code: CodeType | None) -> None:
     def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         while frames is not None and frames.tb_frame.f_code is not code:
             frames = frames.tb_next
-        sys.last_traceback = frames
-        hook(kind, error.with_traceback(frames), frames)
+        error.__traceback__ = frames
+        seen: set[int] = set()
+        link: BaseException | None = error
+        while link is not None and id(link) not in seen:  # and what it was raised from, or during
+            seen.add(id(link))
+            link.__traceback__ = without_hidden(link.__traceback__)
+            link = link.__cause__ or link.__context__
+        sys.last_traceback = error.__traceback__
+        hook(kind, error, error.__traceback__)
 
     sys.excepthook = show
+
+
+HIDDEN: set[str] = set()  # files of ours whose functions the script calls without knowing
+
+
+def without_hidden(frames: TracebackType | None) -> TracebackType | None:
+    """Return the same traceback without frames of HIDDEN files."""
+    all_frames = []
+    while frames is not None:
+        all_frames.append(frames)
+        frames = frames.tb_next
+    kept = [frame for frame in all_frames if frame.tb_frame.f_code.co_filename not in HIDDEN]
+    if len(kept) == len(all_frames):
+        return all_frames[0] if all_frames else None
+    for frame in reversed(kept):
+        frames = TracebackType(frames, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return frames
