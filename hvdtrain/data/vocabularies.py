@@ -1,0 +1,120 @@
+"""Text to tokens and back: characters, bytes, or byte pairs learned from the text."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hvdtrain.engines.errors import UserError
+
+KINDS = ("characters", "bytes", "pairs")
+CODE_POINTS = 0x110000
+
+
+class Vocabulary(Protocol):
+    """Tokens 0 to size - 1. `kind` is one of KINDS; `content` determines the vocabulary together with it."""
+
+    kind: str
+    size: int
+    content: str
+
+    def encode(self, text: str | bytes) -> Tensor:
+        """Return the tokens of `text` as int64 [n]. Raises UserError for a character that the vocabulary lacks."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+
+class Characters:
+    """One token for each character that the text has, in the order of their code points."""
+
+    kind = "characters"
+
+    def __init__(self, characters: str) -> None:
+        self.content, self.size = characters, len(characters)
+        self._token_of = torch.full((CODE_POINTS,), -1, dtype=torch.int32)
+        self._token_of[code_points(characters).long()] = torch.arange(self.size, dtype=torch.int32)
+
+    def encode(self, text: str | bytes) -> Tensor:
+        assert isinstance(text, str)
+        tokens = self._token_of[code_points(text).long()].long()
+        if len(tokens) and int(tokens.min()) < 0:
+            missing = ", ".join(repr(c) for c in sorted({c for c in text if c not in self.content})[:5])
+            raise UserError(f"the vocabulary has no {missing}: use characters of the text, or train with --tokens bytes")
+        return tokens
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return "".join(self.content[token] for token in tokens)
+
+
+class Bytes:
+    """The 256 bytes: any text in any encoding, at a little more than one token a character in most languages."""
+
+    kind, size, content = "bytes", 256, ""
+
+    def encode(self, text: str | bytes) -> Tensor:
+        text = text.encode() if isinstance(text, str) else text
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8).long() if text else torch.zeros(0, dtype=torch.int64)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class Pairs:
+    """Byte pairs (arXiv:1508.07909 on bytes, as GPT-2 has them), by the package `tokenizers`. Any text has tokens."""
+
+    kind = "pairs"
+
+    def __init__(self, content: str) -> None:
+        """content: the tokenizer as the package's own JSON (a tokenizer.json). Raises UserError where it is not."""
+        tokenizers = package()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the package raises Exception itself
+            raise UserError(f"not a tokenizer ({error}): name a tokenizer.json of the package tokenizers") from error
+        self.content, self.size = content, self._tokenizer.get_vocab_size()
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], size: int) -> "Pairs":
+        """Return the vocabulary of `size` tokens that `texts` give; fewer, where they have not so many pairs."""
+        tokenizers = package()
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()  # all 256: no byte is ever unknown
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer.to_str())
+
+    def encode(self, text: str | bytes) -> Tensor:
+        assert isinstance(text, str)
+        return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+def package():
+    """Return the package `tokenizers`. Raises UserError where it is not installed."""
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError as error:
+        said = f"--tokens pairs needs the package tokenizers ({error}): pip install tokenizers, or use --tokens bytes"
+        raise UserError(said) from error
+    return tokenizers
+
+
+def restore(kind: str, content: str) -> Vocabulary:
+    """Return the vocabulary that had this kind and content."""
+    return Bytes() if kind == "bytes" else {"characters": Characters, "pairs": Pairs}[kind](content)
+
+
+def code_points(text: str) -> Tensor:
+    """Return the Unicode code points of `text` as int32 [n]."""
+    data = bytearray(text.encode("utf-32-le", "surrogatepass"))  # a prompt from the command line may have surrogates
+    return torch.frombuffer(data, dtype=torch.int32) if data else torch.zeros(0, dtype=torch.int32)

@@ -1,0 +1,121 @@
+"""A decoder-only transformer in the form of GPT-2: pre-norm blocks, causal attention, learned positions.
+
+    model = GPT(SIZES["shakespeare-cpu"], vocabulary=65)
+    logits = model(tokens)      # int64 [b, t], t <= context  ->  [b, t, vocabulary]
+
+Weights start as GPT-2's do: normal with deviation 0.02, and 0.02 / sqrt(2 * layers) where a block's output joins the
+residual stream, so that the stream's variance does not grow with depth.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What determines the parameters, apart from the vocabulary."""
+
+    layers: int
+    heads: int
+    width: int  # of the residual stream; heads * (width per head)
+    context: int  # most tokens that the model sees at once
+    bias: bool = False  # in linear layers and layer norms
+    tied: bool = True  # the head's weights are the token embedding's
+
+
+SIZES = {
+    "shakespeare-cpu": Sizes(layers=4, heads=4, width=128, context=64),  # 804,096 parameters with 65 characters
+    "gpt-small": Sizes(layers=6, heads=6, width=384, context=256),  # 10.8 million with bytes: for the benchmarks
+    "gpt2": Sizes(layers=12, heads=12, width=768, context=1024, bias=True),  # 124,439,808 with GPT-2's 50,257 byte pairs
+}
+
+
+class Block(nn.Module):
+    """Attention, then a network of two layers; each reads the normalized stream and adds to the stream."""
+
+    def __init__(self, sizes: Sizes, dropout: float) -> None:
+        super().__init__()
+        width, bias = sizes.width, sizes.bias
+        self.heads, self.dropout = sizes.heads, dropout
+        self.norm_attention = nn.LayerNorm(width, bias=bias)
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=bias)
+        self.from_attention = nn.Linear(width, width, bias=bias)
+        self.norm_mlp = nn.LayerNorm(width, bias=bias)
+        self.into_mlp = nn.Linear(width, 4 * width, bias=bias)
+        self.from_mlp = nn.Linear(4 * width, width, bias=bias)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        stream = stream + self.drop(self.from_attention(self.attention(self.norm_attention(stream))))
+        hidden = F.gelu(self.into_mlp(self.norm_mlp(stream)))
+        return stream + self.drop(self.from_mlp(hidden))
+
+    def attention(self, inputs: Tensor) -> Tensor:
+        heads = self.queries_keys_values(inputs).unflatten(-1, (3, self.heads, -1))  # [b, t, 3, heads, width per head]
+        if heads.device.type == "cpu":
+            # In bfloat16 the backward pass of CPU attention takes four times as long as in float32 (docs/lm.md).
+            heads = heads.float()
+        queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # each [b, heads, t, width per head]
+        with torch.autocast(heads.device.type, enabled=False):
+            outputs = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+            )
+        return outputs.transpose(1, 2).flatten(2)
+
+    def drop(self, outputs: Tensor) -> Tensor:
+        return F.dropout(outputs, self.dropout, self.training) if self.dropout else outputs
+
+
+class GPT(nn.Module):
+    """Logits of each next token, given tokens int64 [b, t]."""
+
+    def __init__(self, sizes: Sizes, vocabulary: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.sizes, self.vocabulary, self.dropout = sizes, vocabulary, dropout
+        self.tokens = nn.Embedding(vocabulary, sizes.width)
+        self.positions = nn.Embedding(sizes.context, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes, dropout) for _ in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.width, bias=sizes.bias)
+        self.head = None if sizes.tied else nn.Linear(sizes.width, vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                joins_stream = name.endswith(("from_attention.weight", "from_mlp.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * sizes.layers) if joins_stream else 1))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        stream = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        stream = F.dropout(stream, self.dropout, self.training) if self.dropout else stream
+        for block in self.blocks:
+            stream = block(stream)
+        return F.linear(self.norm(stream), self.tokens.weight if self.head is None else self.head.weight)
+
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of forward and backward for one token, at full context.
+
+        Six for each weight of a matrix product, and 12 * width * context in each layer for attention's two products, of
+        which causality needs half: as arXiv:2204.02311, appendix B, counts, so that shares can be compared with others'.
+        """
+        matrices = sum(block_weight.numel() for block_weight in self.blocks.parameters() if block_weight.ndim > 1)
+        return 6 * (matrices + self.tokens.weight.numel()) + 12 * self.sizes.layers * self.sizes.width * self.sizes.context
+
+    @torch.inference_mode()
+    def generate(self, tokens: list[int], count: int, *, temperature: float, seed: int) -> list[int]:
+        """Return `tokens` (at least one) continued by `count` more, drawn with a generator of their own.
+
+        No other random numbers are touched: training goes on as if nothing had been drawn.
+        """
+        device, training = self.tokens.weight.device, self.training
+        draw = torch.Generator().manual_seed(seed)
+        tokens = list(tokens)
+        self.eval()
+        for _ in range(count):
+            logits = self(torch.tensor([tokens[-self.sizes.context :]], device=device))[0, -1]
+            shares = (logits.float().cpu() / max(temperature, 1e-6)).softmax(0)
+            tokens.append(int(torch.multinomial(shares, 1, generator=draw)))
+        self.train(training)
+        return tokens
