@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,19 @@ def settle(device: torch.device) -> None:
     """Wait until the device has done what was queued: only then does the clock tell what it took."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def matrix_product_rate(device: torch.device, dtype: torch.dtype, side: int = 1024) -> torch.Tensor:
+    """Return the floating-point operations per second that `device` reaches now in a matrix product, as float64 []."""
+    a, b = torch.randn(2, side, side, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(4):  # the first one warms up
+        settle(device)
+        began = time.perf_counter()
+        a @ b
+        settle(device)
+        best = min(best, time.perf_counter() - began)
+    return torch.tensor(2 * side**3 / best, dtype=torch.float64)
 
 
 def hardware() -> dict[str, object]:

@@ -110,20 +110,20 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
             found = convert(paths, kind, size, given, parts.append), torch.cat(parts)
     facts, tokens = found
     vocabulary = restore(facts.kind, facts.content)
-    reason = f"{reason}: {len(tokens):,} tokens, {vocabulary.size:,} different {'byte pairs' if kind == 'pairs' else kind}"
+    reason = (
+        f"{reason}: {len(tokens):,} tokens, {vocabulary.size:,} different {'byte pairs' if kind == 'pairs' else kind}"
+    )
     cut = facts.train_tokens
     return Text(name, reason, sha256, tokens[:cut], tokens[cut:], facts.validation_characters, vocabulary)
 
 
-def convert(
-    paths: Sequence[Path], kind: str, size: int, given: Pairs | None, put: Callable[[Tensor], object]
-) -> Facts:
+def convert(paths: Sequence[Path], kind: str, size: int, given: Pairs | None, put: Callable[[Tensor], object]) -> Facts:
     """Hand the text's tokens to `put`, part by part; return what goes with them. Raises UserError."""
     total, seen = 0, torch.zeros(CODE_POINTS if kind == "characters" else 0, dtype=torch.bool)
     for block in blocks(paths, kind):
         total += len(block)
         if isinstance(block, str) and kind == "characters":
-            seen[code_points(block).long()] = True
+            seen.index_fill_(0, code_points(block).long(), True)
     if total == 0:
         raise UserError(f"--text {' '.join(map(str, paths))}: empty: name files that have text in them")
     cut = total * 9 // 10
@@ -135,14 +135,13 @@ def convert(
     else:
         vocabulary = given or Pairs.learn(between(blocks(paths, kind), 0, cut), size)
     dtype = torch.uint8 if vocabulary.size <= 256 else torch.int32
-    counts = []
-    for first, last in ((0, cut), (cut, total)):
-        counts.append(0)
+    counts = [0, 0]
+    for part, (first, last) in enumerate(((0, cut), (cut, total))):
         for block in between(blocks(paths, kind), first, last):
             tokens = vocabulary.encode(block).to(dtype)
-            counts[-1] += len(tokens)
+            counts[part] += len(tokens)
             put(tokens)
-    return Facts(kind, vocabulary.content, *counts, total - cut)
+    return Facts(kind, vocabulary.content, counts[0], counts[1], total - cut)
 
 
 def blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:

@@ -1,7 +1,7 @@
 """Text to tokens and back: characters, bytes, or byte pairs learned from the text."""
 
-from collections.abc import Iterable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,21 +12,35 @@ KINDS = ("characters", "bytes", "pairs")
 CODE_POINTS = 0x110000
 
 
-class Vocabulary(Protocol):
-    """Tokens 0 to size - 1. `kind` is one of KINDS; `content` determines the vocabulary together with it."""
+class Vocabulary(ABC):
+    """Tokens 0 to size - 1. `kind`, one of KINDS, and `content` determine it: a checkpoint holds both."""
 
     kind: str
     size: int
     content: str
 
+    @abstractmethod
     def encode(self, text: str | bytes) -> Tensor:
         """Return the tokens of `text` as int64 [n]. Raises UserError for a character that the vocabulary lacks."""
-        ...
 
-    def decode(self, tokens: Iterable[int]) -> str: ...
+    @abstractmethod
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of `tokens`."""
+
+    def state_dict(self) -> dict[str, str]:
+        return {"kind": self.kind, "content": self.content}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Raise UserError where `state` is another vocabulary's: a model's tokens would mean something else."""
+        if dict(state) != self.state_dict():
+            there = restore(state["kind"], state["content"])
+            other = "other " if (there.kind, there.size) == (self.kind, self.size) else ""
+            said = f"{there.size} {there.kind} there, {other}{self.size} {self.kind} here"
+            how = "give the --text and --tokens that it was trained with, or --resume never"
+            raise UserError(f"the checkpoint has another vocabulary ({said}): {how}", everywhere=True)
 
 
-class Characters:
+class Characters(Vocabulary):
     """One token for each character that the text has, in the order of their code points."""
 
     kind = "characters"
@@ -34,34 +48,38 @@ class Characters:
     def __init__(self, characters: str) -> None:
         self.content, self.size = characters, len(characters)
         self._token_of = torch.full((CODE_POINTS,), -1, dtype=torch.int32)
-        self._token_of[code_points(characters).long()] = torch.arange(self.size, dtype=torch.int32)
+        self._token_of.index_copy_(0, code_points(characters).long(), torch.arange(self.size, dtype=torch.int32))
 
     def encode(self, text: str | bytes) -> Tensor:
         assert isinstance(text, str)
-        tokens = self._token_of[code_points(text).long()].long()
+        tokens = self._token_of.index_select(0, code_points(text)).long()
         if len(tokens) and int(tokens.min()) < 0:
             missing = ", ".join(repr(c) for c in sorted({c for c in text if c not in self.content})[:5])
-            raise UserError(f"the vocabulary has no {missing}: use characters of the text, or train with --tokens bytes")
+            raise UserError(
+                f"the vocabulary has no {missing}: use characters of the text, or train with --tokens bytes"
+            )
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
         return "".join(self.content[token] for token in tokens)
 
 
-class Bytes:
+class Bytes(Vocabulary):
     """The 256 bytes: any text in any encoding, at a little more than one token a character in most languages."""
 
     kind, size, content = "bytes", 256, ""
 
     def encode(self, text: str | bytes) -> Tensor:
         text = text.encode() if isinstance(text, str) else text
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8).long() if text else torch.zeros(0, dtype=torch.int64)
+        return (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8).long() if text else torch.zeros(0, dtype=torch.int64)
+        )
 
     def decode(self, tokens: Iterable[int]) -> str:
         return bytes(tokens).decode(errors="replace")
 
 
-class Pairs:
+class Pairs(Vocabulary):
     """Byte pairs (arXiv:1508.07909 on bytes, as GPT-2 has them), by the package `tokenizers`. Any text has tokens."""
 
     kind = "pairs"

@@ -8,6 +8,7 @@ residual stream, so that the stream's variance does not grow with depth.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,9 @@ class Sizes:
 SIZES = {
     "shakespeare-cpu": Sizes(layers=4, heads=4, width=128, context=64),  # 804,096 parameters with 65 characters
     "gpt-small": Sizes(layers=6, heads=6, width=384, context=256),  # 10.8 million with bytes: for the benchmarks
-    "gpt2": Sizes(layers=12, heads=12, width=768, context=1024, bias=True),  # 124,439,808 with GPT-2's 50,257 byte pairs
+    "gpt2": Sizes(
+        layers=12, heads=12, width=768, context=1024, bias=True
+    ),  # 124,439,808 with GPT-2's 50,257 byte pairs
 }
 
 
@@ -101,21 +104,22 @@ class GPT(nn.Module):
         which causality needs half: as arXiv:2204.02311, appendix B, counts, so that shares can be compared with others'.
         """
         matrices = sum(block_weight.numel() for block_weight in self.blocks.parameters() if block_weight.ndim > 1)
-        return 6 * (matrices + self.tokens.weight.numel()) + 12 * self.sizes.layers * self.sizes.width * self.sizes.context
+        return (
+            6 * (matrices + self.tokens.weight.numel()) + 12 * self.sizes.layers * self.sizes.width * self.sizes.context
+        )
 
-    @torch.inference_mode()
-    def generate(self, tokens: list[int], count: int, *, temperature: float, seed: int) -> list[int]:
-        """Return `tokens` (at least one) continued by `count` more, drawn with a generator of their own.
+    def continued(self, tokens: list[int], count: int, *, temperature: float, seed: int) -> Iterator[int]:
+        """Yield `count` tokens that continue `tokens` (at least one), drawn with a generator of their own.
 
-        No other random numbers are touched: training goes on as if nothing had been drawn.
+        No other random numbers are touched, and no state: training goes on as if nothing had been drawn.
         """
-        device, training = self.tokens.weight.device, self.training
-        draw = torch.Generator().manual_seed(seed)
-        tokens = list(tokens)
+        draw, training = torch.Generator().manual_seed(seed), self.training
+        tokens = tokens[-self.sizes.context :]
         self.eval()
         for _ in range(count):
-            logits = self(torch.tensor([tokens[-self.sizes.context :]], device=device))[0, -1]
-            shares = (logits.float().cpu() / max(temperature, 1e-6)).softmax(0)
-            tokens.append(int(torch.multinomial(shares, 1, generator=draw)))
+            with torch.inference_mode():
+                logits = self(torch.tensor([tokens], device=self.tokens.weight.device))[0, -1].double().cpu()
+            tokens.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=draw)))
+            tokens = tokens[-self.sizes.context :]
+            yield tokens[-1]
         self.train(training)
-        return tokens

@@ -144,6 +144,24 @@ def newest(directory: Path, warn: Callable[[str], None]) -> tuple[dict, dict[str
     return None
 
 
+def find(path: Path, label: str, warn: Callable[[str], None]) -> tuple[dict, dict[str, Tensor]]:
+    """Return facts and tensors of the checkpoint `path`, or of the newest sound one of that run or directory.
+
+    label: how the user named it, for messages. Raises UserError where there is none.
+    """
+    if os.path.isdir(path):  # noqa: PTH112 (Path's own raises where the name is too long)
+        inner = path / "checkpoints"
+        found = newest(inner if os.path.isdir(inner) else path, warn)  # noqa: PTH112
+        if found is None:
+            raise UserError(f"{label}: no sound checkpoint in it: name a step-*.safetensors, auto or never")
+        return found
+    try:
+        return read(path)
+    except (Damaged, OSError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise UserError(f"{label}: {reason}: name a sound checkpoint, or auto or never") from error
+
+
 def prune(directory: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints and the one with the best evaluation (of equals the newest)."""
     old = listed(directory)[keep:]

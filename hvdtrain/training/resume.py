@@ -58,7 +58,7 @@ class Checkpoints:
 
     def _open(self) -> None:
         resume = self._flags.resume
-        if self.directory is not None and os.path.islink(self.directory):  # noqa: PTH114 (see `_named`)
+        if self.directory is not None and os.path.islink(self.directory):  # noqa: PTH114 (see `checkpoint.find`)
             said = f"{self.directory} is a link, and output stays in --output-dir: name the place itself with it"
             raise UserError(said)
         if self.directory is not None:
@@ -68,24 +68,11 @@ class Checkpoints:
             self._found = checkpoint.newest(self.directory, self._warn)
             self.continues = self._found is not None
         elif resume not in ("auto", "never"):
-            self._found = self._named(Path(resume))
+            self._found = checkpoint.find(Path(resume), f"--resume {resume}", self._warn)
         if self._found is not None:
             contents.require_whole(*self._found)
         elif self._warnings:
             self._warn("no checkpoint is sound: training starts from the beginning")
-
-    def _named(self, path: Path) -> tuple[Facts, dict[str, Tensor]]:
-        if os.path.isdir(path):  # noqa: PTH112 (Path's own raises where the name is too long)
-            inner = path / "checkpoints"
-            found = checkpoint.newest(inner if os.path.isdir(inner) else path, self._warn)  # noqa: PTH112
-            if found is None:
-                raise UserError(f"--resume {path}: no sound checkpoint in it: name a step-*.safetensors, auto or never")
-            return found
-        try:
-            return checkpoint.read(path)
-        except (checkpoint.Damaged, OSError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            raise UserError(f"--resume {path}: {reason}: name a sound checkpoint, or auto or never") from error
 
     def _lock(self, directory: Path) -> None:
         """Hold the directory until this process ends: two runs in one place would mix. The kernel drops it with us."""

@@ -1,0 +1,239 @@
+"""Train a language model on text: a decoder-only transformer on characters, bytes or byte pairs.
+
+python -m hvdtrain.lm                                     one process, on the sources of Python's standard library
+horovodrun -np 2 python -m hvdtrain.lm --text book.txt    two ranks, on your text
+mpirun -np 4 python -m hvdtrain.lm --text *.txt --tokens bytes --amp bf16 --output-dir OUT
+python -m hvdtrain.lm --sample "First Citizen:" --output-dir OUT    text from the newest checkpoint there
+
+--recipe shakespeare-cpu     0.8 million parameters, 2,000 steps of 12 windows over all ranks: a minute (default)
+--recipe gpt2                124 million parameters, 600,000 steps of 480 windows of 1,024 byte pairs
+--layers 6 --heads 6 --width 384 --context 256 --steps 5000 --dropout 0.2    any other
+
+The first 90 % of the text train, cut into windows that each epoch takes once; the rest is evaluated, whole. docs/lm.md.
+"""
+
+import math
+import sys
+from argparse import BooleanOptionalAction
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hvdtrain import training
+from hvdtrain.analysis.measuring import matrix_product_rate
+from hvdtrain.data import text, vocabularies
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.flags import AMP_DTYPES
+from hvdtrain.engines.launchers import announced
+from hvdtrain.models.gpt import GPT, SIZES, Sizes
+from hvdtrain.training import checkpoint, contents, optim
+from hvdtrain.training.flags import Flags
+
+METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
+RECIPES: dict[str, dict[str, object]] = {
+    # nanoGPT's configuration for a CPU.
+    "shakespeare-cpu": dict(
+        **asdict(SIZES["shakespeare-cpu"]), tokens="characters", steps=2000, warmup_steps=100, lr=1e-3, min_lr=1e-4,
+        beta2=0.99, weight_decay=0.1, clip_norm=1.0, dropout=0.0,
+    ),
+    # nanoGPT's reproduction of the smallest GPT-2.
+    "gpt2": dict(
+        **asdict(SIZES["gpt2"]), tokens="pairs", steps=600_000, warmup_steps=2000, lr=6e-4, min_lr=6e-5,
+        beta2=0.95, weight_decay=0.1, clip_norm=1.0, dropout=0.0,
+    ),
+}  # fmt: skip
+GLOBAL_BATCH = {"shakespeare-cpu": 12, "gpt2": 480}  # windows in a step, over all ranks
+LARGEST_BATCH = 12  # windows that a rank takes at once
+SIZE_FLAGS = [field.name for field in fields(Sizes)]
+
+
+def parse(argv: Sequence[str] | None = None) -> Flags:
+    parser = training.parser("lm", __doc__, epochs=None, batch_size=None, accumulate=None)
+    add = parser.add_argument
+    add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="default: the standard library's sources")
+    add("--recipe", choices=tuple(RECIPES), default="shakespeare-cpu")
+    add("--tokens", choices=vocabularies.KINDS, help="pairs: needs the package tokenizers")
+    add("--vocabulary-size", type=training.positive_int, default=50_257, help="pairs: how many to learn from the text")
+    add("--tokenizer", type=Path, help="pairs: a tokenizer.json, instead of learning them")
+    add("--layers", type=training.positive_int)
+    add("--heads", type=training.positive_int, help="of attention, in each layer")
+    add("--width", type=training.positive_int, help="values per token")
+    add("--context", type=training.positive_int, help="tokens in a window")
+    add("--tied", action=BooleanOptionalAction, help="the head's weights are the token embedding's")
+    add("--bias", action=BooleanOptionalAction, help="in linear layers and layer norms")
+    add("--dropout", type=training.fraction)
+    add("--steps", type=training.positive_int, help="in all; --epochs N instead: so many times through the text")
+    add("--lr", type=training.positive, help="learning rate after the warm-up")
+    add("--min-lr", type=training.non_negative, help="at the end of the cosine")
+    add("--warmup-steps", type=training.count)
+    add("--beta2", type=training.fraction, help="of AdamW; beta 1 is 0.9")
+    add("--weight-decay", type=training.non_negative, help="of matrices; vectors do not decay")
+    add("--clip-norm", type=training.positive, help="largest norm of a step's gradient")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--sample", metavar="PROMPT", help="train nothing: continue PROMPT, from the checkpoint that --resume PATH "
+        "names or the newest in --output-dir")  # fmt: skip
+    add("--sample-tokens", type=training.count, default=200, help="of a sample, also after each epoch (default: 200)")
+    add("--temperature", type=training.positive, default=0.8, help="of a sample (default: 0.8)")
+    parser.may_change_on_resume("recipe", "text", "tokenizer", "compile", "sample", "sample_tokens", "temperature")
+    flags = parser.parse(argv, RECIPES)
+    if flags.epochs is not None:
+        flags.steps = None
+    if flags.width % flags.heads:
+        raise UserError(f"--width {flags.width} is not a multiple of --heads {flags.heads}", everywhere=True)
+    share_batch(flags, announced().size)
+    return flags
+
+
+def share_batch(flags: Flags, ranks: int) -> None:
+    """Where --batch-size is not given, choose it so that a step takes the recipe's windows, whatever the number of ranks."""
+    if flags.batch_size is not None:
+        flags.accumulate = flags.accumulate or 1
+        return
+    total = GLOBAL_BATCH[flags.recipe]
+    share, rest = divmod(total, ranks)
+    if rest:
+        fitting = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+        said = f"a step of --recipe {flags.recipe} has {total} windows, which {ranks} ranks cannot share equally"
+        raise UserError(f"{said}: give --batch-size, of each rank, or use -np {fitting}", everywhere=True)
+    if flags.accumulate is None:
+        flags.accumulate = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= LARGEST_BATCH)
+    flags.batch_size, rest = divmod(share, flags.accumulate)
+    if rest:
+        said = f"--accumulate {flags.accumulate} does not divide a rank's {share} windows of a step: give --batch-size, too"
+        raise UserError(said, everywhere=True)
+
+
+def load(flags: Flags, run: training.Run) -> text.Text:
+    """Return the text, on every rank the same. A collective."""
+    with run.raising_together("text"):
+        data = text.load(flags.text, flags.tokens, flags.vocabulary_size, flags.tokenizer)
+        windows, context = text.whole_windows(data.train, flags.context), flags.context
+        if windows < run.size or len(data.validation) < 2:
+            said = f"the text is too short: {windows} windows of --context {context} in its first 90 %, {run.size} ranks"
+            raise UserError(f"{said}: use a longer text, or a smaller --context")
+        if run.checkpoints.facts is not None and "vocabulary" in (held := run.checkpoints.facts["registered"]):
+            data.vocabulary.load_state_dict(held["vocabulary"])  # here already, to say it better than by shapes
+    run.describe_data(data.name, data.reason, sha256=data.sha256, train_tokens=len(data.train))
+    return data
+
+
+def learning_rate(step: int, steps: int, flags: Flags) -> float:
+    """Return the rate of `step` (from 0) of `steps`: linear warm-up, then half a cosine from --lr to --min-lr."""
+    if step < flags.warmup_steps:
+        return flags.lr * (step + 1) / (flags.warmup_steps + 1)
+    done = (step - flags.warmup_steps) / max(1, steps - flags.warmup_steps)
+    return flags.min_lr + (flags.lr - flags.min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+def adamw(net: GPT, flags: Flags) -> torch.optim.Optimizer:
+    settings = dict(lr=flags.lr, betas=(0.9, flags.beta2), weight_decay=flags.weight_decay)
+    kind, groups = optim.eager(torch.optim.AdamW), optim.decay_groups(net)
+    try:
+        return kind(groups, **settings, fused=True)  # one kernel instead of ten for each parameter
+    except RuntimeError:  # torch before 2.4 has none for CPUs
+        return kind(groups, **settings)
+
+
+def loss_of(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=text.IGNORED, reduction=reduction
+    )
+
+
+def train(flags: Flags, run: training.Run, data: text.Text) -> None:
+    context, state = flags.context, run.state
+    windows = text.whole_windows(data.train, context)
+    steps = flags.steps or flags.epochs * -(-windows // run.initial.global_batch)
+    bound = run.engine.sum(matrix_product_rate(run.device, AMP_DTYPES[flags.amp]), "matrix_product").item()
+
+    torch.manual_seed(flags.seed)
+    net = GPT(Sizes(**{name: getattr(flags, name) for name in SIZE_FLAGS}), data.vocabulary.size, flags.dropout)
+    model, _ = run.prepare(net, adamw(net, flags))
+    run.register(vocabulary=data.vocabulary)
+    run.graph(net, torch.zeros(1, context, dtype=torch.int64, device=run.device))
+    if flags.compile:
+        model = torch.compile(model, dynamic=False)
+
+    for epoch in run.epochs(flags.epochs, steps=flags.steps):
+        samples, seconds = state.samples, state.train_seconds
+        for step in run.steps(windows):
+            step.lr = learning_rate(state.step, steps, flags)
+            for batch in step.batches():
+                inputs, targets = run.to_device(*text.windows(data.train, batch.indices, context))
+                step.backward(loss_of(model(inputs), targets))
+            step.update(clip_norm=flags.clip_norm)
+        count = text.all_windows(data.validation, context)
+        with run.evaluating(count, prefix="validation") as mine:
+            for indices in torch.arange(count)[mine].split(flags.batch_size):
+                inputs, targets = run.to_device(*text.windows(data.validation, indices, context))
+                run.record(loss=loss_of(net(inputs), targets, "sum"), count=(targets != text.IGNORED).sum())
+        loss, tokens = run.evaluation["loss"], run.evaluation["count"]
+        bits = loss / math.log(2) * tokens / data.validation_characters
+        run.record(perplexity=math.exp(min(loss, 700.0)), bits_per_character=bits)
+
+        rate = (state.samples - samples) * context / (state.train_seconds - seconds)
+        flops = rate * net.flops_per_token()
+        run.event("throughput", epoch=epoch + 1, tokens_per_second=rate, flops_per_second=flops)
+        run.say(f"{rate:,.0f} tokens/s; {flops / 1e9:,.1f} GFLOP/s, {flops / bound:.0%} of a matrix product's")
+        if run.rank == 0 and flags.sample_tokens:
+            with run.autocast():
+                written = continuation(net, data.vocabulary, data.validation[:1].tolist(), flags, run.heartbeat)
+            run.event("sample", epoch=epoch + 1, text=written)
+            run.say(printable(written))
+    rate = state.samples * context / max(state.train_seconds, 1e-9)
+    speeds = dict(tokens_per_second=rate, flops_per_second=rate * net.flops_per_token())
+    run.summary(tokens=state.samples * context, **speeds, matrix_product_flops_per_second=bound)
+
+
+def continuation(
+    net: GPT, vocabulary: vocabularies.Vocabulary, prompt: list[int], flags: Flags, heartbeat: Callable[[], None]
+) -> str:
+    """Return the text of --sample-tokens tokens after `prompt`."""
+    drawn = []
+    for token in net.continued(prompt, flags.sample_tokens, temperature=flags.temperature, seed=flags.seed):
+        drawn.append(token)
+        heartbeat()
+    return vocabulary.decode(drawn)
+
+
+def printable(written: str) -> str:
+    """Return `written` with a question mark for what would move the cursor or what the terminal's encoding lacks."""
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in written)
+    encoding = sys.stdout.encoding or "utf-8"
+    return shown.encode(encoding, "replace").decode(encoding)
+
+
+def sample(flags: Flags) -> int:
+    """Print --sample and what a trained model makes of it."""
+    if announced().size > 1:
+        raise UserError("--sample is one process: start it without a launcher", everywhere=True)
+    named = flags.output_dir if flags.resume in ("auto", "never") else Path(flags.resume)
+    if named is None:
+        raise UserError("--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir")
+    facts, tensors = checkpoint.find(named, f"--sample from {named}", lambda line: print(line, file=sys.stderr))
+    try:
+        vocabulary = vocabularies.restore(**facts["registered"]["vocabulary"])
+        net = GPT(Sizes(**{name: facts["config"][name] for name in SIZE_FLAGS}), vocabulary.size)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"--sample from {named}: not a checkpoint of hvdtrain.lm: name one that is") from error
+    contents.load_model(net, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+    prompt = vocabulary.encode(flags.sample).tolist() or [0]
+    print(flags.sample + printable(continuation(net, vocabulary, prompt, flags, lambda: None)))
+    return 0
+
+
+def main() -> int:
+    flags = parse()
+    if flags.sample is not None:
+        return sample(flags)
+    with training.start(flags, metrics=METRICS) as run:
+        train(flags, run, load(flags, run))
+    return run.exit_code
+
+
+if __name__ == "__main__":
+    training.main(main)
