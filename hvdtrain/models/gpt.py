@@ -62,7 +62,7 @@ class Block(nn.Module):
             # In bfloat16 the backward pass of CPU attention takes four times as long as in float32 (docs/lm.md).
             heads = heads.float()
         queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # each [b, heads, t, width per head]
-        with torch.autocast(heads.device.type, enabled=False):
+        with torch.autocast("cpu", enabled=False):  # else it would cast back
             outputs = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, dropout_p=self.dropout if self.training else 0.0
             )
