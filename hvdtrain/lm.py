@@ -113,7 +113,9 @@ def load(flags: Flags, run: training.Run) -> text.Text:
         data = text.load(flags.text, flags.tokens, flags.vocabulary_size, flags.tokenizer)
         windows, context = text.whole_windows(data.train, flags.context), flags.context
         if windows < run.size or len(data.validation) < 2:
-            said = f"the text is too short: {windows} windows of --context {context} in its first 90 %, {run.size} ranks"
+            said = (
+                f"the text is too short: {windows} windows of --context {context} in its first 90 %, {run.size} ranks"
+            )
             raise UserError(f"{said}: use a longer text, or a smaller --context")
         if run.checkpoints.facts is not None and "vocabulary" in (held := run.checkpoints.facts["registered"]):
             data.vocabulary.load_state_dict(held["vocabulary"])  # here already, to say it better than by shapes
