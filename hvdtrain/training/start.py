@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from hvdtrain.engines import flags as cli
+from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import start as start_engine
 from hvdtrain.training.flags import Flags
@@ -29,30 +30,39 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
     if not isinstance(flags, Flags):
         raise UserError("training.start() takes what training.parser(...).parse() returned", everywhere=True)
     directions = metrics_of({"loss": "min"} if metrics is None else dict(metrics))
-    asked = flags.given()
     tuning, timeline = flags.tuning == "auto", flags.profile is not None
-    with start_engine(
-        flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline
-    ) as engine:
-        cli.require_equal(engine, asked)
-        flags.compression = engine.choose_compression(flags.compression)
-        flags.amp = engine.choose_amp(flags.amp)
-        if flags.gradient_predivide_factor is None:
-            flags.gradient_predivide_factor = float(engine.size) if flags.compression == "fp16" else 1.0
-        telemetry = Telemetry(engine, flags.output_dir, progress=not flags.no_progress, tensorboard=flags.tensorboard)
-        with engine.raising_together("start"):
-            checkpoints = Checkpoints(engine, flags, directions, telemetry)
-        state = checkpoints.begin()
-        with (
-            telemetry,
-            Guard(engine, flags, telemetry) as guard,
-            Profile(engine, flags, telemetry, guard.heartbeat) as profile,
-        ):
-            run = Run(engine, flags, asked, directions, telemetry, checkpoints, guard, profile, state)
-            torch.manual_seed(flags.seed)
-            seed_generators(flags.seed)
-            try:
-                yield run
-                run.finish()
-            except Stopped:
-                run.exit_code = guard.leave(state, checkpoints)
+    with (
+        start_engine(
+            flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline
+        ) as engine,
+        started(engine, flags, directions) as run,
+    ):
+        yield run
+
+
+@contextlib.contextmanager
+def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iterator[Run]:
+    """Do what `start` does, on an engine that is there."""
+    asked = flags.given()
+    cli.require_equal(engine, asked)
+    flags.compression = engine.choose_compression(flags.compression)
+    flags.amp = engine.choose_amp(flags.amp)
+    if flags.gradient_predivide_factor is None:
+        flags.gradient_predivide_factor = float(engine.size) if flags.compression == "fp16" else 1.0
+    telemetry = Telemetry(engine, flags.output_dir, progress=not flags.no_progress, tensorboard=flags.tensorboard)
+    with engine.raising_together("start"):
+        checkpoints = Checkpoints(engine, flags, metrics, telemetry)
+    state = checkpoints.begin()
+    with (
+        telemetry,
+        Guard(engine, flags, telemetry) as guard,
+        Profile(engine, flags, telemetry, guard.heartbeat) as profile,
+    ):
+        run = Run(engine, flags, asked, metrics, telemetry, checkpoints, guard, profile, state)
+        torch.manual_seed(flags.seed)
+        seed_generators(flags.seed)
+        try:
+            yield run
+            run.finish()
+        except Stopped:
+            run.exit_code = guard.leave(state, checkpoints)

@@ -10,6 +10,7 @@ the epoch) its fault struck: a launcher may lose what was printed just before.
 import contextlib
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from hvdtrain.training import checkpoint, resume
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
 TAKEN = os.environ.get("TAKEN")
+PROGRAM = os.environ.get("PROGRAM")  # a script to attack in place of hvdtrain.mnist
 ATTEMPT = os.environ.get("ATTEMPT", "0")  # higher in later jobs
 RANK = launchers.announced().rank
 SIGNALS = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT, usr1=signal.SIGUSR1,
@@ -131,5 +133,10 @@ def epoch(self: loading.Plan, number: int):
 
 os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch = fsync, replace, scaled, epoch
 HorovodEngine.stepping = stepping
-sys.argv[0] = "hvdtrain/mnist.py"
-exit_codes.run(mnist.main)
+if __name__ == "__main__":  # an input worker imports this file, too
+    if PROGRAM:
+        sys.argv[0] = PROGRAM
+        runpy.run_path(PROGRAM, run_name="__main__")
+    else:
+        sys.argv[0] = "hvdtrain/mnist.py"
+        exit_codes.run(mnist.main)

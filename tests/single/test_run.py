@@ -1,0 +1,492 @@
+"""The run object: what is left out or called elsewhere is an error that says what to write; and what the loop computes."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from hvdtrain import training
+from hvdtrain.analysis.reporting.runs import read_runs
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.training import checkpoint
+
+N = 40
+X = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
+Y = X.sum(1, keepdim=True).sin()
+
+
+def flags_for(*argv: str, **defaults):
+    parser = training.parser("test", None, **{"epochs": 2, "batch_size": 8} | defaults)
+    return parser.parse(["--engine", "serial", "--no-progress", "--threads", "1", *argv])
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1))
+
+
+def prepared(run):
+    net = network()
+    return run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+
+
+def train(run, model, *, steps=None, each=lambda step: None) -> list[float]:
+    """A whole program; return the loss of every step."""
+    losses = []
+    for _ in run.epochs(None if steps else run.flags.epochs, steps=steps):
+        for step in run.steps(X, Y):
+            for x, y in step.batches():
+                loss = F.mse_loss(model(x), y)
+                step.backward(loss)
+            step.update()
+            losses.append(loss.item())
+            each(step)
+    return losses
+
+
+def in_first_step(run, model, body):
+    for _ in run.epochs(1):
+        for step in run.steps(X, Y):
+            body(step, model)
+
+
+def twice_backward(step, model):
+    for x, y in step.batches():
+        for _ in range(2):
+            step.backward(F.mse_loss(model(x), y))
+
+
+def left_early(step, model):
+    for x, y in step.batches():
+        step.backward(F.mse_loss(model(x), y))
+        break
+    step.update()
+
+
+def not_updated(step, model):
+    for x, y in step.batches():
+        step.backward(F.mse_loss(model(x), y))
+
+
+def updated_inside(step, model):
+    for x, y in step.batches():
+        step.backward(F.mse_loss(model(x), y))
+        step.update()
+
+
+def no_backward(step, model):
+    for _ in step.batches():
+        pass
+
+
+def per_sample(step, model):
+    for x, y in step.batches():
+        step.backward((model(x) - y).square())
+
+
+def detached(step, model):
+    for x, y in step.batches():
+        step.backward(F.mse_loss(model(x), y).detach())
+
+
+def nested(step, model):
+    for _ in step.batches():
+        for _ in step.batches():
+            pass
+
+
+def counted_once(step, model):
+    for number, (x, y) in enumerate(step.batches()):
+        step.backward(F.mse_loss(model(x), y), **({"count": 3} if number else {}))
+
+
+WRONG_STEPS = {
+    "nothing": (lambda step, model: None, r"step 1 has no gradients: write `for batch in step.batches\(\)"),
+    "backward twice": (twice_backward, r"2 backward passes in 1 micro-batches for one optimizer: add the losses up"),
+    "loop left early": (left_early, r"step.update\(\) inside the loop over step.batches\(\): call it after the loop"),
+    "no update": (not_updated, r"step 1 has gradients that were not applied: call step.update\(\)"),
+    "update inside": (updated_inside, r"step.update\(\) inside the loop"),
+    "no backward": (no_backward, r"a micro-batch had no backward pass"),
+    "no scalar": (per_sample, r"step.backward\(\) got a tensor of shape \(8, 1\), not a scalar: take the mean"),
+    "detached": (detached, r"step.backward\(\) got a loss without a gradient"),
+    "nested": (nested, r"step.batches\(\) inside step.batches\(\)"),
+    "backward outside": (lambda s, m: s.backward(m(X).mean()), r"step.backward\(\) outside of step.batches\(\)"),
+    "record outside": (lambda s, m: s.record(x=1.0), r"step.record\(\) outside of step.batches\(\)"),
+    "update first": (lambda s, m: s.update(), r"step.update\(\) without gradients"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STEPS)
+def test_a_step_that_is_not_whole_says_what_to_write(case):
+    body, complaint = WRONG_STEPS[case]
+    with pytest.raises(UserError, match=complaint), training.start(flags_for()) as run:
+        in_first_step(run, prepared(run)[0], body)
+
+
+def test_a_count_is_given_in_all_micro_batches_or_none():
+    with pytest.raises(UserError, match="in one micro-batch and not in another"):
+        with training.start(flags_for("--accumulate", "2")) as run:
+            in_first_step(run, prepared(run)[0], counted_once)
+
+
+def epochs_only(run):
+    prepared(run)
+    for _ in run.epochs(1):
+        pass
+
+
+def steps_twice(run):
+    prepared(run)
+    for _ in run.epochs(1):
+        run.steps(X, Y)
+        run.steps(X, Y)
+
+
+def steps_left_early(run):
+    model, _ = prepared(run)
+    for _ in run.epochs(1):
+        for step in run.steps(X, Y):
+            not_updated(step, model)
+            step.update()
+            break
+
+
+def silent_evaluation(run):
+    prepared(run)
+    with run.evaluating(5):
+        pass
+
+
+def nested_evaluation(run):
+    prepared(run)
+    with run.evaluating(5), run.evaluating(5):
+        pass
+
+
+def foreign_optimizer(run):
+    model, _ = prepared(run)
+    other = torch.optim.SGD(network().parameters(), lr=0.1)
+    for _ in run.epochs(1):
+        for step in run.steps(X, Y):
+            for x, y in step.batches():
+                step.backward(F.mse_loss(model(x), y), other)
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+def given(*data):
+    def program(run):
+        prepared(run)
+        for _ in run.epochs(1):
+            next(run.steps(*data))
+
+    return program
+
+
+PAIRS = TensorDataset(X, Y)
+WRONG_PROGRAMS = {
+    "steps before prepare": (lambda run: run.steps(X), r"run.steps\(\) before run.prepare\(\)"),
+    "epochs before prepare": (lambda run: next(run.epochs(1)), r"run.epochs\(\) before run.prepare\(\)"),
+    "steps without epochs": (lambda run: (prepared(run), run.steps(X)), r"run.steps\(\) outside of run.epochs\(\)"),
+    "no steps": (epochs_only, r"epoch 1 had no steps"),
+    "steps twice": (steps_twice, r"run.steps\(\) was called twice in one epoch"),
+    "steps left early": (steps_left_early, r"epoch 1 was left after 0 of 40 samples"),
+    "two lengths of training": (lambda run: (prepared(run), next(run.epochs(1, steps=2))), "a number of epochs, or steps"),
+    "an unknown goal": (lambda run: (prepared(run), next(run.epochs(1, stop_at={"x": 1.0}))), "stop_at: x has no direction"),
+    "prepare twice": (lambda run: (prepared(run), prepared(run)), r"run.prepare\(\) was called twice"),
+    "no optimizer": (lambda run: run.prepare(network()), r"run.prepare\(\) got Sequential: give it models and optimizers"),
+    "no model": (
+        lambda run: run.prepare(network(), torch.optim.SGD(network().parameters(), lr=1.0)),
+        "an optimizer has parameters of a model that is not there",
+    ),
+    "a foreign optimizer": (foreign_optimizer, r"this optimizer did not come from run.prepare\(\)"),
+    "nothing evaluated": (silent_evaluation, r"run.evaluating\(...\) recorded nothing"),
+    "evaluation nested": (nested_evaluation, r"run.evaluating\(\) inside of run.evaluating\(\)"),
+    "record outside": (lambda run: (prepared(run), run.record(loss=1.0)), r"run.record\(\) outside of run.evaluating\(\)"),
+    "register before prepare": (lambda run: run.register(x=network()), r"run.register\(\) before run.prepare\(\)"),
+    "register a number": (lambda run: (prepared(run), run.register(x=1)), "got a int: it has no state_dict"),
+    "data described twice": (lambda run: [run.describe_data("a", "b") for _ in range(2)], "was called before"),
+    "no samples": (given(0), "there are no samples"),
+    "a text": (given("text"), "run.steps got str"),
+    "nothing at all": (given(), "run.steps got nothing"),
+    "unlike lengths": (given(X, Y[:5]), "tensors of 40, 5 samples: give equal lengths"),
+    "a stream": (given(DataLoader(Numbers(), 8)), "over an IterableDataset has no agreed order"),
+    "another batch": (given(DataLoader(PAIRS, 4)), "batch_size=4, --batch-size is 8"),
+    "drop_last": (given(DataLoader(PAIRS, 8, drop_last=True)), "drop_last=True: leave it out"),
+    "a sampler": (
+        given(DataLoader(PAIRS, 8, sampler=WeightedRandomSampler([1.0] * N, N))), "WeightedRandomSampler: leave it out",
+    ),
+    "no batches": (given(DataLoader(PAIRS, None)), "batch_size=None or a batch_sampler"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_PROGRAMS)
+def test_a_program_that_is_not_whole_says_what_to_write(case):
+    body, complaint = WRONG_PROGRAMS[case]
+    with pytest.raises(UserError, match=complaint) as caught, training.start(flags_for()) as run:
+        body(run)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_flags_of_another_parser_are_refused():
+    import argparse
+
+    with pytest.raises(UserError, match="takes what training.parser"), training.start(argparse.Namespace()):
+        pass
+
+
+def test_an_index_loop_asks_for_indices():
+    with pytest.raises(UserError, match="use batch.indices"), training.start(flags_for()) as run:
+        model, _ = prepared(run)
+        for _ in run.epochs(1):
+            for step in run.steps(N):
+                for x, _y in step.batches():
+                    step.backward(model(x).mean())
+
+
+def test_accumulation_is_the_large_batch():
+    """With an uneven end: 40 samples in steps of 12 are 12, 12, 12, 4."""
+    ends = []
+    for argv in (("--batch-size", "12"), ("--batch-size", "4", "--accumulate", "3")):
+        with training.start(flags_for(*argv)) as run:
+            net = nn.Linear(3, 1)
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            train(run, model)
+            assert (run.state.step, run.state.samples) == (8, 2 * N)
+            ends.append(net.weight.detach().clone())
+    torch.testing.assert_close(*ends)
+
+
+def test_a_mean_over_tokens_is_that_of_all_micro_batches():
+    """Micro-batches of 6 and 2 tokens: their mean of means would weigh the second three times too much."""
+    tokens = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [5.0, 0.0, 0.0], [7.0, 0.0, 0.0]])
+    lengths = torch.tensor([3, 3, 1, 1])
+    with training.start(flags_for("--batch-size", "2", "--accumulate", "2", "--log-steps", "1", "--seed", "3")) as run:
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(net.weight)
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        for _ in run.epochs(1):
+            for step in run.steps(tokens, lengths):
+                for some, counts in step.batches():
+                    mask = torch.arange(3) < counts[:, None]
+                    loss = (model(some.unsqueeze(-1)).squeeze(-1) - some)[mask].mean()
+                    step.backward(loss, count=mask.sum())
+                gradient = net.weight.grad.item()
+                step.update()
+        assert gradient == pytest.approx((6 + 3 + 5 + 7) / 8)
+        assert run.state.train["loss"] == pytest.approx(-(6 + 3 + 5 + 7) / 8)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_parameter_without_a_gradient_is_named_unless_that_is_meant(unused):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare = nn.Linear(3, 1), nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.used(x)
+
+    def program():
+        with training.start(flags_for()) as run:
+            net = Half()
+            before = net.spare.weight.clone()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)  # its decay would move what has a gradient of zero
+            model, _ = run.prepare(net, optimizer, find_unused_parameters=unused)
+            train(run, model)
+            assert torch.equal(net.spare.weight, before)
+
+    if unused:
+        program()
+    else:
+        with pytest.raises(UserError, match=r"spare.weight got no gradient in this step: freeze it"):
+            program()
+
+
+def test_frozen_and_tied_parameters_train():
+    with training.start(flags_for()) as run:
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+        net[1].weight = net[0].weight
+        net[2].requires_grad_(False)
+        before = net[2].weight.clone()
+        model, _ = run.prepare(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1))
+        losses = train(run, model)
+        assert losses[-1] < losses[0]
+        assert net[1].weight is net[0].weight
+        assert torch.equal(net[2].weight, before)
+
+
+def test_the_generators_backward_leaves_the_critic_alone():
+    with training.start(flags_for()) as run:
+        generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
+        g, c, g_optimizer, c_optimizer = run.prepare(generator, critic, *optimizers)
+        for _ in run.epochs(1):
+            for step in run.steps(X):
+                for (real,) in step.batches():
+                    step.backward(c(g(torch.randn(len(real), 2)).detach()).mean() - c(real).mean(), c_optimizer)
+                of_critic = critic.weight.grad.clone()
+                step.update(c_optimizer)
+                for (real,) in step.batches():
+                    step.backward(-c(g(torch.randn(len(real), 2))).mean(), g_optimizer)
+                assert torch.equal(critic.weight.grad, of_critic)
+                assert generator.weight.grad is not None
+                step.update(g_optimizer)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch(micro_batch):
+    x = X[:16].clone()
+    with pytest.raises(Failure) as caught:
+        with training.start(flags_for("--accumulate", "2", epochs=1)) as run:
+            net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for _ in run.epochs(1):
+                for step in run.steps(x, Y[:16]):
+                    for number, (some, targets) in enumerate(step.batches(), 1):
+                        scale = float("nan") if number == micro_batch else 1.0
+                        step.backward(F.mse_loss(model(some * scale), targets))
+                    step.update()
+    assert f"step 1: gradients are not finite: rank 0 on " in str(caught.value)
+    assert f"input of 0 (Linear) in micro-batch {micro_batch} of 2" in str(caught.value)
+
+
+def test_a_gradient_that_only_backward_makes_infinite_names_its_parameter():
+    with pytest.raises(Failure, match="gradient of bias"), training.start(flags_for(epochs=1)) as run:
+        net = nn.Linear(3, 1)
+        nn.init.zeros_(net.weight)
+        nn.init.zeros_(net.bias)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(X):
+                for (x,) in step.batches():
+                    step.backward(model(x).sqrt().mean())  # finite at zero, where its slope is not
+                step.update()
+
+
+def test_a_step_left_out_changes_nothing_and_training_goes_on(tmp_path):
+    flags = flags_for("--max-skipped", "1", "--output-dir", str(tmp_path), epochs=1)
+    with training.start(flags) as run:
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(X, Y):
+                bad = step.number == 2
+                before = [tensor.clone() for tensor in net.state_dict().values()]
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x * (float("nan") if bad else 1.0)), y))
+                step.update()
+                same = [torch.equal(a, b) for a, b in zip(before, net.state_dict().values(), strict=True)]
+                assert all(same) == bad
+    (error,) = events(tmp_path, "error")
+    assert "step 2: gradients are not finite" in error["message"]
+    assert error["message"].endswith(": left out") or error["kind"] == "non-finite"
+
+
+def events(directory, name):
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == name]
+
+
+def regression(directory, *argv, epochs=3, stop_after=None):
+    """A program without accuracy, with a scheduler of torch's and averaged weights; return the run."""
+    parser = training.parser("regression", None, epochs=epochs, batch_size=8)
+    flags = parser.parse([
+        "--engine", "serial", "--no-progress", "--threads", "1", "--checkpoint-steps", "1", "--keep", "2",
+        "--output-dir", str(directory), *argv,
+    ])  # fmt: skip
+    with training.start(flags, metrics={"error": "min"}) as run:
+        net = network()
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        averaged = torch.optim.swa_utils.AveragedModel(net)
+        run.register(scheduler=scheduler, averaged=averaged)
+        for _ in run.epochs(epochs):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update(clip_norm=1.0)
+                scheduler.step()
+                averaged.update_parameters(net)
+                if step.number == stop_after:
+                    raise RuntimeError("stopped")
+            with run.evaluating(N) as mine:
+                run.record(error=F.mse_loss(model(X[mine]), Y[mine], reduction="none"))
+            run.record(root=math.sqrt(run.evaluation["error"]))
+    return run, dict(averaged.state_dict()), optimizer.param_groups[0]["lr"]
+
+
+def test_schedulers_and_averaged_weights_go_on_with_the_run(tmp_path):
+    _, whole, rate = regression(tmp_path / "whole")
+    with pytest.raises(RuntimeError):
+        regression(tmp_path / "apart", stop_after=7)
+    _, apart, rate_apart = regression(tmp_path / "apart")
+    assert rate == rate_apart
+    assert all(torch.equal(whole[name], apart[name]) for name in whole)
+    sums = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "apart")]
+    assert sums[0]["parameters_sha256"] == sums[1]["parameters_sha256"]
+
+
+def test_metrics_are_the_scripts_own(tmp_path, capsys):
+    """No word of accuracy: in the record, the report, TensorBoard, the best checkpoint, and on the screen."""
+    regression(tmp_path, "--tensorboard", "--resume", "never", epochs=3)
+    evaluations = events(tmp_path, "evaluate")
+    assert [set(line) >= {"error", "root", "count"} for line in evaluations] == [True] * 3
+    assert "accuracy" not in (tmp_path / "metrics.jsonl").read_text()
+    assert f"error {evaluations[-1]['error']:.4f}  root {evaluations[-1]['root']:.4f} of 40" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["error"] == evaluations[-1]["error"]
+    (run,) = read_runs([tmp_path])
+    assert run.name
+    best = min(evaluations, key=lambda line: line["error"])
+    kept = checkpoint.best_of(tmp_path / "checkpoints")
+    assert kept is not None
+    assert checkpoint.read_facts(kept)["best"] == {"metric": "error", "direction": "min", "value": best["error"]}
+
+
+def test_training_by_steps_ends_in_the_middle_of_an_epoch(tmp_path):
+    with training.start(flags_for("--output-dir", str(tmp_path))) as run:
+        model, _ = prepared(run)
+        seen = []
+        train(run, model, steps=7, each=lambda step: seen.append((step.number, round(run.progress * 7))))
+    assert seen == [(number, number - 1) for number in range(1, 8)]
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 7
+
+
+def test_a_goal_that_is_reached_ends_training_and_one_that_is_not_gives_three(tmp_path):
+    for goal, code, epochs in ((1e9, 0, 1), (0.0, 3, 2)):
+        with training.start(flags_for()) as run:
+            model, _ = prepared(run)
+            for _ in run.epochs(2, stop_at={"loss": goal}):
+                for step in run.steps(X, Y):
+                    for x, y in step.batches():
+                        step.backward(F.mse_loss(model(x), y))
+                    step.update()
+                with run.evaluating(N) as mine:
+                    run.record(loss=F.mse_loss(model(X[mine]), Y[mine], reduction="sum"))
+        assert (run.exit_code, run.state.epoch) == (code, epochs)
+
+
+def test_modes_and_random_numbers_of_training_survive_an_evaluation():
+    with training.start(flags_for(epochs=1)) as run:
+        net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        net[1].eval()  # as a script that freezes statistics has it
+        for _ in run.epochs(1):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+            with run.evaluating(DataLoader(PAIRS, 16)) as batches:
+                assert not net.training
+                for x, y in batches:
+                    run.record(loss=(model(x) - y).square())
+            assert net.training
+            assert not net[1].training
+        assert run.evaluation["count"] == N
