@@ -113,7 +113,8 @@ def test_tensorboard_has_what_metrics_has(watched):
     directory, _ = watched
     found = scalars(directory)
     assert set(found) == {
-        *("train/loss", "train/accuracy", "test/loss", "test/accuracy", "run/learning_rate", "run/samples_per_second"),
+        *("train/loss", "train/accuracy", "train/objective", "test/loss", "test/accuracy"),
+        *("run/learning_rate", "run/samples_per_second"),
         *("share/loading", "share/compute", "share/communication"),
     }
     lines = events(directory, "train")
