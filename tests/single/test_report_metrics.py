@@ -6,10 +6,14 @@ import json
 import re
 
 import pytest
+from examples import changed, tried
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from run_records import END, HOSTILE, WHOLE, Page, evaluation, leave, start, step
 
 from hvdtrain import report
-from hvdtrain.analysis.reporting import curves, page, pictures
+from hvdtrain.analysis.reporting import curves, page, pictures, table
 from hvdtrain.analysis.reporting.runs import read_runs, results
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records.named import Series, named_values, recorded_metrics
@@ -220,8 +224,6 @@ def test_no_two_values_share_a_file():
 
 @pytest.mark.parametrize(("direction", "limits"), [("max", (0.4, 1.0)), ("min", (0.0, 0.3))])
 def test_the_axis_of_percents_ends_where_the_best_would_be(direction, limits, leave):
-    from matplotlib.figure import Figure
-
     metrics = {"share": {"direction": direction, "percent": True}}
     shares = (0.6, 0.8) if direction == "max" else (0.2, 0.1)
     (run,) = read_runs(
@@ -283,3 +285,22 @@ def test_a_record_without_its_last_line_has_the_summary(leave):
     assert run.state == "ended"
     assert page.figures(run)["test accuracy"] == ("91.00%", "of 500 samples")
     assert run.notes == ["the record breaks off before the run's end: the results are those of summary.json"]
+
+
+@tried(40)
+@given(data=st.data())
+def test_any_record_with_metrics_makes_a_page_and_a_table(data, tmp_path):
+    whole = [line | {"elapsed": line["time"] - 90.0} for line in LANGUAGE]
+    lines = data.draw(changed([*whole, whole[0], event("resume", 120.0, step=2), *whole[1:]]))
+    assume(isinstance(lines, list))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    try:
+        found = read_runs([tmp_path, tmp_path])
+    except UserError:
+        return
+    assert page.build(found, [])
+    for name in curves.names_to_draw(found)[0]:
+        assert curves.see(found, name)
+        curves.curves(Figure(), found, name, "seconds")
+    text, rows = table.comma_separated(found)
+    assert len(list(csv.DictReader(io.StringIO(text)))) == rows

@@ -316,6 +316,7 @@ def samples_at(run: Run, steps: Sequence[float]) -> list[float]:
     """Return how many samples had been taken after each of `steps`, from the recorded steps on both sides of it."""
     import numpy
 
-    known_steps = [0.0, *(event["step"] for event in run.train)]
-    known_samples = [0.0, *(event["samples"] for event in run.train)]
+    known = [event for event in run.train if event["samples"] is not None]
+    known_steps = [0.0, *(event["step"] for event in known)]
+    known_samples = [0.0, *(event["samples"] for event in known)]
     return numpy.interp(steps, known_steps, known_samples).tolist()
