@@ -95,6 +95,10 @@ class Checkpoints:
             except OSError:  # a file system without locks
                 return
 
+    def release(self) -> None:
+        """Let another run write to the directory: this one is over, however it ended."""
+        self._unlock()
+
     def _unlock(self) -> None:
         if self._lock_handle is not None:
             os.close(self._lock_handle)

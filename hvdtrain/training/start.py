@@ -66,3 +66,5 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
             run.finish()
         except Stopped:
             run.exit_code = guard.leave(state, checkpoints)
+        finally:
+            checkpoints.release()

@@ -41,7 +41,6 @@ class Telemetry:
         self.speaks = engine.rank == 0
         self._lock = threading.Lock()
         self._began = time.monotonic() - seconds_since_process_start()
-        self._began = time.monotonic() - seconds_since_process_start()
         self.output_dir = output_dir if self.speaks else None
         self._file: FileIO | None = None
         self._missing = 0  # lines that could not be written since the last that could
