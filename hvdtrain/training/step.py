@@ -113,7 +113,8 @@ class Step:
         seed_generators(mixed_seed(*parts), run.device)  # dropout: the same again after a restart
         for number in range(count):
             if number == len(self._loaded):
-                self._loaded.append(self._input.load(self._planned.batches[number]))
+                with run.guard.phase("reading data"):
+                    self._loaded.append(self._input.load(self._planned.batches[number]))
             batch = self._batch = self._loaded[number]
             self._calls = 0
             with contextlib.ExitStack() as stack:

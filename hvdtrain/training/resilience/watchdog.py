@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +131,8 @@ class Watchdog:
     def finish_step(self, step: int) -> None:
         self._progress.finish_step(step)
 
-    @contextlib.contextmanager
-    def phase(self, name: str, seconds: float | None = None) -> Iterator[None]:
-        with self._progress.during(name, seconds):
-            yield
+    def phase(self, name: str, seconds: float | None = None) -> contextlib.AbstractContextManager[None]:
+        return self._progress.during(name, seconds)
 
     def announce_stop(self, step: int) -> None:
         self._monitor.announce_stop(step)
