@@ -26,19 +26,17 @@ class Evaluation:
         self._counts: Tensor | float | None = None  # sum of `count`, where it was given
         self._samples = 0  # of this rank, in batches that were yielded
 
-    def mine(self, stops: Callable[[], bool] = lambda: False) -> Any:
-        """Return this rank's part: a slice, or an iterator over batches, which ends early where `stops` says so."""
+    def mine(self) -> Any:
+        """Return this rank's part: a slice, or an iterator over batches."""
         if isinstance(self._data, int):
             return shard(self._data, self._engine.rank, self._engine.size)
-        return self._batches(stops)
+        return self._batches()
 
-    def _batches(self, stops: Callable[[], bool]) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[Batch]:
         for batch in self._loaded():
             self._heartbeat()
             self._samples += batch.count
             yield batch
-            if stops():
-                return
 
     def _loaded(self) -> Iterator[Batch]:
         if isinstance(self._data, DataLoader):

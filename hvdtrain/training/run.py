@@ -48,6 +48,10 @@ class Stopped(BaseException):
     """All ranks leave after the same step, because a signal asked one of them to. `except Exception` must not keep it."""
 
 
+class CutShort(BaseException):
+    """An evaluation that ends early on this rank, because a stop was asked for: `evaluating` catches it."""
+
+
 class Run:
     """What `training.start` gives. Attributes that scripts read: engine, rank, size, device, state, initial, evaluation."""
 
@@ -348,23 +352,33 @@ class Run:
         began = time.perf_counter()
         for model in prepared.models:
             self.engine.average_buffers(model)
-        self._evaluation = evaluation = Evaluation(self.engine, data, self.seed, self.guard.heartbeat)
+        self._evaluation = evaluation = Evaluation(self.engine, data, self.seed, self._go_on_evaluating)
         modes = [(module, module.training) for model in prepared.replicas for module in model.modules()]
         for model in prepared.replicas:
             model.eval()
         seed_generators(mixed_seed(self.seed, "evaluate", self.state.step, self.rank), self.device)
         try:
             with self.guard.phase("evaluation"), torch.inference_mode(), self.autocast():
-                yield evaluation.mine(lambda: self.guard.stop_requested is not None)
+                yield evaluation.mine()
+        except CutShort:
+            pass
         finally:
             self._evaluation = None
             for module, training in modes:
                 module.training = training
-        if self.guard.stops_here("evaluate.stop"):  # what was evaluated so far is not recorded: it is done again
+        # Between steps, what was evaluated so far is not recorded: it is done again. Within one, the position is behind the
+        # weights, and nothing may be saved before the step has ended.
+        if not self._in_steps and self.guard.stops_here("evaluate.stop"):
             self._save()
             raise Stopped
         self.journal.evaluated(evaluation.means(), prefix)
         self.clock.leave_out(time.perf_counter() - began)
+
+    def _go_on_evaluating(self) -> None:
+        """Called for each batch: ranks may leave an evaluation between two steps wherever they are."""
+        self.guard.heartbeat()
+        if self.guard.stop_requested and not self._in_steps:
+            raise CutShort
 
     @property
     def evaluation(self) -> dict[str, float]:
