@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.launchers import announced
 from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.resilience.monitor import STOPPED
 from hvdtrain.training.resilience.watchdog import Watchdog
@@ -184,6 +185,8 @@ class Guard:
         self.telemetry.say(f"stopped by {self._watchdog.stop_reason or 'another rank'}; {saved}")
         if unsaved:
             raise Failure(unsaved)
+        if announced().launcher == "torchrun":  # it ends with a SignalException where it was asked to stop
+            self.telemetry.say("the traceback that may follow is torchrun's own, and so is its exit code 1")
         return STOPPED
 
 
