@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import termios
@@ -101,3 +102,25 @@ def test_open_mpi_tags_whole_lines():
     lines = [line for line in done.stdout.splitlines() if line]
     assert len(lines) == 4, done
     assert all(re.fullmatch(r"\[1,0\]<stdout>:[a-z0-9][^<]*", line) for line in lines), done
+
+
+@pytest.mark.timeout(180)
+def test_each_line_is_one_write():
+    # What Open MPI tags depends on when it looks; a socket that keeps messages apart shows each write.
+    job = uuid.uuid4().hex
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(120)
+    process = subprocess.Popen(
+        shlex.split(f"{TRAIN} --engine serial --no-progress"), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=its, stderr=its,
+        env=environment(**{MARK: job}, PYTHONUNBUFFERED="1"), start_new_session=True,
+    )  # fmt: skip
+    its.close()
+    try:
+        writes = list(iter(lambda: ours.recv(65536).decode(), ""))
+        assert process.wait(30) == 0, writes
+    finally:
+        kill(job)
+        process.wait()
+        ours.close()
+    assert len(writes) == 4, writes
+    assert all(write.endswith("\n") and len(write) > 1 for write in writes), writes
