@@ -1,6 +1,7 @@
 """Flags and launchers' variables as nobody should set them: one line and exit code 2, or a right answer."""
 
 import contextlib
+import dataclasses
 import io
 import subprocess
 import sys
@@ -117,7 +118,13 @@ def test_whole_numbers_are_what_they_say(name, least, most, text):
 def test_extremes_train_or_give_one_line(flags, tmp_path, monkeypatch):
     base = "mnist --dataset digits --engine serial --no-progress --train-samples 8 --epochs 1 --threads 1 --output-dir"
     monkeypatch.setattr(sys, "argv", [*base.split(), str(tmp_path / "out"), *flags.split()])
-    monkeypatch.setattr(mnist, "evaluate", lambda *_: (1.0, 0.5, 382))
+    load = mnist.load
+
+    def little(*arguments):
+        dataset = load(*arguments)
+        return dataclasses.replace(dataset, test_images=dataset.test_images[:8], test_labels=dataset.test_labels[:8])
+
+    monkeypatch.setattr(mnist, "load", little)
     assert ends(mnist.main) in (0, 2)
 
 

@@ -23,7 +23,7 @@ TENSORS = {
     "buffers": torch.rand(2, 5, generator=torch.Generator().manual_seed(1)),
     "model.empty": torch.zeros(0),
 }
-FACTS = {"format": 1, "position": {"epoch": 1, "step": 12}, "accuracy": None, "config": {"lr": 0.1, "name": "ä"}}
+FACTS = {"format": 2, "state": {"epoch": 1, "step": 12}, "best": None, "config": {"lr": 0.1, "name": "ä"}}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_parts_of_two_sound_files_do_not_make_one(sound, tmp_path):
     refused(tmp_path / "mixed", sound[:header] + other.read_bytes()[header:])
 
 
-@pytest.mark.parametrize("change", ["renamed tensor", "no tensor", "another position", "another format", "no checksum"])
+@pytest.mark.parametrize("change", ["renamed tensor", "no tensor", "another state", "another format", "no checksum"])
 def test_wrong_keys_are_refused(change, tmp_path):
     from safetensors.torch import save_file
 
@@ -114,10 +114,10 @@ def test_wrong_keys_are_refused(change, tmp_path):
         tensors["model.other"] = tensors.pop("model.weight")
     if change == "no tensor":
         tensors = {}
-    if change == "another position":
+    if change == "another state":
         metadata["facts"] = facts.replace("12", "13")
     if change == "another format":
-        metadata["facts"] = facts.replace('"format": 1', '"format": 2')
+        metadata["facts"] = facts.replace('"format": 2', '"format": 3')
         metadata["sha256"] = checkpoint.digest(metadata["facts"], tensors)
     if change == "no checksum":
         del metadata["sha256"]
@@ -137,11 +137,10 @@ def test_a_pickle_is_refused_and_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def write_some(directory: Path, steps, accuracy=lambda step: None) -> None:
+def write_some(directory: Path, steps, value=lambda step: None, direction="max") -> None:
     for step in steps:
-        checkpoint.write(
-            directory / checkpoint.name_of(step), {**FACTS, "accuracy": accuracy(step), "at": step}, TENSORS
-        )
+        best = {"metric": "x", "direction": direction, "value": value(step)}
+        checkpoint.write(directory / checkpoint.name_of(step), {**FACTS, "best": best, "at": step}, TENSORS)
 
 
 def test_newest_falls_back_to_the_newest_sound_one_and_says_so(tmp_path):
@@ -158,8 +157,10 @@ def test_newest_falls_back_to_the_newest_sound_one_and_says_so(tmp_path):
     assert checkpoint.newest(tmp_path / "nowhere", said.append) is None
 
 
-def test_prune_keeps_the_newest_and_the_best(tmp_path):
-    write_some(tmp_path, range(1, 8), accuracy=lambda step: {2: 0.9, 3: 0.8, 4: None}.get(step, 0.1))
+@pytest.mark.parametrize(("direction", "sign"), [("max", 1), ("min", -1)])
+def test_prune_keeps_the_newest_and_the_best(direction, sign, tmp_path):
+    values = {2: 0.9 * sign, 3: 0.8 * sign, 4: None, 5: float("nan")}
+    write_some(tmp_path, range(1, 8), lambda step: values.get(step, 0.1 * sign), direction)
     checkpoint.prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name_of(step) for step in (2, 6, 7)]
 
@@ -213,12 +214,12 @@ def test_writer_goes_on_after_a_failure_and_says_it(tmp_path):
     directory = tmp_path / "file" / "checkpoints"
     writer = checkpoint.Writer(directory, 2, lambda path, error: told.append((path.name, error and error.errno)))
     (tmp_path / "file").write_text("in the way")
-    writer.put({**FACTS, "position": {"step": 1}}, TENSORS)
+    writer.put({**FACTS, "state": {"step": 1}}, TENSORS)
     writer.flush()
     assert isinstance(writer.failed, OSError)
     (tmp_path / "file").unlink()
     for step in (2, 3, 4):
-        writer.put({**FACTS, "position": {"step": step}}, TENSORS)
+        writer.put({**FACTS, "state": {"step": step}}, TENSORS)
         writer.flush()
     assert writer.failed is None
     assert [name for name, _ in told] == [checkpoint.name_of(step) for step in (1, 2, 3, 4)]
@@ -233,6 +234,6 @@ def test_export_gives_the_models_own_weights(tmp_path, capsys):
     checkpoint.write(path, FACTS, TENSORS)
     assert checkpoint.main([str(path), "--export", str(tmp_path / "w.safetensors")]) == 0
     assert set(load_file(tmp_path / "w.safetensors")) == {"weight", "half", "steps", "empty"}
-    assert json.loads(capsys.readouterr().out)["position"] == {"epoch": 1, "step": 12}
+    assert json.loads(capsys.readouterr().out)["state"] == {"epoch": 1, "step": 12}
     with pytest.raises(UserError, match=r"--export .*: cannot be written"):
         checkpoint.main([str(path), "--export", str(tmp_path / "none" / "w.safetensors")])

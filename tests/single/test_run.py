@@ -128,9 +128,9 @@ def test_a_step_that_is_not_whole_says_what_to_write(case):
 
 
 def test_a_count_is_given_in_all_micro_batches_or_none():
-    with pytest.raises(UserError, match="in one micro-batch and not in another"):
-        with training.start(flags_for("--accumulate", "2")) as run:
-            in_first_step(run, prepared(run)[0], counted_once)
+    flags = flags_for("--accumulate", "2")
+    with pytest.raises(UserError, match="in one micro-batch and not in another"), training.start(flags) as run:
+        in_first_step(run, prepared(run)[0], counted_once)
 
 
 def epochs_only(run):
@@ -238,12 +238,12 @@ def test_a_program_that_is_not_whole_says_what_to_write(case):
 def test_flags_of_another_parser_are_refused():
     import argparse
 
-    with pytest.raises(UserError, match="takes what training.parser"), training.start(argparse.Namespace()):
+    with pytest.raises(UserError, match="takes what training"), training.start(argparse.Namespace()):
         pass
 
 
 def test_an_index_loop_asks_for_indices():
-    with pytest.raises(UserError, match="use batch.indices"), training.start(flags_for()) as run:
+    with pytest.raises(UserError, match=r"use batch\.indices"), training.start(flags_for()) as run:
         model, _ = prepared(run)
         for _ in run.epochs(1):
             for step in run.steps(N):
@@ -271,7 +271,7 @@ def test_a_mean_over_tokens_is_that_of_all_micro_batches():
     with training.start(flags_for("--batch-size", "2", "--accumulate", "2", "--log-steps", "1", "--seed", "3")) as run:
         net = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(net.weight)
-        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
         for _ in run.epochs(1):
             for step in run.steps(tokens, lengths):
                 for some, counts in step.batches():

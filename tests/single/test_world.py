@@ -112,7 +112,7 @@ def run_main(body: str, **environment: str) -> subprocess.CompletedProcess:
 def test_user_error_is_one_line_and_code_two():
     done = run_main("def main(): raise UserError('no such thing: do this')\nrun(main)")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "hvdtrain.-c: error: no such thing: do this\n"
+    assert done.stderr == "-c: error: no such thing: do this\n"
 
 
 def test_rank_zero_alone_says_what_every_rank_knows():
@@ -120,13 +120,13 @@ def test_rank_zero_alone_says_what_every_rank_knows():
     done = run_main(body, RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stderr) == (2, "")
     done = run_main(body, RANK="0", WORLD_SIZE="2")
-    assert (done.returncode, done.stderr) == (2, "hvdtrain.-c: error: x\n")
+    assert (done.returncode, done.stderr) == (2, "-c: error: x\n")
 
 
 def test_what_one_rank_alone_may_know_is_not_lost():
     done = run_main("def main(): raise UserError('x')\nrun(main)", RANK="1", WORLD_SIZE="2")
     assert done.returncode == 2
-    assert done.stderr == f"hvdtrain.-c: rank 1 on {socket.gethostname()}: error: x\n"
+    assert done.stderr == f"-c: rank 1 on {socket.gethostname()}: error: x\n"
 
 
 def test_exit_code_is_mains():
