@@ -21,6 +21,7 @@ import pytest
 from .launchers import GRACE_SECONDS, MARK, kill, members
 
 LIMIT, SLOW_LIMIT = 400, 900  # seconds; a launch has less, and says more when it is over (`launch`)
+FAILED = pytest.StashKey[bool]()
 TORCHS_OWN = ("torchinductor_", "torchelastic_")  # its cache; the empty log folders that torchrun never removes
 
 
@@ -55,34 +56,55 @@ class Watch(threading.Thread):
 
 
 @contextlib.contextmanager
-def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_left(node: pytest.Item | pytest.Collector) -> Iterator[None]:
+    """Where tests of the node have failed, what they left is removed without a word; so is what `leaves` allows."""
     job = f"{os.environ.get('PYTEST_XDIST_WORKER', 'test')}-{uuid.uuid4().hex[:12]}"
     folder = Path(
         tempfile.mkdtemp(prefix="hvd")
     )  # short: Open MPI has sockets below it, whose names have 107 characters
+    allowed = tuple(name for marker in node.iter_markers("leaves") for name in marker.args)
     watch = Watch(job)
     watch.start()
-    monkeypatch.setenv(MARK, job)
-    monkeypatch.setenv("TMPDIR", str(folder))
+
+    def found() -> dict[str, list]:
+        return {
+            what: some
+            for what, names in watch.left(folder).items()
+            if (some := [name for name in names if not allowed or not str(name).startswith(allowed)])
+        }
+
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(MARK, job)
+            patch.setenv("TMPDIR", str(folder))
+            yield
         until = time.monotonic() + GRACE_SECONDS
-        while any((found := watch.left(folder)).values()) and time.monotonic() < until:
+        while (left := found()) and not node.stash.get(FAILED, False) and time.monotonic() < until:
             time.sleep(0.1)
     finally:
         watch.over.set()
         kill(job)
+        for path in watch.used:
+            path.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
-    assert not any(found.values()), f"left behind: {found}"
+    assert not left or node.stash.get(FAILED, False), f"left behind: {left}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = item.parent.stash[FAILED] = True
+    return report
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_left_by_the_module() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch, nothing_left(monkeypatch):
+def nothing_left_by_the_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    with nothing_left(request.node):
         yield
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_by_the_test(nothing_left_by_the_module, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with nothing_left(monkeypatch):
+def nothing_left_by_the_test(nothing_left_by_the_module, request: pytest.FixtureRequest) -> Iterator[None]:
+    with nothing_left(request.node):
         yield

@@ -20,20 +20,20 @@ from hvdtrain.engines.launchers import announced
 VARIABLE = re.compile(r"[A-Z_]+=")
 
 
-def once(main, rank: int, path: Path) -> int:
-    """Call `main` as its script does; standard output and error go into files meanwhile. Return its exit code."""
+def once(main, rank: int, path: Path) -> bool:
+    """Call `main` as its script does; output and error go into files meanwhile. Tell whether it ended as it should."""
     kept = {}
     for handle, what in ((1, "out"), (2, "err")):
         kept[handle] = os.dup(handle)
         with Path(f"{path}.{rank}.{what}").open("wb") as file:
             os.dup2(file.fileno(), handle)
+    code = None
     try:
         run(main)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
-        code = 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -41,7 +41,7 @@ def once(main, rank: int, path: Path) -> int:
             os.dup2(before, handle)
             os.close(before)
     Path(f"{path}.{rank}.code").write_text(str(code))
-    return code
+    return code is not None
 
 
 if __name__ == "__main__":
@@ -57,7 +57,9 @@ if __name__ == "__main__":
         flags = list(itertools.dropwhile(VARIABLE.match, words))
         os.environ |= dict(word.split("=", 1) for word in words[: len(words) - len(flags)])
         sys.argv = [f"{module.replace('.', '/')}.py", *flags]
-        if once(script.main, told.rank, directory / name) == 1:
-            sys.exit(1)  # a bug: the ranks may not agree any more on where they are
+        if not once(script.main, told.rank, directory / name):
+            sys.exit(
+                f"{name}: see {directory / name}.{told.rank}.err"
+            )  # the ranks may not agree any more on where they are
         os.environ.clear()
         os.environ.update(environment)
