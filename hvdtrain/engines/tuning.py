@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 
+from hvdtrain.engines.cores import share_of_host
+from hvdtrain.engines.launchers import bound_by_default
+
 # As released, each rank has three threads that spin or poll: MPI's progress engine, Horovod's background cycle, and the
 # one that waits for a result. On a host with as many ranks as cores they take the cores from the threads that compute
 # (docs/speed.md has the measurements).
@@ -23,3 +26,22 @@ FIXED_SUMS = {"HOROVOD_DISABLE_GROUP_FUSION": "1"}
 def tuned_environment(environment: Mapping[str, str], wanted: Mapping[str, str] = FAST | FIXED_SUMS) -> dict[str, str]:
     """Return the `wanted` variables that `environment` does not have: to be set before `hvd.init()`."""
     return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def own_script(environment: Mapping[str, str], ranks: int, cores: int, quota: float) -> str:
+    """Return what a Horovod script of the user's own has on this host, and what hvdtrain.tuned would give it.
+
+    ranks: of this host. cores: that each may run on, once mpirun's own binding is undone. quota: see `cpu_quota`.
+    """
+    bound, asked = bound_by_default(environment), environment.get("OMP_NUM_THREADS", "")
+    have = min(cores, quota)
+    own = int(asked) if asked.isdecimal() else 1 if bound else cores
+    tuned = int(asked) if asked.isdecimal() else share_of_host(ranks, quota)[0]
+
+    def shown(threads: int) -> str:
+        return f"{ranks} rank{'s'[: ranks > 1]} x {threads} thread{'s'[: threads > 1]}"
+
+    said = f"a script of your own: {shown(own)} on {have:g} core{'s'[: have > 1]}{', each rank bound to one' * bound}"
+    if own == tuned and not bound:
+        return f"{said}, with hvdtrain.tuned as well; threads that wait would no longer poll"
+    return f"{said}; with hvdtrain.tuned {shown(tuned)} (python -m hvdtrain.tuned train.py)"
