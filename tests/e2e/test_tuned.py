@@ -129,7 +129,7 @@ def test_its_own_error_is_its_own_traceback(tmp_path):
     done = run("raises", tmp_path, flags=f"--watch 30 --output-dir {tmp_path}")
     assert done.code != 0
     assert "KeyError: 'its own'" in done.stderr, done
-    assert 'script.py", line 16, in <module>' in done.stderr
+    assert 'script.py", line 14, in <module>' in done.stderr
     assert "hvdtrain/" not in done.stderr  # nor in that of the rank which then finds Horovod shut down
 
 
