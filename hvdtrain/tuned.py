@@ -42,7 +42,7 @@ def seconds(text: str) -> float | str:
     return "auto" if text == "auto" else value
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):  # that of engines/flags.py, which imports torch
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists every flag)", everywhere=True)
 

@@ -111,14 +111,13 @@ class Recorder(Listener):
         ranks = [RankTimes(r[0], r[1], r[2], r[3], int(r[4]), int(r[5])) for r in rows.tolist()]
         self._totals = added(self._totals, ranks)
         counted = int(rows[:, OWN].sum())
-        samples = counted or look.steps * self.engine.size  # no DataLoader: steps, of all ranks
-        self._all_samples += samples
-        own = int(rows[0, OWN]) or look.steps
+        self._all_samples += counted
+        own = int(rows[0, OWN]) or look.steps  # without a DataLoader, seconds are per step
         share = {f"{phase}_share": value for phase, value in shares(ranks).items()}
         slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].loading + ranks[rank].compute)
         self.telemetry.event(
-            "train", step=look.step, samples=self._all_samples, loss=None, seconds_per_step=look.elapsed / look.steps,
-            samples_per_second=samples / look.elapsed, loading_seconds=ranks[0].loading / own,
+            "train", step=look.step, samples=self._all_samples or None, loss=None, seconds_per_step=look.elapsed / look.steps,
+            samples_per_second=counted / look.elapsed if counted else None, loading_seconds=ranks[0].loading / own,
             compute_seconds=ranks[0].compute / own, communication_seconds=ranks[0].communication / own, **share,
             slowest_rank=slowest, resident_bytes=max(rank.resident_bytes for rank in ranks),
         )  # fmt: skip
@@ -141,7 +140,9 @@ class Recorder(Listener):
         else:
             summary = dict(dataset=self.dataset, engine="horovod", world_size=self.engine.size, steps=self.steps)
             seconds = round(time.perf_counter() - self._began, 3)
-            self.telemetry.end(summary | dict(samples=self._all_samples, total_seconds=seconds, exit_code=exit_code))
+            self.telemetry.end(
+                summary | dict(samples=self._all_samples or None, total_seconds=seconds, exit_code=exit_code)
+            )
         self.telemetry.close()
 
 
