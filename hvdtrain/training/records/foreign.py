@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvdtrain.engines.foreign import ForeignEngine, Listener
 from hvdtrain.training.records.clock import RankTimes, added, shares
-from hvdtrain.training.records.metrics import Telemetry, versions
+from hvdtrain.training.records.telemetry import Telemetry, versions
 
 STEPS, FIRST_STEPS = 50, 10  # from one look at all ranks to the next; until the first one
 OWN = len(RankTimes._fields)
@@ -52,6 +52,7 @@ class Recorder(Listener):
         with engine.raising_together("output"):
             if not again:
                 self.telemetry = Telemetry(engine, self.output_dir, progress=False)
+                self.telemetry.open(continued=False)
         facts = {"rank": engine.rank, "host": socket.gethostname(), "device": "?"}
         ranks = engine.all_gather_object(facts, "tuned.ranks")
         assert self.telemetry is not None
@@ -116,10 +117,11 @@ class Recorder(Listener):
         share = {f"{phase}_share": value for phase, value in shares(ranks).items()}
         slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].loading + ranks[rank].compute)
         self.telemetry.event(
-            "train", step=look.step, samples=self._all_samples or None, loss=None, seconds_per_step=look.elapsed / look.steps,
-            samples_per_second=counted / look.elapsed if counted else None, loading_seconds=ranks[0].loading / own,
-            compute_seconds=ranks[0].compute / own, communication_seconds=ranks[0].communication / own, **share,
-            slowest_rank=slowest, resident_bytes=max(rank.resident_bytes for rank in ranks),
+            "train", step=look.step, samples=self._all_samples or None, loss=None,
+            seconds_per_step=look.elapsed / look.steps, samples_per_second=counted / look.elapsed if counted else None,
+            loading_seconds=ranks[0].loading / own, compute_seconds=ranks[0].compute / own,
+            communication_seconds=ranks[0].communication / own, **share, slowest_rank=slowest,
+            resident_bytes=max(rank.resident_bytes for rank in ranks),
         )  # fmt: skip
 
     def hung(self, headline: str) -> None:
