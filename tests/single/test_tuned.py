@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.engines import program
 from hvdtrain.engines.cores import share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced, cores_of_job, ranks_on_host, tasks_per_node
@@ -274,3 +276,18 @@ def test_the_doctor_says_what_a_script_would_gain():
     assert with_tuned.startswith(f"2 ranks x {tuned} thread")
     assert "each rank bound to one; with" in own_script({"OMPI_MCA_orte_bound_at_launch": "1"}, 2, 4, float("inf"))
     assert "would no longer poll" in own_script({"OMP_NUM_THREADS": "3"}, 2, 4, float("inf"))
+
+
+def test_frames_of_ours_between_those_of_the_script_are_hidden(monkeypatch):
+    between: dict = {}
+    exec(compile("def call(function):\n    function()", "ours.py", "exec"), between)
+    monkeypatch.setattr(program, "HIDDEN", {"ours.py"})
+
+    def fail() -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        between["call"](fail)
+    shown = [frame.name for frame in traceback.extract_tb(program.without_hidden(raised.value.__traceback__))]
+    assert shown == ["test_frames_of_ours_between_those_of_the_script_are_hidden", "fail"]
+    assert program.without_hidden(None) is None
