@@ -31,7 +31,7 @@ for number in range(20):
         sleepy()
 """,
     "joins": """
-for number in range(9 + 9 * hvd.rank())  # rank 0 has left when our own sum travels:
+for number in range(9 + 9 * hvd.rank()):  # rank 0 has left when our own sum travels
     step()
 print("last", hvd.join(), flush=True)
 """,

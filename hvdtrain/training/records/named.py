@@ -9,7 +9,9 @@ from hvdtrain.training.state import Metric
 # What every script's events have. A metric cannot have one of these names.
 FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
 # What is recorded beside a script's values: no metric unless the `start` event says so.
-BESIDE = frozenset({"loss_rank0", "objective", "gradient_norm", "corrupt", "broken", "tokens", "world_size"})
+BESIDE = frozenset(
+    {"loss_rank0", "objective", "gradient_norm", "corrupt", "broken", "tokens", "world_size", "slowest_rank"}
+)
 BESIDE_BEGINNINGS = ("learning_rate",)
 BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes")
 PREFIXES = ("test", "validation", "val")  # of an evaluated name that says itself on which data: validation_loss
