@@ -96,7 +96,9 @@ def check_ranks(hvd: Any, told: Announced) -> None:
         whole = not args and not kwargs.get("comm") and os.environ.get("HOROVOD_ELASTIC") != "1"
         if whole and told.launcher != "none" and hvd.size() != told.size:
             how = remedy(told.launcher, "horovod")
-            said = f"{told.launcher} announced {told.size} ranks, but {ForeignEngine.name} sees {hvd.size()}: {how}"
+            size = hvd.size()
+            basics.shutdown()  # this rank is alone: it holds nobody up, and MPI removes its files
+            said = f"{told.launcher} announced {told.size} ranks, but {ForeignEngine.name} sees {size}: {how}"
             leave(UserError(said, everywhere=True))
 
     basics.init = checked
