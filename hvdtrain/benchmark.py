@@ -5,7 +5,8 @@ horovodrun -np 2 python -m hvdtrain.benchmark --amp bf16 --channels-last
 mpirun -np 2 python -m hvdtrain.benchmark --model convnet --batch-size 64 --output-dir OUT
 torchrun --nproc-per-node 2 -m hvdtrain.benchmark --engine ddp --no-communication
 
---input synthetic (default)   random uint8 images on the device, gathered and scaled to each batch
+--model gpt-small             a language model: windows of 256 bytes instead of images, with tokens per second
+--input synthetic (default)   random uint8 images on the device, gathered and scaled to each batch; or random tokens
 --input mock                  the same finished batch for ever: compute and communication alone
 --input real                  the files in --data-dir: MNIST for convnet, image folders for torchvision's models
 
@@ -36,7 +37,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import cores_of_rank, start
-from hvdtrain.models import convnet
+from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.training import optim
 from hvdtrain.training.records.clock import Clock
@@ -56,8 +57,14 @@ class Repeat(NamedTuple):
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser = cli.Parser("hvdtrain.benchmark", __doc__)
-    parser.add_argument("--model", default="resnet50", help="convnet or any torchvision classifier (default: resnet50)")
-    parser.add_argument("--batch-size", type=cli.positive_int, help="samples per rank (default: convnet 64, others 32)")
+    parser.add_argument(
+        "--model",
+        default="resnet50",
+        help=f"convnet, {', '.join(gpt.SIZES)}, or any torchvision classifier (default: resnet50)",
+    )
+    parser.add_argument(
+        "--batch-size", type=cli.positive_int, help="samples per rank (default: convnet 64, gpt 12, others 32)"
+    )
     parser.add_argument(
         "--image-size", type=cli.positive_int, help="pixels (default: 224; inception_v3 299; convnet 28)"
     )
@@ -80,13 +87,25 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     small = flags.model in convnet.MODELS
     if small and flags.image_size not in (None, 28):
         raise UserError(f"--model {flags.model} takes images of 28 pixels: leave out --image-size", everywhere=True)
+    if flags.model in gpt.SIZES:
+        for name in ("image_size", "channels_last"):
+            if getattr(flags, name):
+                raise UserError(
+                    f"--model {flags.model} takes no images: leave out --{name.replace('_', '-')}", everywhere=True
+                )
+        if flags.input == "real":
+            said = f"--model {flags.model} is measured on random tokens: leave out --input real (hvdtrain.lm trains on text)"
+            raise UserError(said, everywhere=True)
+        flags.batch_size = flags.batch_size or 12
+        return flags
     flags.image_size = flags.image_size or (28 if small else 299 if flags.model == "inception_v3" else 224)
     flags.batch_size = flags.batch_size or (64 if small else 32)
     return flags
 
 
-def count_flops(model: nn.Module, shape: Sequence[int]) -> int | None:
-    """Return the floating-point operations of forward and backward for one image of `shape` (channels, side, side).
+def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int | None:
+    """Return the floating-point operations of forward and backward for one sample of `shape` and `dtype`: an image (channels,
+    side, side), or int64 tokens (context,).
 
     A multiplication and an addition are two. Counted by torch.utils.flop_counter on meta tensors, which compute nothing; it
     knows convolutions, matrix products and attention, not the rest. None where the model cannot be counted.
@@ -96,7 +115,8 @@ def count_flops(model: nn.Module, shape: Sequence[int]) -> int | None:
     try:
         model = copy.deepcopy(model).to("meta")
         with FlopCounterMode(display=False) as counter:
-            model(torch.empty(2, *shape, device="meta")).sum().backward()  # two: batch norm wants more than one value
+            samples = torch.empty(2, *shape, dtype=dtype, device="meta")
+            model(samples).sum().backward()  # two: batch norm wants more than one value
     except (RuntimeError, NotImplementedError):
         return None
     return counter.get_total_flops() // 2 or None
@@ -123,12 +143,13 @@ def measure(flags: Namespace, engine: Engine, model: nn.Module, batches: Batches
         clock = Clock()
         began, cpu_began = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            images, labels = next(batches)
+            inputs, targets = next(batches)
             mark(clock, "loading", apart)
             optimizer.zero_grad()
             with others.micro_batch([replica], [optimizer], 0, 1):
                 with autocast:
-                    loss = F.cross_entropy(forward(images), labels)
+                    logits = forward(inputs)
+                    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())  # of images, or of each token
                 scaler.scale(loss).backward()
             if apart:
                 measuring.settle(engine.device)
@@ -217,6 +238,7 @@ def summarize(
         communicates=not flags.no_communication, world_size=engine.size, hosts=len({rank["host"] for rank in ranks}),
         input=flags.input, amp=flags.amp, channels_last=flags.channels_last, compile=flags.compile, steps=steps,
         samples_per_second=mean._asdict(), samples_per_second_repeats=rates,
+        tokens_per_sample=gpt.SIZES[flags.model].context if flags.model in gpt.SIZES else None,
         seconds_per_sample=phases([one for repeat in repeats for one in repeat]),
         cpu_seconds_per_sample=cpu_seconds([one for repeat in repeats for one in repeat]),
         gradient_bytes=gradient_bytes,  # of a step, in the parameters' own type: what is reduced before any compression
@@ -241,6 +263,8 @@ def block(result: dict) -> str:
         f"  throughput       {rate['mean']:,.1f} samples/s ({spread}n = {rate['n']} of {result['steps']} steps)",
         f"  us per sample    {_phases(result['seconds_per_sample'])}",
     ]
+    if tokens := result.get("tokens_per_sample"):
+        lines.insert(3, f"  tokens/s         {tokens * rate['mean']:,.0f} (a sample is a window of {tokens})")
     if size > 1:
         lines += [
             f"  rank {rank['rank']:<11} {_phases(rank['seconds_per_sample'])}  {rank['samples_per_second']:,.1f} samples/s"
@@ -275,20 +299,25 @@ def main() -> int:
         flags.amp = engine.choose_amp(flags.amp)
         if flags.workers is None:
             flags.workers = default_workers(cores_of_rank(engine), engine.device)
-        small = flags.model in convnet.MODELS
+        small, sizes = flags.model in convnet.MODELS, gpt.SIZES.get(flags.model)
         channels, classes = (1, 10) if small else (3, 1000)
-        shape = (channels, flags.image_size, flags.image_size)
+        shape: tuple[int, ...] = (channels, flags.image_size, flags.image_size)
+        if sizes is not None:
+            classes, shape = gpt.VOCABULARIES[flags.model], (sizes.context,)
         with engine.raising_together("start"):
             if flags.compile and engine.device.type == "cpu" and not shutil.which("g++"):
                 raise UserError("--compile on a CPU needs a C++ compiler: install g++, or leave it out")
             if engine.rank == 0 and flags.output_dir is not None:
                 measuring.make_directory(flags.output_dir)
-            if not small:
+            if not small and sizes is None:
                 require_torchvision()
             torch.manual_seed(flags.seed)
             # The weights stay contiguous whatever the images are: Horovod refuses gradients in channels_last.
-            model = convnet.MODELS[flags.model]() if small else build_model(flags.model, classes, flags.image_size)
-            flops = count_flops(model, shape)
+            if sizes is not None:
+                model = gpt.GPT(sizes, classes)
+            else:
+                model = convnet.MODELS[flags.model]() if small else build_model(flags.model, classes, flags.image_size)
+            flops = count_flops(model, shape, torch.float32 if sizes is None else torch.int64)
             model = model.to(engine.device)
         batches = open_endless(flags, engine, classes, shape)
         repeats, steps = measure(flags, engine, model, batches)

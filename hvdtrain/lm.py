@@ -177,7 +177,7 @@ def train(flags: Flags, run: training.Run, data: text.Text) -> None:
         bits = loss / math.log(2) * tokens / data.validation_characters
         run.record(perplexity=math.exp(min(loss, 700.0)), bits_per_character=bits)
 
-        rate = (state.samples - samples) * context / (state.train_seconds - seconds)
+        rate = (state.samples - samples) * context / max(state.train_seconds - seconds, 1e-9)
         flops = rate * net.flops_per_token()
         run.event("throughput", epoch=epoch + 1, tokens_per_second=rate, flops_per_second=flops)
         run.say(f"{rate:,.0f} tokens/s; {flops / 1e9:,.1f} GFLOP/s, {flops / bound:.0%} of a matrix product's")

@@ -9,13 +9,14 @@ from torch import Tensor
 from hvdtrain.data import idx
 from hvdtrain.data.images import open_folder
 from hvdtrain.data.loading import Plan
+from hvdtrain.data.text import windows
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.convnet import MODELS
 
 POOL_BATCHES = 4  # synthetic input draws from so many batches' worth of images
 FOR_EVER = 1_000_000_000  # epochs
-# Images float32 [b, channels, side, side] and labels int64 [b], on the device.
+# Images float32 [b, channels, side, side] and labels int64 [b], or tokens and the next ones, int64 [b, t]: on the device.
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 
@@ -24,13 +25,15 @@ def scaled(images: Tensor, memory_format: torch.memory_format) -> Tensor:
 
 
 def open_endless(flags: Namespace, engine: Engine, classes: int, shape: Sequence[int]) -> Batches:
-    """Return the batches that this rank trains on, without end. A collective.
+    """Return the batches that this rank trains on, without end. A collective. shape: of an image, or (context,) of tokens.
 
     Raises UserError, on every rank alike, where `--input real` has no data, or not enough.
     """
     memory_format = torch.channels_last if flags.channels_last else torch.contiguous_format
     if reads_folders(flags):
         return folder_batches(flags, engine, memory_format)
+    if len(shape) == 1:
+        return token_batches(flags, engine, classes, shape[0])
     with engine.raising_together("input"):
         generator = torch.Generator().manual_seed(flags.seed + engine.rank)
         if flags.input == "real":
@@ -56,6 +59,17 @@ def reads_folders(flags: Namespace) -> bool:
 def same_batch(images: Tensor, labels: Tensor) -> Batches:
     while True:
         yield images, labels
+
+
+def token_batches(flags: Namespace, engine: Engine, vocabulary: int, context: int) -> Batches:
+    """Gather windows of random tokens, as lm.py does from a text; with --input mock always the same ones."""
+    generator = torch.Generator().manual_seed(flags.seed + engine.rank)
+    pool = flags.batch_size * (1 if flags.input == "mock" else POOL_BATCHES)
+    tokens = torch.randint(0, vocabulary, (pool * context + 1,), generator=generator)
+    while True:
+        for indices in torch.arange(pool).split(flags.batch_size):
+            inputs, targets = windows(tokens, indices, context)
+            yield inputs.to(engine.device), targets.to(engine.device)
 
 
 def gathered_batches(
