@@ -12,7 +12,7 @@ from examples import one_line, tried
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hvdtrain import benchmark, doctor, imagenet, mnist, reduce, report, scaling, starter
+from hvdtrain import benchmark, doctor, imagenet, lm, mnist, reduce, report, scaling, starter
 from hvdtrain.engines import cores, exit_codes, launchers, rendezvous
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
@@ -32,7 +32,7 @@ WORDS = st.one_of(
 VALUES = st.one_of(NUMBERS, WORDS)
 PARSERS = {
     script.__name__.removeprefix("hvdtrain."): script.parse
-    for script in (mnist, imagenet, benchmark, reduce, scaling, report, doctor, starter)
+    for script in (mnist, imagenet, lm, benchmark, reduce, scaling, report, doctor, starter)
 }
 
 

@@ -1,0 +1,168 @@
+"""hvdtrain.lm in one process: its flags, its rates, its samples, and what it refuses."""
+
+import json
+import math
+
+import pytest
+import torch
+from examples import one_line
+
+from hvdtrain import lm
+from hvdtrain.engines.errors import UserError
+from hvdtrain.models.gpt import GPT, SIZES
+from hvdtrain.training import checkpoint
+
+TINY = "--engine serial --threads 1 --layers 1 --heads 2 --width 16 --context 8 --batch-size 4 --steps 5 --no-progress"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    return path
+
+
+def train(monkeypatch, flags: str) -> int:
+    monkeypatch.setattr("sys.argv", ["hvdtrain/lm.py", *TINY.split(), *flags.split()])
+    return lm.main()
+
+
+def test_the_recipe_keeps_its_windows_on_any_number_of_ranks():
+    for ranks in (1, 2, 3, 4, 6, 12):
+        flags = lm.parse([])
+        flags.batch_size = flags.accumulate = None
+        lm.share_batch(flags, ranks)
+        assert (flags.batch_size * ranks, flags.accumulate) == (12, 1)
+    flags = lm.parse(["--recipe", "gpt2"])
+    assert (flags.batch_size, flags.accumulate) == (12, 40)
+    assert lm.parse(["--accumulate", "3"]).batch_size == 4
+    given = lm.parse(["--batch-size", "7"])
+    assert (given.batch_size, given.accumulate) == (7, 1)
+
+
+def test_ranks_that_cannot_share_the_windows_are_told_so():
+    flags = lm.parse([])
+    flags.batch_size = flags.accumulate = None
+    with pytest.raises(UserError, match=r"12 windows, which 5 ranks .* use -np 1, 2, 3, 4, 6, 12$"):
+        lm.share_batch(flags, 5)
+
+
+def test_flags_override_the_recipe_one_by_one():
+    flags = lm.parse(["--layers", "2", "--no-tied", "--epochs", "3", "--min-lr", "0"])
+    assert (flags.layers, flags.heads, flags.tied, flags.lr, flags.min_lr) == (2, 4, False, 1e-3, 0.0)
+    assert (flags.epochs, flags.steps) == (3, None)
+
+
+def test_the_rate_warms_up_and_falls_along_a_cosine():
+    flags = lm.parse([])
+    rates = [lm.learning_rate(step, 2000, flags) for step in range(2001)]
+    assert rates[0] == pytest.approx(1e-3 / 101)
+    assert max(rates) == rates[100] == 1e-3
+    assert rates[1050] == pytest.approx((1e-3 + 1e-4) / 2)
+    assert rates[2000] == pytest.approx(1e-4)
+
+
+def test_matrices_decay_and_vectors_do_not():
+    net = GPT(SIZES["shakespeare-cpu"], 65)
+    matrices, vectors = lm.adamw(net, lm.parse([])).param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert all(parameter.ndim == 1 for parameter in vectors["params"])
+    assert matrices["betas"] == (0.9, 0.99)
+
+
+def test_a_run_records_what_it_promises_and_is_sampled_from(book, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    assert train(monkeypatch, f"--text {book} --output-dir {out}") == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["dataset"] == "text"
+    assert summary["tokens"] == 5 * 4 * 8
+    assert summary["tokens_per_second"] == pytest.approx(summary["samples_per_second"] * 8)
+    assert summary["validation_count"] == 88 - 1  # each token but the first is a target
+    assert summary["validation_perplexity"] == pytest.approx(math.exp(summary["validation_loss"]))
+    bits = summary["validation_loss"] / math.log(2) * 87 / 88
+    assert summary["validation_bits_per_character"] == pytest.approx(bits)
+    assert summary["flops_per_second"] > 0 < summary["matrix_product_flops_per_second"]
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert events[[event["event"] for event in events].index("train")]["loss"] == pytest.approx(math.log(28), abs=0.1)
+    (sampled,) = [event["text"] for event in events if event["event"] == "sample"]
+    assert len(sampled) == 200
+    assert {"throughput", "evaluate", "checkpoint"} <= {event["event"] for event in events}
+
+    capsys.readouterr()
+    said = []
+    (file,) = (out / "checkpoints").iterdir()
+    for place in (f"--output-dir {out}", f"--resume {out}", f"--resume {file}"):
+        assert train(monkeypatch, f"{place} --sample fox --sample-tokens 30") == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2]
+    assert said[0].startswith("fox")
+    assert len(said[0]) == 3 + 30 + 1
+
+    with pytest.raises(UserError, match="the vocabulary has no '!', 'F'"):
+        train(monkeypatch, f"--output-dir {out} --sample Fox!")
+    other = tmp_path / "other.txt"
+    other.write_text("0123456789\n" * 40)
+    with pytest.raises(UserError, match=r"another vocabulary .28 characters there, 11 characters here") as raised:
+        train(monkeypatch, f"--text {other} --resume {file}")
+    one_line(raised.value)
+
+
+def test_dropout_and_byte_tokens_and_an_untied_head_train(book, monkeypatch, capsys):
+    flags = "--tokens bytes --no-tied --bias --dropout 0.1 --accumulate 2 --sample-tokens 0"
+    assert train(monkeypatch, f"--text {book} {flags}") == 0
+    assert "256 different bytes" in capsys.readouterr().out
+
+
+def test_byte_pairs_train(book, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tokenizers")
+    assert (
+        train(monkeypatch, f"--text {book} --tokens pairs --vocabulary-size 280 --output-dir {tmp_path / 'out'}") == 0
+    )
+    assert train(monkeypatch, f"--output-dir {tmp_path / 'out'} --sample über") == 0
+    assert "über" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (
+            "--text {book} --context 1000",
+            "the text is too short: 0 windows of --context 1000 in its first 90 %, 1 rank",
+        ),
+        ("--text {tmp}/empty", "empty: name files that have text in them"),
+        ("--text {tmp}/nowhere", "name a file that can be read"),
+        ("--text {tmp}/latin", "not UTF-8 (invalid continuation byte)"),
+        ("--text {book} --width 17", "--width 17 is not a multiple of --heads 2"),
+        ("--sample x", "--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir"),
+        ("--sample x --resume {tmp}/nowhere", "name a sound checkpoint"),
+        ("--sample x --output-dir {tmp}", "no sound checkpoint in it"),
+        ("--sample x --resume {tmp}/other.safetensors", "not a checkpoint of hvdtrain.lm: name one that is"),
+    ],
+)
+def test_refused_in_one_line(flags, complaint, book, tmp_path, monkeypatch):
+    (tmp_path / "empty").touch()
+    (tmp_path / "latin").write_bytes(b"caf\xe9 au lait " * 20)
+    facts = {"format": checkpoint.FORMAT, "registered": {}, "config": {}}
+    checkpoint.write(tmp_path / "other.safetensors", facts, {"model.x": torch.zeros(1)})
+    with pytest.raises(UserError) as raised:
+        train(monkeypatch, flags.format(book=book, tmp=tmp_path))
+    assert complaint in str(raised.value)
+    one_line(raised.value)
+
+
+def test_latin_text_trains_as_bytes(tmp_path, monkeypatch):
+    (tmp_path / "latin").write_bytes(b"caf\xe9 au lait " * 20)
+    assert train(monkeypatch, f"--text {tmp_path / 'latin'} --tokens bytes --steps 1") == 0
+
+
+def test_what_would_move_the_cursor_is_not_printed():
+    assert lm.printable("a\x1b[2Jb\rc\td\ne") == "a?[2Jb?c\td\ne"
+
+
+def test_the_manual_names_every_recipe():
+    assert all(f"--recipe {name}" in str(lm.__doc__) for name in lm.RECIPES)

@@ -1,0 +1,211 @@
+"""Texts as tokens: what is trained on and what is held out, three kinds of vocabulary, the cache, and what is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from examples import one_line, tried
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.data import text
+from hvdtrain.data.vocabularies import Bytes, Characters, Pairs, restore
+from hvdtrain.engines.errors import UserError
+
+WORDS = "the quick brown fox jumps over the lazy dog; façade 語\n" * 40
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hvdtrain" / "datasets" / "text"
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text(WORDS)
+    return path
+
+
+def test_nine_tenths_train_and_the_rest_is_held_out(book):
+    data = text.load([book], "characters")
+    assert data.vocabulary.content == "".join(sorted(set(WORDS)))
+    cut = len(WORDS) * 9 // 10
+    assert data.vocabulary.decode(data.train.tolist()) == WORDS[:cut]
+    assert data.vocabulary.decode(data.validation.tolist()) == WORDS[cut:]
+    assert data.validation_characters == len(WORDS) - cut
+    assert data.train.dtype == torch.uint8
+
+
+def test_several_files_are_one_text_and_their_order_counts(book, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("zebra " * 30)
+    data = text.load([book, other], "characters")
+    tokens = torch.cat([data.train, data.validation]).tolist()
+    assert data.vocabulary.decode(tokens) == WORDS + other.read_text()
+    assert data.sha256 != text.load([other, book], "characters").sha256
+
+
+def test_blocks_may_end_inside_a_character(book, monkeypatch):
+    whole = text.load([book], "characters").train.clone()
+    for size in (1, 3, 7):
+        monkeypatch.setattr(text, "BLOCK_BYTES", size)
+        monkeypatch.setattr(text, "FORMAT", size + 100)  # so that the cache is not asked
+        assert torch.equal(whole, text.load([book], "characters").train)
+
+
+def test_more_than_256_characters(tmp_path):
+    path = tmp_path / "many.txt"
+    path.write_text("".join(map(chr, range(0x4E00, 0x4E00 + 1000))) * 2)
+    data = text.load([path], "characters")
+    assert (data.vocabulary.size, data.train.dtype) == (1000, torch.int32)
+    assert data.vocabulary.decode(data.train[:3].tolist()) == path.read_text()[:3]
+
+
+def test_bytes_take_any_file(tmp_path):
+    path = tmp_path / "binary"
+    path.write_bytes(bytes(range(256)) * 4)
+    data = text.load([path], "bytes")
+    assert torch.cat([data.train, data.validation]).tolist() == list(range(256)) * 4
+    assert data.validation_characters == 103  # bytes, there
+
+
+def test_byte_pairs_are_learned_from_the_training_part_and_give_the_text_back(book, tmp_path):
+    pytest.importorskip("tokenizers")
+    data = text.load([book], "pairs", 300)
+    assert 256 < data.vocabulary.size <= 300
+    cut = len(WORDS) * 9 // 10
+    assert data.vocabulary.decode(data.train.tolist()) == WORDS[:cut]
+    assert len(data.train) < cut / 1.2
+    assert data.vocabulary.decode(data.vocabulary.encode("never seen: ß ∞").tolist()) == "never seen: ß ∞"
+    assert text.load([book], "pairs", 300).vocabulary.content == data.vocabulary.content
+    saved = tmp_path / "tokenizer.json"
+    saved.write_text(data.vocabulary.content)
+    assert torch.equal(text.load([book], "pairs", 1, saved).train, data.train)
+
+
+def test_the_standard_library_is_there_where_no_text_is_given(monkeypatch, tmp_path):
+    assert len(text.standard_library()) > 100
+    few = text.standard_library()[:3]
+    monkeypatch.setattr(text, "standard_library", lambda: few)
+    data = text.load([], "bytes")
+    assert data.name == "python"
+    assert data.reason.startswith("3 modules of Python's standard library, for want of --text")
+
+
+def test_a_second_load_maps_what_the_first_one_kept(book, own_cache, monkeypatch):
+    first = text.load([book], "characters")
+    monkeypatch.setattr(text, "convert", lambda *args: pytest.fail("converted again"))
+    assert torch.equal(text.load([book], "characters").train, first.train)
+    assert {path.suffix for path in own_cache.iterdir()} - {""} == {".json", ".tokens"}
+
+
+@pytest.mark.parametrize("spoil", ["cut", "facts", "gone"])
+def test_damaged_cache_files_are_made_anew(spoil, book, own_cache):
+    first = text.load([book], "characters").train.clone()
+    (tokens,), (facts,) = own_cache.glob("*.tokens"), own_cache.glob("*.json")
+    if spoil == "cut":
+        tokens.write_bytes(tokens.read_bytes()[:-1])
+    elif spoil == "facts":
+        facts.write_text(json.dumps({"kind": "characters"}))
+    else:
+        tokens.unlink()
+    assert torch.equal(text.load([book], "characters").train, first)
+
+
+def test_without_a_cache_the_tokens_are_in_memory(book, monkeypatch):
+    kept = text.load([book], "characters").train.clone()
+    monkeypatch.setattr(text.cache, "directory", lambda name: None)
+    assert torch.equal(text.load([book], "characters").train, kept)
+
+
+def test_processes_that_come_at_once_get_the_same(book, own_cache):
+    load = f"text.load([Path({str(book)!r})], 'characters').train.sum()"
+    code = f"from pathlib import Path; from hvdtrain.data import text; print({load})"
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)]
+    said = {process.communicate(timeout=240)[0] for process in running}
+    assert len(said) == 1
+    assert not list(own_cache.glob(".*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "complaint"),
+    [
+        (b"", "characters", "empty: name files that have text in them"),
+        (b"", "bytes", "empty: name files that have text in them"),
+        (b"caf\xe9 au lait", "characters", "not UTF-8 (invalid continuation byte)"),
+        (b"cut off: \xe8\xaa", "characters", "not UTF-8 (unexpected end of data)"),
+    ],
+)
+def test_texts_that_are_refused(content, kind, complaint, tmp_path):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as raised:
+        text.load([path], kind)
+    assert complaint in str(raised.value)
+    one_line(raised.value)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "."])
+def test_what_is_no_file_is_refused(name, tmp_path):
+    with pytest.raises(UserError, match="name a file that can be read"):
+        text.load([tmp_path / name], "characters")
+
+
+def test_a_bad_tokenizer_is_refused(book, tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name, complaint in (("tokenizer.json", "not a tokenizer"), ("binary", "not text"), ("nowhere", "can be read")):
+        with pytest.raises(UserError, match=complaint):
+            text.load([book], "pairs", 300, tmp_path / name)
+
+
+def test_unknown_characters_of_a_prompt_are_named():
+    with pytest.raises(UserError, match=r"has no '!', '語': use characters of the text"):
+        Characters("abc").encode("a語!b")
+
+
+def test_another_vocabulary_is_refused():
+    mine = Characters("abc")
+    mine.load_state_dict(Characters("abc").state_dict())
+    with pytest.raises(UserError, match=r"another vocabulary .3 characters there, other 3 characters here"):
+        mine.load_state_dict(Characters("abd").state_dict())
+    with pytest.raises(UserError, match="256 bytes there, 3 characters here"):
+        mine.load_state_dict(Bytes().state_dict())
+
+
+@tried(30)
+@given(st.text(min_size=1))
+def test_any_text_comes_back(some):
+    kinds = [Characters("".join(sorted(set(some)))), Bytes()]
+    for vocabulary in kinds:
+        try:
+            some.encode()
+        except UnicodeEncodeError:
+            return
+        again = restore(**vocabulary.state_dict())
+        assert again.decode(vocabulary.encode(some).tolist()) == some
+
+
+@tried(30)
+@given(st.integers(2, 60), st.integers(1, 20))
+def test_each_token_but_the_first_is_a_target_once(length, context):
+    tokens = torch.arange(length, dtype=torch.int32)
+    _, targets = text.windows(tokens, torch.arange(text.all_windows(tokens, context)), context)
+    counted = targets[targets != text.IGNORED]
+    assert counted.tolist() == list(range(1, length))
+    whole = text.whole_windows(tokens, context)
+    inputs, targets = text.windows(tokens, torch.arange(whole), context)
+    assert (targets != text.IGNORED).all()
+    assert torch.equal(targets, inputs + 1)
+    assert inputs.flatten().tolist() == list(range(whole * context))
+
+
+def test_pairs_without_the_package_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install tokenizers, or use --tokens bytes"):
+        Pairs.learn(["abc"], 300)
