@@ -104,8 +104,8 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
 
 
 def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int | None:
-    """Return the floating-point operations of forward and backward for one sample of `shape` and `dtype`: an image (channels,
-    side, side), or int64 tokens (context,).
+    """Return the floating-point operations of forward and backward for one sample of `shape` and `dtype`: an image
+    (channels, side, side), or int64 tokens (context,).
 
     A multiplication and an addition are two. Counted by torch.utils.flop_counter on meta tensors, which compute nothing; it
     knows convolutions, matrix products and attention, not the rest. None where the model cannot be counted.
@@ -313,6 +313,7 @@ def main() -> int:
                 require_torchvision()
             torch.manual_seed(flags.seed)
             # The weights stay contiguous whatever the images are: Horovod refuses gradients in channels_last.
+            model: torch.nn.Module
             if sizes is not None:
                 model = gpt.GPT(sizes, classes)
             else:
