@@ -194,7 +194,7 @@ class HorovodEngine(Engine):
         optimizer.synchronize()
         if self._hows[optimizer].find_unused_parameters:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            used = torch.tensor([parameter not in unused for parameter in parameters], dtype=torch.uint8)
+            used = torch.tensor([parameter not in unused for parameter in parameters], dtype=torch.int32)
             self.all_reduce_(used, "max", "used_parameters")
             for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
                 if not anywhere:  # as in a single process: the optimizer leaves it alone

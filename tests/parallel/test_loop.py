@@ -1,0 +1,179 @@
+"""The run object on every rank: means over unlike parts, two optimizers, parameters that some ranks do not use."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hvdtrain import training
+from hvdtrain.data.sharding import epoch_order
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.training.start import started
+from hvdtrain.training.state import Metric
+
+N = 22  # with batches of 4: at 3 ranks the last step has 10 samples, at 2 ranks 6
+X = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
+Y = X.sum(1, keepdim=True).sin()
+
+
+@contextlib.contextmanager
+def a_run(engine, *argv, **defaults):
+    parser = training.parser("test", None, **{"epochs": 2, "batch_size": 4} | defaults)
+    flags = parser.parse(["--engine", engine.name, "--no-progress", *argv])
+    with started(engine, flags, {"loss": Metric("min")}) as run:
+        yield run
+
+
+def alone(net: nn.Module, optimizer: torch.optim.Optimizer, batch: int, loss_of) -> None:
+    """Plain torch with the global batch: the reference."""
+    for epoch in range(2):
+        for indices in epoch_order(N, 1, epoch).split(batch):
+            optimizer.zero_grad()
+            loss_of(net, indices).backward()
+            optimizer.step()
+
+
+def same(net: nn.Module, other: nn.Module) -> None:
+    torch.testing.assert_close(dict(net.state_dict()), dict(other.state_dict()), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_many_ranks_are_one_process_with_the_global_batch(engine, accumulate):
+    with a_run(engine, "--accumulate", str(accumulate)) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+        for _ in run.epochs(2):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+            with run.evaluating(N) as mine:
+                run.record(loss=F.mse_loss(model(X[mine]), Y[mine], reduction="sum"))
+        assert run.evaluation["loss"] == pytest.approx(F.mse_loss(net(X), Y).item(), rel=1e-5)
+        assert run.state.samples == 2 * N
+    torch.manual_seed(5)
+    plain = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    alone(plain, optimizer, 4 * accumulate * engine.size, lambda net, i: F.mse_loss(net(X[i]), Y[i]))
+    same(net, plain)
+
+
+def test_a_mean_over_tokens_weighs_every_token_alike(engine):
+    """Rows of 1 to 3 tokens: each rank has another number of them."""
+    lengths = torch.arange(N) % 3 + 1
+
+    def masked(net, i):
+        mask = torch.arange(3) < lengths[i, None]
+        return (net(X[i].unsqueeze(-1)).squeeze(-1) - 1)[mask].square()
+
+    with a_run(engine) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(1, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(2):
+            for step in run.steps(N):
+                for batch in step.batches():
+                    losses = masked(model, batch.indices)
+                    step.backward(losses.mean(), count=len(losses))
+                step.update()
+    torch.manual_seed(5)
+    plain = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    alone(plain, optimizer, 4 * engine.size, lambda net, i: masked(net, i).mean())
+    same(net, plain)
+
+
+def test_two_models_with_an_update_each(engine):
+    """The generator's backward goes through the critic, and reduces nothing of it."""
+    with a_run(engine) as run:
+        torch.manual_seed(5)
+        generator, critic = nn.Linear(3, 3), nn.Linear(3, 1)
+        g, c, g_optimizer, c_optimizer = run.prepare(
+            generator, critic, *(torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic))
+        )
+        for _ in run.epochs(2):
+            for step in run.steps(X):
+                for (real,) in step.batches():
+                    step.backward(c(g(real).detach()).mean() - c(real.flip(1)).mean(), c_optimizer)
+                step.update(c_optimizer, clip_norm=1.0)
+                for (real,) in step.batches():
+                    step.backward(-c(g(real)).mean(), g_optimizer)
+                step.update(g_optimizer)
+        ends = engine.all_gather_object([generator.weight.tolist(), critic.weight.tolist()], "ends")
+        assert all(end == ends[0] for end in ends)
+
+    torch.manual_seed(5)
+    plain, judge = nn.Linear(3, 3), nn.Linear(3, 1)
+    of_plain, of_judge = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, judge))
+    for epoch in range(2):
+        for indices in epoch_order(N, 1, epoch).split(4 * engine.size):
+            real = X[indices]
+            of_judge.zero_grad()
+            (judge(plain(real).detach()).mean() - judge(real.flip(1)).mean()).backward()
+            nn.utils.clip_grad_norm_(judge.parameters(), 1.0)
+            of_judge.step()
+            of_plain.zero_grad()
+            (-judge(plain(real)).mean()).backward()
+            of_plain.step()
+    same(generator, plain)
+    same(critic, judge)
+
+
+class Branches(nn.Module):
+    """Rank r uses branch r % 2 in odd steps, nobody uses the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(3, 3)
+        self.branches = nn.ModuleList(nn.Linear(3, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.branches[which](self.trunk(x))
+
+
+def test_parameters_that_only_some_ranks_use(engine):
+    with a_run(engine, epochs=1) as run:
+        net = Branches()
+        before = net.branches[2].weight.clone()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)  # which would decay what has a gradient of zero
+        model, _ = run.prepare(net, optimizer, find_unused_parameters=True)
+        for _ in run.epochs(1):
+            for step in run.steps(X):
+                for (x,) in step.batches():
+                    step.backward(model(x, run.rank % 2 if step.number % 2 else 0).mean())
+                step.update()
+        assert torch.equal(net.branches[2].weight, before)
+        ends = engine.all_gather_object([p.sum().item() for p in net.parameters()], "ends")
+        assert all(end == ends[0] for end in ends)
+
+
+def test_a_gradient_missing_on_one_rank_is_named_on_all(engine):
+    if engine.name != "horovod":
+        pytest.skip("only Horovod's gradients tell the others")
+    complaint = r"branches\.1\.weight got no gradient"
+    with pytest.raises(UserError, match=complaint), a_run(engine, epochs=1) as run:
+        net = Branches()
+        del net.branches[2]
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(X):
+                for (x,) in step.batches():
+                    both = model(x, 0) + (model(x, 1) if run.rank else 0.0)  # rank 0 leaves out branch 1
+                    step.backward(both.mean())
+                step.update()
+
+
+def test_the_rank_of_a_gradient_that_is_not_finite_is_named_on_all(engine):
+    complaint = rf"step 2: gradients are not finite: rank {engine.size - 1} on .*input of 0 \(Linear\)"
+    with pytest.raises(Failure, match=complaint), a_run(engine, epochs=1, batch_size=2) as run:
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(X):
+                for (x,) in step.batches():
+                    bad = step.number == 2 and run.rank == run.size - 1
+                    step.backward(model(x * float("nan") if bad else x).mean())
+                step.update()
