@@ -127,7 +127,8 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
     net = build_model(flags.model, source.classes, flags.image_size)
     optimizer = optim.build(flags.optimizer, optim.decay_groups(net), peak_rate, flags.momentum, flags.weight_decay)
     model, _ = run.prepare(net, optimizer)
-    run.graph(net, torch.zeros(1, 3, flags.image_size, flags.image_size, device=run.device))
+    if flags.tensorboard:
+        run.graph(net, torch.zeros(1, 3, flags.image_size, flags.image_size, device=run.device))
     if flags.compile:
         model = torch.compile(model, dynamic=False)
 

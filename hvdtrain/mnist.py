@@ -93,7 +93,8 @@ def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
     net = MODELS[flags.model]()
     optimizer = optim.build(flags.optimizer, net.parameters(), peak_rate, flags.momentum, flags.weight_decay)
     model, _ = run.prepare(net, optimizer)
-    run.graph(net, scaled(train_images[:1]))
+    if flags.tensorboard:
+        run.graph(net, scaled(train_images[:1]))
 
     for _ in run.epochs(flags.epochs, stop_at={"accuracy": flags.target_accuracy}):
         for step in run.steps(train_images, train_labels):
