@@ -14,6 +14,10 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.training.inputs import Batch, evaluation_batches, to_device
 
 
+class CutShort(BaseException):
+    """An evaluation that ends early on this rank, because a stop was asked for: `evaluating` catches it."""
+
+
 class Evaluation:
     """data: as `Run.evaluating` takes it. heartbeat: called for each batch."""
 

@@ -23,6 +23,8 @@ from hvdtrain.data.sharding import Batch as Planned
 from hvdtrain.data.sharding import shard
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.training.flags import Flags
+from hvdtrain.training.state import Initial, TrainState
 
 
 @dataclass(slots=True)
@@ -53,6 +55,27 @@ class Input(ABC):
     @abstractmethod
     def load(self, planned: Planned) -> Batch:
         """Return the next micro-batch of the plan."""
+
+    def plan(
+        self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int | None, steps: int | None
+    ) -> Plan:
+        """Return which samples this rank takes from here on. epochs, or steps: in all. Raises UserError where there are too
+        few samples."""
+        count = min(self.per_epoch or self.samples, self.samples)
+        if count < engine.size:
+            said = (
+                f"{count} samples but {engine.size} ranks: use -np {count} or fewer"
+                if count
+                else "there are no samples"
+            )
+            raise UserError(said, everywhere=True)
+        if epochs is None:
+            assert steps is not None
+            epochs = state.epoch + 1 + -(-steps * initial.global_batch // count)
+        return Plan(
+            self.samples, count, flags.seed, epochs, engine.rank, engine.size, flags.batch_size, flags.accumulate,
+            initial.global_batch, state.epoch, state.samples_of_epoch, self.shuffle, engine.device, self.order,
+        )  # fmt: skip
 
     def begin(self, plan: Plan) -> None:  # noqa: B027 - what needs no reading ahead
         """Called before the first micro-batch of `plan`."""

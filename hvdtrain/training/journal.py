@@ -1,13 +1,14 @@
 """What a run's steps, epochs and evaluations leave in the record and on the screen, under the names that the script gave."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.training.inputs import Input
 from hvdtrain.training.records.clock import Clock
-from hvdtrain.training.records.telemetry import Telemetry
+from hvdtrain.training.records.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.training.state import Metric, TrainState
 from hvdtrain.training.step import Step
 
@@ -99,12 +100,17 @@ class Journal:
             parts[-1] += f" of {state.evaluation['count']:,.0f}"
         return "  ".join([*parts, f"{state.samples / max(state.train_seconds, 1e-9):,.0f} samples/s"])
 
-    def summary(self) -> dict[str, object]:
-        """Return what summary.json says of the state and the last evaluation."""
-        state = self._state
+    def end(self, dataset: str | None, models: Sequence[nn.Module], extra: Mapping[str, object]) -> None:
+        """Write summary.json and the `end` event: the state, the last evaluation, the models' hash, what the script adds."""
+        state, engine = self._state, self._engine
         prefix = f"{state.prefix}_" if state.prefix else ""
-        fields: dict[str, object] = dict(epochs=state.epoch, steps=state.step, samples=state.samples)
+        fields: dict[str, object] = dict(dataset=dataset, engine=engine.name, world_size=engine.size)
+        fields |= dict(epochs=state.epoch, steps=state.step, samples=state.samples)
         fields |= {f"{prefix}{name}": value for name, value in state.evaluation.items()}
         if state.evaluation:
             fields[f"{prefix}count"] = int(state.evaluation["count"])
-        return fields
+        fields |= dict(train_seconds=state.train_seconds, total_seconds=seconds_since_process_start())
+        fields["samples_per_second"] = state.samples / max(state.train_seconds, 1e-9)
+        if models:
+            fields["parameters_sha256"] = parameters_sha256(*models)
+        self._telemetry.end({**fields, **extra})

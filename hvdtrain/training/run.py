@@ -1,16 +1,5 @@
 """One training run: everything that is wrong if done differently, driven by `for` and `with`. The script writes the loop.
 
-    with training.start(flags) as run:
-        model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters()))
-        for epoch in run.epochs(flags.epochs):
-            for step in run.steps(x, y):
-                for inputs, targets in step.batches():
-                    step.backward(F.mse_loss(model(inputs), targets))
-                step.update()
-            with run.evaluating(len(test_x)) as mine:
-                run.record(loss=F.mse_loss(model(test_x[mine]), test_y[mine], reduction="sum"))
-    return run.exit_code
-
 What is left out, called twice or called elsewhere is a UserError that says what to write. docs/script.md has whole programs.
 """
 
@@ -28,28 +17,20 @@ from hvdtrain.data.sharding import passes_per_step
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.training.evaluation import Evaluation
+from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.flags import Flags
 from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators, to_device
 from hvdtrain.training.journal import Journal
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.records.profiling import Profile
-from hvdtrain.training.records.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
-from hvdtrain.training.resilience.guard import Guard
+from hvdtrain.training.records.telemetry import Telemetry
+from hvdtrain.training.resilience.guard import Guard, Stopped
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import Initial, Metric, TrainState
-from hvdtrain.training.step import Step
+from hvdtrain.training.step import Shared, Step
 
 TARGET_MISSED = 3  # exit code
-
-
-class Stopped(BaseException):
-    """All ranks leave after the same step, because a signal asked one of them to. `except Exception` must not keep it."""
-
-
-class CutShort(BaseException):
-    """An evaluation that ends early on this rank, because a stop was asked for: `evaluating` catches it."""
 
 
 class Run:
@@ -74,7 +55,6 @@ class Run:
         self.initial: Initial = checkpoints.initial  # rates follow from this, also where a run goes on with other ranks
         self.exit_code = 0
         self.clock = Clock()
-        self.amp = flags.amp != "off"
         self.journal = Journal(engine, telemetry, metrics, state)
         self._prepared: Prepared | None = None
         self._asked = dict(asked)
@@ -118,7 +98,7 @@ class Run:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision of --amp. `step.batches` and `evaluating` enter it themselves."""
-        if not self.amp:
+        if self.flags.amp == "off":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, cli.AMP_DTYPES[self.flags.amp])
 
@@ -247,34 +227,22 @@ class Run:
         if self._opened is not None and same_data(data, self._opened[0]):
             return self._opened[1:]
         opened = open_input(self.engine, data, self.seed, self.flags.batch_size, self.telemetry)
-        count = min(opened.per_epoch or opened.samples, opened.samples)
-        if count < self.size:
-            said = (
-                f"{count} samples but {self.size} ranks: use -np {count} or fewer" if count else "there are no samples"
-            )
-            raise UserError(said, everywhere=True)
         if self._opened is not None and self._opened[2].total != opened.samples:
             raise UserError(
                 f"run.steps() got {opened.samples} samples, and {self._opened[2].total} in the epoch before"
             )
-        global_batch = self.initial.global_batch
-        epochs = self._epochs
-        if epochs is None:
-            assert self._step_limit is not None
-            epochs = self.state.epoch + 1 + -(-self._step_limit * global_batch // count)
-        plan = Plan(
-            opened.samples, count, self.seed, epochs, self.rank, self.size, self.flags.batch_size,
-            self.flags.accumulate, global_batch, self.state.epoch, self.state.samples_of_epoch,
-            opened.shuffle, self.device, opened.order,
-        )  # fmt: skip
+        plan = opened.plan(self.engine, self.flags, self.initial, self.state, self._epochs, self._step_limit)
         opened.begin(plan)
         self._opened = data, opened, plan
-        self.journal.steps = self._step_limit or epochs * -(-count // global_batch)
+        self.journal.steps = self._step_limit or plan.epochs * plan.steps_per_epoch()
         self.checkpoints.forget()
         return opened, plan
 
     def _steps(self, opened: Input, plan: Plan) -> Iterator[Step]:
         state, prepared = self.state, self.prepared()
+        shared = Shared(
+            self.engine, prepared, self.guard, self.clock, state, self.seed, self.flags.reduction, self.autocast
+        )
         for planned in plan.epoch(state.epoch):
             if state.step == self._step_limit:
                 break
@@ -283,7 +251,7 @@ class Run:
                 optimizer.zero_grad()
             number = state.step + 1
             last = state.samples_of_epoch + planned.count == plan.per_epoch or number == self._step_limit
-            step = Step(self, planned, opened, logged=last or number == 1 or number % self.flags.log_steps == 0)
+            step = Step(shared, planned, opened, logged=last or number == 1 or number % self.flags.log_steps == 0)
             yield step
             self._finish_step(step, opened)
         state.train_seconds += self.clock.lap()
@@ -414,21 +382,8 @@ class Run:
         with self.guard.phase("checkpoint"):
             unsaved = self.checkpoints.close(self.guard.heartbeat)
         extra = self._opened[1].summary() if self._opened is not None else {}
-        if self._prepared is not None:
-            extra["parameters_sha256"] = parameters_sha256(*self._prepared.models)
-        self.telemetry.end(
-            dict(
-                dataset=self._dataset,
-                engine=self.engine.name,
-                world_size=self.size,
-                **self.journal.summary(),
-                train_seconds=self.state.train_seconds,
-                total_seconds=seconds_since_process_start(),
-                samples_per_second=self.state.samples / max(self.state.train_seconds, 1e-9),
-                **extra,
-                **self._summary,
-            )
-        )
+        models = self._prepared.models if self._prepared is not None else []
+        self.journal.end(self._dataset, models, extra | self._summary)
         if unsaved:
             raise Failure(unsaved)
         if self._goals and not self._reached():

@@ -13,9 +13,9 @@ from hvdtrain.training.flags import Flags
 from hvdtrain.training.inputs import seed_generators
 from hvdtrain.training.records.profiling import Profile
 from hvdtrain.training.records.telemetry import Telemetry
-from hvdtrain.training.resilience.guard import Guard
+from hvdtrain.training.resilience.guard import Guard, Stopped
 from hvdtrain.training.resume import Checkpoints
-from hvdtrain.training.run import Run, Stopped
+from hvdtrain.training.run import Run
 from hvdtrain.training.state import Metric, metrics_of
 
 

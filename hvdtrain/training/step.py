@@ -1,21 +1,23 @@
 """One step of training: its micro-batches, their gradients, and the update, in the only order that is right on all ranks."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvdtrain.data.loading import mixed_seed
 from hvdtrain.data.sharding import Step as Planned
+from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import optim
 from hvdtrain.training.inputs import Batch, Input, seed_generators
+from hvdtrain.training.prepared import Prepared
+from hvdtrain.training.records.clock import Clock
+from hvdtrain.training.resilience.guard import Guard
 from hvdtrain.training.resilience.non_finite import Inspection
-
-if TYPE_CHECKING:
-    from hvdtrain.training.run import Run
+from hvdtrain.training.state import TrainState
 
 UPDATE = "call step.update() after the loop over step.batches()"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
@@ -38,17 +40,30 @@ class Sums:
         self.counts[name] = self.counts.get(name, 0.0) + count
 
 
+class Shared(NamedTuple):
+    """What all steps of a run share."""
+
+    engine: Engine
+    prepared: Prepared
+    guard: Guard
+    clock: Clock
+    state: TrainState
+    seed: int
+    reduction: str
+    autocast: Callable[[], contextlib.AbstractContextManager[object]]  # the precision of --amp
+
+
 class Step:
     """What `for step in run.steps(...)` yields."""
 
-    def __init__(self, run: "Run", planned: Planned, source: Input, *, logged: bool):
+    def __init__(self, shared: Shared, planned: Planned, source: Input, *, logged: bool):
         self.logged = logged  # whether this step goes into the record: what `record` is given is looked at only then
         self.count = planned.count  # samples, over all ranks and micro-batches
         self.sums = Sums()
         self.local_count = 0  # samples of this rank
         self.gradient_norm: Tensor | None = None  # before clipping, where `update` clipped
         self.left_out = False  # some gradient was not finite
-        self._run, self._planned, self._input = run, planned, source
+        self._shared, self._planned, self._input = shared, planned, source
         self._loaded: list[Batch] = []  # until the step is over: for another `batches()`, and to look for the culprit
         self._batch: Batch | None = None  # the one that `batches` has just given
         self._loops = 0  # calls of `batches`
@@ -62,16 +77,16 @@ class Step:
     @property
     def number(self) -> int:
         """This step's number since the beginning of training, from 1."""
-        return self._run.state.step + 1
+        return self._shared.state.step + 1
 
     @property
     def lr(self) -> float:
         """The learning rate; setting it sets that of every optimizer."""
-        return self._run.prepared().optimizers[0].param_groups[0]["lr"]
+        return self._shared.prepared.optimizers[0].param_groups[0]["lr"]
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        for optimizer in self._run.prepared().optimizers:
+        for optimizer in self._shared.prepared.optimizers:
             optim.set_rate(optimizer, rate)
 
     # ---- micro-batches
@@ -94,26 +109,26 @@ class Step:
         if not broken:
             return
         self.left_out = True
-        guard, run = self._run.guard, self._run
-        prepared = run.prepared()
-        if guard.explains(run.state):
+        guard, shared = self._shared.guard, self._shared
+        prepared = shared.prepared
+        if guard.explains(shared.state):
             finite = all(bool(torch.as_tensor(value).isfinite().all()) for value in self.sums.values.values())
             self._inspection = Inspection(prepared.models, finite)
             with self._inspection.hooks():
                 yield from self._loop(loop)
             culprit, self._inspection = self._inspection.result(), None
             prepared.raise_where_gradients_are_missing()
-            guard.leave_out(run.state, prepared.models, culprit)
+            guard.leave_out(shared.state, prepared.models, culprit)
         guard.restore_buffers(prepared.models)
 
     def _loop(self, loop: int) -> Iterator[Batch]:
-        run, count = self._run, len(self._planned.batches)
-        prepared = run.prepared()
-        parts = (run.seed, run.state.samples, run.rank) + ((loop,) if loop else ())
-        seed_generators(mixed_seed(*parts), run.device)  # dropout: the same again after a restart
+        shared, count = self._shared, len(self._planned.batches)
+        prepared = shared.prepared
+        parts = (shared.seed, shared.state.samples, shared.engine.rank) + ((loop,) if loop else ())
+        seed_generators(mixed_seed(*parts), shared.engine.device)  # dropout: the same again after a restart
         for number in range(count):
             if number == len(self._loaded):
-                with run.guard.phase("reading data"):
+                with shared.guard.phase("reading data"):
                     self._loaded.append(self._input.load(self._planned.batches[number]))
             batch = self._batch = self._loaded[number]
             self._calls = 0
@@ -121,18 +136,20 @@ class Step:
                 if self._inspection is not None:
                     self._inspection.micro_batch(number, count)
                 else:
-                    run.clock.mark("loading")
+                    shared.clock.mark("loading")
                     if loop == 0:
                         self.local_count += batch.count
-                    stack.enter_context(run.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count))
-                stack.enter_context(run.autocast())
+                    stack.enter_context(
+                        shared.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count)
+                    )
+                stack.enter_context(shared.autocast())
                 yield batch
             self._batch = None
             if self._inspection is None:
                 if not self._calls:
                     raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
                 if number < count - 1:
-                    run.clock.mark("compute")
+                    shared.clock.mark("compute")
 
     def backward(
         self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None, *, count: Tensor | float | None = None
@@ -154,7 +171,7 @@ class Step:
             raise UserError(
                 "step.backward() got a loss without a gradient: compute it from the model, without detach()"
             )
-        run, prepared = self._run, self._run.prepared()
+        shared, prepared = self._shared, self._shared.prepared
         chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
         loss = loss.reshape(())
         if self._inspection is not None:
@@ -174,8 +191,8 @@ class Step:
                 "step.backward(count=...) in one micro-batch and not in another: give it in all, or in none"
             )
         with contextlib.ExitStack() as stack:
-            if run.amp:
-                stack.enter_context(torch.autocast(run.device.type, enabled=False))
+            if torch.is_autocast_enabled(shared.engine.device.type):
+                stack.enter_context(torch.autocast(shared.engine.device.type, enabled=False))
             scaled = prepared.scaler.scale(loss * weight)
             # With several optimizers only the chosen one's parameters: the others' hooks must not run.
             inputs = None if len(chosen) == len(prepared.optimizers) else prepared.parameters(chosen)
@@ -190,16 +207,16 @@ class Step:
             raise UserError(
                 "step.backward(count=...) in one micro-batch and not in another: give it in all, or in none"
             )
-        if self._run.flags.reduction == "adasum":
+        if self._shared.reduction == "adasum":
             raise UserError("step.backward(count=...) cannot go with --reduction adasum: use average")
         assert self._batch is not None
         counted = counted_or_zero(count, self._batch)
         self._tokens = [*(self._tokens or []), counted]
-        return counted * self._run.size / self.count
+        return counted * self._shared.engine.size / self.count
 
     def _reduce(self) -> None:
-        run, prepared = self._run, self._run.prepared()
-        run.clock.mark("compute", at=run.engine.gradients_ready())
+        shared, prepared = self._shared, self._shared.prepared
+        shared.clock.mark("compute", at=shared.engine.gradients_ready())
         if not self._backwards:
             raise UserError(f"step {self.number} has no gradients: {BACKWARD}")
         passes = len(self._planned.batches)
@@ -210,10 +227,10 @@ class Step:
                     "add the losses up, one step.backward() in each micro-batch"
                 )
             prepared.note_missing_gradients(optimizer)
-            run.engine.synchronize(optimizer)
+            shared.engine.synchronize(optimizer)
         if self._tokens is not None:
             tokens = sum(float(count) for count in self._tokens)
-            total = float(run.engine.sum(torch.tensor(tokens, dtype=torch.float64), "tokens"))
+            total = float(shared.engine.sum(torch.tensor(tokens, dtype=torch.float64), "tokens"))
             if total <= 0:
                 raise UserError(
                     f"step {self.number}: step.backward(count=...) was 0 on all ranks: leave such samples out"
@@ -221,9 +238,9 @@ class Step:
             for optimizer in self._backwards:
                 gradients = [p.grad for p in prepared.parameters([optimizer]) if p.grad is not None]
                 torch._foreach_mul_(gradients, self.count / total)
-        run.clock.mark("communication")
+        shared.clock.mark("communication")
         for optimizer in self._backwards:
-            self._reduced[optimizer] = run.guard.finite(prepared.parameters([optimizer]))
+            self._reduced[optimizer] = shared.guard.finite(prepared.parameters([optimizer]))
 
     # ---- the update
 
@@ -232,7 +249,7 @@ class Step:
 
         optimizer: only this one (default: all that have gradients). clip_norm: the largest norm of its gradients.
         """
-        run, prepared = self._run, self._run.prepared()
+        shared, prepared = self._shared, self._shared.prepared
         if self._batch is not None:
             raise UserError(
                 f"step {self.number}: step.update() inside the loop over step.batches(): call it after the loop"
@@ -245,7 +262,7 @@ class Step:
             self._updated.add(one)
             if not finite and not prepared.scaler.is_enabled():
                 continue
-            with run.engine.stepping(one):
+            with shared.engine.stepping(one):
                 if clip_norm is not None:
                     prepared.scaler.unscale_(one)
                     self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.parameters([one]), clip_norm)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import image_set
 from tests.chaos.lineage import struck_at
 
 from .launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, events, launch, summary
@@ -17,17 +18,18 @@ FLAGS = "--epochs 2 --checkpoint-steps 7 --no-progress --threads 1"
 MOST_LINES = 15  # that a program may have more than its plain version
 
 
-def run(name: str, directory: Path, flags: str = "", attack: dict | None = None):
+def run(name: str, directory: Path, flags: str = "", attack: dict | None = None, program: Path | None = None):
+    """Train on two ranks with at most one fault (tests/chaos/attacked.py). program: default: NAME of docs/programs."""
     directory.mkdir(exist_ok=True)
-    program = shlex.quote(str(ROOT / "tests" / "chaos" / "attacked.py"))
+    attacked = shlex.quote(str(ROOT / "tests" / "chaos" / "attacked.py"))
     start = LAUNCHERS["mpirun"].format(ranks=2)
     extra = {
         "PYTHONPATH": str(ROOT),
-        "PROGRAM": str(PROGRAMS / f"{name}.py"),
+        "PROGRAM": str(program or PROGRAMS / f"{name}.py"),
         "ATTACK": json.dumps(attack or {}),
         "STRUCK": str(directory / "struck"),
     }
-    return launch(f"{start} {PYTHON} {program} {FLAGS} {flags} --output-dir {directory}", timeout=240, **extra)
+    return launch(f"{start} {PYTHON} {attacked} {FLAGS} {flags} --output-dir {directory}", timeout=240, **extra)
 
 
 @pytest.mark.leaves("sem.hvdtrain-", "pymp-")  # of the workers of a killed rank; the next start removes them
@@ -91,3 +93,30 @@ def test_the_plain_versions_run(name):
     done = launch(f"{shlex.quote(sys.executable)} {PROGRAMS / name}_plain.py --epochs 1", timeout=240)
     assert done.code == 0, done
     assert "epoch 1 " in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.leaves("sem.hvdtrain-", "pymp-")
+def test_a_killed_run_on_shards_goes_on_at_the_very_image_and_refuses_other_shards(tmp_path):
+    folder = image_set.write(tmp_path / "folder", train=48, test=16)
+    make = f"{PYTHON} -m hvdtrain.data.make_shards {folder} {tmp_path}/shards --samples-per-shard 12"
+    done = launch(make, PYTHONPATH=str(ROOT))
+    assert done.code == 0, done
+    program = ROOT / "hvdtrain" / "imagenet.py"
+    flags = f"--dataset shards --data-dir {tmp_path}/shards --model shufflenet_v2_x0_5 --image-size 32 --batch-size 4 --workers 1"
+    flags += " --checkpoint-steps 2"
+    whole = run("imagenet", tmp_path / "whole", flags, program=program)
+    assert whole.code == 0, whole
+    killed = run("imagenet", tmp_path / "killed", flags, dict(rank=1, point="update", count=4, kind="kill"), program)
+    assert killed.code not in (0, 2, 75), killed
+    done = run("imagenet", tmp_path / "killed", flags, program=program)
+    assert done.code == 0, done
+    one, other = (summary(tmp_path / which) for which in ("whole", "killed"))
+    assert events(tmp_path / "killed", "resume")[0]["step"] > 0
+    assert one["parameters_sha256"] == other["parameters_sha256"]
+
+    shard = sorted((tmp_path / "shards" / "train").glob("*.tar"))[1]
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    refused = run("imagenet", tmp_path / "killed", f"{flags} --epochs 3", program=program)
+    assert refused.code == 2, refused
+    assert shard.name in refused.stderr, refused

@@ -25,6 +25,10 @@ from hvdtrain.training.state import TrainState
 OVERFLOWS = 20  # steps in a row that the loss scaler may skip: from 65536 it can halve 16 times before it reaches 1
 
 
+class Stopped(BaseException):
+    """All ranks leave after the same step, because a signal asked one of them to. `except Exception` must not keep it."""
+
+
 class Guard:
     """Use it as a context manager around training. Making one is a collective.
 
