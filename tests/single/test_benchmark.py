@@ -11,6 +11,7 @@ from hvdtrain.data.endless import open_endless
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models.convnet import ConvNet
+from hvdtrain.models.gpt import GPT, SIZES
 
 
 @pytest.fixture
@@ -55,6 +56,17 @@ def test_mock_is_one_batch_for_ever(engine):
     assert (images.shape, images.dtype, labels.shape) == ((4, 1, 28, 28), torch.float32, (4,))
     assert 0 <= images.min() < images.max() <= 1
     assert again is images
+
+
+def test_a_language_model_gets_windows_of_tokens_and_the_next_ones(engine):
+    (tokens, following), (another, _) = batches(engine, "--model shakespeare-cpu --batch-size 3", 2, (64,))
+    assert (tokens.shape, tokens.dtype, following.shape) == ((3, 64), torch.int64, (3, 64))
+    assert torch.equal(tokens[:, 1:], following[:, :-1])
+    assert not torch.equal(tokens, another)
+    (same, _), (again, _) = batches(engine, "--model shakespeare-cpu --batch-size 3 --input mock", 2, (64,))
+    assert torch.equal(same, again)
+    net = GPT(SIZES["shakespeare-cpu"], 65)
+    assert count_flops(net, (64,), torch.int64) == pytest.approx(64 * net.flops_per_token(), rel=0.02)
 
 
 def test_synthetic_is_another_batch_each_time_and_the_same_for_a_seed(engine):
@@ -105,6 +117,7 @@ def test_defaults_follow_the_model():
     small = parse(["--model", "convnet"])
     assert (small.batch_size, small.image_size) == (64, 28)
     assert parse(["--model", "inception_v3"]).image_size == 299
+    assert (parse(["--model", "gpt-small"]).batch_size, parse(["--model", "gpt-small"]).image_size) == (12, None)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +126,9 @@ def test_defaults_follow_the_model():
         ("--model convnet --image-size 32", "takes images of 28 pixels"),
         ("--engine serial --compression fp16", "--compression fp16 is not for --engine serial"),
         ("--steps 0", "'0' is not a whole number"),
+        ("--model gpt-small --image-size 32", "--model gpt-small takes no images: leave out --image-size"),
+        ("--model gpt2 --channels-last", "--model gpt2 takes no images: leave out --channels-last"),
+        ("--model gpt2 --input real", "is measured on random tokens: leave out --input real"),
     ],
 )
 def test_bad_flags(flags, complaint):
