@@ -103,8 +103,8 @@ def test_a_killed_run_on_shards_goes_on_at_the_very_image_and_refuses_other_shar
     done = launch(make, PYTHONPATH=str(ROOT))
     assert done.code == 0, done
     program = ROOT / "hvdtrain" / "imagenet.py"
-    flags = f"--dataset shards --data-dir {tmp_path}/shards --model shufflenet_v2_x0_5 --image-size 32 --batch-size 4 --workers 1"
-    flags += " --checkpoint-steps 2"
+    flags = f"--dataset shards --data-dir {tmp_path}/shards --model shufflenet_v2_x0_5 --image-size 32 --batch-size 4"
+    flags += " --workers 1 --checkpoint-steps 2"
     whole = run("imagenet", tmp_path / "whole", flags, program=program)
     assert whole.code == 0, whole
     killed = run("imagenet", tmp_path / "killed", flags, dict(rank=1, point="update", count=4, kind="kill"), program)
