@@ -100,7 +100,7 @@ class DdpEngine(Engine):
         self.local_rank = Counter(hosts[:rank])[hosts[rank]]
         self.local_size = Counter(hosts)[hosts[rank]]
         self.description = "ddp over Gloo"
-        self._hook: GradientHook | None = None
+        self._hooks: list[GradientHook] = []  # one for each model
 
     @staticmethod
     def _meet(rank: int, size: int, launcher: str):
@@ -166,17 +166,17 @@ class DdpEngine(Engine):
             options["device_ids"] = [self.device.index]
         give_gradients_the_weights_strides(model)
         replica = nn.parallel.DistributedDataParallel(model, **options)
-        if self._hook is None:
-            self._hook = GradientHook(self.size, how.compression, how.predivide, how.reduction)
-        replica.register_comm_hook(None, self._hook.reduce)
+        hook = GradientHook(self.size, how.compression, how.predivide, how.reduction)
+        self._hooks.append(hook)
+        replica.register_comm_hook(None, hook.reduce)
         return replica
 
     @contextlib.contextmanager
     def micro_batch(
         self, models: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer], number: int, count: int
     ) -> Iterator[None]:
-        if self._hook is not None:
-            self._hook.ready = 0.0
+        for hook in self._hooks:
+            hook.ready = 0.0
         with contextlib.ExitStack() as stack:
             if number < count - 1:  # gradients travel with the last one only
                 for model in models:
@@ -185,11 +185,11 @@ class DdpEngine(Engine):
             yield
 
     def waits(self) -> bool:
-        return self._hook is not None and self._hook.ready > 0.0
+        return any(hook.ready > 0.0 for hook in self._hooks)
 
     def gradients_ready(self) -> float:
         # By the time backward() returns, DDP has waited for the others: what came after the last bucket was that wait.
-        return self._hook.ready if self._hook is not None else time.perf_counter()
+        return max((hook.ready for hook in self._hooks), default=0.0) or time.perf_counter()
 
     @collective
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
@@ -214,7 +214,7 @@ class DdpEngine(Engine):
         # Trap: Gloo's threads let go of tensors and callbacks only after they have reported a sum as done. One that does so
         # while Python is being torn down aborts the process. They are joined with the last reference to the group: DDP holds
         # some in cycles.
-        self._hook = None
+        self._hooks = []
         gc.collect()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -15,6 +15,7 @@ REST += [("torchrun", "ddp", ranks) for ranks in RANKS] + [("mpirun", "ddp", 2)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in REST if case not in CASES]
 
 
+@pytest.mark.leaves("pytest-of-")  # the suite's own temporary files
 @pytest.mark.parametrize(("launcher", "engine", "ranks"), CASES)
 def test_parallel_suite(launcher, engine, ranks):
     start = {**LAUNCHERS, "torchrun": TORCHRUN}[launcher].format(ranks=ranks)
