@@ -53,6 +53,7 @@ def test_ranks_stop_when_their_launcher_is_killed(launcher, tmp_path):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.leaves("ompi.", "vader_segment.")  # mpirun's own
 def test_a_run_in_the_background_outlives_its_shell(tmp_path):
     """Under mpirun and alone: the shell that started them ends at once."""
     job = f"nohup-{os.getpid()}"
