@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,12 +30,13 @@ if __name__ == "__main__":
 def rank(tmp_path):
     """Start a process with input workers, in a TMPDIR of its own."""
     (tmp_path / "rank.py").write_text(RANK)
-    (tmp_path / "tmp").mkdir()
+    short = tempfile.mkdtemp(prefix="h", dir="/tmp")  # a socket's path has 107 characters at most
+    (tmp_path / "tmp").symlink_to(short)
     started = []
 
     def start(workers: int = 2) -> subprocess.Popen:
         here = Path(__file__).resolve().parents[2]
-        environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(here)}
+        environment = {**os.environ, "TMPDIR": short, "PYTHONPATH": str(here)}
         command = [sys.executable, str(tmp_path / "rank.py"), str(workers)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True)
         started.append(process)
@@ -46,6 +49,7 @@ def rank(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
+    shutil.rmtree(short, ignore_errors=True)
 
 
 def left(tmp_path: Path, pid: int) -> list[str]:
