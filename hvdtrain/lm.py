@@ -52,7 +52,7 @@ SIZE_FLAGS = [field.name for field in fields(Sizes)]
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
-    parser = training.parser("lm", __doc__, epochs=None, batch_size=None, accumulate=None)
+    parser = training.parser("hvdtrain.lm", __doc__, epochs=None, batch_size=None, accumulate=None)
     add = parser.add_argument
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="default: the standard library's sources")
     add("--recipe", choices=tuple(RECIPES), default="shakespeare-cpu")

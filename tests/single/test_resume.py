@@ -190,6 +190,23 @@ def test_imagenet_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     assert results(tmp_path / "apart") == results(tmp_path / "whole")
 
 
+def test_a_rate_derived_from_the_batch_stays_that_of_the_runs_beginning(tmp_path, monkeypatch):
+    """As 4 ranks x 64 continued on 2 ranks x 128: nobody typed a rate, and none has changed."""
+    flags = "imagenet --dataset synthetic --engine serial --model mobilenet_v3_small --image-size 32 --classes 10 "
+    flags += "--train-samples 24 --epochs 1 --workers 0 --threads 1 --no-progress --log-steps 1 --output-dir "
+    first, second = "--batch-size 4 --accumulate 2", "--batch-size 8"
+    for name, parts in (("whole", [(first, 0)]), ("apart", [(first, 75), (second, 0)])):
+        for batch, code in parts:
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "argv", f"{flags}{tmp_path / name} {batch}".split())
+                if code == 75:
+                    patch.setattr(Guard, "begin_step", signalled(signal.SIGTERM, 1))
+                assert imagenet.main() == code
+    rates = {name: [line["learning_rate"] for line in events(tmp_path / name, "train")] for name in ("whole", "apart")}
+    assert len(rates["whole"]) == 3
+    assert rates["apart"] == rates["whole"]
+
+
 def test_a_plan_that_goes_on_is_the_rest_of_the_plan():
     whole = Plan(50, 45, 1, epochs=3, rank=1, size=2, batch_size=4)
     later = Plan(50, 45, 1, epochs=3, rank=1, size=2, batch_size=4, first_epoch=1, taken=16)
