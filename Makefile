@@ -8,7 +8,7 @@
 PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 NP ?= 2
 EXAMPLES ?= 5000
-BAD := tests/single/test_bad_settings.py tests/single/test_bad_files.py
+BAD := tests/single/commands/test_bad_settings.py tests/single/test_bad_files.py
 .PHONY: setup run test test-slow test-all lint bench chaos soak flaky
 
 setup:

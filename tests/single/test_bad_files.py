@@ -7,10 +7,8 @@ import tarfile
 from dataclasses import asdict
 from pathlib import Path
 
-import fake_mnist as fake
 import pytest
 import torch
-from examples import JSON, changed, little_memory, one_line, spoilt, tried
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +24,8 @@ from hvdtrain.models.convnet import MODELS
 from hvdtrain.training import checkpoint, resume
 from hvdtrain.training.records import telemetry
 from hvdtrain.training.state import TrainState
+from tests.single.data import fake_mnist as fake
+from tests.single.examples import JSON, changed, little_memory, one_line, spoilt, tried
 
 
 @pytest.fixture

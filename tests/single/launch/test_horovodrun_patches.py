@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "launch"))
 
 import build_horovod
 import horovod_patches

@@ -9,12 +9,12 @@ import tracemalloc
 import warnings
 from pathlib import Path
 
-import fake_mnist as fake
 import pytest
 import torch
 
 from hvdtrain.data import cache, idx, published
 from hvdtrain.engines.errors import UserError
+from tests.single.data import fake_mnist as fake
 
 IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = fake.NAMES
 

@@ -102,7 +102,7 @@ def run_main(body: str, **environment: str) -> subprocess.CompletedProcess:
     code = f"from hvdtrain.engines.exit_codes import run\nfrom hvdtrain.engines.errors import UserError\n{body}"
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[2]), **environment},
+        env={"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[3]), **environment},
         capture_output=True,
         text=True,
         timeout=60,

@@ -6,11 +6,9 @@ import json
 import re
 
 import pytest
-from examples import changed, tried
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from run_records import END, HOSTILE, WHOLE, Page, evaluation, leave, start, step
 
 from hvdtrain import report
 from hvdtrain.analysis.reporting import curves, page, pictures, table
@@ -18,6 +16,8 @@ from hvdtrain.analysis.reporting.runs import read_runs, results
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records.named import Series, named_values, recorded_metrics
 from hvdtrain.training.state import Metric
+from tests.single.analysis.reporting.run_records import END, HOSTILE, WHOLE, Page, evaluation, leave, start, step
+from tests.single.examples import changed, tried
 
 __all__ = ["leave"]  # a fixture
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from examples import one_line, tried
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from hvdtrain import benchmark, doctor, imagenet, lm, mnist, reduce, report, sca
 from hvdtrain.engines import cores, exit_codes, launchers, rendezvous
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
+from tests.single.examples import one_line, tried
 
 NUMBERS = st.one_of(
     st.integers(-2, 4).map(str),

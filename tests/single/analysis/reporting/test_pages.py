@@ -6,7 +6,6 @@ import os
 
 import pytest
 from matplotlib.figure import Figure
-from run_records import END, HOSTILE, WHOLE, Page, evaluation, leave, start, step
 
 from hvdtrain import report
 from hvdtrain.analysis.reporting import curves, page, pictures
@@ -14,6 +13,7 @@ from hvdtrain.analysis.reporting.runs import differing, read_runs, samples_at, t
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.training.records.misclassified import record_mistakes
+from tests.single.analysis.reporting.run_records import END, HOSTILE, WHOLE, Page, evaluation, leave, start, step
 
 __all__ = ["leave"]  # a fixture
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+LAUNCH = Path(__file__).resolve().parents[3] / "launch"
 sys.path.insert(0, str(LAUNCH))
 
 import activation  # noqa: E402

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from examples import little_memory, one_line, spoilt, tried
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.single.examples import little_memory, one_line, spoilt, tried
 
 pytest.importorskip("torchvision")
 pytest.importorskip("webdataset")

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from examples import tried
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.data.shard_order import ShardOrder, shard_order, window_of
 from hvdtrain.data.sharding import epoch_order, steps
+from tests.single.examples import tried
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(sum)
 SEEDS = st.integers(0, 2**62)

@@ -18,7 +18,7 @@ from hvdtrain.engines.launchers import Announced, cores_of_job, ranks_on_host, t
 from hvdtrain.engines.tuning import FAST, own_script
 from hvdtrain.tuned import parse, refuse_torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SET = ("OMP_NUM_THREADS", *FAST, "OMPI_MCA_ess_singleton_isolated")
 
 MAIN = """

@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-import fake_mnist as fake
 import pytest
 
 from hvdtrain.data import cache, download, idx, published
 from hvdtrain.engines.errors import UserError
+from tests.single.data import fake_mnist as fake
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 IMAGES = fake.NAMES[0]

@@ -35,7 +35,7 @@ def rank(tmp_path):
     started = []
 
     def start(workers: int = 2) -> subprocess.Popen:
-        here = Path(__file__).resolve().parents[2]
+        here = Path(__file__).resolve().parents[3]
         environment = {**os.environ, "TMPDIR": short, "PYTHONPATH": str(here)}
         command = [sys.executable, str(tmp_path / "rank.py"), str(workers)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True)

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 import torch
-from examples import one_line, tried
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.data import text
 from hvdtrain.data.vocabularies import Bytes, Characters, Pairs, restore
 from hvdtrain.engines.errors import UserError
+from tests.single.examples import one_line, tried
 
 WORDS = "the quick brown fox jumps over the lazy dog; façade 語\n" * 40
 

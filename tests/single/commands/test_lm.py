@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from examples import one_line
 
 from hvdtrain import lm
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.gpt import GPT, SIZES
 from hvdtrain.training import checkpoint
+from tests.single.examples import one_line
 
 TINY = "--engine serial --threads 1 --layers 1 --heads 2 --width 16 --context 8 --batch-size 4 --steps 5 --no-progress"
 

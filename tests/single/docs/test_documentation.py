@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = [path for path in sorted((ROOT / "hvdtrain").glob("*.py")) if "\ndef parse(" in path.read_text()]
 COMMAND = re.compile(r"(?:python|torchrun[^#\n`|]*?) -m (hvdtrain\.\w+)([^#\n`|]*)")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "errors.md").read_text().replace("`", "").replace("\\|", "|")
 # What is raised with a message for users, and what says one without raising.
 KINDS = {"UserError", "Failure", "ArgumentTypeError", "Refusal", "BuildFailure", "BadFile", "DownloadFailed", "Damaged"}
