@@ -23,6 +23,7 @@ from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.state import Initial, Metric, TrainState
 
 LOCK_SECONDS = 10.0  # how long the run before may take to die
+MOST_NAMED = 3  # differences in one message
 Facts = dict[str, Any]
 
 
@@ -125,8 +126,10 @@ class Checkpoints:
         if self.engine.rank != 0:
             return
         if self.facts is not None and (unlike := self._unlike(self.facts)):
-            listed = "; ".join(f"{name}: {there} there, {here} now" for name, there, here in unlike)
+            listed = "; ".join(f"{name}: {there} there, {here} now" for name, there, here in unlike[:MOST_NAMED])
             listed = " ".join(listed.splitlines())  # a name there may be anything
+            if len(unlike) > MOST_NAMED:  # a thousand shards, say
+                listed += f"; and {len(unlike) - MOST_NAMED:,} more"
             if self.continues:
                 self._unlock()
                 how = "give the same, or another --output-dir, or --resume never"

@@ -27,7 +27,7 @@ from hvdtrain.training.records.profiling import Profile
 from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.resilience.guard import Guard, Stopped
 from hvdtrain.training.resume import Checkpoints
-from hvdtrain.training.state import Initial, Metric, TrainState
+from hvdtrain.training.state import Initial, Metric, TrainState, require_free
 from hvdtrain.training.step import Shared, Step
 
 TARGET_MISSED = 3  # exit code
@@ -356,9 +356,8 @@ class Run:
     def record(self, *, count: Tensor | float | None = None, **values: Tensor | float) -> None:
         """Inside `evaluating`: add sums over samples of this rank (or a value for each). They are summed over ranks and
         divided by the number of samples; count: by the sum of these instead, as for tokens.
-
-        After it: add values to that evaluation as they are, which are the same on all ranks.
-        """
+        After it: add values to that evaluation as they are, which are the same on all ranks."""
+        require_free(values)
         if not values:
             raise UserError("run.record() got nothing: write run.record(loss=...)")
         if self._evaluation is not None:

@@ -1,9 +1,13 @@
 """Where training stands, how it began, and which way its metrics are better: plain data, the same on all ranks."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from hvdtrain.engines.errors import UserError
+
+# What every script's events have: no value that a script records can have one of these names.
+FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
 
 
 @dataclass
@@ -59,9 +63,17 @@ class Metric(NamedTuple):
 
 
 def metrics_of(given: dict[str, "Metric | str"]) -> dict[str, Metric]:
-    """Return `given` with "min" and "max" as Metrics. Raises UserError for another word."""
+    """Return `given` with "min" and "max" as Metrics. Raises UserError for another word, and for a name that is taken."""
+    require_free(given)
     found = {name: Metric(value) if isinstance(value, str) else value for name, value in given.items()}  # type: ignore[arg-type]
+    require_free(given)
     for name, metric in found.items():
         if metric.direction not in ("min", "max"):
             raise UserError(f'metrics: {name} is {metric.direction!r}: write "min" or "max", whichever is better')
     return found
+
+
+def require_free(names: Iterable[str]) -> None:
+    """Raise UserError where a value that a script records has the name of a field that every record has."""
+    if taken := FIXED.intersection(names):
+        raise UserError(f"{min(taken)} is a field of every record: give the metric another name")

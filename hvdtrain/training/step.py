@@ -17,7 +17,7 @@ from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.resilience.guard import Guard
 from hvdtrain.training.resilience.non_finite import Inspection
-from hvdtrain.training.state import TrainState
+from hvdtrain.training.state import TrainState, require_free
 
 UPDATE = "call step.update() after the loop over step.batches()"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
@@ -274,6 +274,7 @@ class Step:
         batch = self._batch
         if batch is None:
             raise UserError("step.record() outside of step.batches(): call it beside step.backward()")
+        require_free(values)
         if not self.logged or self._inspection is not None:
             return
         for name, value in values.items():

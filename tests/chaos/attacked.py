@@ -1,4 +1,5 @@
-"""`hvdtrain.mnist` with one fault inside, at a chosen point of a chosen rank. It changes nothing but what the fault does.
+"""`hvdtrain.mnist`, or the script that PROGRAM names, with one fault inside, at a chosen point of a chosen rank. It changes
+nothing but what the fault does.
 
 ATTACK='{"rank": 1, "point": "backward", "count": 7, "kind": "kill"}' mpirun -np 2 python tests/chaos/attacked.py ...
 
@@ -120,9 +121,16 @@ def stepping(self: HorovodEngine, optimizer: torch.optim.Optimizer):
 
 
 def epoch(self: loading.Plan, number: int):
+    ahead = sys._getframe(1).f_code is loading.Plan.__iter__.__code__  # for input workers: not taken yet
+    return real_epoch(self, number) if ahead else logged(self, number)
+
+
+def logged(self: loading.Plan, number: int):
     """Log what each step takes, under its epoch and the number of samples still to come in it."""
     left = self.per_epoch - (self.taken if number == self.first_epoch else 0)
     for step in real_epoch(self, number):
+        if PROGRAM:  # hvdtrain.mnist has a place of its own for it
+            come_to("load")
         if TAKEN:
             taken = [index for batch in step.batches if batch.local_count for index in batch.indices.tolist()]
             with (Path(TAKEN) / f"{ATTEMPT}.{RANK}").open("a") as log:

@@ -6,39 +6,39 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from tests.chaos.programs import EPOCHS, MNIST, Program
 from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, Done, launch, summary
 
-# Eight steps of 64 an epoch, the last with 52 samples; checkpoints at 3, 6, 9, 12, 15 and after each epoch (8, 16).
-SAMPLES, EPOCHS = 500, 2
-FLAGS = f"--dataset digits --train-samples {SAMPLES} --epochs {EPOCHS} --checkpoint-steps 3 --no-progress"
-RESULTS = ("parameters_sha256", "test_loss", "test_accuracy", "samples", "steps", "epochs")
+RESULTS = ("parameters_sha256", "test_loss", "test_accuracy", "accuracy", "samples", "steps", "epochs")
 
 
 def attacked(
     directory: Path, *, ranks: int = 2, batch: int = 32, flags: str = "", attack: dict | None = None,
-    launcher: str = "mpirun", timeout: float = 150,
+    launcher: str = "mpirun", timeout: float = 150, program: Program = MNIST,
 ) -> Done:  # fmt: skip
     """Train on `ranks` ranks with at most one fault, and log each sample that is taken in `directory`/taken."""
     (directory / "taken").mkdir(parents=True, exist_ok=True)
     (directory / "struck").unlink(missing_ok=True)
     start = LAUNCHERS[launcher].format(ranks=ranks)
-    program = shlex.quote(str(ROOT / "tests" / "chaos" / "attacked.py"))
-    command = f"{start} {PYTHON} {program} {FLAGS} --batch-size {batch} {flags}"
+    attacker = shlex.quote(str(ROOT / "tests" / "chaos" / "attacked.py"))
+    command = f"{start} {PYTHON} {attacker} {program.flags} --batch-size {batch} {flags}"
     extra = {
         "PYTHONPATH": str(ROOT),
         "ATTACK": json.dumps(attack or {}),
         "TAKEN": str(directory / "taken"),
         "STRUCK": str(directory / "struck"),
         "ATTEMPT": str(time.time_ns()),
+        "PROGRAM": str(program.script or ""),
     }
     return launch(f"{command} --output-dir {directory}", timeout=timeout, **extra)
 
 
 def results(directory: Path) -> dict:
-    return {key: summary(directory)[key] for key in RESULTS}
+    found = summary(directory)
+    return {key: found[key] for key in RESULTS if key in found}
 
 
-def tally(directory: Path, epochs: int = EPOCHS) -> tuple[int, int]:
+def tally(directory: Path, epochs: int = EPOCHS, samples: int = MNIST.samples) -> tuple[int, int]:
     """Return how many samples the surviving run took not at all and how many more than once, over all epochs.
 
     Steps that were lost with their process and taken again count once, with what the last attempt took.
@@ -57,7 +57,7 @@ def tally(directory: Path, epochs: int = EPOCHS) -> tuple[int, int]:
     lost = repeated = 0
     for epoch in range(epochs):
         seen = Counter(i for (e, _), (_, ranks) in last.items() if e == epoch for some in ranks.values() for i in some)
-        lost += sum(seen[i] == 0 for i in range(SAMPLES))
+        lost += sum(seen[i] == 0 for i in range(samples))
         repeated += sum(count - 1 for count in seen.values() if count > 1)
     return lost, repeated
 

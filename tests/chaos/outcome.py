@@ -15,6 +15,7 @@ class Outcome:
     seconds_lost: float | None = None  # of training that was done again: from the checkpoint taken to the fault
     leftovers: int = 0
     note: str = ""
+    program: str = ""
 
     @property
     def good(self) -> bool:
@@ -36,8 +37,11 @@ def spread(seconds: list[float]) -> str:
 
 def table(outcomes: list[Outcome]) -> str:
     groups: dict[str, list[Outcome]] = {}
+    programs = {outcome.program for outcome in outcomes} - {""}
     for outcome in outcomes:
         groups.setdefault(outcome.kind, []).append(outcome)
+        if outcome.program and len(programs) > 1:
+            groups.setdefault(f"(of {outcome.program})", []).append(outcome)
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for name, some in [*sorted(groups.items()), ("all", outcomes)]:
         cells = (

@@ -3,6 +3,7 @@
 make chaos                                                    20 attacks, 1,000 damaged checkpoints, 4 -> 3 -> 2 -> 4 ranks
 make chaos CHAOS="--attacks 200 --seed 7"
 make chaos CHAOS="--attacks 30 --kinds stop,spin,sleep"       ranks that hang
+make chaos CHAOS="--attacks 50 --programs imagenet,augment"   on shards, and a user's own program, with input workers
 make chaos CHAOS="--attacks 0 --schedule ''"                  only the checkpoints: seconds
 make chaos CHAOS="--attacks 0 --damages 0 --schedule 2,1,2"   only the change of ranks
 """
@@ -20,9 +21,9 @@ from hvdtrain.training import checkpoint
 from tests.chaos.damages import damages
 from tests.chaos.lineage import attacked, results, seconds_lost, struck_at, tally
 from tests.chaos.outcome import Outcome, table
+from tests.chaos.programs import EPOCHS, MNIST, Program, programs
 from tests.chaos.schedule import schedule
 
-BATCH = {2: 32, 3: 20, 4: 16}  # by ranks: samples per rank and step
 # Where a fault strikes, and how often a whole run comes by there.
 TRAINING = {"load": 16, "backward": 16, "allreduce": 16, "update": 16, "evaluate": 2, "snapshot": 8}
 WRITING = {"digest": 7, "fsync": 7, "half": 7, "rename": 7, "directory": 7, "prune": 7}  # rank 0's alone
@@ -30,18 +31,20 @@ STARTING = {"start": 1, "broadcast": 1, "restore": 1}
 HANGS = ("stop", "spin", "sleep")
 # How often each is drawn.
 KINDS = {"kill": 4, "segv": 2, "raise": 2, "stop": 2, "spin": 1, "sleep": 1, "term": 2, "full": 1}
+LAUNCHED = {"mpirun": 2, "gloo": 1, "horovodrun": 1}  # how often each is drawn
 ATTEMPTS = 5  # starts of one run, after which it counts as not survived
 
 
-def draw(chance: random.Random, kinds: Sequence[str], ranks: int, *, restarted: bool = False) -> dict:
+def draw(chance: random.Random, kinds: Sequence[str], ranks: int, program: Program, *, restarted: bool = False) -> dict:
     """Return a fault of one of `kinds`. restarted: for the second attempt, whose start-up is struck more often."""
+    training = {point: visits for point, visits in (TRAINING | program.visits).items() if visits}
     kind = chance.choices(kinds, [KINDS[kind] for kind in kinds])[0]
     if kind == "full":
         points, rank = {"fsync": 7, "half": 7, "rename": 7, "directory": 7}, 0
     elif kind in HANGS or kind == "term":  # a hang before the first step is given ten minutes
-        points, rank = TRAINING, chance.randrange(ranks)
+        points, rank = training, chance.randrange(ranks)
     else:
-        points = chance.choice((TRAINING, STARTING, STARTING) if restarted else (TRAINING, TRAINING, WRITING, STARTING))
+        points = chance.choice((training, STARTING, STARTING) if restarted else (training, training, WRITING, STARTING))
         rank = 0 if points is WRITING else chance.randrange(ranks)
     point = chance.choice(list(points))
     first = 2 if kind in HANGS else 1
@@ -63,41 +66,56 @@ def damage(chance: random.Random, directory: Path) -> str:
 
 
 def shared_memory() -> set[str]:
-    """Return the segments in /dev/shm that no live process has mapped; semaphores of input workers are none of ours."""
+    """Return the segments and semaphores in /dev/shm that no live process has mapped."""
     mapped = ""
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             mapped += "".join(line for line in path.read_text().splitlines() if "/dev/shm/" in line)
-    return {
-        path.name
-        for path in Path("/dev/shm").iterdir()
-        if path.name not in mapped and not path.name.startswith("sem.mp-")
-    }
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name not in mapped}
+
+
+class Undisturbed:
+    """What undisturbed runs end with, by program, launcher (two sum three numbers in different orders) and ranks."""
+
+    def __init__(self, scratch: Path):
+        self._scratch = scratch
+        self._found: dict[tuple[str, str, int], dict] = {}
+
+    def results(self, program: Program, launcher: str, ranks: int) -> dict:
+        key = program.name, launcher, ranks
+        if key not in self._found:
+            whole = self._scratch / "-".join(map(str, key))
+            done = attacked(whole, ranks=ranks, batch=program.batch[ranks], launcher=launcher, program=program)
+            assert done.code == 0, done
+            self._found[key] = results(whole)
+        return self._found[key]
 
 
 def strike(
-    chance: random.Random, kinds: Sequence[str], directory: Path, wholes: dict[tuple[str, int], dict]
-) -> Outcome:
+    chance: random.Random, kinds: Sequence[str], program: Program, sizes: Sequence[int], directory: Path,
+    undisturbed: Undisturbed,
+) -> Outcome:  # fmt: skip
     """One run: attacked once or twice, perhaps with its newest checkpoint spoiled, and started until it ends."""
-    ranks = chance.choice(tuple(BATCH))
-    launcher = chance.choice(("mpirun", "mpirun", "gloo"))
-    attacks = [draw(chance, kinds, ranks)]
+    ranks = chance.choice(sizes)
+    launcher = chance.choices(list(LAUNCHED), list(LAUNCHED.values()))[0]
+    attacks = [draw(chance, kinds, ranks, program)]
     if chance.random() < 1 / 3:
-        attacks.append(draw(chance, kinds, ranks, restarted=True))
+        attacks.append(draw(chance, kinds, ranks, program, restarted=True))
     kind = attacks[0]["kind"] if len(attacks) == 1 else "twice"
-    label = f"{ranks} ranks, {launcher}: " + ", then ".join(
+    label = f"{program.name}, {ranks} ranks, {launcher}: " + ", then ".join(
         "{kind} rank {rank} at {point} {count}".format(**attack) for attack in attacks
     )
+    whole = undisturbed.results(program, launcher, ranks)
     shared, faults, detected, left = shared_memory(), [], [], 0
     for attempt in range(ATTEMPTS):
         attack = attacks[attempt] if attempt < len(attacks) else None
-        flags = "--step-timeout 5"
         try:
             done = attacked(
-                directory, ranks=ranks, batch=BATCH[ranks], flags=flags, attack=attack, launcher=launcher, timeout=150
-            )
+                directory, ranks=ranks, batch=program.batch[ranks], flags="--step-timeout 5", attack=attack,
+                launcher=launcher, timeout=150, program=program,
+            )  # fmt: skip
         except AssertionError as error:
-            return Outcome(kind, label, False, False, note=f"hang: {str(error)[:60]}")
+            return Outcome(kind, label, False, False, note=f"hang: {str(error)[:60]}", program=program.name)
         ended, left = time.time(), left + done.left_behind
         if done.code == 0:
             break
@@ -105,34 +123,25 @@ def strike(
         if struck is None:
             tail = " ".join((done.stderr or done.stdout).split())[-200:]
             note = f"code {done.code} without a fault: {tail}"
-            return Outcome(kind, label, False, False, leftovers=left, note=note)
+            return Outcome(kind, label, False, False, leftovers=left, note=note, program=program.name)
         faults.append(struck)
         detected.append(ended - struck)
         if chance.random() < 0.2:
             label += damage(chance, directory)
     else:
-        return Outcome(kind, label, False, False, 0, 0, max(detected), leftovers=left, note="never came to its end")
-    lost, repeated = tally(directory)
+        return Outcome(
+            kind, label, False, False, 0, 0, max(detected), leftovers=left, note="never came to its end",
+            program=program.name,
+        )  # fmt: skip
+    lost, repeated = tally(directory, EPOCHS, program.samples)
     temporary = [path for path in (directory / "checkpoints").iterdir() if path.name.startswith(".")]
     segments = shared_memory() - shared
     leftovers = left + len(temporary) + len(segments)
     note = f"left behind: {left} processes, {temporary}, {segments}" if leftovers else ""
     return Outcome(
-        kind, label, True, results(directory) == wholes[launcher, ranks], lost, repeated, max(detected, default=None),
-        seconds_lost(directory, faults) if faults else None, leftovers, note,
+        kind, label, True, results(directory) == whole, lost, repeated, max(detected, default=None),
+        seconds_lost(directory, faults) if faults else None, leftovers, note, program.name,
     )  # fmt: skip
-
-
-def undisturbed(scratch: Path) -> dict[tuple[str, int], dict]:
-    """Return what runs that nothing disturbed end with, by launcher and ranks."""
-    wholes = {}
-    for launcher in ("mpirun", "gloo"):  # which sum three numbers in different orders
-        for ranks, batch in BATCH.items():
-            whole = scratch / f"{launcher}{ranks}"
-            done = attacked(whole, ranks=ranks, batch=batch, launcher=launcher)
-            assert done.code == 0, done
-            wholes[launcher, ranks] = results(whole)
-    return wholes
 
 
 def main() -> int:
@@ -146,17 +155,27 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(KINDS), help="of attacks (default: %(default)s)")
+    parser.add_argument("--programs", default="mnist", help="of mnist, imagenet, augment, gan (default: mnist)")
+    parser.add_argument("--ranks", default="2,3,4", help="drawn from (default: 2,3,4; also 6 and 8)")
     flags = parser.parse_args()
     kinds = flags.kinds.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"--kinds: {unknown[0]!r} is not one of {', '.join(KINDS)}")
+    sizes = [int(size) for size in flags.ranks.split(",")]
+    if others := [size for size in sizes if size not in MNIST.batch]:
+        parser.error(f"--ranks: {others[0]} is not one of {', '.join(map(str, MNIST.batch))}")
     chance = random.Random(flags.seed)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        wholes = undisturbed(scratch) if flags.attacks else {}
+        known = {"mnist": MNIST} if flags.programs == "mnist" else programs(scratch)
+        names = flags.programs.split(",")
+        if strange := [name for name in names if name not in known]:
+            parser.error(f"--programs: {strange[0]!r} is not one of {', '.join(known)}")
+        undisturbed = Undisturbed(scratch)
         for number in range(1, flags.attacks + 1):
-            outcomes.append(strike(chance, kinds, scratch / str(number), wholes))
+            program = known[names[number % len(names)]]
+            outcomes.append(strike(chance, kinds, program, sizes, scratch / str(number), undisturbed))
             print(f"{number:4} {outcomes[-1]}", flush=True)
             if not outcomes[-1].good:
                 print(f"     {outcomes[-1]!r}", flush=True)

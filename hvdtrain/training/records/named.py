@@ -4,10 +4,8 @@ know of a script's metrics."""
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hvdtrain.training.state import Metric
+from hvdtrain.training.state import FIXED, Metric
 
-# What every script's events have. A metric cannot have one of these names.
-FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
 # What is recorded beside a script's values: no metric unless the `start` event says so.
 BESIDE = frozenset(
     {"loss_rank0", "objective", "gradient_norm", "corrupt", "broken", "tokens", "world_size", "slowest_rank"}

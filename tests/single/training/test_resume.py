@@ -76,6 +76,12 @@ def test_another_configuration_is_refused_with_the_flags_named(copy):
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == before
 
 
+def test_of_many_differences_three_are_named(copy):
+    with pytest.raises(UserError, match=r"; and 2 more\): give the same, or another --output-dir") as refused:
+        alone(copy, "--lr 0.5 --seed 3 --train-samples 100 --momentum 0.5 --weight-decay 0.1")
+    assert str(refused.value).count(" there, ") == 3
+
+
 def test_damaged_checkpoints_are_skipped_with_a_warning(copy, capfd):
     expected = results(copy)
     newest = checkpoint.listed(copy / "checkpoints")[0]

@@ -191,6 +191,17 @@ def given(*data):
 
 
 PAIRS = TensorDataset(X, Y)
+
+
+def recorded_in_a_step(run, **values):
+    model, _ = prepared(run)
+    for _ in run.epochs(1):
+        for step in run.steps(X):
+            for (x,) in step.batches():
+                step.record(**values)
+                step.backward(model(x).square().mean())
+
+
 WRONG_PROGRAMS = {
     "steps before prepare": (lambda run: run.steps(X), r"run.steps\(\) before run.prepare\(\)"),
     "epochs before prepare": (lambda run: next(run.epochs(1)), r"run.epochs\(\) before run.prepare\(\)"),
@@ -210,6 +221,8 @@ WRONG_PROGRAMS = {
     "nothing evaluated": (silent_evaluation, r"run.evaluating\(\) recorded nothing"),
     "evaluation nested": (nested_evaluation, r"run.evaluating\(\) inside of run.evaluating\(\)"),
     "record outside": (lambda run: (prepared(run), run.record(loss=1.0)), r"run.record\(\) outside of run.evaluating\(\)"),
+    "a name that is taken": (lambda run: (prepared(run), run.record(step=1.0)), "^step is a field of every record: give"),
+    "a name that is taken, in a step": (lambda run: recorded_in_a_step(run, count=1.0), "^count is a field of every record"),
     "register before prepare": (lambda run: run.register(x=network()), r"run.register\(\) before run.prepare\(\)"),
     "register a number": (lambda run: (prepared(run), run.register(x=1)), "got a int: it has no state_dict"),
     "data described twice": (lambda run: [run.describe_data("a", "b") for _ in range(2)], "was called before"),
@@ -233,6 +246,15 @@ def test_a_program_that_is_not_whole_says_what_to_write(case):
     with pytest.raises(UserError, match=complaint) as caught, training.start(flags_for()) as run:
         body(run)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_metric_has_a_direction_and_a_name_of_its_own():
+    for metrics, complaint in (
+        ({"loss": "down"}, "metrics: loss is 'down'"),
+        ({"loss": "min", "step": "max"}, "^step is a field"),
+    ):
+        with pytest.raises(UserError, match=complaint), training.start(flags_for(), metrics=metrics):
+            pass
 
 
 def test_flags_of_another_parser_are_refused():
