@@ -19,6 +19,7 @@ def test_a_row_is_measured_and_written_down_and_more_repeats_are_added(tmp_path)
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_row_that_needs_what_is_not_there_says_so(tmp_path):
     where = f"--results {tmp_path}/results --docs {tmp_path}"
     done = launch(f"{PYTHON} -m tests.bench --rows whole --repeats 1 {where}", cwd=ROOT)

@@ -25,6 +25,7 @@ def ddp(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
     return root, {"small": launch(f"{DDP} --output-dir {root}")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "communicates"), [("horovod", True), pytest.param("ddp", False, marks=pytest.mark.slow)]
 )
@@ -43,6 +44,7 @@ def test_two_ranks(engine, communicates, request):
     assert done.stdout.count("samples/s") == 3, done  # one block, from rank 0, with a line for each rank
 
 
+@pytest.mark.slow
 def test_what_one_rank_cannot_do_ends_them_all(horovod):
     done = horovod[1]["resnet5"]
     assert done.code == 2, done

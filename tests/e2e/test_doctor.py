@@ -29,7 +29,9 @@ def test_alone():
     assert "0 problems" in done.stdout
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=pytest.mark.slow), "horovodrun", "gloo"])
+@pytest.mark.parametrize(
+    "launcher", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mpirun", "horovodrun")), "gloo"]
+)
 def test_two_ranks(launcher, tmp_path):
     start = LAUNCHERS[launcher].format(ranks=2)
     done = launch(f"{start} {shlex.join(DOCTOR)} --output-dir {tmp_path}", OMP_NUM_THREADS="1")
@@ -53,6 +55,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_fault_on_one_host(tmp_path):
     runs = several(
         "alone", 1, tmp_path, {name: f"{how} --json" for name, (how, _) in FAULTS.items()}, "hvdtrain.doctor"
@@ -62,6 +65,7 @@ def test_a_fault_on_one_host(tmp_path):
         assert any(expected in fault for fault in faults(runs[name])), runs[name]
 
 
+@pytest.mark.slow
 def test_ranks_that_differ():
     body = "import sys, torch, hvdtrain.doctor as d; from hvdtrain.engines import exit_codes, launchers; "
     body += "torch.__version__ = f'2.{launchers.announced().rank}'; exit_codes.run(d.main)"

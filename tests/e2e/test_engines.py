@@ -37,12 +37,19 @@ def alone(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
-    """Two ranks under mpirun, one run after the other."""
+    """Two ranks under mpirun, one engine after the other."""
     root = tmp_path_factory.mktemp("two")
+    runs = {engine: f"{TWO.format(engine)} --output-dir {root / engine}" for engine in ("horovod", "ddp")}
+    return root, several("mpirun", 2, root, runs)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
+    """Two ranks under mpirun, one run after the other."""
+    root = tmp_path_factory.mktemp("options")
     torch.manual_seed(123)
     torch.save(ConvNet().state_dict(), root / "start.pt")
-    runs = {engine: TWO.format(engine) for engine in ("horovod", "ddp")}
-    runs |= {name: f"{QUICK} {flags}" for name, flags in MATHEMATICS.items()}
+    runs = {name: f"{QUICK} {flags}" for name, flags in MATHEMATICS.items()}
     runs |= {"given": f"{QUICK} --weights {root}/start.pt --lr 1e-9 --log-steps 1"}
     runs |= {"seeded": f"{QUICK} --lr 1e-9 --log-steps 1"}
     runs = {name: f"{flags} --output-dir {root / name}" for name, flags in runs.items()}
@@ -72,15 +79,17 @@ def test_engines_draw_one_loss_curve(how, engine, alone, request):
     assert curves[1] == pytest.approx(curves[0], rel=2e-4)
 
 
-def test_serial_under_a_launcher_is_refused(two):
-    done = two[1]["serial"]
+@pytest.mark.slow
+def test_serial_under_a_launcher_is_refused(options):
+    done = options[1]["serial"]
     assert done.code == 2, done
     assert "announced 2 ranks, but serial sees 1: it is one process" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MATHEMATICS)
-def test_mathematics_runs_under_horovod(name, two):
-    root, done = two[0], two[1][name]
+def test_mathematics_runs_under_horovod(name, options):
+    root, done = options[0], options[1][name]
     assert done.code == 0, done
     assert summary(root / name)["test_accuracy"] > 0.3
     assert ("compression none: all ranks are on one host" in done.stdout) == (name == "compression"), done
@@ -94,15 +103,17 @@ def test_target_accuracy_stops_early_or_fails_with_three(alone):
     assert "target accuracy 100.00% not reached" in done["missed"].stdout
 
 
-def test_starting_weights_come_from_rank_zeros_file(two):
-    root, done = two
+@pytest.mark.slow
+def test_starting_weights_come_from_rank_zeros_file(options):
+    root, done = options
     assert done["given"].code == done["seeded"].code == 0, done
     first = {name: events(root / name, "train")[0]["loss"] for name in ("given", "seeded")}
     assert first["given"] != pytest.approx(first["seeded"], rel=1e-3)
 
 
-def test_weights_that_rank_zero_cannot_read_end_every_rank(two):
-    root, done = two[0], two[1]["absent"]
+@pytest.mark.slow
+def test_weights_that_rank_zero_cannot_read_end_every_rank(options):
+    root, done = options[0], options[1]["absent"]
     assert done.code == 2, done
     ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.mnist: error: ")]
     assert len(ours) == 1, done

@@ -125,6 +125,7 @@ def test_without_a_launcher_the_others_end_too(number, said, tmp_path):
             rank.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_gradients_that_are_not_finite_name_step_rank_and_layer(skipped, tmp_path):
     attack = dict(rank=1, point="load", count=5, kind="nan", lasts=not skipped)
@@ -138,6 +139,7 @@ def test_gradients_that_are_not_finite_name_step_rank_and_layer(skipped, tmp_pat
         assert events(tmp_path, "end")[0]["test_loss"] < 100  # no NaN, in the running statistics either
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_within_one_interval_and_its_rank_named(tmp_path):
     attack = dict(rank=2, point="update", count=5, kind="flip", bit=0, parameter=4)
     done = attacked(tmp_path, ranks=3, flags="--check-steps 4 --epochs 200", attack=attack)
@@ -168,7 +170,7 @@ def start(launcher: str, directory: Path, job: str, flags: str = "") -> subproce
         pytest.param("mpirun", signal.SIGUSR1, "the launcher", 75, marks=pytest.mark.slow),
         ("horovodrun", signal.SIGUSR1, "the launcher", 75),  # by a patch of ours: it reaches the mpirun below
         pytest.param("mpirun", signal.SIGTERM, "rank 1", 75, marks=pytest.mark.slow),
-        ("mpirun", signal.SIGINT, "both ranks", 75),
+        pytest.param("mpirun", signal.SIGINT, "both ranks", 75, marks=pytest.mark.slow),
         ("gloo", signal.SIGTERM, "rank 1", 75),
     ],
 )
@@ -213,6 +215,7 @@ def test_a_second_interrupt_leaves_at_once(tmp_path):
         kill(job)
 
 
+@pytest.mark.slow
 def test_ranks_with_different_flags_are_refused():
     command = f"{PYTHON} -m hvdtrain.mnist --dataset digits --lr"
     done = launch(f"mpirun --oversubscribe -np 1 {command} 0.1 : -np 1 {command} 0.2", timeout=120)

@@ -21,7 +21,7 @@ def ended_by(done) -> list[str]:
 SLOW_MPIRUN = [pytest.param("mpirun", marks=pytest.mark.slow), "horovodrun", "gloo"]  # horovodrun starts mpirun
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", SLOW_MPIRUN)
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -42,6 +42,7 @@ def test_bad_input_ends_with_two(launcher, flags, complaint):
     assert done.left_behind == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", SLOW_MPIRUN)
 def test_a_missed_target_ends_with_three(launcher, tmp_path):
     done = train(launcher, 2, f"--target-accuracy 0.9999 --epochs 1 --output-dir {tmp_path}")

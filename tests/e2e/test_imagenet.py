@@ -77,7 +77,7 @@ SYNTHETIC = {
 def two(data, tmp_path_factory) -> tuple[Path, dict[str, Done], dict[str, list[Path]]]:
     """Two ranks under mpirun, one run after the other: where, what became of them, and which files are broken."""
     root = tmp_path_factory.mktemp("two")
-    runs = {kind: learn(kind, data, root / kind) for kind in ("folder", "shards")}
+    runs = {}
     broken = {kind: damage(kind, data, root / f"broken-{kind}") for kind in ("folder", "shards")}
     for kind, limit, _ in BROKEN:
         flags = f"--dataset {kind} --data-dir {root}/broken-{kind} --epochs 2 --max-corrupt {limit} --log-steps 1"
@@ -87,9 +87,12 @@ def two(data, tmp_path_factory) -> tuple[Path, dict[str, Done], dict[str, list[P
         runs[name] = f"{flags} --output-dir {root / name}"
     (root / "empty").mkdir()
     runs["refused"] = f"--data-dir {root}/empty"
+    return root, on_two(root, runs), broken
+
+
+def on_two(root: Path, runs: dict[str, str]) -> dict[str, Done]:
     common = SCRIPT.partition(" ")[2]
-    done = several("mpirun", 2, root, {name: f"{common} {flags}" for name, flags in runs.items()}, "hvdtrain.imagenet")
-    return root, done, broken
+    return several("mpirun", 2, root, {name: f"{common} {flags}" for name, flags in runs.items()}, "hvdtrain.imagenet")
 
 
 def accuracy(engine: str, kind: str, directory: Path) -> float:
@@ -102,18 +105,20 @@ def accuracy(engine: str, kind: str, directory: Path) -> float:
 
 
 @pytest.mark.parametrize("engine", ["horovod", pytest.param("ddp", marks=SLOW)])
-def test_two_ranks_learn_the_same_from_a_folder_and_from_shards(engine, data, tmp_path, request):
-    root, done = request.getfixturevalue("two")[:2] if engine == "horovod" else (tmp_path, {})
+def test_two_ranks_learn_the_same_from_a_folder_and_from_shards(engine, data, tmp_path):
+    runs = {kind: learn(kind, data, tmp_path / kind) for kind in ("folder", "shards")}
+    done = on_two(tmp_path, runs) if engine == "horovod" else {}
     found = []
     for kind in ("folder", "shards"):
         if engine == "ddp":
-            done[kind] = launch(f"{TORCHRUN.format(ranks=2)} -m {SCRIPT} --engine ddp {learn(kind, data, root / kind)}")
+            done[kind] = launch(f"{TORCHRUN.format(ranks=2)} -m {SCRIPT} --engine ddp {runs[kind]}")
         assert done[kind].code == 0, done[kind]
-        found.append(accuracy(engine, kind, root / kind))
+        found.append(accuracy(engine, kind, tmp_path / kind))
     assert min(found) > 0.45  # chance is 0.17
     assert abs(found[0] - found[1]) < 0.25  # of 101 images one seed's spread is about 0.07
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [("folder", 1), ("shards", 3), *(pytest.param(*c, marks=SLOW) for c in (("folder", 3), ("shards", 1)))],
@@ -129,6 +134,7 @@ def test_each_test_image_counts_once(kind, ranks, data, tmp_path):
     assert (result["test_count"], result["samples"], result["corrupt"]) == (image_set.TEST, 50, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "limit", "code"), BROKEN)
 def test_broken_data_is_named_and_counted_up_to_the_limit(kind, limit, code, two):
     root, done, broken = two[0], two[1][f"{kind} {limit}"], two[2][kind]
@@ -165,6 +171,7 @@ def test_shards_from_commands(data, tmp_path):
     assert summary(tmp_path)["test_count"] == image_set.TEST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_synthetic_images_with_the_mathematics(name, two):
     root, done = two[0], two[1][name]
@@ -184,6 +191,7 @@ def test_compiled_and_not_reached(tmp_path):
     assert (done.code == 3) == ("target accuracy 100.00% not reached" in done.stdout), done
 
 
+@pytest.mark.slow
 def test_refused_once_on_two_ranks(two):
     root, done = two[0], two[1]["refused"]
     assert done.code == 2, done
@@ -204,6 +212,7 @@ def test_a_rank_that_raises_ends_the_job_though_workers_run(data):
     assert "ZeroDivisionError" in done.stderr, done
 
 
+@pytest.mark.slow
 @pytest.mark.leaves("sem.hvdtrain-", "pymp-")  # of those that mpirun kills; the next start removes them
 def test_a_killed_rank_leaves_no_worker_behind(data, tmp_path):
     job = new_job()

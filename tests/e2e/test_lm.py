@@ -43,6 +43,7 @@ def book(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_loss_does_not_depend_on_the_ranks(book, tmp_path):
     curves = {}
     for ranks in (1, 2, 3):

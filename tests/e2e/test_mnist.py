@@ -119,6 +119,7 @@ def test_same_seed_same_bits_under_either_launcher(learned):
     assert bits[0] == bits[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 8))])
 def test_same_seed_same_bits_whoever_launches(ranks, tmp_path):
     results = {}
@@ -137,12 +138,14 @@ def test_another_seed_gives_other_bits(alone):
     assert summary(alone[0] / "1")["parameters_sha256"] != summary(alone[0] / "2")["parameters_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_run_on_three_ranks(name, three):
     assert three[1][name].code == 0, three[1][name]
     assert summary(three[0] / name)["test_count"] == DIGITS_TEST
 
 
+@pytest.mark.slow
 def test_adasum_wants_a_power_of_two(three):
     done = three[1]["adasum"]
     assert done.code == 2, done
@@ -241,6 +244,7 @@ def test_launcher_and_engine_must_agree(launcher, alone):
     assert DISAGREEING[launcher][1] in done.stderr, done
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job():
     body = "import hvdtrain.mnist as m; "
     body += "from hvdtrain.engines import exit_codes, launchers; "

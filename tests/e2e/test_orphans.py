@@ -28,6 +28,7 @@ def wait_for(what, seconds: float, why: str) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", STARTS)
 @pytest.mark.timeout(200)
 @pytest.mark.leaves("ompi.", "vader_segment.")  # mpirun's own, which it cannot remove once it is killed
@@ -52,6 +53,7 @@ def test_ranks_stop_when_their_launcher_is_killed(launcher, tmp_path):
         kill(job)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.leaves("ompi.", "vader_segment.")  # mpirun's own
 def test_a_run_in_the_background_outlives_its_shell(tmp_path):
@@ -85,11 +87,13 @@ def slow_first_step(tmp_path: Path, seconds: float, flags: str) -> str:
     return f"{start} --dataset digits --no-progress --output-dir {tmp_path} {flags}"
 
 
+@pytest.mark.slow
 def test_a_first_step_that_takes_longer_than_the_time_out_is_not_killed(tmp_path):
     done = launch(slow_first_step(tmp_path, 12.0, "--epochs 1 --step-timeout 2"), timeout=150)
     assert done.code == 0, done
 
 
+@pytest.mark.slow
 def test_a_stop_signal_in_the_first_step_is_obeyed_there(tmp_path):
     job = f"early-{os.getpid()}"
     process = subprocess.Popen(

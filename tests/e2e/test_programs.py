@@ -56,6 +56,7 @@ def test_a_killed_program_ends_with_the_same_bits(name, step, tmp_path):
     assert (one["steps"], one["samples"]) == (other["steps"], other["samples"])
 
 
+@pytest.mark.slow
 @pytest.mark.leaves("sem.hvdtrain-", "pymp-")
 def test_augmentation_gives_the_same_bits_with_any_number_of_workers(tmp_path):
     hashes = {}
@@ -66,6 +67,7 @@ def test_augmentation_gives_the_same_bits_with_any_number_of_workers(tmp_path):
     assert len(set(hashes.values())) == 1, hashes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tokens", pytest.param("gan", marks=pytest.mark.slow)])
 def test_one_program_one_loss_curve_under_every_engine(name, tmp_path):
     """One rank draws other random numbers (dropout, noise) than two: the engines are compared on as many ranks."""

@@ -39,10 +39,12 @@ def test_before_and_after_in_the_order_of_ranks(start):
     in_order(launch(STARTS[start].format(ranks=4)), 4, "10")
 
 
+@pytest.mark.slow
 def test_adasum_of_halves(two):
     in_order(two["adasum"], 2, "1.5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", REFUSED)
 def test_a_dtype_that_horovod_refuses_is_one_line_that_names_the_others(dtype, two):
     done = two[dtype]
@@ -53,6 +55,7 @@ def test_a_dtype_that_horovod_refuses_is_one_line_that_names_the_others(dtype, t
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "ranks"), [("ddp", 2), ("serial", 1)])
 def test_sweep_writes_table_json_and_picture(start, ranks, tmp_path):
     flags = f"--sweep --max-bytes 64 --seconds-per-size 0.01 --output-dir {tmp_path}/new"

@@ -34,6 +34,7 @@ def made(runs, tmp_path_factory):
     return output_dir
 
 
+@pytest.mark.slow
 def test_the_record_counts_every_sample_of_the_test_set(runs):
     for directory in runs:
         record, last = json.loads((directory / "mistakes.json").read_text()), events(directory, "evaluate")[-1]

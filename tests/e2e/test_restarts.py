@@ -100,6 +100,7 @@ exit_codes.run(mnist.main)
     assert summary(tmp_path / "killed")["parameters_sha256"] == summary(tmp_path / "whole")["parameters_sha256"]
 
 
+@pytest.mark.slow
 def test_a_host_that_is_gone_is_left_out_where_fewer_ranks_are_allowed(tmp_path):
     """Of localhost:1,nowhere:1 only the first answers; ssh is told so by a program of that name."""
     (tmp_path / "bin").mkdir()

@@ -48,6 +48,7 @@ def test_a_killed_run_ends_as_if_nothing_had_been(attack, whole, tmp_path):
     assert not [path for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_on_other_ranks_the_global_batch_and_every_sample_stay(tmp_path):
     """Two ranks, then three, on which the global batch of 64 cannot be dealt out evenly."""
     flags = "--model convnet-nonorm"

@@ -17,6 +17,7 @@ def rows(directory):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_one_that_fails_does_not_stop_the_others(tmp_path):
     flags = f"--engines serial,horovod --ranks 2 --rounds 1 --timeout 120 --output-dir {tmp_path}"
     done = launch(f"{PYTHON} -m hvdtrain.scaling {flags} -- {TINY} --compression fp16", timeout=280)
@@ -34,6 +35,7 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path):
     assert (tmp_path / "scaling.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_keeps_what_was_measured(tmp_path):
     flags = f"--engines horovod --ranks 2 --rounds 9 --output-dir {tmp_path}"
     job = new_job()

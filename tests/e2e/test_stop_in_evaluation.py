@@ -51,6 +51,7 @@ def command(directory: Path, seconds: float, flags: str = "") -> str:
     return f"{start} --seconds {seconds} --no-progress --output-dir {directory / 'out'} {flags}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_stop_signal_in_an_evaluation_is_obeyed_there_and_the_next_start_repeats_it(tmp_path):
     (tmp_path / "whole").mkdir()
@@ -83,6 +84,7 @@ def test_a_stop_signal_in_an_evaluation_is_obeyed_there_and_the_next_start_repea
     assert {key: summary(out)[key] for key in same} == {key: summary(tmp_path / "whole/out")[key] for key in same}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_an_evaluation_longer_than_the_time_out_is_not_killed(tmp_path):
     done = launch(command(tmp_path, 0.4, "--step-timeout 2 --epochs 1"), PYTHONPATH=str(ROOT), timeout=120)

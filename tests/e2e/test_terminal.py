@@ -65,7 +65,8 @@ def command(launcher: str) -> str:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])  # without a launcher it is as under torchrun
+# Without a launcher it is as under torchrun.
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_bar_where_what_is_written_arrives_as_it_is(launcher):
     shown = on_a_terminal(command(launcher), 100)
     assert BAR.search(shown), shown
@@ -75,7 +76,7 @@ def test_a_bar_where_what_is_written_arrives_as_it_is(launcher):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("launcher", ["horovodrun", "gloo"])
+@pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_lines_where_the_launcher_writes_before_each(launcher):
     shown = on_a_terminal(command(launcher), 100)
     assert "\x1b" not in shown
@@ -84,6 +85,7 @@ def test_lines_where_the_launcher_writes_before_each(launcher):
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_a_file_gets_neither_bar_nor_warnings_also_from_a_terminal(launcher, tmp_path):
@@ -94,6 +96,7 @@ def test_a_file_gets_neither_bar_nor_warnings_also_from_a_terminal(launcher, tmp
     assert "Warning" not in written  # DDP compares the gradients' strides with the weights'
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_open_mpi_tags_whole_lines():
     start = f"mpirun --tag-output --oversubscribe -np 2 {TRAIN} --no-progress"

@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.launchers import LAUNCHERS, events, launch, summary
 
+SLOWLY = [pytest.param(launcher, marks=pytest.mark.slow) for launcher in ("horovodrun", "gloo")]
 TUNED = f"{sys.executable} -m hvdtrain.tuned"
 PLAIN = "tests/foreign/mnist.py --samples 1200 --batch-size 10"
 
@@ -65,7 +66,7 @@ def hash_of(done) -> str:
     return next(line for line in done.stdout.splitlines() if "parameters" in line)
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.slow), "gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", *SLOWLY])
 def test_a_plain_script_ends_as_without_us_and_is_recorded(launcher, tmp_path):
     start = LAUNCHERS[launcher].format(ranks=2)
     plain = launch(f"{start} {sys.executable} {PLAIN}", OMP_NUM_THREADS="1")
@@ -89,7 +90,7 @@ def test_a_plain_script_ends_as_without_us_and_is_recorded(launcher, tmp_path):
     assert (summary(tmp_path)["steps"], summary(tmp_path)["exit_code"]) == (60, 0)
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.slow), "gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", *SLOWLY])
 def test_threads_are_this_ranks_share_and_the_exit_code_is_the_scripts(launcher, tmp_path):
     done = run("exits", tmp_path, launcher)
     assert done.code == 7, done
@@ -97,6 +98,7 @@ def test_threads_are_this_ranks_share_and_the_exit_code_is_the_scripts(launcher,
     assert "hvdtrain" not in done.stderr.replace("hvdtrain.tuned: 2 ranks", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
 def test_repeatable_gives_the_same_bits_on_three_ranks(launcher):
     start = LAUNCHERS[launcher].format(ranks=3)
@@ -117,6 +119,7 @@ def test_the_rank_that_does_not_come_is_named_with_its_place(launcher, tmp_path)
     assert [event["kind"] for event in events(tmp_path, "error")] == ["watchdog"]
 
 
+@pytest.mark.slow
 def test_a_watched_script_ends_as_without_us(tmp_path):
     done = run("joins", tmp_path, "gloo", flags=f"--watch 30 --output-dir {tmp_path}")
     assert done.code == 0, done
@@ -125,6 +128,7 @@ def test_a_watched_script_ends_as_without_us(tmp_path):
     assert (done.code, done.stdout.count("2.0")) == (0, 2), done
 
 
+@pytest.mark.slow
 def test_its_own_error_is_its_own_traceback(tmp_path):
     done = run("raises", tmp_path, flags=f"--watch 30 --output-dir {tmp_path}")
     assert done.code != 0
@@ -133,6 +137,7 @@ def test_its_own_error_is_its_own_traceback(tmp_path):
     assert "hvdtrain/" not in done.stderr  # nor in that of the rank which then finds Horovod shut down
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "said"), [("joins", "calls hvd.join"), ("sparse", "no buckets for sparse gradients")])
 def test_repeatable_is_refused_where_it_cannot_be(name, said, tmp_path):
     done = run(name, tmp_path, flags="--repeatable")
@@ -159,6 +164,7 @@ def test_bad_use_under_a_launcher_is_one_line(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_find_each_other_are_refused(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(MODEL)

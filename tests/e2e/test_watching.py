@@ -104,6 +104,7 @@ def test_the_profile_is_formed_as_perfetto_reads_it(watched):
     assert all(ends == ["s", "f"] for ends in arrows.values())
 
 
+@pytest.mark.slow
 def test_watching_changes_nothing_of_the_training(watched, tmp_path):
     directory, _ = watched
     assert train("mpirun", 2, f"--output-dir {tmp_path}").code == 0
@@ -157,6 +158,7 @@ def test_times_of_every_rank_are_written_once_an_epoch(watched):
     assert all(size > 5e7 for size in line["resident_bytes"])
 
 
+@pytest.mark.slow
 def test_tensorboard_goes_on_where_the_run_does(tmp_path):
     out = tmp_path / "out"
     flags = (
@@ -176,6 +178,7 @@ def test_tensorboard_goes_on_where_the_run_does(tmp_path):
     assert len(scalars(out)["train/loss"]) == summary(out)["steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["serial", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_profile_without_horovod(engine, tmp_path):
     start = {"serial": "python", "ddp": "torchrun --standalone --nproc-per-node 2"}[engine]
@@ -204,6 +207,7 @@ def test_a_run_that_is_too_short_says_so(tmp_path):
     assert not (tmp_path / "none" / "profile.json.gz").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["alone", pytest.param("mpirun", marks=pytest.mark.slow)])
 def test_missing_tensorboard_is_one_line(launcher, tmp_path):
     (tmp_path / "tensorboard.py").write_text("raise ImportError('none here')\n")
