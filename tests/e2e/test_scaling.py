@@ -7,6 +7,8 @@ import signal
 import subprocess
 import time
 
+import pytest
+
 from .launchers import MARK, PYTHON, ROOT, environment, kill, launch, members, new_job
 
 TINY = "--batch-size 4 --repeats 2 --steps 2 --warmup-steps 1"
