@@ -17,16 +17,16 @@ setup:
 run: setup
 	. .venv/bin/activate && horovodrun -np $(NP) python -m hvdtrain.mnist $(RUN)
 
-# Two files at a time; TEST="FILE -k NAME -s" is pytest's, and one at a time.
+# What a user relies on; then all the rest; both. Two files at a time; TEST="FILE -k NAME -s" is pytest's, and one at a time.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 test: setup
 	. .venv/bin/activate && python -m pytest $(or $(TEST),$(PARALLEL))
 
 test-slow: setup
-	. .venv/bin/activate && python -m pytest -m slow $(TEST)
+	. .venv/bin/activate && python -m pytest -m slow $(or $(TEST),$(PARALLEL))
 
 test-all: setup
-	. .venv/bin/activate && python -m pytest -m "" $(TEST)
+	. .venv/bin/activate && python -m pytest -m "" $(or $(TEST),$(PARALLEL))
 
 lint: setup
 	. .venv/bin/activate && ruff check . && ruff format --check . && mypy && MYPYPATH=launch mypy launch/*.py launch/setup

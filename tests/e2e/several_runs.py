@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from hvdtrain.engines.exit_codes import run
+from hvdtrain.engines import exit_codes
 from hvdtrain.engines.launchers import announced
 
 VARIABLE = re.compile(r"[A-Z_]+=")
@@ -29,7 +29,7 @@ def once(main, rank: int, path: Path) -> bool:
             os.dup2(file.fileno(), handle)
     code = None
     try:
-        run(main)
+        exit_codes.run(main)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
@@ -46,6 +46,7 @@ def once(main, rank: int, path: Path) -> bool:
 
 if __name__ == "__main__":
     module, directory = sys.argv[1], Path(sys.argv[2])
+    exit_codes.LINGER_SECONDS = 0.0  # no rank ends another by leaving first: the job goes on
     told = announced()
     if told.launcher in ("none", "mpirun (Open MPI)"):
         # MPI can be started once in a process. Where another than Horovod did so, Horovod leaves it running between runs.

@@ -61,6 +61,7 @@ def test_the_loss_does_not_depend_on_the_ranks(book, tmp_path):
     assert (len(curves[1]), curves[1][28][1]) == (34, 337)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(book, tmp_path):
     """With dropout, and samples drawn in between: neither shifts the random numbers of what follows."""
     (tmp_path / "killed.py").write_text(KILLED)

@@ -106,7 +106,8 @@ def test_repeatable_gives_the_same_bits_on_three_ranks(launcher):
     assert len(hashes) == 1, hashes
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
 def test_the_rank_that_does_not_come_is_named_with_its_place(launcher, tmp_path):
     done = run("stuck", tmp_path, launcher, flags=f"--watch 3 --output-dir {tmp_path}", timeout=180)
     assert done.code == 1, done
@@ -149,6 +150,7 @@ def test_repeatable_is_refused_where_it_cannot_be(name, said, tmp_path):
     assert run(name, tmp_path).code == 0  # without it, both are allowed
 
 
+@pytest.mark.slow
 def test_bad_use_under_a_launcher_is_one_line(tmp_path):
     for words, said in (
         ("absent.py", "absent.py cannot be read"),

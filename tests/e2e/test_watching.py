@@ -14,6 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from .launchers import events, launch, several, summary, train
 
+pytestmark = pytest.mark.slow  # tests/single/training/records has the formats
+
 
 def profile(directory: Path) -> tuple[list[dict], dict]:
     merged = json.loads(gzip.decompress((directory / "profile.json.gz").read_bytes()))
@@ -104,7 +106,6 @@ def test_the_profile_is_formed_as_perfetto_reads_it(watched):
     assert all(ends == ["s", "f"] for ends in arrows.values())
 
 
-@pytest.mark.slow
 def test_watching_changes_nothing_of_the_training(watched, tmp_path):
     directory, _ = watched
     assert train("mpirun", 2, f"--output-dir {tmp_path}").code == 0
@@ -158,7 +159,6 @@ def test_times_of_every_rank_are_written_once_an_epoch(watched):
     assert all(size > 5e7 for size in line["resident_bytes"])
 
 
-@pytest.mark.slow
 def test_tensorboard_goes_on_where_the_run_does(tmp_path):
     out = tmp_path / "out"
     flags = (
@@ -178,8 +178,7 @@ def test_tensorboard_goes_on_where_the_run_does(tmp_path):
     assert len(scalars(out)["train/loss"]) == summary(out)["steps"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["serial", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["serial", "ddp"])
 def test_profile_without_horovod(engine, tmp_path):
     start = {"serial": "python", "ddp": "torchrun --standalone --nproc-per-node 2"}[engine]
     flags = (
@@ -191,7 +190,6 @@ def test_profile_without_horovod(engine, tmp_path):
     assert list(rows(trace)) == ["rank 0", "rank 1"][: 1 + (engine == "ddp")]
 
 
-@pytest.mark.slow
 def test_a_run_that_is_too_short_says_so(tmp_path):
     done = train("mpirun", 2, f"--profile 50 --train-samples 900 --output-dir {tmp_path / 'some'}")  # 8 steps
     assert done.code == 0, done
@@ -207,8 +205,7 @@ def test_a_run_that_is_too_short_says_so(tmp_path):
     assert not (tmp_path / "none" / "profile.json.gz").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["alone", pytest.param("mpirun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", ["alone", "mpirun"])
 def test_missing_tensorboard_is_one_line(launcher, tmp_path):
     (tmp_path / "tensorboard.py").write_text("raise ImportError('none here')\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
@@ -218,7 +215,6 @@ def test_missing_tensorboard_is_one_line(launcher, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_images_can_be_watched_too(tmp_path):
     flags = "--dataset synthetic --model resnet18 --image-size 32 --classes 4 --train-samples 64 --batch-size 4"
     flags += f" --epochs 1 --no-progress --log-steps 4 --profile 2 --tensorboard --output-dir {tmp_path}"

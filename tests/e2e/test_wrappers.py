@@ -190,10 +190,7 @@ def test_hostile_names_arrive_as_they_are(case, tmp_path):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case in ("mpirun over Gloo", "horovodrun") else pytest.mark.slow)
-        for case in CASES
-    ],
+    [pytest.param(case, marks=() if case == "mpirun over Gloo" else pytest.mark.slow) for case in CASES],
 )
 def test_what_is_printed_is_what_runs(case, tmp_path):
     """The printed line, pasted into bash, trains; and so does the wrapper, to the same bits."""
