@@ -10,9 +10,6 @@ nvcc) goes to a temporary directory: the environment gets Horovod and its five s
 """
 
 import argparse
-import fcntl
-import hashlib
-import json
 import os
 import platform
 import re
@@ -20,12 +17,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
-import time
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 if sys.version_info < (3, 11) or sys.platform != "linux":
@@ -33,9 +26,11 @@ if sys.version_info < (3, 11) or sys.platform != "linux":
     sys.exit(2)
 
 import cuda_wheels
-import horovod_patches as patches
+import horovod_source
 import openmpi_wheel
 import packages
+import wheel_cache
+from build_failures import explain_failure
 from prove import prove
 from stages import stage
 from steps import (
@@ -62,91 +57,6 @@ RUNTIME_REQUIREMENTS = (
 def build_requirements(cuda: str) -> list[str]:
     pinned = [f"{name}=={pins()[name]}" for name in ("cmake", "setuptools")]
     return [*pinned, "wheel", *RUNTIME_REQUIREMENTS, *(cuda_wheels.requirements(cuda) if cuda else [])]
-
-
-def default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
-
-
-# ------------------------------------------------------------------------------------------------------- wheel cache
-
-
-def cached_wheel(entry: Path) -> Path | None:
-    """The wheel of a complete and undamaged cache entry."""
-    try:
-        record = json.loads((entry / "entry.json").read_text())
-        wheel = entry / record["wheel"]
-        return wheel if hashlib.sha256(wheel.read_bytes()).hexdigest() == record["sha256"] else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def store_wheel(entry: Path, wheel: Path, target: Target) -> Path:
-    """Wheel first, record last, each under its final name only when complete."""
-    record = {
-        "wheel": wheel.name,
-        "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        "built_against": target.as_dict(),
-    }
-    partial = entry / f".{wheel.name}.{os.getpid()}"
-    try:
-        shutil.copyfile(wheel, partial)
-        partial.replace(entry / wheel.name)
-        partial.write_text(json.dumps(record, indent=2) + "\n")
-        partial.replace(entry / "entry.json")
-    finally:
-        partial.unlink(missing_ok=True)
-    return entry / wheel.name
-
-
-@contextmanager
-def only_one(directory: Path, what: str) -> Iterator[None]:
-    """A second builder of the same thing waits for the first; the kernel drops the lock with its holder."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with stage(f"wait for the other build of {what}"):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks: both build, and the renames keep the result whole
-        yield
-
-
-# ------------------------------------------------------------------------------------------------------------- build
-
-
-def checked_sdist(path: Path) -> Path:
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != patches.SDIST_SHA256:
-        raise Refusal(f"{path}: sha256 is {found}, not {patches.SDIST_SHA256}: damaged, or not it. Remove it")
-    return path
-
-
-def local_sdist(cache: Path, offline: Path | None) -> Path | None:
-    """Horovod's source where it lies already, checked; offline it must."""
-    path = offline / patches.SDIST if offline else cache / "sources" / patches.SDIST
-    if path.is_file():
-        return checked_sdist(path)
-    if offline:
-        raise Refusal(f"{offline} lacks {patches.SDIST}: fill it with launch/setup --download DIR where the network is")
-    return None
-
-
-def fetch_sdist(cache: Path, pip: Pip, build_env: dict[str, str]) -> Path:
-    """From the index. Nothing in it runs unchecked: pip compares the hash before it asks setup.py for metadata."""
-    kept = cache / "sources" / patches.SDIST
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    # HOROVOD_LOCAL_VERSION would make setup.py announce another version than the one asked for, and pip drop it.
-    env = {name: value for name, value in build_env.items() if not name.startswith("HOROVOD_")}
-    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-        wanted = Path(scratch) / "requirements.txt"
-        wanted.write_text(f"horovod=={patches.VERSION} --hash=sha256:{patches.SDIST_SHA256}\n")
-        arguments = ("download", "--no-deps", "--no-binary=horovod", "--no-build-isolation", "--require-hashes")
-        pip(*arguments, "-r", wanted, "-d", scratch, doing=f"fetch Horovod {patches.VERSION}", env=env)
-        checked_sdist(Path(scratch) / patches.SDIST).replace(kept)
-    return kept
 
 
 def get_tools(tools: Path, pip: Pip, cuda: str) -> None:
@@ -260,59 +170,12 @@ def compile_wheel(source: Path, prefix: Path, env: dict[str, str], log: Path) ->
     return wheels[0]
 
 
-REMEDIES = (
-    (r"No space left on device", "free some space, or set TMPDIR to a larger place"),
-    (
-        r"Killed|cc1plus.*(out of memory|terminated)|virtual memory exhausted",
-        "not enough memory: --jobs 1, or more memory",
-    ),
-    (r"Python\.h: No such file", "install Python's headers (python3-dev or python3-devel)"),
-    (r"Could NOT find MPI", "this MPI has no working mpicxx: try --mpi wheel, or --mpi none"),
-    (
-        r"Could NOT find NCCL",
-        "no NCCL: pip install the nvidia-nccl wheel of your CUDA, or set --cuda-home to one that has it",
-    ),
-    (
-        r"unsupported GNU version|unsupported clang version",
-        "this nvcc is older than your compiler: CXX=g++-12, or a newer CUDA",
-    ),
-    (
-        r"(You need C\+\+|requires? C\+\+|must be compiled with C\+\+)\D*\d\d",
-        "this torch wants another C++ standard: see docs/installing.md",
-    ),
-)
-
-
-def explain_failure(log: Path) -> str:
-    """The first errors (the later ones follow from them), then what to do."""
-    text = log.read_text(errors="replace")
-    lines = text.splitlines()
-    errors = [
-        i
-        for i, line in enumerate(lines)
-        if re.search(r"\berror:|CMake Error|fatal error|undefined reference|Killed", line)
-    ]
-    shown = []
-    for index in errors[:3]:
-        following = 4 if "CMake Error" in lines[index] else 2
-        shown += [f"    {line[:300]}" for line in lines[index : index + following] if line.strip()]
-    remedy = next(
-        (cure for pattern, cure in REMEDIES if re.search(pattern, text)),
-        "docs/installing.md lists what was built and run",
-    )
-    kept = Path(tempfile.gettempdir()) / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
-    shutil.copyfile(log, kept)
-    return "\n".join(
-        ["building Horovod failed:", *(shown or [last_lines(log)]), f"whole log: {kept}", f"remedy: {remedy}"]
-    )
-
-
 def build(target: Target, run_path: list[str], options: argparse.Namespace, pip: Pip, scratch: Path) -> Path:
     """The wheel, under `scratch`."""
     prefix = plain_prefix(scratch)
-    check_compiler(patches.cxx_standard(target.torch))
+    check_compiler(horovod_source.cxx_standard(target.torch))
     require_space(scratch, 8 if target.cuda else 2, "building Horovod")
-    sdist = local_sdist(options.cache_dir, options.offline)
+    sdist = horovod_source.local_sdist(options.cache_dir, options.offline)
     tools = scratch / "tools"
     get_tools(tools, pip, target.cuda)
     env = build_environment(target, prefix, tools, run_path, options.jobs or compile_jobs())
@@ -320,21 +183,10 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
         env |= cuda_wheels.build_environment(options.cuda_home, tools, scratch / "cuda")
         # Horovod's build asks the first nvcc on PATH which GPUs it knows.
         env["PATH"] = f"{env['CUDA_HOME']}/bin{os.pathsep}{env['PATH']}"
-    sdist = sdist or fetch_sdist(options.cache_dir, pip, env)
-    source = unpack(sdist, scratch)
-    patches.apply(source, target.torch, mpi=bool(target.mpi))
+    sdist = sdist or horovod_source.fetch_sdist(options.cache_dir, pip, env)
+    source = horovod_source.unpack(sdist, scratch)
+    horovod_source.apply_patches(source, target.torch, mpi=bool(target.mpi))
     return compile_wheel(source, prefix, env, scratch / "build.log")
-
-
-def unpack(sdist: Path, directory: Path) -> Path:
-    """Return the source's directory, in `directory`."""
-    with tarfile.open(sdist) as archive:
-        # Debian 12's Python 3.11.2 has no filters yet; the archive's checksum is ours.
-        if hasattr(tarfile, "data_filter"):
-            archive.extractall(directory, filter="data")
-        else:
-            archive.extractall(directory)
-    return directory / f"horovod-{patches.VERSION}"
 
 
 def download(directory: Path, pip: Pip, cuda: str) -> None:
@@ -343,8 +195,8 @@ def download(directory: Path, pip: Pip, cuda: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         tools = Path(scratch) / "tools"
         get_tools(tools, pip, cuda="")
-        sdist = fetch_sdist(Path(scratch), pip, os.environ | {"PYTHONPATH": str(tools)})
-        shutil.copyfile(sdist, directory / patches.SDIST)
+        sdist = horovod_source.fetch_sdist(Path(scratch), pip, os.environ | {"PYTHONPATH": str(tools)})
+        shutil.copyfile(sdist, directory / horovod_source.SDIST)
 
 
 def main() -> None:
@@ -354,14 +206,14 @@ def main() -> None:
         pip = Pip(Path(sys.executable), scratch / "pip.log", options.offline)
         target, run_path = describe_target(options)
         entry = options.cache_dir / "wheels" / target.key()
-        what = f"Horovod {patches.VERSION} for torch {target.torch}, {target.mpi or 'no MPI'}, {target.cuda or 'CPU'}"
+        what = f"Horovod {horovod_source.VERSION} for torch {target.torch}, {target.mpi or 'no MPI'}, {target.cuda or 'CPU'}"
         print(what, flush=True)
-        with only_one(entry, "this wheel"):
-            wheel = None if options.rebuild else cached_wheel(entry)
+        with wheel_cache.only_one(entry, "this wheel"):
+            wheel = None if options.rebuild else wheel_cache.cached_wheel(entry)
             if wheel is None:
                 wheel = build(target, run_path, options, pip, scratch)
                 try:
-                    wheel = store_wheel(entry, wheel, target)
+                    wheel = wheel_cache.store_wheel(entry, wheel, target)
                 except OSError as error:  # minutes of compiling are worth more than the cache
                     print(f"not kept in the cache, the next environment compiles again: {error}", file=sys.stderr)
             else:
@@ -384,7 +236,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cuda-home", type=Path, metavar="DIR", help="this CUDA instead of nvcc from a wheel")
     parser.add_argument("--offline", type=Path, metavar="DIR", help="no network: take every file from DIR")
     parser.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", default=default_cache(), help="of built wheels (%(default)s)"
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        default=wheel_cache.default_cache(),
+        help="of built wheels (%(default)s)",
     )
     parser.add_argument("--rebuild", action="store_true", help="do not take the wheel from the cache")
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: by cores and memory)")

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import cuda_wheels
-import horovod_patches
+import horovod_source
 from steps import BuildFailure, Refusal, has_nvidia_gpu
 
 
@@ -122,7 +122,7 @@ def describe_target(options: argparse.Namespace) -> tuple[Target, list[str]]:
         mpi=mpi,
         cuda=cuda_wheels.identity(torch_cuda, options.cuda_home) if gpu else "",
         flags=" ".join(f"{name}={os.environ[name]}" for name in FLAGS if name in os.environ),
-        patches=horovod_patches.fingerprint(),
+        patches=horovod_source.fingerprint(),
     )
     run_path = [*mpi_directories, "$ORIGIN/../../torch/lib", *(cuda_wheels.run_path() if gpu else [])]
     return target, run_path

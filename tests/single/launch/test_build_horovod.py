@@ -22,10 +22,12 @@ import pytest
 LAUNCH = Path(__file__).resolve().parents[3] / "launch"
 sys.path.insert(0, str(LAUNCH))
 
+import build_failures  # noqa: E402
 import build_horovod  # noqa: E402
-import horovod_patches  # noqa: E402
+import horovod_source  # noqa: E402
 import openmpi_wheel  # noqa: E402
 import steps  # noqa: E402
+import wheel_cache  # noqa: E402
 from steps import BuildFailure, Pip, Refusal  # noqa: E402
 from target import Target, pins  # noqa: E402
 
@@ -50,49 +52,87 @@ def program(name: str, *arguments: str | Path, **env: str) -> subprocess.Complet
 # ----------------------------------------------------------------------------------------------------------- patches
 
 
-def source_as_expected(root: Path) -> Path:
-    for patch in horovod_patches.PATCHES:
-        path = root / patch.file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_text() if path.exists() else ""
-        path.write_text(text + (patch.old + "\n") * (patch.old not in text))
-    return root
+@pytest.fixture
+def released(tmp_path: Path) -> Path:
+    """Horovod's source as released; skipped where only its wheel was needed so far."""
+    sdist = wheel_cache.default_cache() / "sources" / horovod_source.SDIST
+    if not sdist.is_file():
+        pytest.skip("Horovod's source is not in the cache: the wheel was")
+    return horovod_source.unpack(horovod_source.checked_sdist(sdist), tmp_path)
+
+
+def files(root: Path) -> dict[str, str]:
+    """Text of each file of `root`, by its path."""
+    paths = [path for path in root.rglob("*") if path.is_file()]
+    return {str(path.relative_to(root)): path.read_text(errors="replace") for path in paths}
 
 
 @pytest.mark.parametrize(
     ("torch", "standard"), [("2.1.0", 17), ("2.9.1+cpu", 17), ("2.13.0", 17), ("2.14.0", 20), ("2.15.0+cu132", 20)]
 )
-def test_cxx_standard_follows_torch(tmp_path: Path, torch: str, standard: int) -> None:
-    assert horovod_patches.cxx_standard(torch) == standard
-    horovod_patches.apply(source_as_expected(tmp_path), torch)
+def test_cxx_standard_follows_torch(torch: str, standard: int) -> None:
+    assert horovod_source.cxx_standard(torch) == standard
+
+
+@pytest.mark.parametrize(("torch", "standard", "mpi"), [("2.13.0", 17, False), ("2.15.0", 20, True)])
+def test_patches_apply_to_the_release(released: Path, torch: str, standard: int, mpi: bool) -> None:
+    horovod_source.apply_patches(released, torch, mpi)
     for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
-        assert f"set(CMAKE_CXX_STANDARD {standard})" in (tmp_path / name).read_text()
+        assert f"set(CMAKE_CXX_STANDARD {standard})" in (released / name).read_text()
+    util = (released / "horovod" / "common" / "util.py").read_text()
+    assert f"def mpi_built(verbose=False):\n    return {mpi}\n" in util
 
 
-@pytest.mark.parametrize("patch", horovod_patches.PATCHES, ids=lambda patch: f"{patch.file}: {patch.reason[:30]}")
-def test_a_patch_that_does_not_apply_is_named(tmp_path: Path, patch: horovod_patches.Patch) -> None:
-    path = source_as_expected(tmp_path) / patch.file
-    path.write_text(path.read_text().replace(patch.old, "something else"))
-    with pytest.raises(BuildFailure, match="does not apply") as failure:
-        horovod_patches.apply(tmp_path, "2.15.0")
-    assert patch.file in str(failure.value)
+@pytest.mark.parametrize(
+    "tool", [["patch", "-p1", "--fuzz=0", "--batch"], ["git", "apply", "-p1"]], ids=lambda tool: tool[0]
+)
+def test_patches_apply_with_the_usual_tools_to_the_same_result(released: Path, tmp_path: Path, tool: list[str]) -> None:
+    """A site that builds its own Horovod applies the same files with one of these (docs/horovod.md)."""
+    if not shutil.which(tool[0]):
+        pytest.skip(f"no {tool[0]} here")
+    theirs = tmp_path / "theirs"
+    shutil.copytree(released, theirs)
+    # Below a repository, git would skip files that are not in it, and say nothing.
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    for patch in horovod_source.patches("2.13.0", mpi=False):
+        with patch.open() as text:
+            done = subprocess.run(tool, cwd=theirs, stdin=text, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, f"{patch.name}: {done.stdout}{done.stderr}"
+    horovod_source.apply_patches(released, "2.13.0", mpi=False)
+    assert files(theirs) == files(released)
 
 
-def test_patching_twice_is_refused(tmp_path: Path) -> None:
-    horovod_patches.apply(source_as_expected(tmp_path), "2.15.0")
-    with pytest.raises(BuildFailure):
-        horovod_patches.apply(tmp_path, "2.15.0")
-
-
-def test_patches_apply_to_the_release(tmp_path: Path) -> None:
-    sdist = build_horovod.default_cache() / "sources" / horovod_patches.SDIST
-    if not sdist.is_file():
-        pytest.skip("Horovod's source is not in the cache: the wheel was")
-    source = build_horovod.unpack(build_horovod.checked_sdist(sdist), tmp_path)
-    horovod_patches.apply(source, "2.15.0", mpi=False)
-    assert (
-        "def mpi_built(verbose=False):\n    return False\n" in (source / "horovod" / "common" / "util.py").read_text()
+def test_a_patch_applies_as_a_whole_or_is_named(tmp_path: Path) -> None:
+    patch = tmp_path / "01-x.patch"
+    patch.write_text(
+        "Why\n\n--- a/x\n+++ b/x\n@@ -1,3 +1,2 @@\n a\n-b\n c\n@@ -5,2 +4,3 @@ f()\n e\n+new\n f\n"
+        "--- a/y\n+++ b/y\n@@ -2 +2 @@\n-old\n+new\n"
     )
+    x, y = tmp_path / "x", tmp_path / "y"
+    x.write_text("a\nb\nc\nd\ne\nf\n")
+    y.write_text("first\nold\n")
+    horovod_source.apply_patch(tmp_path, patch)
+    assert (x.read_text(), y.read_text()) == ("a\nc\nd\ne\nnew\nf\n", "first\nnew\n")
+    with pytest.raises(BuildFailure, match=r"01-x\.patch does not apply to x at line 5: this is not Horovod 0\.28\.1"):
+        horovod_source.apply_patch(tmp_path, patch)  # a second time
+    x.write_text("one more\na\nb\nc\nd\ne\nf\n")
+    with pytest.raises(BuildFailure, match="does not apply to x"):  # one line further down is another source
+        horovod_source.apply_patch(tmp_path, patch)
+    x.unlink()
+    with pytest.raises(BuildFailure, match="does not apply to x"):
+        horovod_source.apply_patch(tmp_path, patch)
+
+
+PATCHES = sorted(horovod_source.PATCHES.rglob("*.patch"))
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_each_patch_says_why_and_is_in_the_documentation(patch: Path) -> None:
+    header = patch.read_text().partition("\n--- a/")[0]
+    for field in ("Reason: ", "Upstream: ") + ("Safe: ",) * (patch.parent == horovod_source.PATCHES):
+        assert header.count(f"\n{field}") == 1
+    name = patch.relative_to(horovod_source.PATCHES.parents[1])
+    assert f"[{patch.stem}](../{name})" in (LAUNCH.parent / "docs" / "horovod.md").read_text()
 
 
 # ------------------------------------------------------------------------------------------------------- cache
@@ -105,10 +145,19 @@ def test_every_part_of_the_target_is_in_the_key(field: str) -> None:
     assert dataclasses.replace(TARGET).key() == TARGET.key()
 
 
-def test_patch_level_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = horovod_patches.fingerprint()
-    monkeypatch.setattr(horovod_patches, "PATCHES", horovod_patches.PATCHES[:-1])
-    assert horovod_patches.fingerprint() != before
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_each_patch_is_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: Path) -> None:
+    """Each changed line is; the header, which nothing is built from, is not."""
+    before = horovod_source.fingerprint()
+    copy = tmp_path / "patches"
+    shutil.copytree(horovod_source.PATCHES, copy)
+    monkeypatch.setattr(horovod_source, "PATCHES", copy)
+    text = patch.read_text()
+    changed = copy / patch.relative_to(LAUNCH / "patches")
+    changed.write_text(f"Another title\n{text}")
+    assert horovod_source.fingerprint() == before
+    changed.write_text(re.sub(r"^\+(?!\+\+ b/)", "+ ", text, count=1, flags=re.MULTILINE))
+    assert horovod_source.fingerprint() != before
 
 
 def test_label_is_a_valid_local_version() -> None:
@@ -121,12 +170,12 @@ def test_cache_gives_back_whole_wheels_only(tmp_path: Path) -> None:
     wheel.write_bytes(b"wheel" * 1000)
     entry = tmp_path / "entry"
     entry.mkdir()
-    assert build_horovod.cached_wheel(entry) is None
-    stored = build_horovod.store_wheel(entry, wheel, TARGET)
-    assert build_horovod.cached_wheel(entry) == stored
+    assert wheel_cache.cached_wheel(entry) is None
+    stored = wheel_cache.store_wheel(entry, wheel, TARGET)
+    assert wheel_cache.cached_wheel(entry) == stored
     assert sorted(path.name for path in entry.iterdir()) == ["entry.json", wheel.name]
     stored.write_bytes(stored.read_bytes()[:-1])  # truncated by a full disk, say
-    assert build_horovod.cached_wheel(entry) is None
+    assert wheel_cache.cached_wheel(entry) is None
 
 
 def test_a_full_cache_keeps_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +186,9 @@ def test_a_full_cache_keeps_nothing_half_written(tmp_path: Path, monkeypatch: py
     wheel = tmp_path / "horovod-0.28.1-cp311.whl"
     wheel.write_bytes(b"wheel")
     (tmp_path / "entry").mkdir()
-    monkeypatch.setattr(build_horovod.shutil, "copyfile", full)
+    monkeypatch.setattr(wheel_cache.shutil, "copyfile", full)
     with pytest.raises(OSError, match="No space left"):
-        build_horovod.store_wheel(tmp_path / "entry", wheel, TARGET)
+        wheel_cache.store_wheel(tmp_path / "entry", wheel, TARGET)
     assert list((tmp_path / "entry").iterdir()) == []
 
 
@@ -147,10 +196,10 @@ def test_second_builder_waits_for_the_first(tmp_path: Path) -> None:
     order = []
 
     def second() -> None:
-        with build_horovod.only_one(tmp_path, "it"):
+        with wheel_cache.only_one(tmp_path, "it"):
             order.append("second")
 
-    with build_horovod.only_one(tmp_path, "it"):
+    with wheel_cache.only_one(tmp_path, "it"):
         thread = threading.Thread(target=second)
         thread.start()
         time.sleep(0.3)
@@ -166,7 +215,7 @@ def trap_sdist(directory: Path) -> Path:
     """A source package that leaves a file behind if anything in it is run."""
     ran = directory / "RAN"
     code = f"open({str(ran)!r}, 'w'); from setuptools import setup; setup(name='horovod', version='0.28.1')"
-    path = directory / horovod_patches.SDIST
+    path = directory / horovod_source.SDIST
     with tarfile.open(path, "w:gz") as archive:
         for name, text in (("setup.py", code), ("PKG-INFO", "Metadata-Version: 1.0\nName: horovod\nVersion: 0.28.1\n")):
             info = tarfile.TarInfo(f"horovod-0.28.1/{name}")
@@ -178,7 +227,7 @@ def trap_sdist(directory: Path) -> Path:
 def test_changed_source_is_refused_offline(tmp_path: Path) -> None:
     ran = trap_sdist(tmp_path)
     with pytest.raises(Refusal, match="sha256"):
-        build_horovod.local_sdist(tmp_path / "cache", offline=tmp_path)
+        horovod_source.local_sdist(tmp_path / "cache", offline=tmp_path)
     assert not ran.exists()
 
 
@@ -191,19 +240,19 @@ def test_changed_source_from_the_index_is_refused_before_it_runs(
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     pip = Pip(Path(sys.executable), tmp_path / "log")
     with pytest.raises(Refusal, match="sha256"):
-        build_horovod.fetch_sdist(tmp_path / "cache", pip, dict(os.environ))
+        horovod_source.fetch_sdist(tmp_path / "cache", pip, dict(os.environ))
     assert not ran.exists()
     assert not list((tmp_path / "cache").rglob("*.tar.gz"))
     # The trap works: with its own hash, pip runs its setup.py.
-    digest = hashlib.sha256((tmp_path / horovod_patches.SDIST).read_bytes()).hexdigest()
-    monkeypatch.setattr(horovod_patches, "SDIST_SHA256", digest)
-    build_horovod.fetch_sdist(tmp_path / "cache", pip, dict(os.environ))
+    digest = hashlib.sha256((tmp_path / horovod_source.SDIST).read_bytes()).hexdigest()
+    monkeypatch.setattr(horovod_source, "SDIST_SHA256", digest)
+    horovod_source.fetch_sdist(tmp_path / "cache", pip, dict(os.environ))
     assert ran.exists()
 
 
 def test_offline_without_the_source_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"lacks horovod-0\.28\.1\.tar\.gz.*--download"):
-        build_horovod.local_sdist(tmp_path / "cache", offline=tmp_path)
+        horovod_source.local_sdist(tmp_path / "cache", offline=tmp_path)
 
 
 def test_offline_asks_no_configured_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +291,7 @@ def test_offline_asks_no_configured_index(tmp_path: Path, monkeypatch: pytest.Mo
 def test_failed_build_ends_with_the_first_error_and_a_remedy(tmp_path: Path, log: str, shown: str, remedy: str) -> None:
     path = tmp_path / "build.log"
     path.write_text(log)
-    text = build_horovod.explain_failure(path)
+    text = build_failures.explain_failure(path)
     assert shown in text
     assert remedy in text.splitlines()[-1]
     kept = next(line.split(": ", 1)[1] for line in text.splitlines() if line.startswith("whole log: "))

@@ -13,8 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "launch"))
 
-import build_horovod
-import horovod_patches
+import horovod_source
+import wheel_cache
 
 # As the console script does; the check for Gloo would load the extension, which a source tree does not have.
 HOROVODRUN = "from horovod.runner import launch; launch.gloo_built = lambda **_: True; launch.run_commandline()"
@@ -37,11 +37,11 @@ time.sleep(60)
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The patched release; skipped where only its wheel was needed so far."""
-    sdist = build_horovod.default_cache() / "sources" / horovod_patches.SDIST
+    sdist = wheel_cache.default_cache() / "sources" / horovod_source.SDIST
     if not sdist.is_file():
         pytest.skip("Horovod's source is not in the cache: the wheel was")
-    root = build_horovod.unpack(build_horovod.checked_sdist(sdist), tmp_path_factory.mktemp("source"))
-    horovod_patches.apply(root, "2.15.0")
+    root = horovod_source.unpack(horovod_source.checked_sdist(sdist), tmp_path_factory.mktemp("source"))
+    horovod_source.apply_patches(root, "2.15.0")
     return root
 
 
@@ -138,3 +138,22 @@ def test_no_address_of_a_first_start_is_left_for_a_second(source: Path, tmp_path
         [sys.executable, "-c", RENDEZVOUS], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=60
     )
     assert done.stdout == "[404, 404, 404]\n", done.stderr
+
+
+QUEUE = """
+import socket
+from horovod.runner.http.http_server import RendezvousHTTPServer, RendezvousHandler
+
+server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, 0)  # listens, and accepts nobody yet
+ranks = [socket.create_connection(server.server_address, timeout=2) for _ in range(64)]
+print(len(ranks))
+"""
+
+
+def test_all_ranks_can_connect_to_the_rendezvous_server_at_once(source: Path, tmp_path: Path) -> None:
+    """As released the kernel queues six connections, drops the others, and each is tried again seconds later."""
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    done = subprocess.run(
+        [sys.executable, "-c", QUEUE], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=60
+    )
+    assert done.stdout == "64\n", done.stderr

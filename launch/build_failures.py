@@ -1,0 +1,58 @@
+"""What a failed build says: its first errors, and what to do about them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from steps import last_lines
+
+REMEDIES = (
+    (r"No space left on device", "free some space, or set TMPDIR to a larger place"),
+    (
+        r"Killed|cc1plus.*(out of memory|terminated)|virtual memory exhausted",
+        "not enough memory: --jobs 1, or more memory",
+    ),
+    (r"Python\.h: No such file", "install Python's headers (python3-dev or python3-devel)"),
+    (r"Could NOT find MPI", "this MPI has no working mpicxx: try --mpi wheel, or --mpi none"),
+    (
+        r"Could NOT find NCCL",
+        "no NCCL: pip install the nvidia-nccl wheel of your CUDA, or set --cuda-home to one that has it",
+    ),
+    (
+        r"unsupported GNU version|unsupported clang version",
+        "this nvcc is older than your compiler: CXX=g++-12, or a newer CUDA",
+    ),
+    (
+        r"(You need C\+\+|requires? C\+\+|must be compiled with C\+\+)\D*\d\d",
+        "this torch wants another C++ standard: see docs/installing.md",
+    ),
+)
+
+
+def explain_failure(log: Path) -> str:
+    """The first errors (the later ones follow from them), then what to do."""
+    text = log.read_text(errors="replace")
+    lines = text.splitlines()
+    errors = [
+        i
+        for i, line in enumerate(lines)
+        if re.search(r"\berror:|CMake Error|fatal error|undefined reference|Killed", line)
+    ]
+    shown = []
+    for index in errors[:3]:
+        following = 4 if "CMake Error" in lines[index] else 2
+        shown += [f"    {line[:300]}" for line in lines[index : index + following] if line.strip()]
+    remedy = next(
+        (cure for pattern, cure in REMEDIES if re.search(pattern, text)),
+        "docs/installing.md lists what was built and run",
+    )
+    kept = Path(tempfile.gettempdir()) / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    shutil.copyfile(log, kept)
+    return "\n".join(
+        ["building Horovod failed:", *(shown or [last_lines(log)]), f"whole log: {kept}", f"remedy: {remedy}"]
+    )

@@ -1,0 +1,116 @@
+"""Horovod 0.28.1 (2023, its last release) as source: fetched, checked, unpacked, patched.
+
+launch/patches/NN-name.patch are unified diffs, applied in the order of their names; each says why it is needed and what it
+is safe against. launch/patches/optional/ has two more for older versions of torch and for builds without MPI.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tarfile
+import tempfile
+from pathlib import Path
+
+from steps import BuildFailure, Pip, Refusal
+
+VERSION = "0.28.1"
+SDIST = f"horovod-{VERSION}.tar.gz"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+PATCHES = Path(__file__).resolve().parent / "patches"
+
+
+def checked_sdist(path: Path) -> Path:
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != SDIST_SHA256:
+        raise Refusal(f"{path}: sha256 is {found}, not {SDIST_SHA256}: damaged, or not it. Remove it")
+    return path
+
+
+def local_sdist(cache: Path, offline: Path | None) -> Path | None:
+    """Horovod's source if it is on this machine, checked; with `offline`, it must be there."""
+    path = offline / SDIST if offline else cache / "sources" / SDIST
+    if path.is_file():
+        return checked_sdist(path)
+    if offline:
+        raise Refusal(f"{offline} lacks {SDIST}: fill it with launch/setup --download DIR where the network is")
+    return None
+
+
+def fetch_sdist(cache: Path, pip: Pip, build_env: dict[str, str]) -> Path:
+    """From the index. Nothing in it runs unchecked: pip compares the hash before it asks setup.py for metadata."""
+    kept = cache / "sources" / SDIST
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    # HOROVOD_LOCAL_VERSION would make setup.py announce another version than the one asked for, and pip drop it.
+    env = {name: value for name, value in build_env.items() if not name.startswith("HOROVOD_")}
+    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+        wanted = Path(scratch) / "requirements.txt"
+        wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")
+        arguments = ("download", "--no-deps", "--no-binary=horovod", "--no-build-isolation", "--require-hashes")
+        pip(*arguments, "-r", wanted, "-d", scratch, doing=f"fetch Horovod {VERSION}", env=env)
+        checked_sdist(Path(scratch) / SDIST).replace(kept)
+    return kept
+
+
+def unpack(sdist: Path, directory: Path) -> Path:
+    """Return the source's directory, in `directory`."""
+    with tarfile.open(sdist) as archive:
+        # Debian 12's Python 3.11.2 has no filters yet; the archive's checksum is ours.
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(directory, filter="data")
+        else:
+            archive.extractall(directory)
+    return directory / f"horovod-{VERSION}"
+
+
+def cxx_standard(torch_version: str) -> int:
+    """What torch's headers ask for: 17 from 2.1 on, 20 from 2.14 on."""
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    return 20 if (major, minor) >= (2, 14) else 17
+
+
+def patches(torch_version: str, mpi: bool) -> list[Path]:
+    """The patches for this build, in the order in which they apply."""
+    chosen = sorted(PATCHES.glob("*.patch"))
+    if cxx_standard(torch_version) == 17:
+        chosen.append(PATCHES / "optional" / "cxx17.patch")
+    if not mpi:
+        chosen.append(PATCHES / "optional" / "without-mpi.patch")
+    return chosen
+
+
+def apply_patch(source: Path, patch: Path) -> None:
+    """As `patch -p1` does, but at exactly the lines that the patch names.
+
+    The source's checksum is known, so searching for a hunk elsewhere (`patch`'s offsets and fuzz) could only go wrong.
+    Minimal containers have neither `patch` nor `git`.
+    """
+    _, *files = re.split(r"^--- a/(.+)\n\+\+\+ b/.+\n", patch.read_text(), flags=re.MULTILINE)
+    for name, diff in zip(files[::2], files[1::2], strict=True):
+        path = source / name
+        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+        _, *hunks = re.split(r"^@@ -(\d+).*\n", diff, flags=re.MULTILINE)
+        # From the last hunk to the first: the numbers of the lines before a hunk stay what they were.
+        for first, hunk in reversed(list(zip(hunks[::2], hunks[1::2], strict=True))):
+            changes = hunk.splitlines(keepends=True)
+            old = [line[1:] for line in changes if line[0] in " -"]
+            start = int(first) - 1
+            if lines[start : start + len(old)] != old:
+                raise BuildFailure(
+                    f"{patch.name} does not apply to {name} at line {first}: this is not Horovod {VERSION} as released"
+                )
+            lines[start : start + len(old)] = [line[1:] for line in changes if line[0] in " +"]
+        path.write_text("".join(lines))
+
+
+def apply_patches(source: Path, torch_version: str, mpi: bool = True) -> None:
+    for patch in patches(torch_version, mpi):
+        apply_patch(source, patch)
+
+
+def fingerprint() -> str:
+    """Part of the wheel cache's key: changes with the source and each line of a diff, not with a patch's header."""
+    digest = hashlib.sha256(SDIST_SHA256.encode())
+    for patch in sorted(PATCHES.rglob("*.patch")):
+        digest.update(patch.read_text().partition("\n--- a/")[2].encode())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,62 @@
+"""Built wheels, kept between environments: one directory per target, complete entries only."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stages import stage
+from target import Target
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
+
+
+def cached_wheel(entry: Path) -> Path | None:
+    """The wheel of a complete and undamaged cache entry."""
+    try:
+        record = json.loads((entry / "entry.json").read_text())
+        wheel = entry / record["wheel"]
+        return wheel if hashlib.sha256(wheel.read_bytes()).hexdigest() == record["sha256"] else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def store_wheel(entry: Path, wheel: Path, target: Target) -> Path:
+    """Wheel first, record last, each under its final name only when complete."""
+    record = {
+        "wheel": wheel.name,
+        "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "built_against": target.as_dict(),
+    }
+    partial = entry / f".{wheel.name}.{os.getpid()}"
+    try:
+        shutil.copyfile(wheel, partial)
+        partial.replace(entry / wheel.name)
+        partial.write_text(json.dumps(record, indent=2) + "\n")
+        partial.replace(entry / "entry.json")
+    finally:
+        partial.unlink(missing_ok=True)
+    return entry / wheel.name
+
+
+@contextmanager
+def only_one(directory: Path, what: str) -> Iterator[None]:
+    """A second builder of the same thing waits for the first; the kernel drops the lock with its holder."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with stage(f"wait for the other build of {what}"):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks: both build, and the renames keep the result whole
+        yield
