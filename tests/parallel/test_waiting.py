@@ -1,4 +1,4 @@
-"""Horovod's waiting as our build has it (launch/horovod_waiting.py): ranks that are late, early, out of order, or done."""
+"""Horovod's waiting as our build has it (launch/patches/18 and 19): ranks that are late, early, out of order, or done."""
 
 import re
 import time
