@@ -1,4 +1,4 @@
-"""docs/errors.md has every message with which hvdtrain and launch/ end, refuse or warn: found in the source, not by hand.
+"""docs/errors.md has every message with which hvdtrain and launch/ end, refuse or warn, and no page quotes one that is gone.
 
 A message is compared by its fixed words: where the source has a value in braces, the page has any placeholder.
 """
@@ -112,3 +112,113 @@ def test_the_search_finds_messages_and_misses_no_new_one():
     source.tree = ast.parse('raise UserError(f"{n} new words that nobody has written down: try again")')
     source.functions = {}
     assert undocumented(source.messages()) == ["line 1: … new words that nobody has written down: try again"]
+
+
+# ------------------------------------------------------------------------------ and each quoted message is in the source
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OPENING = re.compile(r"(hvdtrain[.\w]*|horovodrun|warning|hint): |stopped by ")
+
+
+def strings(code: str) -> Iterator[str]:
+    """Yield each string of `code` that is no docstring, with VALUE for the values in it."""
+    tree = ast.parse(code)
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else VALUE for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside | docstrings:
+            yield node.value
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\s+", " ", text.replace("`", ""))
+
+
+def fixed_parts(said: str) -> list[str]:
+    return [plain(part) for part in re.split(f"{VALUE}|\n", said) if part.strip()]
+
+
+def everything_said() -> list[list[str]]:
+    said = [text for path in PYTHON for text in strings(path.read_text())]
+    said += [text for path in SHELL for _, text in shell_messages(path)]
+    return [parts for text in dict.fromkeys(said) if len(re.findall(r"\w+", " ".join(parts := fixed_parts(text)))) > 1]
+
+
+SAID = everything_said()
+
+
+def quotes(page: str) -> Iterator[str]:
+    """Yield what stands in code marks in the first column of tables headed "it says", and lines that look like a message."""
+    in_table = False
+    for line in page.splitlines():
+        heading = line.lower().startswith("| it says ")
+        in_table = line.startswith("|") and (in_table or heading)
+        if in_table and not heading:
+            cell = re.split(r"(?<!\\) \|", line)[0].replace("\\|", "|")
+            yield from re.split(
+                r"`(?:, | or | \(and |, the same of | in place of )`", cell[cell.find("`") : cell.rfind("`")]
+            )
+        elif OPENING.match(line.strip(" `|")):
+            yield line.strip(" `|")
+
+
+def stale(quote: str, said: list[list[str]] = SAID) -> list[str]:
+    """Return runs of words of `quote` that no message has, if they are too many for values.
+
+    A string of the source fits if all its fixed parts stand in the quote, in their order. Other words may stand where the source
+    has a value: two in a row, and no more than half. Capitals, numbers and file names are values.
+    """
+    line = plain(quote).strip()
+    known = [False] * len(line)
+    if "..." in line:  # a message in part: each piece of it is somewhere
+        everything = "\0".join(VALUE.join(parts) for parts in said)
+        for piece in re.finditer(r"[^A-Z\d.]{8,}", line):
+            known[slice(*piece.span())] = [piece.group().strip(" :,;") in everything] * len(piece.group())
+    for parts in said:
+        end = 0
+        for part in parts if all(part in line for part in parts) else ():
+            start = line.find(part, end)
+            if start < 0:
+                break
+            end = start + len(part)
+            known[start:end] = [True] * len(part)
+    words = [
+        (match.group(), all(known[slice(*match.span())]))
+        for match in re.finditer(r"(?<![\w.])[a-z][a-z-]+(?!\.?\w)", line)
+    ]
+    runs, run = [], []
+    for word, is_known in [*words, ("", True)]:
+        if not is_known:
+            run.append(word)
+        elif run:
+            runs.append(run)
+            run = []
+    unknown = sum(map(len, runs))
+    return [" ".join(run) for run in runs if len(run) > 2 or unknown > len(words) / 2]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_message_that_a_page_quotes_is_in_the_source(page):
+    gone = {quote: found for quote in quotes(page.read_text()) if (found := stale(quote))}
+    assert gone == {}
+
+
+def test_messages_are_found_in_the_pages():
+    found = {page.name: len(list(quotes(page.read_text()))) for page in PAGES}
+    assert found["errors.md"] > 300
+    assert min(found["tuned.md"], found["watching.md"]) > 0
+    assert found["installing.md"] > 5
+
+
+def test_a_message_that_is_gone_is_found():
+    code = 'raise UserError(f"{n} samples but {size} ranks: use -np {n} or fewer")'
+    (quote,) = quotes("| it says | meaning |\n| `N samples but M ranks: use -np N or fewer` | |\n")
+
+    def left(code: str) -> list[str]:
+        return stale(quote, [fixed_parts(text) for text in strings(code)])
+
+    assert left(code) == []
+    assert left(code.replace("but", "of")) != []
+    assert left(f'"""{quote}"""') != []  # a docstring says nothing to a user
