@@ -167,8 +167,8 @@ def quotes(page: str) -> Iterator[str]:
 def stale(quote: str, said: list[list[str]] = SAID) -> list[str]:
     """Return runs of words of `quote` that no message has, if they are too many for values.
 
-    A string of the source fits if all its fixed parts stand in the quote, in their order. Other words may stand where the source
-    has a value: two in a row, and no more than half. Capitals, numbers and file names are values.
+    A string of the source fits if all its fixed parts stand in the quote, in their order. Where the source has a value, the
+    quote may have other words: two in a row, and no more than half. Capitals, numbers and file names are values.
     """
     line = plain(quote).strip()
     known = [False] * len(line)
