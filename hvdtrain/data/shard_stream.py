@@ -51,12 +51,12 @@ class StreamBatches(IterableDataset):
             while (batch := self.fill(samples, TEST_BATCH, 0)).samples or batch.corrupt:
                 yield batch
             return
-        from webdataset.filters import _shuffle
+        from webdataset.filters import shuffle
 
         stream = self.endless(units, reader, readers)
         draw = random.Random(mixed_seed(self.seed, "draw", reader))
         held = min(SHUFFLE_SAMPLES, max(1, self.plan.per_epoch // readers))
-        samples = _shuffle(stream, held, initial=min(held, 100), rng=draw)
+        samples = shuffle(held, initial=min(held, 100), rng=draw)(stream)
         # A resumed run reads on in the same epoch's order of shards, past as many samples as were taken: near enough, and no
         # more, for a stream that other runs have shuffled and stretched across the ends of epochs.
         for _ in itertools.islice(samples, self.plan.taken // readers):
