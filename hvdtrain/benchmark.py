@@ -1,4 +1,4 @@
-"""Measure one configuration: how many samples a second, and where the time of each sample goes.
+"""Measure one configuration: samples per second, and the time per sample by phase.
 
 python -m hvdtrain.benchmark --engine serial                          ResNet-50, batch 32, synthetic images
 horovodrun -np 2 python -m hvdtrain.benchmark --amp bf16 --channels-last
@@ -7,10 +7,10 @@ torchrun --nproc-per-node 2 -m hvdtrain.benchmark --engine ddp --no-communicatio
 
 --model gpt-small             a language model: windows of 256 bytes instead of images, with tokens per second
 --input synthetic (default)   random uint8 images on the device, gathered and scaled to each batch; or random tokens
---input mock                  the same finished batch for ever: compute and communication alone
+--input mock                  the same prepared batch each time: compute and communication alone
 --input real                  the files in --data-dir: MNIST for convnet, image folders for torchvision's models
 
-Samples per second are those of all ranks over the slowest rank's time. docs/benchmarks.md says how all of it is measured.
+Samples per second: the samples of all ranks over the time of the slowest rank. docs/benchmarks.md describes the method.
 """
 
 import copy
@@ -69,18 +69,24 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
         "--image-size", type=cli.positive_int, help="pixels (default: 224; inception_v3 299; convnet 28)"
     )
     parser.add_argument("--amp", choices=cli.AMP, default="off", help="compute in this type where it is safe")
-    parser.add_argument("--channels-last", action="store_true", help="images in memory as height, width, channel")
+    parser.add_argument("--channels-last", action="store_true", help="store images as height, width, channel")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--input", choices=("synthetic", "mock", "real"), default="synthetic")
     parser.add_argument("--dataset", choices=idx.NAMES, default="auto", help="with --input real and convnet")
     parser.add_argument("--data-dir", type=Path, help="with --input real")
     parser.add_argument("--workers", type=cli.count, help="with image folders: input processes per rank")
-    parser.add_argument("--no-communication", action="store_true", help="every rank trains for itself: the upper bound")
-    parser.add_argument("--warmup-steps", type=cli.positive_int, default=5, help="not counted (default: 5)")
-    parser.add_argument("--repeats", type=cli.positive_int, default=10, help="their mean is the result (default: 10)")
-    parser.add_argument("--steps", type=cli.positive_int, help="per repeat (default: as many as take a second)")
+    parser.add_argument("--no-communication", action="store_true", help="each rank trains on its own: the upper bound")
+    parser.add_argument(
+        "--warmup-steps", type=cli.positive_int, default=5, help="steps that are not counted (default: 5)"
+    )
+    parser.add_argument(
+        "--repeats", type=cli.positive_int, default=10, help="number of repeats; their mean is the result (default: 10)"
+    )
+    parser.add_argument("--steps", type=cli.positive_int, help="steps per repeat (default: as many as take a second)")
     parser.add_argument("--seed", type=cli.seed, default=1)
-    parser.add_argument("--output-dir", type=Path, help="write benchmark.json there (default: nowhere)")
+    parser.add_argument(
+        "--output-dir", type=Path, help="write benchmark.json to this directory (default: write nothing)"
+    )
     cli.add_compression(parser)
     cli.add_engine(parser)
     flags = parser.parse(argv)

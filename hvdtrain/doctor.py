@@ -1,10 +1,10 @@
-"""What is wrong with this machine, this build, this launch: each finding with its reason and what to type.
+"""Find problems with this machine, this build and this launch; print each with its reason and what to type.
 
 python -m hvdtrain.doctor                                     this machine alone
-horovodrun -np 2 python -m hvdtrain.doctor                    this launch: put the doctor where the training would stand
+horovodrun -np 2 python -m hvdtrain.doctor                    this launch: the doctor in place of the training
 launch/mpirun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.doctor --output-dir OUT --data-dir DIR
 
-Exit codes: 0 nothing wrong (warnings allowed), 1 a problem, 2 bad input.
+Exit codes: 0 no problem (there may be warnings), 1 a problem, 2 bad input.
 """
 
 import contextlib
@@ -352,7 +352,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--engine", choices=ENGINES, default="horovod")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--data-dir", type=Path, help="where MNIST's files should be")
-    parser.add_argument("--output-dir", type=Path, help="where training would write; is it shared by all hosts?")
+    parser.add_argument("--output-dir", type=Path, help="where training would write; checks whether all hosts share it")
     parser.add_argument("--json", action="store_true", help="the findings as one JSON object")
     return parser.parse(argv)
 

@@ -9,7 +9,7 @@ torchrun --nproc-per-node 8 -m hvdtrain.imagenet --engine ddp --data-dir DIR
 --model resnet18 --image-size 64    any torchvision classifier, any size
 --amp bf16 --compile                mixed precision, torch.compile
 --recipe goyal                      the schedule of arXiv:1706.02677
---output-dir OUT                    metrics.jsonl, summary.json and checkpoints; started again, the run goes on from there
+--output-dir OUT                    metrics.jsonl, summary.json, checkpoints; the same command again resumes
 """
 
 import dataclasses
@@ -53,23 +53,25 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's 
 def parse(argv: Sequence[str] | None = None) -> Flags:
     parser = training.parser("hvdtrain.imagenet", __doc__, epochs=None, batch_size=None)
     parser.add_argument("--dataset", choices=("folder", "shards", "synthetic"), default="folder")
-    parser.add_argument("--data-dir", type=Path, help="has train/ and val/, of folders or of shards")
+    parser.add_argument("--data-dir", type=Path, help="directory with train/ and val/, of folders or of shards")
     parser.add_argument("--train-shards", help="a glob, a brace pattern, a URL or pipe:COMMAND, in place of --data-dir")
     parser.add_argument("--test-shards", help="the same for the test set")
-    parser.add_argument("--train-samples", type=training.positive_int, help="an epoch takes so many (default: all)")
+    parser.add_argument("--train-samples", type=training.positive_int, help="samples per epoch (default: all)")
     parser.add_argument(
-        "--classes", type=training.positive_int, help="for shards and synthetic (default: shards' own, or 1000)"
+        "--classes",
+        type=training.positive_int,
+        help="number of classes, for shards and synthetic (default: that of the shards, or 1000)",
     )
     parser.add_argument("--image-size", type=training.positive_int, default=224, help="pixels (default: 224)")
     parser.add_argument(
-        "--workers", type=training.count, help="input processes per rank (default: from this rank's cores)"
+        "--workers", type=training.count, help="input processes per rank (default: derived from this rank's cores)"
     )
     parser.add_argument(
         "--max-corrupt",
         "--max-broken",
         type=training.non_negative,
         default=0.001,
-        help="stop when more samples cannot be read: below 1 a share of them all, else a number (default: 0.001)",
+        help="stop if more samples than this cannot be read: a share if below 1, else a number (default: 0.001)",
     )
     parser.add_argument("--recipe", choices=tuple(RECIPES), default="cosine")
     parser.add_argument("--model", default="resnet50", help="any torchvision classifier (default: resnet50)")

@@ -7,9 +7,9 @@ python -m hvdtrain.lm --sample "First Citizen:" --output-dir OUT    text from th
 
 --recipe shakespeare-cpu     0.8 million parameters, 2,000 steps of 12 windows over all ranks: a minute (default)
 --recipe gpt2                124 million parameters, 600,000 steps of 480 windows of 1,024 byte pairs
---layers 6 --heads 6 --width 384 --context 256 --steps 5000 --dropout 0.2    any other
+--layers 6 --heads 6 --width 384 --context 256 --steps 5000 --dropout 0.2    any other configuration
 
-The first 90 % of the text train, cut into windows that each epoch takes once; the rest is evaluated, whole. docs/lm.md.
+Trains on the first 90 % of the text, in windows that are each used once per epoch; evaluates on all of the rest. docs/lm.md.
 """
 
 import math
@@ -57,27 +57,37 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="default: the standard library's sources")
     add("--recipe", choices=tuple(RECIPES), default="shakespeare-cpu")
     add("--tokens", choices=vocabularies.KINDS, help="pairs: needs the package tokenizers")
-    add("--vocabulary-size", type=training.positive_int, default=50_257, help="pairs: how many to learn from the text")
-    add("--tokenizer", type=Path, help="pairs: a tokenizer.json, instead of learning them")
+    add(
+        "--vocabulary-size",
+        type=training.positive_int,
+        default=50_257,
+        help="pairs: number of tokens to learn from the text",
+    )
+    add("--tokenizer", type=Path, help="pairs: use this tokenizer.json instead of learning one")
     add("--layers", type=training.positive_int)
-    add("--heads", type=training.positive_int, help="of attention, in each layer")
+    add("--heads", type=training.positive_int, help="attention heads per layer")
     add("--width", type=training.positive_int, help="values per token")
-    add("--context", type=training.positive_int, help="tokens in a window")
-    add("--tied", action=BooleanOptionalAction, help="the head's weights are the token embedding's")
-    add("--bias", action=BooleanOptionalAction, help="in linear layers and layer norms")
+    add("--context", type=training.positive_int, help="tokens per window")
+    add("--tied", action=BooleanOptionalAction, help="share the token embedding's weights with the head")
+    add("--bias", action=BooleanOptionalAction, help="biases in linear layers and layer norms")
     add("--dropout", type=training.fraction)
-    add("--steps", type=training.positive_int, help="in all; --epochs N instead: so many times through the text")
+    add("--steps", type=training.positive_int, help="number of steps; or give --epochs N, passes through the text")
     add("--lr", type=training.positive, help="learning rate after the warm-up")
-    add("--min-lr", type=training.non_negative, help="at the end of the cosine")
+    add("--min-lr", type=training.non_negative, help="learning rate at the end of the cosine")
     add("--warmup-steps", type=training.count)
-    add("--beta2", type=training.fraction, help="of AdamW; beta 1 is 0.9")
-    add("--weight-decay", type=training.non_negative, help="of matrices; vectors do not decay")
-    add("--clip-norm", type=training.positive, help="largest norm of a step's gradient")
+    add("--beta2", type=training.fraction, help="AdamW's beta 2; beta 1 is 0.9")
+    add("--weight-decay", type=training.non_negative, help="weight decay of matrices; vectors do not decay")
+    add("--clip-norm", type=training.positive, help="clip each step's gradient to this norm")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--sample", metavar="PROMPT", help="train nothing: continue PROMPT, from the checkpoint that --resume PATH "
-        "names or the newest in --output-dir")  # fmt: skip
-    add("--sample-tokens", type=training.count, default=200, help="of a sample, also after each epoch (default: 200)")
-    add("--temperature", type=training.positive, default=0.8, help="of a sample (default: 0.8)")
+    add("--sample", metavar="PROMPT", help="do not train: continue PROMPT with the checkpoint --resume PATH, or "
+        "the newest in --output-dir")  # fmt: skip
+    add(
+        "--sample-tokens",
+        type=training.count,
+        default=200,
+        help="length of a sample, also after each epoch (default: 200)",
+    )
+    add("--temperature", type=training.positive, default=0.8, help="sampling temperature (default: 0.8)")
     parser.may_change_on_resume("recipe", "text", "tokenizer", "compile", "sample", "sample_tokens", "temperature")
     flags = parser.parse(argv, RECIPES)
     if flags.epochs is not None:

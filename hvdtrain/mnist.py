@@ -8,7 +8,7 @@ horovodrun -np 8 -H a:4,b:4 python -m hvdtrain.mnist      two hosts
 
 --dataset mnist --data-dir DIR      the IDX files in DIR, compressed or not
 --recipe classic --epochs 10        plain SGD at a constant rate, as tutorials do
---output-dir OUT                    metrics.jsonl, summary.json, mistakes.json, checkpoints; started again, goes on there
+--output-dir OUT                    metrics.jsonl, summary.json, mistakes.json, checkpoints; the same command again resumes
 """
 
 from collections.abc import Sequence
@@ -48,10 +48,10 @@ METRICS = {"accuracy": training.Metric("max", percent=True), "loss": training.Me
 def parse(argv: Sequence[str] | None = None) -> Flags:
     parser = training.parser("hvdtrain.mnist", __doc__, epochs=None, batch_size=None)
     parser.add_argument(
-        "--dataset", choices=idx.NAMES, default="auto", help="default: MNIST if it can be had, else digits"
+        "--dataset", choices=idx.NAMES, default="auto", help="default: MNIST if present or downloadable, else digits"
     )
-    parser.add_argument("--data-dir", type=Path, help="where the data files are, or go")
-    parser.add_argument("--train-samples", type=training.positive_int, help="train on the first so many samples only")
+    parser.add_argument("--data-dir", type=Path, help="where the data files are, or are downloaded to")
+    parser.add_argument("--train-samples", type=training.positive_int, help="train only on the first N samples")
     parser.add_argument("--recipe", choices=tuple(RECIPES), default="fast")
     parser.add_argument("--model", choices=tuple(MODELS), default="convnet")
     add_optimization(parser)

@@ -1,12 +1,12 @@
-"""The all-reduce, alone: what each rank held before and after; or, with --sweep, how fast it is at which size.
+"""The all-reduce alone: what each rank holds before and after; or, with --sweep, its speed over size.
 
 mpirun -np 4 python -m hvdtrain.reduce                                each rank starts with its rank + 1: 4 ranks get 10
 horovodrun -np 4 python -m hvdtrain.reduce --reduction average --dtype float16
 torchrun --nproc-per-node 4 -m hvdtrain.reduce --engine ddp
 mpirun -np 4 python -m hvdtrain.reduce --sweep --output-dir OUT       table, reduce.json and reduce.png
 
-Bandwidths are those of nccl-tests, doc/PERFORMANCE.md: S bytes reduced in t seconds are an algorithm bandwidth of S/t; times
-2(n-1)/n it is the bus bandwidth, which for any n can be compared with what the wire, or the memory, can do. GB: 10^9 bytes.
+Bandwidths are those of nccl-tests, doc/PERFORMANCE.md: S bytes reduced in t seconds are an algorithm bandwidth of S/t. Times
+2(n-1)/n it is the bus bandwidth, which can be compared with that of the network or the memory for any n. GB: 10^9 bytes.
 """
 
 import socket
@@ -47,9 +47,11 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--min-bytes", type=cli.byte_count, default=4, help="default: 4")
     parser.add_argument("--max-bytes", type=cli.byte_count, default=256 * 2**20, help="default: 268435456 (256 MiB)")
     parser.add_argument(
-        "--seconds-per-size", type=cli.positive, default=0.5, help="about so long each size is timed (default: 0.5)"
+        "--seconds-per-size", type=cli.positive, default=0.5, help="approximate time per size (default: 0.5)"
     )
-    parser.add_argument("--output-dir", type=Path, help="with --sweep: write reduce.json and reduce.png there")
+    parser.add_argument(
+        "--output-dir", type=Path, help="with --sweep: write reduce.json and reduce.png to this directory"
+    )
     cli.add_engine(parser)
     flags = parser.parse(argv)
     if flags.op not in engine_class(flags.engine).reductions:

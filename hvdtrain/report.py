@@ -1,13 +1,13 @@
-"""Make one page with pictures from runs' output directories: what they learned, where time went, how they differ.
+"""Make one page with plots from the output directories of runs: what they learned, where time went, how they differ.
 
 python -m hvdtrain.report out                                    one run
-python -m hvdtrain.report out-1 out-2 --output-dir runs/report   several, compared; what differs stands in front
-python -m hvdtrain.report out-1 out-2 --csv runs.csv             no page: their numbers as a table, to plot with other tools
+python -m hvdtrain.report out-1 out-2 --output-dir runs/report   several, compared; differences first
+python -m hvdtrain.report out-1 out-2 --csv runs.csv             no page: a table of their numbers, for other tools
 
 DIR is the --output-dir of a run of hvdtrain.mnist, hvdtrain.imagenet or a program of your own, whatever its metrics are
-called; it may still be going on, or have been killed.
-The page (report.html) needs no network and no other file; the pictures lie beside it as PNG too. It is how it was at the
-time of this command: type it again for a run that goes on.
+called; it may still be running, or have been killed.
+The page (report.html) needs no network and no other file; each plot is also written as PNG. It shows the state at the time
+of the command: repeat it for a run that is still going.
 """
 
 from argparse import Namespace

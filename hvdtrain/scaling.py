@@ -8,9 +8,9 @@ python -m hvdtrain.scaling --model-of OUT SWEEP --bandwidth-gbit 25 --latency-us
                                                                       4,096 ranks from what was measured (docs/predicting.md)
 
 Bounds: one rank alone, times N; and N ranks that train side by side without communicating, which share cores, caches and
-memory as those that do communicate. Each round runs every configuration once, in an order of its own; ratios are taken
-within a round, so that what changes on the machine meanwhile touches both sides. The median over rounds counts; least and
-most show the spread. --output-dir gets scaling.csv, scaling.json, scaling.png and every run's log.
+memory in the same way. Each round runs every configuration once, in a new order; ratios are taken
+within a round, so that changes on the machine affect both sides. Results are medians over rounds; minimum and maximum
+show the spread. --output-dir gets scaling.csv, scaling.json, scaling.png and every run's log.
 
 Exit codes: 1 where a configuration failed (it is said, and the others go on); 130 after Ctrl-C, which ends the running job
 and keeps what was measured.
@@ -60,14 +60,22 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
         type=rank_counts,
         help="default: 1, 2, 4, ... up to the cores or GPUs, at least 2 (--model-of: 16 to 4,096)",
     )
-    parser.add_argument("--rounds", type=cli.positive_int, default=3, help="each runs everything once (default: 3)")
+    parser.add_argument(
+        "--rounds", type=cli.positive_int, default=3, help="rounds, each of which runs everything once (default: 3)"
+    )
     parser.add_argument("--hosts", help="NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
-    parser.add_argument("--interface", metavar="NAME", help="that joins the hosts (default: the launcher looks for it)")
+    parser.add_argument(
+        "--interface",
+        metavar="NAME",
+        help="network interface between the hosts (default: the launcher searches for it)",
+    )
     parser.add_argument(
         "--threads", type=cli.threads, help="torch threads of every rank (default: cores / most ranks on a host)"
     )
-    parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds a run may take (default: 600)")
-    parser.add_argument("--seed", type=cli.seed, default=1, help="of the order within rounds (default: 1)")
+    parser.add_argument(
+        "--timeout", type=cli.positive, default=600, help="time limit of a run in seconds (default: 600)"
+    )
+    parser.add_argument("--seed", type=cli.seed, default=1, help="seed of the order within rounds (default: 1)")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/scaling"), help="default: runs/scaling")
     parser.add_argument("benchmark", nargs="*", metavar="-- FLAGS", help="flags of hvdtrain.benchmark")
     prediction.add_flags(parser)

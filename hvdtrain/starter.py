@@ -1,10 +1,10 @@
-"""Bring up Horovod over Gloo (on GPUs: NCCL) where one process per rank can be started and nothing more: no ssh, no MPI.
+"""Start Horovod over Gloo (on GPUs: NCCL) where something starts one process per rank and nothing else: no ssh, no MPI.
 
 srun --ntasks 8 python -m hvdtrain.starter -m hvdtrain.mnist         Slurm, also without PMIx
 MASTER_ADDR=a MASTER_PORT=9000 WORLD_SIZE=2 RANK=0 python -m hvdtrain.starter -m hvdtrain.mnist     on host a
 MASTER_ADDR=a MASTER_PORT=9000 WORLD_SIZE=2 RANK=1 python -m hvdtrain.starter -m hvdtrain.mnist     on host b
 
-Rank 0 serves the meeting point in a thread of its own process, on the interface of the job; each rank then becomes the
+Rank 0 runs the rendezvous server in a thread of its process, on the interface of the job; each rank then becomes the
 program. Exit codes and signals are the program's own.
 """
 
@@ -166,11 +166,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the starter's own options, and the rest: what to run."""
     parser = cli.Parser("hvdtrain.starter", __doc__)
     parser.usage = "hvdtrain.starter [OPTIONS] (-m MODULE | FILE) ARGUMENTS"
-    parser.add_argument("--interface", help="of the job (default: the one that leads to rank 0)")
+    parser.add_argument("--interface", help="network interface of the job (default: the one that reaches rank 0)")
     parser.add_argument(
-        "--port", type=cli.positive_int, help="of the meeting point (default: MASTER_PORT, or by the job)"
+        "--port", type=cli.positive_int, help="port of the meeting point (default: MASTER_PORT, or from the job)"
     )
-    parser.add_argument("--wait", type=cli.positive, default=120.0, help="seconds for all ranks to come (default: 120)")
+    parser.add_argument("--wait", type=cli.positive, default=120.0, help="seconds to wait for all ranks (default: 120)")
     end = 0
     while end < len(argv) and argv[end].startswith("--"):
         end += 1 if "=" in argv[end] or argv[end] == "--help" else 2

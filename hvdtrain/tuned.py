@@ -4,9 +4,9 @@ horovodrun -np 8 python -m hvdtrain.tuned train.py --epochs 3         in place o
 mpirun -np 8 python -m hvdtrain.tuned -m package.train --epochs 3     a module
 launch/horovodrun.sh -np 8 -- python -m hvdtrain.tuned train.py
 
-Sets, before torch is imported, what your environment does not set itself: OMP_NUM_THREADS by the cores that each rank
-really has; what keeps Horovod's and MPI's threads from taking the cores of those that compute; malloc. The script is the
-main program: its arguments, exit code, signals, tracebacks and worker processes are as without hvdtrain.tuned.
+Before torch is imported, it sets what your environment does not: OMP_NUM_THREADS, from the cores available to each rank;
+settings that keep Horovod's and MPI's threads from taking cores from computation; malloc. The script is the main program:
+arguments, exit code, signals, tracebacks and worker processes are as without hvdtrain.tuned.
 """
 
 import argparse
@@ -59,11 +59,15 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         end += 1 if "=" in argv[end] or argv[end] in VALUELESS else 2
     parser.add_argument(
         "--watch", type=seconds, metavar="SECONDS",
-        help="end the job where a rank makes no progress for so long, and name it; `auto`: 30, or more if steps take long "
-        "(default: a hung rank is waited for)",
+        help="seconds without progress before the hung rank is named and the job ends; `auto`: 30, or more if steps take "
+        "long (default: wait forever)",
     )  # fmt: skip
-    parser.add_argument("--output-dir", type=Path, help="write metrics.jsonl and summary.json there (default: nowhere)")
-    parser.add_argument("--repeatable", action="store_true", help="the same bits run after run; not with hvd.join")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        help="write metrics.jsonl and summary.json to this directory (default: write nothing)",
+    )
+    parser.add_argument("--repeatable", action="store_true", help="make runs repeat bit for bit; not with hvd.join")
     return parser.parse_args(argv[:end]), list(argv[end:])
 
 

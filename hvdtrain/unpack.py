@@ -1,11 +1,11 @@
-"""Write the launch scripts, the container recipes and what they need out of an installed hvdtrain.
+"""Write the launch scripts, container recipes and what they need from an installed hvdtrain.
 
 python -m hvdtrain.unpack DIR                  launch/, containers/, docs/, the package itself, and how to build it
-python -m hvdtrain.unpack DIR --overwrite      also over files that differ from these: edited, or of another version
+python -m hvdtrain.unpack DIR --overwrite      also replace files that differ: edited, or of another version
 
-DIR is then what a fresh clone is, without tests: DIR/launch/mpirun.sh and sbatch DIR/launch/slurm.sbatch start training,
-`make -C DIR setup` makes an environment, and containers are built in DIR. Files that are there already and the same are left
-alone; where one differs, nothing at all is written.
+DIR is then like a fresh clone, without tests: DIR/launch/mpirun.sh and sbatch DIR/launch/slurm.sbatch start training,
+`make -C DIR setup` creates an environment, and containers are built in DIR. Existing files that are the same are left alone;
+if one differs, nothing is written.
 """
 
 import shutil
@@ -25,8 +25,8 @@ BESIDE = PACKAGE / "_checkout"  # setup.py puts it into the wheel
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser = cli.Parser("hvdtrain.unpack", __doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; it need not exist")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that differ, and say which")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory to write to; it need not exist")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that differ, and list them")
     return parser.parse_args(argv)
 
 

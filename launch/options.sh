@@ -3,18 +3,18 @@
 
 options_help='
   -np N               ranks (default: the slots of -H)
-  -H A:4,B:4          hosts and the ranks that each may take (default: this host)
+  -H A:4,B:4          hosts and their numbers of ranks (default: this host)
   --interface NAME    network interface of the job, the same name on every host (`ip -br addr` lists them)
-  --pass NAME         let this variable through to the ranks as well; again for each one
+  --pass NAME         also pass this variable to the ranks; may be repeated
   --transport NAME    what carries CPU tensors: mpi or gloo (default: MPI inside a host, Gloo between hosts)
   --port N            where ranks meet on the first host, for Gloo under mpirun (default: 9000)
-  --fusion-mb N       most megabytes that Horovod puts into one message
-  --cycle-ms N        milliseconds between two looks for new work
-  --timeline FILE     write what every tensor did when (chrome://tracing)
-  --autotune FILE     let Horovod look for fusion and cycle itself, and log its tries
-  --restarts N        after a failure start again, up to N times, after 1, 2, 4, ... 60 s; the program goes on with the newest
-                      checkpoint in its --output-dir. Gives up when two failures in a row brought no new checkpoint
-  --min-np N          with --restarts: go on with as few ranks as this where hosts no longer answer (default: all or none)
+  --fusion-mb N       maximum megabytes that Horovod fuses into one message
+  --cycle-ms N        milliseconds between two of Horovod's cycles
+  --timeline FILE     write Horovod's timeline of every tensor (chrome://tracing)
+  --autotune FILE     let Horovod search for fusion and cycle time, and log its trials
+  --restarts N        restart after a failure, up to N times, after 1, 2, 4, ... 60 s; the program continues from the newest
+                      checkpoint in its --output-dir. Gives up after two failures in a row without a new checkpoint
+  --min-np N          with --restarts: if hosts do not answer, continue with at least this many ranks (default: all)
 
 DRY_RUN=1 prints the command, quoted for bash, and runs nothing.'
 

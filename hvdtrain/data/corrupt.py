@@ -65,5 +65,5 @@ class CorruptSamples:
         if self.total() > self.limit:
             first = next(iter(found.values()))
             said = f"{self.total():,} samples cannot be read, such as {first.name} ({first.why})"
-            how = f"--max-corrupt allows {self.limit:,}: mend the data, or raise it"
+            how = f"--max-corrupt allows {self.limit:,}: fix the data, or raise it"
             raise UserError(f"{said}: {how}", everywhere=True)

@@ -49,8 +49,8 @@ def main() -> int:
     parser = cli.Parser("hvdtrain.data.make_shards", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("shards", type=Path, help="a new directory")
-    parser.add_argument("--samples-per-shard", type=cli.positive_int, default=1000, help="at most (default: 1000)")
-    parser.add_argument("--seed", type=cli.seed, default=1, help="of the order (default: 1)")
+    parser.add_argument("--samples-per-shard", type=cli.positive_int, default=1000, help="maximum (default: 1000)")
+    parser.add_argument("--seed", type=cli.seed, default=1, help="seed of the order (default: 1)")
     flags = parser.parse_args()
     for split in ("train", "val"):
         if not (flags.folder / split).is_dir():

@@ -108,7 +108,7 @@ def add_engine(group: argparse.ArgumentParser) -> None:
         "--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)"
     )
     group.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
     )
     group.add_argument(
         "--threads", type=threads, help="torch threads per rank (default: this rank's share of the cores)"
@@ -117,7 +117,7 @@ def add_engine(group: argparse.ArgumentParser) -> None:
         "--tuning",
         choices=("auto", "off"),
         default="auto",
-        help="auto sets what makes Horovod, MPI and malloc fast where you have not set it; off leaves every default",
+        help="auto: settings that make Horovod, MPI and malloc fast, unless you set them; off: keep all defaults",
     )
 
 
@@ -127,7 +127,7 @@ def add_compression(group: argparse.ArgumentParser) -> None:
         "--compression",
         choices=("none", "fp16", "auto"),
         default="none",
-        help="of the gradients on the wire; auto: fp16 between hosts, none within one",
+        help="of gradients on the network; auto: fp16 between hosts, none within a host",
     )
     group.add_argument(
         "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"

@@ -96,28 +96,38 @@ def add_run(group: TrainingParser) -> None:
         "--amp",
         choices=cli.AMP,
         default="off",
-        help="compute in this type where it is safe; fp16 scales the loss; auto: bf16 where the device has it",
+        help="compute in this type where it is safe; fp16 scales the loss; auto: bf16 if the device supports it",
     )
     cli.add_compression(group)
     group.add_argument(
         "--gradient-predivide-factor",
         type=cli.positive,
-        help="divide gradients by this before they are summed over ranks (default: 1; with fp16 the number of ranks)",
+        help="divide gradients by this before summing them over ranks (default: 1; with fp16 the number of ranks)",
     )
     group.add_argument(
-        "--reduction", choices=("average", "sum", "adasum"), default="average", help="of the gradients, over ranks"
+        "--reduction",
+        choices=("average", "sum", "adasum"),
+        default="average",
+        help="how gradients are reduced over ranks (default: average)",
     )
     group.add_argument("--weights", type=Path, help="start from the state_dict in this file (.pt or .safetensors)")
     cli.add_engine(group)
     group.add_argument(
-        "--seed", type=cli.seed, default=1, help="seeds the weights and the order of the samples (default: 1)"
+        "--seed", type=cli.seed, default=1, help="seed of the weights and of the order of the samples (default: 1)"
     )
-    group.add_argument("--output-dir", type=Path, help="write metrics.jsonl and summary.json there (default: nowhere)")
     group.add_argument(
-        "--log-steps", type=cli.positive_int, default=50, help="steps between two train events (default: 50)"
+        "--output-dir",
+        type=Path,
+        help="write metrics.jsonl, summary.json and checkpoints to this directory (default: write nothing)",
     )
-    group.add_argument("--no-progress", action="store_true", help="no progress bar, no progress lines")
-    group.add_argument("-v", "--verbose", action="store_true", help="say every automatic setting, one a line")
+    group.add_argument(
+        "--log-steps",
+        type=cli.positive_int,
+        default=50,
+        help="steps between two train events in metrics.jsonl (default: 50)",
+    )
+    group.add_argument("--no-progress", action="store_true", help="show no progress")
+    group.add_argument("-v", "--verbose", action="store_true", help="print each automatic setting, one per line")
     group.add_argument(
         "--tensorboard",
         action="store_true",
@@ -127,7 +137,7 @@ def add_run(group: TrainingParser) -> None:
         "--profile",
         type=cli.positive_int,
         metavar="STEPS",
-        help="record so many steps of every rank, after a few, into --output-dir/profile.json.gz (for ui.perfetto.dev)",
+        help="record this many steps of every rank into --output-dir/profile.json.gz (for ui.perfetto.dev)",
     )
 
 
@@ -136,40 +146,47 @@ def add_fault_tolerance(group: TrainingParser) -> None:
     group.add_argument(
         "--checkpoint-steps",
         type=cli.positive_int,
-        help="steps between two checkpoints in --output-dir (default: one at the end of each epoch, which there is anyway)",
+        help="also save a checkpoint every N steps, in addition to the end of each epoch (default: no)",
     )
-    group.add_argument("--keep", type=cli.positive_int, default=3, help="newest checkpoints kept; the best stays too")
+    group.add_argument(
+        "--keep",
+        type=cli.positive_int,
+        default=3,
+        help="how many of the newest checkpoints to keep, besides the best (default: 3)",
+    )
     group.add_argument(
         "--resume",
         default="auto",
         metavar="auto|never|PATH",
-        help="auto: go on with the run in --output-dir, if there is one; PATH: with that checkpoint (default: auto)",
+        help="auto: continue the run in --output-dir, if there is one; PATH: start from this checkpoint (default: auto)",
     )
     group.add_argument(
         "--check-steps",
         type=cli.count,
         default=100,
-        help="steps between two comparisons of the ranks' weights, which must be the same bits (default: 100; 0: never)",
+        help="steps between two checks that the weights are the same on all ranks (default: 100; 0: never)",
     )
     group.add_argument(
         "--max-skipped",
         type=cli.count,
-        help="steps in a row to leave out because their gradients are not finite (default: 0; 20 with --amp fp16)",
+        help="skip up to this many steps in a row whose gradients are not finite (default: 0; 20 with --amp fp16)",
     )
     group.add_argument(
         "--step-timeout",
         type=cli.non_negative,
         metavar="SECONDS",
-        help="without a step for so long, the rank that hangs is named and all end (default: 30, or 20 times the longest "
-        "step so far; one that is given: at least 3 times that; the first may take 10 minutes, or 10 times as long; time "
-        "without a free core does not count; 0: wait for ever)",
+        help="seconds without progress before the hung rank is named and the job ends (default: 30, or 20 times the longest "
+        "step so far if that is more; a given value: at least 3 times the longest step; 10 minutes or 10 times as long for "
+        "the first step; time without a free core does not count; 0: wait forever)",
     )
 
 
 def add_optimization(group: TrainingParser) -> None:
     """For classifiers with recipes: those left out come from the recipe."""
-    group.add_argument("--lr", type=cli.positive, help="learning rate at its peak, before scaling")
-    group.add_argument("--lr-scaling", choices=("none", "linear"), help="linear: times the number of ranks")
+    group.add_argument("--lr", type=cli.positive, help="peak learning rate, before scaling")
+    group.add_argument(
+        "--lr-scaling", choices=("none", "linear"), help="linear: multiply the rate by the number of ranks"
+    )
     group.add_argument("--lr-schedule", choices=optim.SCHEDULES)
     group.add_argument("--warmup-epochs", type=cli.non_negative, help="linear warm-up, in epochs (fractions allowed)")
     group.add_argument("--optimizer", choices=optim.OPTIMIZERS)
@@ -179,6 +196,6 @@ def add_optimization(group: TrainingParser) -> None:
     group.add_argument(
         "--target-accuracy",
         type=cli.accuracy,
-        help="stop once the test accuracy (0 to 1) is reached; exit code 3 if it never is",
+        help="stop when the test accuracy (0 to 1) is reached; exit code 3 if it is not",
     )
     group.may_change_on_resume("recipe", "target_accuracy")

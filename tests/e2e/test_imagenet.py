@@ -146,7 +146,7 @@ def test_broken_data_is_named_and_counted_up_to_the_limit(kind, limit, code, two
         ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.imagenet: error: ")]
         assert len(ours) == 1, done
         assert "samples cannot be read, such as " in ours[0]
-        assert "--max-corrupt allows 2: mend the data, or raise it" in ours[0]
+        assert "--max-corrupt allows 2: fix the data, or raise it" in ours[0]
         assert "Traceback" not in done.stderr, done
         return
     out = root / f"{kind}-{limit}"

@@ -24,15 +24,21 @@ def add_flags(parser: cli.Parser) -> None:
         "--model-of", type=Path, nargs="+", metavar="DIR",
         help="--output-dir of runs on one host: hvdtrain.scaling, and best also hvdtrain.reduce --sweep",
     )  # fmt: skip
-    group.add_argument("--bandwidth-gbit", type=cli.positive, help="of each host's wire, Gbit/s in each direction")
-    group.add_argument("--latency-us", type=cli.non_negative, help="of the wire, one way: half of what ping says")
+    group.add_argument(
+        "--bandwidth-gbit", type=cli.positive, help="bandwidth of each host's network, Gbit/s in each direction"
+    )
+    group.add_argument(
+        "--latency-us", type=cli.non_negative, help="latency of the network, one way: half of what ping reports"
+    )
     group.add_argument("--ranks-per-host", type=cli.positive_int, help="default: the most measured on one host")
     group.add_argument("--compression", choices=tuple(WIRE_DTYPES), help="on the wire (default: none)")
     group.add_argument(
         "--payload", type=cli.positive,
         help=f"what is not headers, of the wire's bandwidth (default: {PAYLOAD:.3f}, TCP in frames of 1,500 bytes)",
     )  # fmt: skip
-    group.add_argument("--measured", type=Path, nargs="+", metavar="DIR", help="runs over that wire, held against it")
+    group.add_argument(
+        "--measured", type=Path, nargs="+", metavar="DIR", help="runs over that network, to compare with the prediction"
+    )
 
 
 def check(flags: Namespace) -> None:

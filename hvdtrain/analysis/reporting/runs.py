@@ -144,7 +144,7 @@ def read(directory: Path, name: str) -> Run:
         take(run, event)
     if not run.attempts:
         how = "name the --output-dir of a run"
-        raise UserError(f"{directory}/metrics.jsonl tells of no run (no line with a start event): {how}")
+        raise UserError(f"{directory}/metrics.jsonl has no run in it (no line with a start event): {how}")
     if run.state == "not ended" and (summary := read_json(directory, "summary.json", run.notes)):
         # A start removes what an earlier run left, so this one came to its end: only the record's last line is lost.
         run.summary, run.state = summary, "ended"

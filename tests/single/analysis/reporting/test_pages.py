@@ -186,7 +186,7 @@ def test_little_or_nothing_can_be_drawn(lines, leave, tmp_path):
         (lambda path: None, "is no directory: name the --output-dir of a run"),
         (lambda path: path.mkdir(), "has no metrics.jsonl: name the --output-dir"),
         (lambda path: (path.mkdir(), (path / "metrics.jsonl").mkdir()), "cannot be read (Is a directory)"),
-        (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_bytes(b"\x80\x00junk\n")), "tells of no run"),
+        (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_bytes(b"\x80\x00junk\n")), "has no run in it"),
         (
             lambda path: (path.mkdir(), os.mkfifo(path / "metrics.jsonl")),
             "cannot be read (a pipe or a device, not a file)",
