@@ -1,4 +1,4 @@
-"""Start N ranks of a module as a user would, with a hard time limit, and leave nothing behind."""
+"""Start N ranks of a module as a user would, with a hard time limit, and clean up afterwards."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What all pictures share: one look, and matplotlib only where it is asked for."""
+"""What all plots share: one style, and matplotlib imported only when needed."""
 
 from importlib.util import find_spec
 from pathlib import Path

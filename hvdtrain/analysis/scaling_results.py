@@ -1,4 +1,4 @@
-"""What hvdtrain.scaling measured: the bounds, speed-up and efficiency over rounds, as a table, as files, as a picture."""
+"""What hvdtrain.scaling measured: the bounds, speed-up and efficiency over rounds, as a table, as files, as a plot."""
 
 import csv
 import statistics

@@ -1,4 +1,4 @@
-"""What the processes of one host share: a cache directory, a lock in it, and notes of which files were verified.
+"""Shared by the processes of one host: a cache directory, a lock in it, and records of which files were verified.
 
 Eight ranks that each unpack and hash 55 MB cost two cores a second or more. So the first one does it, keeps an
 unpacked copy, and notes the files' identity; the others, and later runs, compare the notes and map the copies, sharing

@@ -1,4 +1,4 @@
-"""Batches without end, all of one size, for the benchmarks: made up, the same for ever, or read."""
+"""Infinite batches of one size for the benchmarks: synthetic, always the same, or read from files."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.convnet import MODELS
 
-POOL_BATCHES = 4  # synthetic input draws from so many batches' worth of images
+POOL_BATCHES = 4  # synthetic input draws from this many batches' worth of images
 FOR_EVER = 1_000_000_000  # epochs
 # Images float32 [b, channels, side, side] and labels int64 [b], or tokens and the next ones, int64 [b, t]: on the device.
 Batches = Iterator[tuple[Tensor, Tensor]]

@@ -1,4 +1,4 @@
-"""What multiprocessing leaves behind a rank that is killed: named semaphores in /dev/shm, a directory of sockets in TMPDIR.
+"""What multiprocessing leaves behind if a rank is killed: named semaphores in /dev/shm, a directory of sockets in TMPDIR.
 
 Both say whose they are. The sockets go with their owner, by its input workers, which outlive it for a moment, and so do the
 semaphores, by multiprocessing's own tracker. Where those are killed as well, the next start on this host removes both.

@@ -1,4 +1,4 @@
-"""What image folders and shards have in common: decoding, seeded augmentation, input workers, and who is corrupt.
+"""What image folders and shards share: decoding, seeded augmentation, input workers, and corrupt samples.
 
 Images travel as uint8 [b, 3, side, side] and are scaled on the device: a quarter of float's bytes between the processes.
 """

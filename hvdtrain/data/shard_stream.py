@@ -1,4 +1,4 @@
-"""Shards that come from a URL or a command, each read from end to end with the webdataset library.
+"""Shards from a URL or a command, each read from beginning to end with the webdataset library.
 
 Readers, that is each worker of each rank, take whole shards; where there are fewer shards than readers, several share one
 and each takes every n-th sample of it. Training: each reader goes through a stream without end, one random order of all

@@ -1,4 +1,4 @@
-"""Images in tar files ("shards"), which network file systems like better than a million small files.
+"""Images in tar files ("shards"), which are faster on network file systems than a million small files.
 
 A sample is two neighbours in the tar file: NAME.jpg (or .png, ...) and NAME.cls, the class as a number.
 

@@ -1,4 +1,4 @@
-"""Do something right after a module's first import, whoever imports it. Imports no torch."""
+"""Run a callback right after a module's first import, whoever imports it. Does not import torch."""
 
 import importlib.util
 import sys

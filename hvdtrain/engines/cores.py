@@ -1,4 +1,4 @@
-"""How many cores a rank really has: its affinity, its neighbours on the host, its control group. Imports no torch."""
+"""The cores available to a rank: its affinity, the other ranks on the host, its control group. Does not import torch."""
 
 import os
 from pathlib import Path

@@ -223,7 +223,7 @@ class DdpEngine(Engine):
 def serve(host: str, port: int, size: int, *, wait_for_workers: bool):
     """Return a key-value store served at `host`'s address; port 0: a free one. Raises OSError where it cannot be had.
 
-    The store knows no passwords, and would listen on every interface; so it gets a socket that listens on one.
+    The store has no authentication, and would listen on every interface; so it is given a socket that listens on one.
     """
     listener = socket.create_server((host, port))
     return torch.distributed.TCPStore(

@@ -1,4 +1,4 @@
-"""The Horovod of a script that knows nothing of hvdtrain: listened to and, where asked, changed, right after its import.
+"""The Horovod of a script that does not use hvdtrain: observed and, where asked, changed, right after its import.
 
 All that a script does with Horovod passes through a few places in `horovod.torch`, whichever of its names the script has
 imported: one for the start, one for the end, one where every collective waits, one in each step of an optimizer.

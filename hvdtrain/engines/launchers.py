@@ -1,4 +1,4 @@
-"""Which rank a launcher says this process is, and how it bound the process to cores. Imports no torch.
+"""The rank that a launcher gave this process, and how it bound the process to cores. Does not import torch.
 
 Only this file, the engines, the starter and the doctor read the variables that launchers set; everything else asks
 `engine.rank`.

@@ -1,4 +1,4 @@
-"""What glibc's malloc does with memory that is freed."""
+"""Make glibc's malloc keep freed memory."""
 
 import ctypes
 from collections.abc import Mapping

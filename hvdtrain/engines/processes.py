@@ -1,4 +1,4 @@
-"""Other processes of this host, by /proc: the launcher above this rank, and the ranks beside it."""
+"""Other processes of this host, from /proc: the launcher of this rank, and the other ranks."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Run somebody else's script in this process as the interpreter itself would: `python FILE ...` or `python -m MODULE ...`.
+"""Run another script in this process as the interpreter would: `python FILE ...` or `python -m MODULE ...`.
 
 `__main__`, sys.argv, sys.path[0], exit code and tracebacks are the script's own; so is what multiprocessing imports in a
 worker. Imports no torch.

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet when no launcher brings them together."""
+"""The rendezvous of the ranks of a job that no launcher connects."""
 
 import contextlib
 import re
@@ -41,7 +41,7 @@ def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
 class Rendezvous:
     """Horovod's own rendezvous server, in a thread of this process: where Gloo's ranks learn each other's sockets.
 
-    It knows no passwords: whoever reaches it can misdirect the ranks of this job. So it listens on one address only, holds
+    It has no authentication: whoever reaches it can misdirect this job's ranks. So it listens on one address only, holds
     nothing but addresses, and unpickles nothing. Raises OSError where `address` cannot be bound.
     """
 

@@ -1,4 +1,4 @@
-"""One process: `serial` on one device, `dataparallel` on all GPUs of this machine. The first two rungs of the ladder."""
+"""One process: `serial` on one device, `dataparallel` on all GPUs of this machine."""
 
 from typing import ClassVar
 

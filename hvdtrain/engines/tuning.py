@@ -1,4 +1,4 @@
-"""The variables that make Horovod and MPI fast, each read once in `hvd.init()`. Imports no torch."""
+"""The variables that make Horovod and MPI fast, each read once in `hvd.init()`. Does not import torch."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from hvdtrain.engines.launchers import bound_by_default
 FAST = {
     # MPI gives up its time slice while it polls. Open MPI reads it in MPI_Init; the others do not know it.
     "OMPI_MCA_mpi_yield_when_idle": "1",
-    # Our build's (launch/patches/18 and 19): who waits sleeps, and is woken. A Horovod as released does not know it,
+    # Our build's (launch/patches/18 and 19): waiting threads sleep until they are woken. Horovod as released ignores it,
     "HOROVOD_WAKE_ON_ENQUEUE": "1",
     # and polls, in milliseconds; its default of 1 is much of a small model's step. Ours only while others are late.
     "HOROVOD_CYCLE_TIME": "0.1",

@@ -1,4 +1,4 @@
-"""The model for small pictures of digits and clothes, in mnist.py and in the benchmarks."""
+"""The model for small images of digits and clothes, in mnist.py and in the benchmarks."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Starting weights from a file: a state_dict, and nothing that could run code."""
+"""Initial weights from a file: a state_dict, loaded without running code."""
 
 from pathlib import Path
 

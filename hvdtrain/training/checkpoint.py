@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, verified, and free of code. One file each, in the safetensors format:
+"""Checkpoints: atomic, verified, and without code. One file each, in the safetensors format:
 
     model.NAME            parameters and buffers, under their own names
     optimizer.I.NAME      the optimizer's tensors of parameter I

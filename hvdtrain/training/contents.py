@@ -1,4 +1,4 @@
-"""What a checkpoint holds, to and from models, optimizers and whatever else has a state: tensors apart, the rest as JSON.
+"""The content of a checkpoint, to and from models, optimizers and other state: tensors, and everything else as JSON.
 
 model.NAME, or models.K.NAME               parameters and buffers of the one model, or of model K of several
 optimizer.I.NAME, or optimizers.K.I.NAME   the optimizer's tensors of parameter I

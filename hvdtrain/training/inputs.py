@@ -1,4 +1,4 @@
-"""Where a step's samples come from: indices, tensors, a DataLoader, or images of our own. One order for all of them.
+"""Where a step's samples come from: indices, tensors, a DataLoader, or our own image loaders, all in one order.
 
 The order, the position in it and the seed of each sample are given from outside (`loading.Plan`), so that they depend on
 neither the number of ranks nor that of input workers.

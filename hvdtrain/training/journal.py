@@ -1,4 +1,4 @@
-"""What a run's steps, epochs and evaluations leave in the record and on the screen, under the names that the script gave."""
+"""Records and prints a run's steps, epochs and evaluations, under the names that the script gave."""
 
 from collections.abc import Mapping, Sequence
 

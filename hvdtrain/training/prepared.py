@@ -1,4 +1,4 @@
-"""Models and optimizers as the engine trains them: wrapped, equal on all ranks, with the loss scaler of --amp."""
+"""Models and optimizers, wrapped by the engine, equal on all ranks, with the loss scaler of --amp."""
 
 from collections.abc import Sequence
 from typing import Any

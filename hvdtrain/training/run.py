@@ -1,4 +1,4 @@
-"""One training run: everything that is wrong if done differently, driven by `for` and `with`. The script writes the loop.
+"""One training run: everything that is easy to get wrong, driven by `for` and `with`. The script writes the loop.
 
 What is left out, called twice or called elsewhere is a UserError that says what to write. docs/script.md has whole programs.
 """

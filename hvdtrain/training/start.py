@@ -1,4 +1,4 @@
-"""The beginning and the end of a training run, in the only order that works."""
+"""The start and the end of a training run, in the only order that works."""
 
 import contextlib
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Where training stands, how it began, and which way its metrics are better: plain data, the same on all ranks."""
+"""The position in training, its initial state, and the directions of its metrics: plain data, the same on all ranks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""One step of training: its micro-batches, their gradients, and the update, in the only order that is right on all ranks."""
+"""One step of training: its micro-batches, their gradients, and the update, in the only order that works on all ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterator

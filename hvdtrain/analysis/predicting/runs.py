@@ -1,4 +1,4 @@
-"""What measured runs left behind, as the prediction wants it: steps of training, and all-reduces alone.
+"""Measured runs in the form that the prediction needs: training steps, and all-reduces alone.
 
 A directory holds scaling.json (hvdtrain.scaling), benchmark.json (.benchmark) or reduce.json (.reduce --sweep).
 """

@@ -1,4 +1,4 @@
-"""A prediction as people read it: tables in Markdown, and a picture of predicted and measured."""
+"""A prediction for readers: tables in Markdown, and a plot of predicted and measured values."""
 
 from collections.abc import Sequence
 from pathlib import Path

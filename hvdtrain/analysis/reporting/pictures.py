@@ -1,4 +1,4 @@
-"""The pictures of a report, each as PNG file and as SVG inside the page, where colours and letters follow the page's own."""
+"""The plots of a report, each as a PNG file and as SVG inside the page, with the page's colours and fonts."""
 
 import io
 import re

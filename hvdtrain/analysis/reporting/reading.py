@@ -1,4 +1,4 @@
-"""The files of an --output-dir, however damaged: lines of metrics.jsonl that can be used, summary.json, mistakes.json."""
+"""The files of an --output-dir, even if damaged: usable lines of metrics.jsonl, summary.json, mistakes.json."""
 
 import base64
 import binascii

@@ -1,4 +1,4 @@
-"""What a run's output directory says: metrics.jsonl event by event, whatever became of the run.
+"""What a run's output directory says: metrics.jsonl, event by event, however the run ended.
 
 A run may have been killed and started again. Then its record has several parts (attempts), each from a `start` event on.
 Steps that a killed attempt took after the checkpoint that the next one went on from are counted as lost. Seconds are those

@@ -1,4 +1,4 @@
-"""Where time goes: a clock for the phases of this rank, and what all ranks' clocks showed since the last look."""
+"""Where time goes: a clock for the phases of this rank, and the times of all ranks since the last report."""
 
 import resource
 import time

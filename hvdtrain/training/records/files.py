@@ -1,4 +1,4 @@
-"""Files that are complete or absent, and that no link leads elsewhere: others may be able to write to the directory, too."""
+"""Atomic files that follow no links: others may be able to write to the directory, too."""
 
 import contextlib
 import errno

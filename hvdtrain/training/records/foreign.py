@@ -1,4 +1,4 @@
-"""metrics.jsonl of a script that knows nothing of hvdtrain: from its optimizer's steps, its collectives, its DataLoaders."""
+"""metrics.jsonl of a script that does not use hvdtrain: from its optimizer's steps, its collectives, its DataLoaders."""
 
 import resource
 import socket

@@ -1,4 +1,4 @@
-"""The record of what a model gets wrong, in `--output-dir`/mistakes.json: confusions counted, the worst with their images.
+"""What a model gets wrong, in `--output-dir`/mistakes.json: the confusion matrix, and the worst mistakes with their images.
 
 time          when it was written, in seconds since the epoch: one from before a run's start is another run's
 confusion     [classes][classes]: how many samples of the class (row) were taken for the class (column), over all ranks

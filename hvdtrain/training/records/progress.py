@@ -1,4 +1,4 @@
-"""What rank 0 shows while training goes on: one bar or a plain line now and then, the slowest rank, a hint.
+"""What rank 0 shows during training: a progress bar or an occasional line, the slowest rank, a hint.
 
 What is shown, and when, follows from all ranks' times (`clock.Window`) by the pure functions below.
 """
@@ -12,7 +12,7 @@ from datetime import timedelta
 from hvdtrain.training.records import terminal
 from hvdtrain.training.records.clock import Clock, RankTimes, Window, added, shares
 
-PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line of progress in so many seconds
+PLAIN_LINE_SECONDS = 10.0  # without a terminal: seconds between two lines of progress, at least
 TERMINAL_LINE_SECONDS = 2.0  # on a terminal that no bar can be drawn on
 KNOWN_SECONDS = 2.0  # of steps to see before the time left is estimated
 BAR = 10  # characters

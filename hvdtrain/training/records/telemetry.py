@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: metrics.jsonl, summary.json, TensorBoard's files, the progress display.
+"""What a run records and shows: metrics.jsonl, summary.json, TensorBoard's files, the progress line.
 
 Only rank 0 writes and speaks; on the other ranks every method is there and does nothing.
 """

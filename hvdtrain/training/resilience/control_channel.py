@@ -1,4 +1,4 @@
-"""Connections of our own between the ranks, beside the engine's: TCP, from each rank to rank 0.
+"""Connections between the ranks, separate from the engine's: TCP, from each rank to rank 0.
 
 Only ranks that know the job's secret, which travels over the engine, can connect. Messages are lines of JSON.
 """

@@ -1,4 +1,4 @@
-"""The watchdog of a script that knows nothing of hvdtrain: fed by what passes through its Horovod and its DataLoaders."""
+"""The watchdog of a script that does not use hvdtrain: fed by its Horovod calls and its DataLoaders."""
 
 import contextlib
 import sys

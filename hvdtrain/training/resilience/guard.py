@@ -1,4 +1,4 @@
-"""What ends a run in good order: stop signals, gradients that are not finite, replicas that differ, ranks that hang or die.
+"""What ends a run cleanly: stop signals, gradients that are not finite, replicas that differ, ranks that hang or die.
 
 All ranks take each decision together, at the same step.
 """

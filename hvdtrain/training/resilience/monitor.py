@@ -1,4 +1,4 @@
-"""The watchdog's thread on each rank, and what they say to each other. It knows no engine and no torch.
+"""The watchdog's thread on each rank, and the messages between ranks. It uses neither an engine nor torch.
 
 Ranks train in step, so where one hangs, all stand still. Hence the connections stay silent until something is wrong. Each
 thread looks once a second whether its own main thread still makes progress. When rank 0's has made none for a step's limit,

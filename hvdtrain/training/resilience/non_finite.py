@@ -1,4 +1,4 @@
-"""Find the first thing that is not finite in a rank's own forward and backward pass, by computing a step once more."""
+"""Find the first tensor that is not finite in a rank's own forward and backward pass, by computing a step again."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What the main thread tells the watchdog's: which phase of the run it is in, and that it gets on.
+"""What the main thread tells the watchdog's: the phase of the run, and that it makes progress.
 
 Written by the main thread, read by the watchdog's: plain attributes, no lock.
 """
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 LEAST_SECONDS, TIMES_LONGEST = 30.0, 20.0  # a step's automatic limit follows the longest time between two steps so far
 TIMES_LONGEST_ASKED = 3.0  # and so does one that was asked for, where steps turn out to take about so long
-TIMES_STEP = 10.0  # what is known to be long may take so many times a step's limit,
-# or so many seconds, if that is more:
+TIMES_STEP = 10.0  # phases known to be long may take this many times a step's limit,
+# or this many seconds, if that is more:
 PHASE_SECONDS = {
     "start-up": 600.0,
     "first step": 600.0,

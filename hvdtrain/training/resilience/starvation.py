@@ -1,4 +1,4 @@
-"""For how long threads of this process were ready to run and had no core: a rank that hardly runs does not hang."""
+"""How long threads of this process were ready to run without a core: a starved rank is not a hung one."""
 
 import contextlib
 import threading

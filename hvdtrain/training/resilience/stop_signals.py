@@ -1,4 +1,4 @@
-"""Stop signals, heard whatever the main thread is doing: C writes their number to a socket, which the watchdog reads."""
+"""Stop signals, received even if the main thread is busy: C writes their number to a socket, which the watchdog reads."""
 
 import contextlib
 import os

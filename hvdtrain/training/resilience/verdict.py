@@ -1,4 +1,4 @@
-"""The watchdog's verdict on a standstill: a pure function of what the ranks said. No clock, no socket, no thread.
+"""The watchdog's verdict on a standstill: a pure function of the ranks' reports. No clock, no socket, no thread.
 
 A rank in a collective waits for another one; so the one to blame stands outside, or does not answer. Outside, each rank has
 the limit of the phase that it is in (evaluation, compilation, ...), and time without a core does not count.

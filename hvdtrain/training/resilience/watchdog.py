@@ -1,4 +1,4 @@
-"""Who hangs, whose launcher is gone, who asked to stop: a thread on every rank, and a TCP connection from each to rank 0.
+"""Notices hung ranks, dead launchers and stop requests: a thread on every rank, and a TCP connection from each to rank 0.
 
 This file joins the ranks; what their threads do and say is in monitor.py. Threads run while the main thread waits inside
 Horovod, MPI or Gloo, which release Python's lock; no engine is called there.
