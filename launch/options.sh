@@ -9,8 +9,8 @@ options_help='
   --transport NAME    what carries CPU tensors: mpi or gloo (default: MPI inside a host, Gloo between hosts)
   --port N            where ranks meet on the first host, for Gloo under mpirun (default: 9000)
   --fusion-mb N       maximum megabytes that Horovod fuses into one message
-  --cycle-ms N        milliseconds between two of Horovod's cycles
-  --timeline FILE     write Horovod's timeline of every tensor (chrome://tracing)
+  --cycle-ms N        milliseconds between two cycles of Horovod
+  --timeline FILE     write the timeline of every tensor (chrome://tracing)
   --autotune FILE     let Horovod search for fusion and cycle time, and log its trials
   --restarts N        restart after a failure, up to N times, after 1, 2, 4, ... 60 s; the program continues from the newest
                       checkpoint in its --output-dir. Gives up after two failures in a row without a new checkpoint

@@ -214,7 +214,7 @@ def test_losses_count_a_name_once_and_stop_over_the_limit(engine, telemetry):
     assert (losses.total(), losses.limit) == (3, 3)
     assert telemetry.lines == ["skipped: a: cut", "skipped: b: cut"]
     losses.note([CorruptSample("c", "empty")])
-    with pytest.raises(UserError, match=r"4 samples cannot be read, such as c \(empty\): --max-corrupt allows 3: mend"):
+    with pytest.raises(UserError, match=r"4 samples cannot be read, such as c \(empty\): --max-corrupt allows 3: fix"):
         losses.settle(engine, telemetry)
 
 
