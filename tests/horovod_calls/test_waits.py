@@ -1,0 +1,157 @@
+"""Ranks and threads that wait for each other: late, early, out of order, joined, several at once; and optimizers."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+PATIENCE = 60.0  # seconds that a thread is waited for, before the test says that it hangs
+
+
+def ones(n: int = 4) -> torch.Tensor:
+    return torch.ones(n)
+
+
+def test_poll_says_whether_synchronize_would_wait(hvd):
+    if hvd.rank() != 0:
+        handle = hvd.allreduce_async(ones(), op=hvd.Sum, name="polled")
+        assert not hvd.poll(handle)  # rank 0 has not queued its own
+    hvd.barrier()
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(ones(), op=hvd.Sum, name="polled")
+    until = time.monotonic() + PATIENCE
+    while not hvd.poll(handle):
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert hvd.synchronize(handle).tolist() == [hvd.size()] * 4
+    with pytest.raises(ValueError, match="was not created or has been cleared"):
+        hvd.poll(handle)
+
+
+@pytest.mark.parametrize("late", ["first", "last"])
+@pytest.mark.parametrize("seconds", [0.2, 1.3])  # the second is longer than the background thread sleeps without work
+def test_a_rank_that_is_late(hvd, late, seconds):
+    if hvd.rank() == (0 if late == "first" else hvd.size() - 1):
+        time.sleep(seconds)
+    assert hvd.allreduce(ones(), op=hvd.Sum, name="late").tolist() == [hvd.size()] * 4
+
+
+def test_another_order_on_each_rank(hvd):
+    names = [f"order.{number}" for number in range(8)]
+    for _ in range(3):
+        own = names[hvd.rank() :] + names[: hvd.rank()]
+        handles = {name: hvd.allreduce_async(ones() * int(name[-1]), op=hvd.Sum, name=name) for name in own}
+        for name in names:
+            assert hvd.synchronize(handles[name]).tolist() == [hvd.size() * int(name[-1])] * 4
+
+
+def test_three_threads_at_once(hvd):
+    """Each has its own names; which thread comes first differs by rank and turn."""
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(30):
+                if (turn + hvd.rank()) % 3 == number:
+                    time.sleep(0.002)
+                got = hvd.allreduce(ones() * number, op=hvd.Sum, name=f"thread.{number}.{turn % 4}")
+                assert got.tolist() == [number * hvd.size()] * 4
+                rows = hvd.allgather(ones(hvd.rank() + number + 1), name=f"rows.{number}")
+                assert len(rows) == sum(rank + number + 1 for rank in range(hvd.size()))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("last", ["last", "first"])
+def test_ranks_join_after_different_numbers_of_steps(hvd, last):
+    place = hvd.rank() if last == "last" else hvd.size() - 1 - hvd.rank()
+    for step in range(2 + 3 * place):
+        present = sum(2 + 3 * other > step for other in range(hvd.size()))  # who has joined counts as zeros
+        handles = [hvd.allreduce_async(ones() * i, op=hvd.Sum, name=f"uneven.{step % 2}.{i}") for i in range(1, 6)]
+        for i, handle in enumerate(handles, start=1):
+            assert hvd.synchronize(handle).tolist() == [present * i] * 4
+    assert hvd.join() == (hvd.size() - 1 if last == "last" else 0)
+    # Named: unnamed tensors are numbered by what each rank has queued so far, which now differs, and would be waited for
+    # for ever.
+    assert hvd.allreduce(ones(), op=hvd.Sum, name="after join").tolist() == [hvd.size()] * 4
+
+
+# ----------------------------------------------------------------------------------------------- parameters, optimizers
+
+
+def model_of(rank: int) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    with torch.no_grad():
+        for number, tensor in enumerate(model.state_dict().values()):
+            tensor.fill_(rank + number + 1)
+    return model
+
+
+def test_broadcast_parameters_and_optimizer_state(hvd):
+    root = hvd.size() - 1
+    model, expected = model_of(hvd.rank()), model_of(root)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + hvd.rank()))
+    for _ in range(hvd.rank() + 1):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + hvd.rank())
+        optimizer.step()
+    model.load_state_dict(model_of(hvd.rank()).state_dict())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    hvd.broadcast_parameters(list(model.named_parameters()), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=root)
+    group = optimizer.param_groups[0]
+    assert group["lr"] == pytest.approx(0.1 * hvd.size())
+    assert [int(optimizer.state[p]["step"]) for p in model.parameters()] == [hvd.size()] * 6
+    states = hvd.allgather_object([optimizer.state[p]["exp_avg_sq"].tolist() for p in model.parameters()])
+    assert all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"compression": "fp16"}, {"groups": 2}, {"backward_passes_per_step": 2}, {"gradient_predivide_factor": 2.0}],
+    ids=str,
+)
+def test_distributed_optimizer_steps_by_the_mean_gradient(hvd, options):
+    weight = torch.nn.Parameter(torch.zeros(3))
+    bias = torch.nn.Parameter(torch.zeros(2))
+    passes = options.get("backward_passes_per_step", 1)
+    if "compression" in options:
+        options = options | {"compression": hvd.Compression.fp16}
+    named = [("weight", weight), ("bias", bias)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, bias], lr=1.0), named_parameters=named, **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            ((hvd.rank() + 1) * weight.sum() + 2 * bias.sum()).backward()
+        optimizer.step()
+    mean = passes * sum(range(1, hvd.size() + 1)) / hvd.size()
+    assert weight.tolist() == pytest.approx([-3 * mean] * 3)
+    assert bias.tolist() == pytest.approx([-3 * 2 * passes] * 2)
+
+
+def test_distributed_optimizer_with_sparse_gradients(hvd):
+    for dense in (False, True):
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        torch.nn.init.zeros_(table.weight)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0),
+            named_parameters=table.named_parameters(),
+            sparse_as_dense=dense,
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            table(torch.tensor([0, hvd.rank() + 1])).sum().backward()
+            optimizer.step()
+        expected = [2.0] + [2 / hvd.size() * (row <= hvd.size()) for row in range(1, 4)]
+        assert (-table.weight[:, 0]).tolist() == pytest.approx(expected)
