@@ -1,57 +1,152 @@
-"""A plain Horovod script as it comes and under hvdtrain.tuned: whole commands, interleaved, over MPI and over Gloo.
+"""Horovod scripts as they come and under hvdtrain.tuned: whole commands, interleaved, over MPI and over Gloo.
 
-python -m tests.bench.foreign --data-dir DIR                        5 rounds, 2 ranks; DIR has MNIST's compressed files
-python -m tests.bench.foreign --ranks 2,4 --script "SCRIPT ARGUMENTS..."
+python -m tests.bench.foreign --data-dir DIR --ranks 2,4            5 scripts, 5 rounds; DIR has MNIST's compressed files
+python -m tests.bench.foreign --scripts gan,sparse --rounds 1       some of them
+python -m tests.bench.foreign --results FILE                        goes on where FILE ends; with --rounds 0, only the table
+python -m tests.bench.foreign --script "SCRIPT ARGUMENTS..."        your own
 
-Each round runs both sides of each comparison once, in a random order. Printed: the seconds of each run; by launcher and
-number of ranks the median and range of both sides, and of the ratio of a round.
+Each round runs both sides of each comparison one right after the other, in a random order. Printed: the seconds of each run;
+then a table, by script, launcher and number of ranks: median and range of both sides, and of the ratio of a round. A run
+that fails, or is not over after --limit seconds, is named, and its round does not count.
 """
 
 import argparse
+import json
 import os
 import random
 import shlex
 import statistics
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
-from hvdtrain.analysis.launching import program
-from tests.bench.measurements import ROOT, job
+from hvdtrain.analysis.launching import program, run_job
+from tests.e2e.launchers import ROOT, environment
 
 LAUNCHERS = {"MPI": ["horovodrun"], "Gloo": ["horovodrun", "--gloo"]}
+SIDES = ("as it comes", "tuned")
+FOREIGN = ROOT / "tests" / "foreign"
+SCRIPTS = {  # a few seconds each, most of them start-up
+    "mnist": ["mnist.py", "--samples", "8000"],
+    "language model": ["language_model.py"],
+    "gan": ["gan.py"],
+    "elastic": ["elastic_state.py"],
+    "sparse": ["sparse_gradients.py"],
+}
+
+
+# What a test sets for its launchers and a user does not: with it, idle OpenMP threads would not spin.
+TESTS_ONLY = ("OMP_WAIT_POLICY", "PYTHONUNBUFFERED")
+
+
+class Run(NamedTuple):
+    script: str
+    over: str
+    ranks: int
+    round: int
+    side: str
+    seconds: float | None  # None: failed, or took too long
+
+
+def number_list(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=lambda text: Path(text).resolve(), help="of MNIST (default: noise)")
+    parser.add_argument("--ranks", type=number_list, default=[2], help="such as 2,4 (default: 2)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scripts", default=",".join(SCRIPTS), help="(default: %(default)s)")
+    parser.add_argument("--script", help="a script of your own, with its arguments, in place of ours")
+    parser.add_argument("--results", type=Path, help="a file of JSON lines: runs found there are not repeated")
+    parser.add_argument(
+        "--limit", type=float, default=180.0, metavar="SECONDS", help="for a run (default: %(default)s)"
+    )
+    flags = parser.parse_args()
+    flags.scripts = flags.scripts.split(",")
+    if unknown := [name for name in flags.scripts if name not in SCRIPTS]:
+        parser.error(f"no script called {unknown[0]!r}: choose from {', '.join(SCRIPTS)}")
+    return flags
+
+
+def commands(flags: argparse.Namespace) -> dict[str, list[str]]:
+    if flags.script:
+        return {"yours": shlex.split(flags.script)}
+    found = {name: [str(FOREIGN / SCRIPTS[name][0]), *SCRIPTS[name][1:]] for name in flags.scripts}
+    if flags.data_dir is not None and "mnist" in found:
+        found["mnist"] += ["--data-dir", str(flags.data_dir)]
+    return found
+
+
+def measure(words: list[str], over: str, ranks: int, side: str, limit: float) -> float | None:
+    """Return the wall seconds of the whole command; None where it failed, which is said."""
+    start = [program(LAUNCHERS[over][0]), *LAUNCHERS[over][1:], "-np", str(ranks), sys.executable]
+    tuned = ["-m", "hvdtrain.tuned"] if side == "tuned" else []
+    command = [*start, *tuned, *words]
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        ended = run_job(command, limit, log)
+        if ended.code == 0:
+            return ended.seconds
+        how = "was not over in time" if ended.code is None else f"ended with {ended.code}"
+        print(
+            f"FAILED: {shlex.join(command)} {how}: {' '.join(log.read_text(errors='replace').split())[-400:]}",
+            flush=True,
+        )
+        return None
+
+
+def read(path: Path | None) -> list[Run]:
+    if path is None or not path.exists():
+        return []
+    return [Run(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=lambda text: Path(text).resolve(), help="of MNIST (default: noise)")
-    parser.add_argument("--samples", default="20000", help="(default: 20000)")
-    parser.add_argument("--ranks", default="2", help="such as 2,4 (default: 2)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--script", help="another script with its arguments (default: tests/foreign/mnist.py)")
-    flags = parser.parse_args()
-    words = [str(ROOT / "tests" / "foreign" / "mnist.py"), "--samples", flags.samples]
-    if flags.data_dir is not None:
-        words += ["--data-dir", str(flags.data_dir)]
-    words = shlex.split(flags.script) if flags.script else words
-    sides = {"as it comes": words, "tuned": ["-m", "hvdtrain.tuned", *words]}
-    kinds = [(name, int(ranks)) for ranks in flags.ranks.split(",") for name in LAUNCHERS]
-    seconds: dict[tuple[str, int, str], list[float]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for number in range(1, flags.rounds + 1):
-            for name, ranks in random.sample(kinds, len(kinds)):
-                for side in random.sample(list(sides), 2):
-                    start = [program(LAUNCHERS[name][0]), *LAUNCHERS[name][1:], "-np", str(ranks), sys.executable]
-                    took = job([*start, *sides[side]], Path(scratch) / "log")
-                    seconds.setdefault((name, ranks, side), []).append(took)
-                    print(f"round {number}  {name}, {ranks} ranks, {side}: {took:.1f} s", flush=True)
+    flags = parse()
+    os.environ.update({name: value for name, value in environment().items() if name not in TESTS_ONLY})
+    scripts, runs = commands(flags), read(flags.results)
+    done = {run[:5] for run in runs}
+    kinds = [(script, over, ranks) for script in scripts for ranks in flags.ranks for over in LAUNCHERS]
+    for number in range(1, flags.rounds + 1):
+        for script, over, ranks in random.sample(kinds, len(kinds)):
+            if all((script, over, ranks, number, side) in done for side in SIDES):
+                continue
+            for side in random.sample(SIDES, 2):  # both again, where only one was there: they belong together
+                took = measure(scripts[script], over, ranks, side, flags.limit)
+                run = Run(script, over, ranks, number, side, took)
+                runs = [other for other in runs if other[:5] != run[:5]] + [run]
+                shown = "failed" if took is None else f"{took:.1f} s"
+                print(f"round {number}  {script}, {over}, {ranks} ranks, {side}: {shown}", flush=True)
+            if flags.results is not None:
+                flags.results.write_text("".join(json.dumps(run._asdict()) + "\n" for run in runs))
     print(f"load average at the end: {os.getloadavg()[0]:.1f}\n")
-    print("| over | ranks | as it comes, s | tuned, s | times as fast |\n|---|---:|---|---|---|")
-    for name, ranks in kinds:
-        plain, tuned = (seconds[name, ranks, side] for side in sides)
-        ratios = [before / after for before, after in zip(plain, tuned, strict=True)]
-        cells = " | ".join(f"{statistics.median(v):.3g} ({min(v):.3g} to {max(v):.3g})" for v in (plain, tuned, ratios))
-        print(f"| {name} | {ranks} | {cells} |")
+    print(table(runs))
+
+
+def table(runs: list[Run]) -> str:
+    seconds: dict[tuple[str, str, int], dict[int, dict[str, float | None]]] = defaultdict(lambda: defaultdict(dict))
+    for run in runs:
+        seconds[run.script, run.over, run.ranks][run.round][run.side] = run.seconds
+    lines = [
+        "| script | over | ranks | rounds | as it comes, s | tuned, s | times as fast |",
+        "|---|---|---:|---:|---|---|---|",
+    ]
+    for (script, over, ranks), rounds in sorted(seconds.items()):
+        pairs = [(sides.get(SIDES[0]), sides.get(SIDES[1])) for sides in rounds.values()]
+        whole = [(plain, tuned) for plain, tuned in pairs if plain is not None and tuned is not None]
+        failed = f" ({len(pairs) - len(whole)} failed)" if len(whole) < len(pairs) else ""
+        plain, tuned = [plain for plain, _ in whole], [tuned for _, tuned in whole]
+        cells = " | ".join(spread(v) for v in (plain, tuned, [before / after for before, after in whole]))
+        lines.append(f"| {script} | {over} | {ranks} | {len(whole)}{failed} | {cells} |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})" if values else "-"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""Every call of `horovod.torch` under real launchers: over MPI and Gloo, 2 and 3 ranks, our waiting code on and off."""
+
+import shlex
+
+import pytest
+
+from .launchers import LAUNCHERS, PYTHON, ROOT, launch
+
+TUNED = {"HOROVOD_CYCLE_TIME": "0.1", "OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
+# HOROVOD_WAKE_ON_ENQUEUE=1 is our waiting code (launch/horovod_waiting.py); 0 polls as the release does.
+CASES = [
+    (launcher, ranks, wake, sets)
+    for launcher in ("mpirun", "gloo")
+    for ranks in (2, 3)
+    for wake in (1, 0)
+    for sets in ("none", "static", "dynamic")
+]
+USUAL = ("gloo", 2, 1, "none")  # where Horovod can also be started again
+
+
+def run(launcher: str, ranks: int, wake: int, sets: str, **variables: str) -> None:
+    suite = shlex.quote(str(ROOT / "tests" / "horovod_calls"))
+    start = LAUNCHERS[launcher].format(ranks=ranks)
+    variables |= TUNED | {"HOROVOD_WAKE_ON_ENQUEUE": str(wake), "HVDTRAIN_TEST_PROCESS_SETS": sets}
+    command = f"{start} {PYTHON} -m pytest -x -q --color=no -p no:cacheprovider -W ignore {suite}"
+    done = launch(command, **{"timeout": 600 if "HVDTRAIN_TEST_RESTARTS" in variables else 200}, **variables)
+    assert done.code == 0, done
+    assert done.stdout.count(" passed") == ranks, done
+
+
+@pytest.mark.leaves("pytest-of-")  # the suite's own temporary files
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "wake", "sets"),
+    [case if case == USUAL else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_every_call(launcher, ranks, wake, sets):
+    run(launcher, ranks, wake, sets)
+
+
+@pytest.mark.slow
+@pytest.mark.leaves("pytest-of-")
+@pytest.mark.parametrize("wake", [1, 0])
+def test_a_thousand_restarts_in_one_process(wake):
+    run("gloo", 2, wake, "none", HVDTRAIN_TEST_RESTARTS="1000")
