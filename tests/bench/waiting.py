@@ -1,0 +1,115 @@
+"""How long Horovod's calls take with our waiting code (launch/horovod_waiting.py) and as released, which polls.
+
+python -m tests.bench.waiting --ranks 2,3 --rounds 3
+
+Each round runs one job of each kind, in a random order: MPI and Gloo, each number of ranks, waiting code on and off.
+Printed: by call, the median over all rounds of each job's median, in milliseconds, and the difference. Aim: none takes 50 ms longer.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.e2e.launchers import LAUNCHERS, PYTHON, launch
+
+OVER = {"MPI": "mpirun", "Gloo": "gloo"}
+SETTINGS = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}  # as hvdtrain.tuned has them
+IDLE_SECONDS = 1.5  # that the others spend elsewhere while one rank shuts down
+MOST = 50.0  # milliseconds
+
+
+class Call(NamedTuple):
+    times: int
+    call: Callable[[], object]
+    pause: float = 0.0  # seconds before each, which do not count
+
+
+def calls() -> dict[str, Call]:
+    """Return what to call, by name. Every rank calls the same."""
+    import horovod.torch as hvd
+    import torch
+
+    one, block, rows = torch.ones(1), torch.ones(16_384), torch.ones(4 * hvd.size())
+    return {
+        "allreduce, 4 B": Call(200, lambda: hvd.allreduce(one, name="small")),
+        "allreduce, 64 KiB": Call(100, lambda: hvd.allreduce(block, name="block")),
+        "grouped allreduce, 8 tensors": Call(100, lambda: hvd.grouped_allreduce([one] * 8, name="group")),
+        "allgather": Call(100, lambda: hvd.allgather(one, name="gather")),
+        "broadcast": Call(100, lambda: hvd.broadcast(one, 0, name="broadcast")),
+        "alltoall": Call(100, lambda: hvd.alltoall(rows, name="alltoall")),
+        "reducescatter": Call(100, lambda: hvd.reducescatter(rows, name="scatter")),
+        "barrier": Call(100, hvd.barrier),
+        "allreduce after 0.1 s without any": Call(20, lambda: hvd.allreduce(one, name="idle"), pause=0.1),
+    }
+
+
+def measure() -> None:
+    """On every rank; the one that shuts down first prints the median of each call, in milliseconds, as JSON."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    medians = {}
+    for name, (times, call, pause) in calls().items():
+        took = []
+        for _ in range(times + 5):
+            time.sleep(pause)
+            began = time.perf_counter()
+            call()
+            took.append(time.perf_counter() - began)
+        medians[name] = 1000 * statistics.median(took[5:])
+    hvd.barrier()
+    if hvd.rank() != hvd.size() - 1:
+        time.sleep(IDLE_SECONDS)
+        return
+    time.sleep(0.3)  # the others' threads sleep by now
+    began = time.perf_counter()
+    hvd.shutdown()
+    medians["shutdown while the others idle"] = 1000 * (time.perf_counter() - began)
+    print(f"\n{json.dumps(medians)}", flush=True)
+
+
+def job(over: str, ranks: int, wake: bool) -> dict[str, float]:
+    variables = SETTINGS | {"HOROVOD_WAKE_ON_ENQUEUE": str(int(wake))} | ({"HOROVOD_CYCLE_TIME": "0.1"} if wake else {})
+    start = LAUNCHERS[OVER[over]].format(ranks=ranks)
+    done = launch(f"{start} {PYTHON} -m tests.bench.waiting --measure", timeout=180, **variables)
+    assert done.code == 0, done
+    lines = [line[line.index("{") :] for line in done.stdout.splitlines() if "shutdown while" in line]
+    return json.loads(lines[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,3")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--measure", action="store_true", help="be one rank of such a job")
+    flags = parser.parse_args()
+    if flags.measure:
+        measure()
+        return
+    kinds = [(over, int(ranks), wake) for over in OVER for ranks in flags.ranks.split(",") for wake in (True, False)]
+    found: dict[tuple[str, int, bool], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for number in range(1, flags.rounds + 1):
+        for kind in random.sample(kinds, len(kinds)):
+            for name, milliseconds in job(*kind).items():
+                found[kind][name].append(milliseconds)
+            print(f"round {number}  {kind}", file=sys.stderr, flush=True)
+    print(f"load average at the end: {os.getloadavg()[0]:.1f}\n")
+    print("| call | over | ranks | polling, ms | waiting, ms | more |\n|---|---|---:|---:|---:|---:|")
+    slower = []
+    for over, ranks, wake in kinds:
+        for name, polled in found[over, ranks, False].items() if wake else ():
+            off, on = statistics.median(polled), statistics.median(found[over, ranks, True][name])
+            print(f"| {name} | {over} | {ranks} | {off:.3g} | {on:.3g} | {on - off:+.3g} |")
+            slower += [name] * (on - off > MOST)
+    print(f"\nmore than {MOST:g} ms longer: {', '.join(slower) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
