@@ -3,7 +3,7 @@
 python -m tests.bench.waiting --ranks 2,3 --rounds 3
 
 Each round runs one job of each kind, in a random order: MPI and Gloo, each number of ranks, waiting code on and off.
-Printed: by call, the median over all rounds of each job's median, in milliseconds, and the difference. Aim: none takes 50 ms longer.
+Printed: by call, the median over rounds of each job's median, in milliseconds. Aim: none takes 50 ms longer.
 """
 
 import argparse
