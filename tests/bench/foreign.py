@@ -1,7 +1,7 @@
 """Horovod scripts as they come and under hvdtrain.tuned: whole commands, interleaved, over MPI and over Gloo.
 
 python -m tests.bench.foreign --data-dir DIR --ranks 2,4            5 scripts, 5 rounds; DIR has MNIST's compressed files
-python -m tests.bench.foreign --scripts gan,sparse --rounds 1       some of them
+python -m tests.bench.foreign --scripts gan,sparse --over MPI --rounds 1       some of them
 python -m tests.bench.foreign --results FILE                        goes on where FILE ends; with --rounds 0, only the table
 python -m tests.bench.foreign --script "SCRIPT ARGUMENTS..."        your own
 
@@ -30,7 +30,7 @@ SIDES = ("as it comes", "tuned")
 FOREIGN = ROOT / "tests" / "foreign"
 SCRIPTS = {  # a few seconds each, most of them start-up
     "mnist": ["mnist.py", "--samples", "8000"],
-    "language model": ["language_model.py"],
+    "language model": ["language_model.py", "--steps", "40"],
     "gan": ["gan.py"],
     "elastic": ["elastic_state.py"],
     "sparse": ["sparse_gradients.py"],
@@ -58,6 +58,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=lambda text: Path(text).resolve(), help="of MNIST (default: noise)")
     parser.add_argument("--ranks", type=number_list, default=[2], help="such as 2,4 (default: 2)")
+    parser.add_argument("--over", default=",".join(LAUNCHERS), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scripts", default=",".join(SCRIPTS), help="(default: %(default)s)")
     parser.add_argument("--script", help="a script of your own, with its arguments, in place of ours")
@@ -66,9 +67,10 @@ def parse() -> argparse.Namespace:
         "--limit", type=float, default=180.0, metavar="SECONDS", help="for a run (default: %(default)s)"
     )
     flags = parser.parse_args()
-    flags.scripts = flags.scripts.split(",")
-    if unknown := [name for name in flags.scripts if name not in SCRIPTS]:
-        parser.error(f"no script called {unknown[0]!r}: choose from {', '.join(SCRIPTS)}")
+    flags.scripts, flags.over = flags.scripts.split(","), flags.over.split(",")
+    for names, known in ((flags.scripts, SCRIPTS), (flags.over, LAUNCHERS)):
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"nothing is called {unknown[0]!r}: choose from {', '.join(known)}")
     return flags
 
 
@@ -110,7 +112,7 @@ def main() -> None:
     os.environ.update({name: value for name, value in environment().items() if name not in TESTS_ONLY})
     scripts, runs = commands(flags), read(flags.results)
     done = {run[:5] for run in runs}
-    kinds = [(script, over, ranks) for script in scripts for ranks in flags.ranks for over in LAUNCHERS]
+    kinds = [(script, over, ranks) for script in scripts for ranks in flags.ranks for over in flags.over]
     for number in range(1, flags.rounds + 1):
         for script, over, ranks in random.sample(kinds, len(kinds)):
             if all((script, over, ranks, number, side) in done for side in SIDES):

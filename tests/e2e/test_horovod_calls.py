@@ -28,7 +28,6 @@ def run(launcher: str, ranks: int, wake: int, sets: str, **variables: str) -> No
     assert done.stdout.count(" passed") == ranks, done
 
 
-@pytest.mark.leaves("pytest-of-")  # the suite's own temporary files
 @pytest.mark.parametrize(
     ("launcher", "ranks", "wake", "sets"),
     [case if case == USUAL else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
@@ -38,7 +37,6 @@ def test_every_call(launcher, ranks, wake, sets):
 
 
 @pytest.mark.slow
-@pytest.mark.leaves("pytest-of-")
 @pytest.mark.parametrize("wake", [1, 0])
 def test_a_thousand_restarts_in_one_process(wake):
     run("gloo", 2, wake, "none", HVDTRAIN_TEST_RESTARTS="1000")

@@ -49,4 +49,4 @@ def test_an_unknown_script_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         foreign.main()
     assert ended.value.code == 2
-    assert "no script called 'nonsense'" in capsys.readouterr().err
+    assert "nothing is called 'nonsense'" in capsys.readouterr().err
