@@ -1,6 +1,6 @@
 """A Horovod script as users have it: a GAN with two models and two DistributedOptimizers, on blobs drawn at random.
 
-horovodrun -np 2 python tests/foreign/gan.py --steps 150
+horovodrun -np 2 python tests/foreign/gan.py --steps 60
 """
 
 import argparse
@@ -46,7 +46,7 @@ def blobs(n):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--latent", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-4)
@@ -86,7 +86,7 @@ def main():
         for p in netD.parameters():
             p.requires_grad_(True)
 
-        if step % 50 == 0 and hvd.rank() == 0:
+        if step % 20 == 0 and hvd.rank() == 0:
             print(f"step {step}: D {lossD_real.item() + lossD_fake.item():.4f}  G {lossG.item():.4f}", flush=True)
 
 

@@ -1,6 +1,6 @@
 """A Horovod script as users have it: a small transformer that learns to continue the text of Python's standard library.
 
-horovodrun -np 2 python tests/foreign/language_model.py --steps 60
+horovodrun -np 2 python tests/foreign/language_model.py --steps 40
 """
 
 import argparse
@@ -46,7 +46,7 @@ class LanguageModel(nn.Module):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
