@@ -6,8 +6,9 @@ import pytest
 
 from .launchers import LAUNCHERS, PYTHON, ROOT, launch
 
+pytestmark = pytest.mark.slow
 TUNED = {"HOROVOD_CYCLE_TIME": "0.1", "OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
-# HOROVOD_WAKE_ON_ENQUEUE=1 is our waiting code (launch/horovod_waiting.py); 0 polls as the release does.
+# HOROVOD_WAKE_ON_ENQUEUE=1 is our waiting code (launch/patches/18 and 19); 0 polls as the release does.
 CASES = [
     (launcher, ranks, wake, sets)
     for launcher in ("mpirun", "gloo")
@@ -15,7 +16,6 @@ CASES = [
     for wake in (1, 0)
     for sets in ("none", "static", "dynamic")
 ]
-USUAL = ("gloo", 2, 1, "none")  # where Horovod can also be started again
 
 
 def run(launcher: str, ranks: int, wake: int, sets: str, **variables: str) -> None:
@@ -28,15 +28,11 @@ def run(launcher: str, ranks: int, wake: int, sets: str, **variables: str) -> No
     assert done.stdout.count(" passed") == ranks, done
 
 
-@pytest.mark.parametrize(
-    ("launcher", "ranks", "wake", "sets"),
-    [case if case == USUAL else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("launcher", "ranks", "wake", "sets"), CASES)
 def test_every_call(launcher, ranks, wake, sets):
     run(launcher, ranks, wake, sets)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wake", [1, 0])
 def test_a_thousand_restarts_in_one_process(wake):
     run("gloo", 2, wake, "none", HVDTRAIN_TEST_RESTARTS="1000")
