@@ -15,9 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from hvdtrain.engines import program
+from hvdtrain.engines.arguments import Parser
 from hvdtrain.engines.arrival import Arrival
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
@@ -42,18 +43,11 @@ def seconds(text: str) -> float | str:
     return "auto" if text == "auto" else value
 
 
-class Parser(argparse.ArgumentParser):  # that of engines/flags.py, which imports torch
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists every flag)", everywhere=True)
-
-
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Return our own options, and the rest: what to run, from the first word that is no option."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(
-        prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        usage=f"LAUNCHER python -m {NAME} [OPTIONS] (FILE | -m MODULE) ARGUMENTS...",
-    )  # fmt: skip
+    parser = Parser(NAME, __doc__)
+    parser.usage = f"LAUNCHER python -m {NAME} [OPTIONS] (FILE | -m MODULE) ARGUMENTS..."
     end = 0
     while end < len(argv) and argv[end].startswith("-") and argv[end] not in ("-", "-m"):
         end += 1 if "=" in argv[end] or argv[end] in VALUELESS else 2

@@ -11,6 +11,11 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import write_whole_lines
 
+# 0: done.
+FAILED = 1
+WRONG_INPUT = 2  # one line says what to do
+TARGET_MISSED = 3
+STOPPED = 75  # on request, to be started again: EX_TEMPFAIL of sysexits.h; Slurm and Kubernetes can tell it from a failure
 LINGER_SECONDS = 2.0
 
 

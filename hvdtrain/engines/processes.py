@@ -13,7 +13,7 @@ LAUNCHERS = re.compile(
     r"|torchrun|horovodrun|slurm_script)(_wrapper|\.real)?"
 )
 WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # with --restarts; without, they become the launcher
-MODULES = re.compile(r"torch\.distributed\.(run|launch)|hvdtrain\.(scaling|doctor)|horovod\.runner\.launch")
+MODULES = re.compile(r"torch\.distributed\.(run|launch)|hvdtrain\.(scaling|doctor|starter)|horovod\.runner\.launch")
 MOST_ANCESTORS = 30
 
 

@@ -89,6 +89,16 @@ def _main(path: str | None, loader: object, spec: ModuleSpec | None) -> ModuleTy
     return main
 
 
+def source(program: Program) -> str:
+    """Return its source; empty where there is none (a .pyc)."""
+    loader, spec = program.main.__loader__, program.main.__spec__
+    get_source = getattr(loader, "get_source", None)
+    try:
+        return (get_source(spec.name if spec is not None else "__main__") if get_source is not None else None) or ""
+    except (ImportError, SyntaxError, OSError):
+        return ""
+
+
 def run(program: Program) -> None:
     """Run it to its end. Whatever it raises passes through, and is shown without our frames."""
     sys.argv = program.argv

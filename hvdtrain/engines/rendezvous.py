@@ -1,14 +1,21 @@
-"""The rendezvous of the ranks of a job that no launcher connects."""
+"""Where the ranks of a job meet when no launcher brings them together."""
 
 import contextlib
 import re
-import socketserver
+import selectors
+import socket
 import subprocess
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 
 from hvdtrain.engines.errors import UserError
+
+BACKLOG = 4096  # connections that wait to be accepted; the kernel cuts it to net.core.somaxconn
+SILENCE_SECONDS = 30.0  # for one request
+MOST_HEAD, MOST_BODY = 2**14, 2**26  # bytes; a value is 136 bytes for each other rank
+LENGTH = re.compile(rb"\r\nContent-Length: *([0-9]{1,9})(?=\r|$)", re.IGNORECASE)
 
 
 def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, int]:
@@ -39,33 +46,33 @@ def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 class Rendezvous:
-    """Horovod's own rendezvous server, in a thread of this process: where Gloo's ranks learn each other's sockets.
+    """What Horovod's own rendezvous server does, in one thread of this process: where Gloo's ranks learn each other's sockets.
 
-    It has no authentication: whoever reaches it can misdirect this job's ranks. So it listens on one address only, holds
-    nothing but addresses, and unpickles nothing. Raises OSError where `address` cannot be bound.
+    Keys and values in scopes: PUT, GET and DELETE /scope/key, one request a connection. Horovod's own is Python's HTTPServer,
+    whose listen queue holds 5: the ninth rank is dropped, and comes again seconds later; and it starts a thread for each of
+    the 2,000 requests of 24 ranks. It has no authentication: whoever reaches it can misdirect the ranks of this job. So this one
+    listens on one address only, holds nothing but addresses, and unpickles nothing. Raises OSError where `address` cannot be bound.
+    port: 0 takes any that is free.
     """
 
     def __init__(self, address: str, port: int):
-        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-        class Server(RendezvousHTTPServer):
-            daemon_threads = True
-
-            def server_bind(self) -> None:
-                # http.server would ask for the full name of its address: seconds, where name resolution is broken.
-                socketserver.TCPServer.server_bind(self)
-
-        self._server = Server((address, port), RendezvousHandler, 0)
-        threading.Thread(target=self._server.serve_forever, name="rendezvous", daemon=True).start()
+        self._listener = socket.create_server((address, port), backlog=BACKLOG)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._scopes: dict[str, dict[str, bytes]] = {}
+        self._sizes: dict[str, int] = {}  # of scopes that are forgotten once so many have finished
+        self._finished: dict[str, set[str]] = {}
+        threading.Thread(target=self._serve, name="rendezvous", daemon=True).start()
 
     def get(self, scope: str) -> dict[str, bytes]:
         """Return what was put so far under /`scope`/, by key."""
-        with self._server.cache_lock:
-            return dict(self._server.cache.get(scope, {}))
+        with self._lock:
+            return dict(self._scopes.get(scope, {}))
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        with self._server.cache_lock:
-            self._server.cache.setdefault(scope, {})[key] = value
+        with self._lock:
+            self._scopes.setdefault(scope, {})[key] = value
 
     def expect(self, hosts: list[str]) -> None:
         """Given the host of each rank, forget a scope once all its ranks have met: Horovod can then be started again."""
@@ -73,4 +80,110 @@ class Rendezvous:
         sizes = {"global": len(hosts)} | {f"local_{host}": count for host, count in on_host.items()}
         for local_rank in range(max(on_host.values())):
             sizes[f"cross_{local_rank}"] = sum(count > local_rank for count in on_host.values())
-        self._server.scope_size.update(sizes)
+        with self._lock:
+            self._sizes.update(sizes)
+
+    def _answer(self, method: str, scope: str, key: str, value: bytes) -> bytes | None:
+        """Do what a request asks for, and return the answer's body; None: there is no such key."""
+        with self._lock:
+            if method == "GET":
+                return self._scopes.get(scope, {}).get(key)
+            if method == "PUT":
+                self._scopes.setdefault(scope, {})[key] = value
+            elif scope in self._sizes:
+                finished = self._finished.setdefault(scope, set())
+                finished.add(key)
+                if len(finished) == self._sizes[scope]:
+                    self._scopes.pop(scope, None)
+                    del self._finished[scope]
+            else:
+                self._scopes.get(scope, {}).pop(key, None)
+        return b""
+
+    # ---- the thread
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            swept = time.monotonic()
+            while True:
+                for ready, _ in selector.select(SILENCE_SECONDS):
+                    if ready.data is None:
+                        self._accept(selector)
+                    else:
+                        self._go_on(ready.data, selector)
+                now = time.monotonic()
+                if now - swept > SILENCE_SECONDS:
+                    swept = now
+                    for caller in [key.data for key in selector.get_map().values() if key.data is not None]:
+                        if now > caller.until:
+                            close(caller, selector)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):  # nobody is left, or he went; out of open files: the others wait in the queue
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                caller = Caller(connection)
+                selector.register(connection, selectors.EVENT_READ, caller)
+                self._go_on(caller, selector)
+
+    def _go_on(self, caller: "Caller", selector: selectors.BaseSelector) -> None:
+        """Read or write as much as can be without waiting."""
+        try:
+            if not caller.answer:
+                asked = caller.read()
+                if asked is None:
+                    return
+                body = self._answer(*asked)
+                status = b"404 Not Found" if body is None else b"200 OK"
+                body = body or b""
+                caller.answer = memoryview(b"HTTP/1.0 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+            caller.answer = caller.answer[caller.socket.send(caller.answer) :]
+            if caller.answer:
+                selector.modify(caller.socket, selectors.EVENT_WRITE, caller)
+                return
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):  # gone, or no request
+            pass
+        close(caller, selector)
+
+
+class Caller:
+    """One connection, which asks once."""
+
+    __slots__ = ("answer", "received", "socket", "until")
+
+    def __init__(self, connection: socket.socket):
+        self.socket = connection
+        self.received = b""
+        self.answer: memoryview | None = None
+        self.until = time.monotonic() + SILENCE_SECONDS
+
+    def read(self) -> tuple[str, str, str, bytes] | None:
+        """Return the request's method, scope, key and value; None where more is to come.
+
+        Raises BlockingIOError where nothing has come, another OSError where the caller is gone, ValueError for what is no request.
+        """
+        part = self.socket.recv(65536)
+        self.received += part
+        head, end, body = self.received.partition(b"\r\n\r\n")
+        length = LENGTH.search(head) if end else None
+        wanted = int(length[1]) if length else 0
+        if len(head) > MOST_HEAD or wanted > MOST_BODY:
+            raise ValueError("too long")
+        if not end or len(body) < wanted:
+            if not part:
+                raise ConnectionError("closed within a request")
+            return None
+        method, path, _ = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
+        _, scope, key = path.split("/")
+        if method not in ("GET", "PUT", "DELETE"):
+            raise ValueError(method)
+        return method, scope, key, body[:wanted]
+
+
+def close(caller: Caller, selector: selectors.BaseSelector) -> None:
+    selector.unregister(caller.socket)
+    caller.socket.close()

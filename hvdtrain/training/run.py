@@ -17,6 +17,7 @@ from hvdtrain.data.sharding import passes_per_step
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.exit_codes import TARGET_MISSED
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.flags import Flags
 from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators, to_device
@@ -30,7 +31,6 @@ from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import Initial, Metric, TrainState, require_free
 from hvdtrain.training.step import Shared, Step
 
-TARGET_MISSED = 3  # exit code
 
 
 class Run:

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.engines import processes
+from hvdtrain.engines.exit_codes import STOPPED
 from hvdtrain.training.resilience.control_channel import Channel
 from hvdtrain.training.resilience.progress import STEP, Progress, phase_limit, step_limit
 from hvdtrain.training.resilience.starvation import Starvation
 from hvdtrain.training.resilience.stop_signals import StopSignals
 from hvdtrain.training.resilience.verdict import MOST_STARVED, Report, judge
 
-STOPPED = 75  # exit code: EX_TEMPFAIL of sysexits.h; Slurm and Kubernetes can tell it from a failure
 STACK_FRAMES = 6
 MOST_TRACEBACKS = 3  # of the thread's own errors
 PACKAGE = str(Path(__file__).resolve().parents[2])

@@ -4,7 +4,8 @@ import pytest
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.rendezvous import meeting_point
-from hvdtrain.starter import Place, parse, place
+from hvdtrain.engines.meeting import Place, place
+from hvdtrain.starter import parse
 
 
 @pytest.mark.parametrize(

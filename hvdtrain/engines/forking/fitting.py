@@ -1,0 +1,47 @@
+"""Whether so many ranks fit this host. Imports no torch, and touches no GPU."""
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdtrain.engines.cores import cpu_quota
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import Announced, cores_of_job
+
+ANYWAY = "or add --oversubscribe"
+
+
+def cores_here(environment: Mapping[str, str], told: Announced) -> int:
+    """Return how many cores this process may use: by its affinity, its control group, and Slurm."""
+    return math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota(), cores_of_job(environment, told)))
+
+
+def refuse_too_many_for_cores(ranks: int, cores: int, launcher: str) -> None:
+    """Raise UserError where ranks would have to share cores."""
+    if ranks > cores:
+        slurm = f"give the task more (srun --cpus-per-task={ranks}), " if launcher == "Slurm" else ""
+        how = f"{slurm}use --local-ranks {cores}, {ANYWAY}"
+        raise UserError(f"--local-ranks {ranks}, but {cores} core{'s'[: cores > 1]} here: {how}", everywhere=True)
+
+
+def refuse_too_many_for_gpus(ranks: int, gpus: int) -> None:
+    """Raise UserError where ranks would have to share GPUs, which NCCL refuses."""
+    if 0 < gpus < ranks:
+        how = f"use --local-ranks {gpus}, {ANYWAY} (--device cpu)"
+        raise UserError(f"--local-ranks {ranks}, but {gpus} GPU{'s'[: gpus > 1]} here: {how}", everywhere=True)
+
+
+def gpus_here(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """Return how many GPUs this process may use, without asking CUDA: whoever forks after that cannot use it any more."""
+    here = sum(1 for path in devices.glob("nvidia*") if re.fullmatch("nvidia[0-9]+", path.name))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not here:
+        return here
+    named = [name.strip() for name in visible.split(",")]
+    named = named[: named.index("-1")] if "-1" in named else named  # as CUDA reads it: none from there on
+    named = [name for name in named if name]
+    if any(name.startswith("MIG-") for name in named):  # parts of GPUs
+        return len(named)
+    return min(here, len(named))

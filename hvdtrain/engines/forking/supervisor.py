@@ -1,0 +1,209 @@
+"""The starter while its ranks live: hands signals on, ends all when one has failed, and says with what code."""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.exit_codes import FAILED, STOPPED, TARGET_MISSED, WRONG_INPUT
+from hvdtrain.engines.forking.importer import Importer, Orders
+from hvdtrain.engines.meeting import FAILURE_SECONDS
+
+HANDED_ON = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
+    signal.SIGWINCH,
+)  # fmt: skip
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+MOST_REQUESTS = 3  # of these in a row, typed or sent: then nobody waits for the ranks any more
+# Seconds that the other ranks have to end by themselves, by the exit code of the first that ended otherwise than with 0.
+# Where all decided it together, they are about to. Whoever is killed, or failed alone, leaves the others waiting for it.
+BY_THEMSELVES = {STOPPED: 60.0, TARGET_MISSED: 60.0, WRONG_INPUT: 5.0}
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+
+
+class Supervisor:
+    """Ranks of one host, from their import to their end.
+
+    meet: called in a thread at once; returns the orders once all hosts are there. It is handed `imported`, an event to wait
+    for. failed(): how another host's ranks have failed, or None. told(reason): tells the other hosts that these have.
+    """
+
+    def __init__(
+        self, importer: Importer, meet: Callable[[threading.Event], Orders],
+        failed: Callable[[], str | None] | None = None, told: Callable[[str], None] = lambda reason: None,
+    ):  # fmt: skip
+        self._importer, self._meet, self._failed, self._told = importer, meet, failed, told
+        self._imported = threading.Event()
+        self._orders: Orders | None = None
+        self._error: UserError | Failure | None = None  # of the meeting
+        self._news = b""
+        self._ranks: dict[int, int] = {}  # rank by process number: those that live
+        self._importing = True  # the importer has not ended yet
+        self._code = 0  # of the first that ended otherwise than with 0
+        self._said_all = False  # so has its pipe
+        self._requests = 0
+        self._pressed = False  # the others were asked to end
+        self._handed_on: set[int] = set()
+        self._until: float | None = None  # when patience with the others ends
+        self._wake, self._wake_end = socket.socketpair()
+        self._wake.setblocking(False)
+        self._wake_end.setblocking(False)
+
+    def run(self) -> int:
+        """Return the exit code once all ranks have ended. Raises UserError or Failure where the hosts cannot go on."""
+        signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
+        for number in (*HANDED_ON, signal.SIGTSTP, signal.SIGCHLD):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self._meet_others, name="meeting", daemon=True).start()
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake, selectors.EVENT_READ)
+                selector.register(self._importer.news, selectors.EVENT_READ)
+                while self._importing or self._ranks:
+                    timeout = None if self._until is None else max(0.0, self._until - time.monotonic())
+                    for ready, _ in selector.select(timeout):
+                        if ready.fileobj is self._wake:
+                            self._hear_signals()
+                        elif not self._hear_importer():
+                            selector.unregister(self._importer.news)
+                    self._reap()
+                    if self._error is not None and self._code == 0:
+                        raise self._error
+                    if self._until is not None and time.monotonic() >= self._until:
+                        self._press()
+        except BaseException:
+            self._code = self._code or FAILED
+            raise
+        finally:
+            if self._code:
+                self._kill()  # and input workers whose rank has died
+        return self._code
+
+    def _meet_others(self) -> None:
+        """In a thread: meet, and then listen whether another host has failed."""
+        try:
+            self._orders = self._meet(self._imported)
+            os.write(self._importer.orders, json.dumps(self._orders).encode() + b"\n")
+            while self._failed is not None:
+                time.sleep(FAILURE_SECONDS)
+                if reason := self._failed():
+                    raise Failure(reason)
+        except (UserError, Failure) as error:
+            self._error = error
+        except OSError:  # the importer has ended
+            return
+        except Exception as error:
+            self._error = Failure(f"the meeting failed: {type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):
+            self._wake_end.send(b"\0")
+
+    def _hear_importer(self) -> bool:
+        """Take what the importer says; tell whether there may be more."""
+        part = os.read(self._importer.news, 65536)
+        *lines, self._news = (self._news + part).split(b"\n")
+        for line in lines:
+            if line == b"imported":
+                self._imported.set()
+            else:
+                first = self._orders.first if self._orders is not None else 0
+                self._ranks = {pid: first + local_rank for local_rank, pid in enumerate(json.loads(line))}
+        self._said_all = not part
+        return bool(part)
+
+    def _hear_signals(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in self._wake.recv(4096):
+                if number == signal.SIGTSTP:  # as typed at a terminal
+                    self._send_all(signal.SIGSTOP)
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif number in HANDED_ON:
+                    self._hand_on(signal.Signals(number))
+
+    def _hand_on(self, number: signal.Signals) -> None:
+        self._handed_on.add(number)
+        self._requests += number in ENDING
+        if self._importing and number in (*ENDING, signal.SIGUSR1, signal.SIGUSR2):  # nothing has begun that could be saved
+            self._code = self._code or 128 + number
+            self._kill()
+        elif self._requests >= MOST_REQUESTS:
+            self._code = self._code or 128 + number
+            self._kill()
+        else:
+            self._send_all(number)
+
+    def _send_all(self, number: signal.Signals) -> None:
+        for pid in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _kill(self) -> None:
+        """End all ranks and what they have started, at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._importer.pid, signal.SIGKILL)
+
+    def _press(self) -> None:
+        """Make those end that have not ended by themselves: ask, and when that was in vain, kill."""
+        if not self._pressed:
+            self._pressed = True
+            self._send_all(signal.SIGTERM)
+            self._send_all(signal.SIGCONT)  # who is stopped hears nothing else
+            self._until = time.monotonic() + GRACE_SECONDS
+        else:
+            self._kill()
+            self._until = None
+
+    def _reap(self) -> None:
+        if self._importing and self._said_all:
+            # Not waited for, so that nothing else can get its number, which is also that of the ranks' process group.
+            left = os.waitid(os.P_PID, self._importer.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if left is not None:
+                self._importing = False
+                code = left.si_status if left.si_code == os.CLD_EXITED else -left.si_status
+                if code != 0:
+                    self._importer_failed(code)
+        ended = []
+        for pid, rank in list(self._ranks.items()):
+            with contextlib.suppress(ChildProcessError):  # it is still the importer's
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    ended.append((rank, os.waitstatus_to_exitcode(status)))
+                    del self._ranks[pid]
+        # Of those that ended in one moment: first who was killed, then who failed by itself.
+        for rank, code in sorted(ended, key=lambda end: (end[1] >= 0, end[1] != FAILED, end[0])):
+            if code != 0:
+                self._rank_failed(rank, code)
+
+    def _importer_failed(self, code: int) -> None:
+        if self._code == 0:
+            self._code = code if code > 0 else 128 - code
+            if code < 0:
+                say(f"error: the import was killed by {signal.Signals(-code).name}{memory(-code)}")
+            self._told(f"its import ended with code {self._code}")
+
+    def _rank_failed(self, rank: int, code: int) -> None:
+        if self._code != 0:
+            return
+        self._code = code if code > 0 else 128 - code
+        by = f"was killed by {signal.Signals(-code).name}{memory(-code)}" if code < 0 else f"ended with exit code {code}"
+        if self._code not in BY_THEMSELVES and -code not in self._handed_on:
+            others = ": the others are ended" if self._ranks else ""
+            say(f"error: rank {rank} on {socket.gethostname()} {by}{others}")
+            self._told(f"rank {rank} {by}")
+        self._until = time.monotonic() + BY_THEMSELVES.get(self._code, 0.0)
+
+
+def memory(number: int) -> str:
+    return " (out of memory?)" if number == signal.SIGKILL else ""
+
+
+def say(line: str) -> None:
+    sys.stderr.write(f"hvdtrain.starter: {line}\n")
+    sys.stderr.flush()
