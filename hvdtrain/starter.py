@@ -91,10 +91,10 @@ def start_one(options: argparse.Namespace, told: Announced, words: list[str]) ->
     return program.find(words)
 
 
-def start_all(options: argparse.Namespace, told: Announced, words: list[str]) -> program.Program | int:
-    """Start all ranks of this host. Return their exit code in this process, and in each rank the program to become."""
+def start_all(options: argparse.Namespace, told: Announced, words: list[str]) -> int:
+    """Start all ranks of this host, and return their exit code. A rank does not return from here."""
     from hvdtrain.engines.cores import share_of_host
-    from hvdtrain.engines.forking import fitting, importer
+    from hvdtrain.engines.forking import fitting, importer, leaving
     from hvdtrain.engines.forking.supervisor import Supervisor, say
 
     ranks = options.local_ranks
@@ -107,8 +107,8 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_host(ranks, cores)[0]))
     imports = [name for name in options.imports.split(",") if name]
     started = importer.start(words, ranks, imports, options.oversubscribe)
-    if isinstance(started, program.Program):
-        return started
+    if isinstance(started, importer.Rank):
+        leaving.run_and_leave(started.program, started.shared)
     meeting, interface = meeting_of(options, told)
     meeting.say = say
 
@@ -135,10 +135,9 @@ def main() -> int:
     told = announced()
     if told.launcher == "horovodrun":
         raise UserError("horovodrun has started Horovod already: leave hvdtrain.starter out", everywhere=True)
-    started = start_one(options, told, words) if options.local_ranks is None else start_all(options, told, words)
-    if isinstance(started, int):
-        return started
-    program.run(started)
+    if options.local_ranks is not None:
+        return start_all(options, told, words)
+    program.run(start_one(options, told, words))
     return 0
 
 

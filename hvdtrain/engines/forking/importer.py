@@ -38,8 +38,15 @@ class Orders(NamedTuple):
     interface: str
 
 
-def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool) -> Importer | program.Program:
-    """Fork the importer. Return it in the starter; in each rank return the program to become, once its environment is set.
+class Rank(NamedTuple):
+    """What a rank is to become, once its environment is set."""
+
+    program: program.Program
+    shared: frozenset[str]  # modules that were there before the fork
+
+
+def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool) -> Importer | Rank:
+    """Fork the importer. Return it in the starter, and in each rank what that is.
 
     words: the program, as `program.find` takes it. asked: modules to import beside what is found in the program.
     Raises, in the importer, UserError where there is no such program, or more ranks than GPUs.
@@ -70,7 +77,7 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
 
 def _import_and_fork(
     words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool, starter: int, orders: int, news: int
-) -> program.Program:
+) -> Rank:
     gc.disable()
     found = program.find(words)
     preload.preload(program.source(found), asked)
@@ -85,7 +92,7 @@ def _import_and_fork(
     told = Orders(*json.loads(line))
     sys.stdout.flush()
     sys.stderr.flush()
-    importer, pids = os.getpid(), []
+    importer, shared, pids = os.getpid(), frozenset(sys.modules), []
     for local_rank in range(ranks):
         try:
             pid = os.fork()
@@ -95,7 +102,7 @@ def _import_and_fork(
         if pid == 0:
             os.close(news)
             _become_rank(told, local_rank, starter, importer)
-            return found
+            return Rank(found, shared)
         pids.append(pid)
     os.write(news, json.dumps(pids).encode() + b"\n")
     os._exit(0)
