@@ -16,10 +16,12 @@ Without it, this process becomes the rank. Exit codes and signals are the progra
 
 import argparse
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from hvdtrain.engines import program
 from hvdtrain.engines.arguments import Parser, positive, positive_int
@@ -62,7 +64,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(argv[:end])
     if options.local_ranks is None and (options.oversubscribe or options.imports):
         parser.error("--oversubscribe and --import go with --local-ranks")
-    return options, list(argv[end:])
+    words = list(argv[end:])
+    if words and re.fullmatch(
+        r"python[0-9.]*", Path(words[0]).name
+    ):  # as other launchers want it: it is this one anyway
+        words = words[1:]
+    return options, words
 
 
 def meeting_of(options: argparse.Namespace, told: Announced) -> tuple[Meeting, str]:
@@ -78,7 +85,9 @@ def meeting_of(options: argparse.Namespace, told: Announced) -> tuple[Meeting, s
     else:
         own = address if told.rank == 0 else address_towards(address)
         interface = interface_with(own)
-    return Meeting(told.rank, told.size, own if told.rank == 0 else address, options.port or port, options.wait), interface
+    return Meeting(
+        told.rank, told.size, own if told.rank == 0 else address, options.port or port, options.wait
+    ), interface
 
 
 def start_one(options: argparse.Namespace, told: Announced, words: list[str]) -> program.Program:

@@ -15,7 +15,9 @@ from hvdtrain.engines.lines import write_whole_lines
 FAILED = 1
 WRONG_INPUT = 2  # one line says what to do
 TARGET_MISSED = 3
-STOPPED = 75  # on request, to be started again: EX_TEMPFAIL of sysexits.h; Slurm and Kubernetes can tell it from a failure
+STOPPED = (
+    75  # on request, to be started again: EX_TEMPFAIL of sysexits.h; Slurm and Kubernetes can tell it from a failure
+)
 LINGER_SECONDS = 2.0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hvdtrain.engines import arguments
-from hvdtrain.engines.arguments import (
+from hvdtrain.engines.arguments import (  # noqa: F401 - for the commands: these are number types of their flags, too
     accuracy,
     byte_count,
     count,

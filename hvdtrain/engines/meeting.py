@@ -158,7 +158,9 @@ class Meeting:
         """
         if self._server is None:
             self._request("PUT", f"ready/{self.number}")
-            self._deadline = time.monotonic() + 3 * self.seconds  # the first starter gives up before, and says who is late
+            self._deadline = (
+                time.monotonic() + 3 * self.seconds
+            )  # the first starter gives up before, and says who is late
             came = json.loads(self._request("GET", "known/hosts"))
             self._request("PUT", f"met/{self.number}")
             return self._placed([Came(*each) for each in came])

@@ -46,13 +46,14 @@ def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 class Rendezvous:
-    """What Horovod's own rendezvous server does, in one thread of this process: where Gloo's ranks learn each other's sockets.
+    """Where Gloo's ranks learn each other's sockets: as Horovod's own rendezvous server, in one thread of this process.
 
-    Keys and values in scopes: PUT, GET and DELETE /scope/key, one request a connection. Horovod's own is Python's HTTPServer,
-    whose listen queue holds 5: the ninth rank is dropped, and comes again seconds later; and it starts a thread for each of
-    the 2,000 requests of 24 ranks. It has no authentication: whoever reaches it can misdirect the ranks of this job. So this one
-    listens on one address only, holds nothing but addresses, and unpickles nothing. Raises OSError where `address` cannot be bound.
-    port: 0 takes any that is free.
+    Keys and values in scopes: PUT, GET and DELETE /scope/key, one request a connection. Horovod's own is Python's
+    HTTPServer, whose listen queue holds 5, so that the ninth rank is dropped and comes again seconds later; and it starts a
+    thread for each of the 3,000 requests of 24 ranks. The protocol has no authentication: whoever reaches the server can
+    misdirect the ranks of this job. So it listens on one address only, holds nothing but addresses, and unpickles nothing.
+
+    port: 0 takes any that is free. Raises OSError where `address` cannot be bound.
     """
 
     def __init__(self, address: str, port: int):
@@ -120,7 +121,9 @@ class Rendezvous:
                             close(caller, selector)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        with contextlib.suppress(OSError):  # nobody is left, or he went; out of open files: the others wait in the queue
+        with contextlib.suppress(
+            OSError
+        ):  # nobody is left, or he went; out of open files: the others wait in the queue
             while True:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
@@ -164,7 +167,8 @@ class Caller:
     def read(self) -> tuple[str, str, str, bytes] | None:
         """Return the request's method, scope, key and value; None where more is to come.
 
-        Raises BlockingIOError where nothing has come, another OSError where the caller is gone, ValueError for what is no request.
+        Raises BlockingIOError where nothing has come, another OSError where the caller is gone, ValueError for what is
+        no request.
         """
         part = self.socket.recv(65536)
         self.received += part

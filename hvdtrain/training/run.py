@@ -32,7 +32,6 @@ from hvdtrain.training.state import Initial, Metric, TrainState, require_free
 from hvdtrain.training.step import Shared, Step
 
 
-
 class Run:
     """What `training.start` gives. Attributes that scripts read: engine, rank, size, device, state, initial, evaluation."""
 

@@ -69,7 +69,11 @@ def mebibytes(pid: int) -> float:
 
 def run_processes(ranks: int) -> int:
     """Start a process for each rank, and wait for them all."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randrange(20_000, 30_000)), "WORLD_SIZE": str(ranks)}
+    meeting = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(random.randrange(20_000, 30_000)),
+        "WORLD_SIZE": str(ranks),
+    }
     words = [sys.executable, "-m", "hvdtrain.starter", *TRAIN.split()]
     started = [subprocess.Popen(words, env=os.environ | meeting | {"RANK": str(rank)}) for rank in range(ranks)]
     return max(abs(process.wait()) for process in started)

@@ -24,6 +24,7 @@ LAUNCHERS = {
     "mpirun": "mpirun --oversubscribe -np {ranks}",
     "horovodrun": "horovodrun -np {ranks}",
     "gloo": "horovodrun --gloo -np {ranks}",
+    "starter": f"{PYTHON} -m hvdtrain.starter --oversubscribe --local-ranks {{ranks}}",
 }
 TORCHRUN = "torchrun --standalone --nproc-per-node {ranks}"  # starts Python itself: no interpreter before -m
 

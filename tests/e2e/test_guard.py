@@ -172,6 +172,8 @@ def start(launcher: str, directory: Path, job: str, flags: str = "") -> subproce
         pytest.param("mpirun", signal.SIGTERM, "rank 1", 75, marks=pytest.mark.slow),
         pytest.param("mpirun", signal.SIGINT, "both ranks", 75, marks=pytest.mark.slow),
         ("gloo", signal.SIGTERM, "rank 1", 75),
+        ("starter", signal.SIGTERM, "the launcher", 75),
+        pytest.param("starter", signal.SIGINT, "rank 1", 75, marks=pytest.mark.slow),
     ],
 )
 def test_stop_signals_save_the_same_step_and_leave(launcher, number, whom, code, tmp_path):

@@ -18,6 +18,7 @@ STARTS = {
     "mpirun": f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} {TRAIN} {{out}}",
     "mpirun.sh": f"bash {ROOT}/launch/mpirun.sh -np 2 --restarts 3 -- {sys.executable} {TRAIN} {{out}}",
     "horovodrun": f"{LAUNCHERS['gloo'].format(ranks=2)} {sys.executable} {TRAIN} {{out}}",
+    "hvdtrain.starter": f"{LAUNCHERS['starter'].format(ranks=2)} {TRAIN} {{out}}",
 }
 
 

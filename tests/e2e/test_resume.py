@@ -1,6 +1,7 @@
 """A run that was killed, started again: the same bits as one that was not; and what stands in the way of a restart."""
 
 import random
+import socket
 
 import pytest
 import torch
@@ -23,20 +24,25 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "attack",
+    ("launcher", "attack"),
     [
-        dict(rank=1, point="backward", count=5, kind="kill"),
+        ("mpirun", dict(rank=1, point="backward", count=5, kind="kill")),
+        ("starter", dict(rank=1, point="backward", count=5, kind="kill")),
         # with half a checkpoint written
-        pytest.param(dict(rank=0, point="half", count=4, kind="kill"), marks=pytest.mark.slow),
+        pytest.param("mpirun", dict(rank=0, point="half", count=4, kind="kill"), marks=pytest.mark.slow),
     ],
-    ids=lambda attack: attack["point"],
+    ids=["mpirun", "starter", "half a checkpoint"],
 )
-def test_a_killed_run_ends_as_if_nothing_had_been(attack, whole, tmp_path):
-    killed = attacked(tmp_path, attack=attack)
+def test_a_killed_run_ends_as_if_nothing_had_been(launcher, attack, whole, tmp_path):
+    killed = attacked(tmp_path, attack=attack, launcher=launcher)
     assert killed.code not in (0, 2, 75), killed
+    assert killed.left_behind == 0, killed
+    if launcher == "starter":
+        assert killed.code == 137, killed
+        assert f"rank 1 on {socket.gethostname()} was killed by SIGKILL" in killed.stderr, killed
     struck = struck_at(tmp_path)
     assert struck, killed
-    done = attacked(tmp_path)
+    done = attacked(tmp_path, launcher=launcher)
     assert done.code == 0, done
     assert results(tmp_path) == results(whole)
     assert tally(tmp_path) == (0, 0)  # samples lost, samples repeated

@@ -59,7 +59,9 @@ def test_ranks_that_do_not_fit_are_refused_with_what_to_type():
         fitting.refuse_too_many_for_gpus(5, 4)
 
 
-@pytest.mark.parametrize("words", ["--local-ranks 0 x.py", "--local-ranks x x.py", "--oversubscribe x.py", "--import a x.py"])
+@pytest.mark.parametrize(
+    "words", ["--local-ranks 0 x.py", "--local-ranks x x.py", "--oversubscribe x.py", "--import a x.py"]
+)
 def test_options_that_make_no_sense_are_refused(words):
     with pytest.raises(UserError, match="--local-ranks"):
         parse(words.split())
@@ -106,7 +108,9 @@ def test_a_module_that_starts_a_thread_or_cannot_be_imported_is_refused(tmp_path
     with pytest.raises(UserError, match="--import broken: ZeroDivisionError"):
         preload.preload("", ["broken"])
     try:
-        with pytest.raises(UserError, match="--import with_thread starts threads, which cannot be forked: leave it out"):
+        with pytest.raises(
+            UserError, match="--import with_thread starts threads, which cannot be forked: leave it out"
+        ):
             preload.preload("", ["with_thread"])
     finally:
         sys.modules["with_thread"].over.set()
@@ -131,7 +135,9 @@ def test_forked_ranks_do_not_draw_the_same_numbers():
 def start(tmp_path: Path, script: str, ranks: int, options: str = "", *, timeout: float = 60, **extra):
     """Run `script` on so many ranks to the end of all, and of whatever they started."""
     (tmp_path / "script.py").write_text(script)
-    done = launch(f"{STARTER} --local-ranks {ranks} {options} {tmp_path}/script.py", timeout=timeout, cwd=tmp_path, **extra)
+    done = launch(
+        f"{STARTER} --local-ranks {ranks} {options} {tmp_path}/script.py", timeout=timeout, cwd=tmp_path, **extra
+    )
     assert done.left_behind == 0, done
     return done
 
@@ -161,7 +167,11 @@ def test_each_rank_has_its_share_of_the_hosts_threads(tmp_path):
     [
         ("raise SystemExit(5)", 5, "rank 1 on HOST ended with exit code 5: the others are ended"),
         ("1 / 0", 1, "rank 1 on HOST ended with exit code 1: the others are ended"),
-        ("import os; os.kill(os.getpid(), 9)", 137, "rank 1 on HOST was killed by SIGKILL (out of memory?): the others"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            137,
+            "rank 1 on HOST was killed by SIGKILL (out of memory?): the others",
+        ),
     ],
 )
 def test_the_first_rank_that_fails_ends_the_others_and_gives_the_code(tmp_path, first, code, said):

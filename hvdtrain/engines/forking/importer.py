@@ -98,7 +98,9 @@ def _import_and_fork(
             pid = os.fork()
         except OSError as error:
             how = "allow this user more processes (ulimit -u), or use fewer ranks"
-            raise UserError(f"cannot start rank {local_rank} of {ranks} of this host ({error.strerror}): {how}") from None
+            raise UserError(
+                f"cannot start rank {local_rank} of {ranks} of this host ({error.strerror}): {how}"
+            ) from None
         if pid == 0:
             os.close(news)
             _become_rank(told, local_rank, starter, importer)

@@ -130,10 +130,9 @@ class Supervisor:
     def _hand_on(self, number: signal.Signals) -> None:
         self._handed_on.add(number)
         self._requests += number in ENDING
-        if self._importing and number in (*ENDING, signal.SIGUSR1, signal.SIGUSR2):  # nothing has begun that could be saved
-            self._code = self._code or 128 + number
-            self._kill()
-        elif self._requests >= MOST_REQUESTS:
+        if (
+            self._importing and number in (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+        ) or self._requests >= MOST_REQUESTS:  # nothing has begun that could be saved
             self._code = self._code or 128 + number
             self._kill()
         else:
@@ -192,7 +191,9 @@ class Supervisor:
         if self._code != 0:
             return
         self._code = code if code > 0 else 128 - code
-        by = f"was killed by {signal.Signals(-code).name}{memory(-code)}" if code < 0 else f"ended with exit code {code}"
+        by = (
+            f"was killed by {signal.Signals(-code).name}{memory(-code)}" if code < 0 else f"ended with exit code {code}"
+        )
         if self._code not in BY_THEMSELVES and -code not in self._handed_on:
             others = ": the others are ended" if self._ranks else ""
             say(f"error: rank {rank} on {socket.gethostname()} {by}{others}")

@@ -3,8 +3,8 @@
 import pytest
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.rendezvous import meeting_point
 from hvdtrain.engines.meeting import Place, place
+from hvdtrain.engines.rendezvous import meeting_point
 from hvdtrain.starter import parse
 
 
@@ -35,6 +35,11 @@ def test_places_agree_with_horovods_own_launcher():
         ("-m hvdtrain.mnist --wait 3 -m x", "-m hvdtrain.mnist --wait 3 -m x"),
         ("--port 9000 --wait=3 -m hvdtrain.mnist --port 1", "-m hvdtrain.mnist --port 1"),
         ("--interface eth0 train.py --interface x", "train.py --interface x"),
+        (
+            "--local-ranks 8 --oversubscribe /venv/bin/python3.12 -m hvdtrain.mnist --seed 1",
+            "-m hvdtrain.mnist --seed 1",
+        ),
+        ("--local-ranks 8 python train.py", "train.py"),
     ],
 )
 def test_own_options_end_where_the_program_begins(words, program):

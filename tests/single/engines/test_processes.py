@@ -23,6 +23,7 @@ from hvdtrain.engines.processes import Process, is_stopped, launcher_name, launc
         ("python3.12 -u -m torch.distributed.run --nproc-per-node 2 x.py", "torch.distributed.run"),
         ("python /venv/bin/horovodrun --gloo -np 2 python x.py", "horovodrun"),
         ("python -m hvdtrain.scaling --ranks 1,2", "hvdtrain.scaling"),
+        ("python -m hvdtrain.starter --local-ranks 2 -m hvdtrain.mnist", "hvdtrain.starter"),
         ("bash launch/mpirun.sh -np 2 --restarts 3 -- python -m hvdtrain.mnist", "mpirun.sh"),
         ("/bin/bash /var/spool/slurmd/job7/slurm_script", "slurm_script"),
         # Whose end is nobody's business: they may have put the job into the background.
