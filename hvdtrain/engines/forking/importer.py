@@ -83,6 +83,7 @@ def _import_and_fork(
     preload.preload(program.source(found), asked)
     if not oversubscribe and reduces_on_gpus():
         fitting.refuse_too_many_for_gpus(ranks, fitting.gpus_here(os.environ))
+    preload.forget_finalizers()
     gc.freeze()  # the collector would write into pages that the ranks share
     os.write(news, b"imported\n")
     with os.fdopen(orders) as file:
