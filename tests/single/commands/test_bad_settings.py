@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvdtrain import benchmark, doctor, imagenet, lm, mnist, reduce, report, scaling, starter
-from hvdtrain.engines import cores, exit_codes, launchers, rendezvous
+from hvdtrain.engines import arguments, cores, exit_codes, launchers, meeting, rendezvous
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from tests.single.examples import one_line, tried
@@ -39,14 +39,14 @@ PARSERS = {
 def flags_of(script: str) -> list[str]:
     """Return every flag that a script has, as its own help lists them."""
     known: list[str] = []
-    parse_args = cli.Parser.parse_args
+    parse_args = arguments.Parser.parse_args
 
     def listed(self, argv=None, namespace=None):
         known.extend(option for action in self._actions for option in action.option_strings)
         return parse_args(self, argv, namespace)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli.Parser, "parse_args", listed)
+        patch.setattr(arguments.Parser, "parse_args", listed)
         with contextlib.suppress(UserError):  # it needs one that was not given
             PARSERS[script]([])
     return sorted(set(known) - {"-h", "--help"})
@@ -194,9 +194,9 @@ def test_a_host_name_that_is_none_is_refused(name):
         raise OSError("no such host")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(starter.socket, "getaddrinfo", no_network)
+        patch.setattr(meeting.socket, "getaddrinfo", no_network)
         with pytest.raises(UserError, match="check MASTER_ADDR"):
-            starter.resolve(name, deadline=0)
+            meeting.resolve(name, deadline=0)
 
 
 @tried(60)
