@@ -15,6 +15,7 @@ LAUNCHERS = re.compile(
 WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # with --restarts; without, they become the launcher
 MODULES = re.compile(r"torch\.distributed\.(run|launch)|hvdtrain\.(scaling|doctor|starter)|horovod\.runner\.launch")
 MOST_ANCESTORS = 30
+STARTERS: list[int] = []  # in a rank that was forked: the number of its starter
 
 
 class Process(NamedTuple):
@@ -31,6 +32,13 @@ def stat(pid: int, proc: Path = PROC) -> list[str] | None:
         fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
         return fields if len(fields) > 19 else None
     return None
+
+
+def began(proc: Path = PROC) -> int:
+    """Return when this process began, in clock ticks since boot; where a starter has forked it, when that began."""
+    fields = stat((STARTERS or [os.getpid()])[0], proc) or stat(os.getpid(), proc)
+    assert fields is not None
+    return int(fields[19])
 
 
 def is_stopped(pid: int, proc: Path = PROC) -> bool:

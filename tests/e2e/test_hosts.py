@@ -102,6 +102,15 @@ def test_starter_and_ddp_train_on_four_hosts_as_on_one(four, tmp_path):
             summary(tmp_path / f"{name}-four")["parameters_sha256"]
             == summary(tmp_path / f"{name}-one")["parameters_sha256"]
         )
+    # The same four ranks, two of each host from one process.
+    out = tmp_path / "local-ranks"
+    command = [sys.executable, "-m", "hvdtrain.starter", "--oversubscribe", "--local-ranks", "2", *TRAIN[1:]]
+    command += ["--batch-size", "32", "--train-samples", "512", "--output-dir", str(out)]
+    both = {host: four.start(host, command, **meeting(four, number, 2)) for number, host in enumerate("ab")}
+    for done in four.finish(both, 60).values():
+        assert done.code == 0, done
+    assert [rank["host"] for rank in events(out, "start")[0]["ranks"]] == ["a", "a", "b", "b"]
+    assert summary(out)["parameters_sha256"] == summary(tmp_path / "starter-four")["parameters_sha256"]
     assert four.processes() == []
 
 

@@ -60,7 +60,9 @@ def train(tmp_path: Path) -> str:
 PROGRAM, HOW = r"^program=\(.*\)(?= # EDIT)", r"^how=starter"
 
 
-@pytest.mark.parametrize(("how", "transport"), [("starter", "Gloo"), ("mpirun", "MPI"), ("pmix", "MPI")])
+@pytest.mark.parametrize(
+    ("how", "transport"), [("starter", "Gloo"), ("forked", "Gloo"), ("mpirun", "MPI"), ("pmix", "MPI")]
+)
 def test_trains_on_two_nodes(cluster, how, transport, tmp_path):
     if how == "pmix":
         pmix_or_skip()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvdtrain.engines import program
+from hvdtrain.engines import processes, program
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.forking import fitting, preload
 from hvdtrain.engines.meeting import environment
@@ -127,6 +127,7 @@ def _become_rank(told: Orders, local_rank: int, starter: int, importer: int) -> 
     for name, value in (("RANK", rank), ("WORLD_SIZE", len(told.hosts)), ("LOCAL_RANK", local_rank)):
         if name in os.environ:  # they counted hosts
             os.environ[name] = str(value)
+    processes.STARTERS[:] = [starter]
     preload.fresh_generators()
     gc.enable()
 

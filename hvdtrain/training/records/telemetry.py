@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.engines import processes
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records import files
@@ -227,7 +228,7 @@ def parameters_sha256(*models: nn.Module) -> str:
 
 
 def seconds_since_process_start() -> float:
-    """Return the age of this process in seconds, imports included (proc(5): field 22 of stat, in clock ticks)."""
-    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    """Return the age of this process in seconds, imports included: also those of the starter that has forked it."""
+    started_ticks = processes.began()
     uptime_seconds = float(Path("/proc/uptime").read_text().split()[0])
     return uptime_seconds - started_ticks / os.sysconf("SC_CLK_TCK")
