@@ -118,23 +118,30 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
     started = importer.start(words, ranks, imports, options.oversubscribe)
     if isinstance(started, importer.Rank):
         leaving.run_and_leave(started.program, started.shared)
-    meeting, interface = meeting_of(options, told)
-    meeting.say = say
+    meetings: list[Meeting] = []  # one, once this host has found its place
 
     def meet(imported: threading.Event) -> importer.Orders:
+        meeting, interface = meeting_of(options, told)
+        meeting.say = say
         meeting.come(ranks)
+        meetings.append(meeting)
         imported.wait()
         hosts = meeting.wait()
         return importer.Orders(hosts, meeting.first, meeting.address, meeting.port, interface)
 
-    supervisor = Supervisor(started, meet, meeting.failure if told.size > 1 else None, meeting.fail)
+    def tell(reason: str) -> None:
+        for meeting in meetings:
+            meeting.fail(reason)
+
+    supervisor = Supervisor(started, meet, (lambda: meetings[0].failure()) if told.size > 1 else None, tell)
     try:
         return supervisor.run()
     except (UserError, Failure) as error:
-        meeting.fail(str(error))
+        tell(str(error))
         raise
     finally:
-        meeting.linger()
+        for meeting in meetings:
+            meeting.linger()
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.exit_codes import FAILED, STOPPED, TARGET_MISSED, WRONG_INPUT
@@ -175,10 +176,19 @@ class Supervisor:
                 if done:
                     ended.append((rank, os.waitstatus_to_exitcode(status)))
                     del self._ranks[pid]
+        if not self._importing:
+            self._reap_orphans()
         # Of those that ended in one moment: first who was killed, then who failed by itself.
         for rank, code in sorted(ended, key=lambda end: (end[1] >= 0, end[1] != FAILED, end[0])):
             if code != 0:
                 self._rank_failed(rank, code)
+
+    def _reap_orphans(self) -> None:
+        """Wait for what ranks have started and left behind: it came to the starter when its parent ended."""
+        with contextlib.suppress(OSError, ValueError):
+            for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+                if pid != self._importer.pid and pid not in self._ranks:
+                    os.waitpid(pid, os.WNOHANG)
 
     def _importer_failed(self, code: int) -> None:
         if self._code == 0:
