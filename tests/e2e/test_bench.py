@@ -1,5 +1,7 @@
 """`make bench`, its cheapest row: measured once, written down, and what was not measured said so."""
 
+import re
+
 import pytest
 
 from .launchers import PYTHON, ROOT, launch
@@ -31,3 +33,19 @@ def test_an_unknown_row_is_refused():
     done = launch(f"{PYTHON} -m tests.bench --rows nonsense", cwd=ROOT)
     assert done.code == 2, done
     assert "'nonsense' is not one of throughput-2" in done.stderr
+
+
+@pytest.mark.slow
+def test_start_up_is_measured_in_seconds_and_memory():
+    done = launch(f"{PYTHON} -m tests.bench.starting --ways starter --ranks 2 --rounds 1", cwd=ROOT)
+    assert done.code == 0, done
+    seconds, mebibytes = re.search(r"\| 2 \| starter \| ([0-9.]+) \(.*\) \| ([0-9,]+) \|", done.stdout).groups()
+    assert float(seconds) > 0.5  # torch was imported
+    assert float(mebibytes.replace(",", "")) > 100
+
+
+def test_the_rendezvous_of_many_ranks_is_measured():
+    done = launch(f"{PYTHON} -m tests.bench.rendezvous --ranks 8,100 --most 200", cwd=ROOT)
+    assert done.code == 0, done
+    rows = [line.split("|")[1:4] for line in done.stdout.splitlines()[2:]]
+    assert [[cell.strip() for cell in row] for row in rows] == [["8", "164", "0.1"], ["100", "25,050", "266.6"]], done

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from hvdtrain.engines import processes
 from hvdtrain.engines.processes import Process, is_stopped, launcher_name, launchers, lives, stat
 
 
@@ -81,3 +82,13 @@ def test_a_process_is_gone_when_it_ended_even_if_another_has_its_number_or_nobod
     child.communicate()
     assert not lives(me)
     assert lives(Process(os.getpid(), int(stat(os.getpid())[19]), "self"))
+
+
+def test_a_forked_rank_began_when_its_starter_did(tmp_path, monkeypatch):
+    fake(tmp_path, os.getpid(), 1, "python -m hvdtrain.mnist")
+    fake(tmp_path, 7, 1, "python -m hvdtrain.starter")
+    assert processes.began(tmp_path) == os.getpid() * 10
+    monkeypatch.setattr(processes, "STARTERS", [7])
+    assert processes.began(tmp_path) == 70
+    monkeypatch.setattr(processes, "STARTERS", [8])  # it has ended
+    assert processes.began(tmp_path) == os.getpid() * 10
