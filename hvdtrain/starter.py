@@ -38,6 +38,7 @@ from hvdtrain.engines.meeting import (
 )
 from hvdtrain.engines.rendezvous import meeting_point
 
+COME_SECONDS = 10.0  # for a host whose import has failed to reach the others, which would wait for it
 VALUELESS = ("--oversubscribe", "--help")
 
 
@@ -117,27 +118,33 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
     imports = [name for name in options.imports.split(",") if name]
     started = importer.start(words, ranks, imports, options.oversubscribe)
     if isinstance(started, importer.Rank):
-        leaving.run_and_leave(started.program, started.shared)
-    meetings: list[Meeting] = []  # one, once this host has found its place
+        rank = started
+        leaving.run_and_leave(
+            rank.program, rank.shared, lambda code: os.write(rank.reports, b"[%d, %d]\n" % (rank.local_rank, code))
+        )
+    meetings: list[Meeting] = []  # one, once this host has come to it
+    came = threading.Event()
 
     def meet(imported: threading.Event) -> importer.Orders:
         meeting, interface = meeting_of(options, told)
         meeting.say = say
         meeting.come(ranks)
         meetings.append(meeting)
+        came.set()
         imported.wait()
         hosts = meeting.wait()
         return importer.Orders(hosts, meeting.first, meeting.address, meeting.port, interface)
 
     def tell(reason: str) -> None:
-        for meeting in meetings:
-            meeting.fail(reason)
+        if told.size > 1 and came.wait(COME_SECONDS):
+            meetings[0].fail(reason)
 
     supervisor = Supervisor(started, meet, (lambda: meetings[0].failure()) if told.size > 1 else None, tell)
     try:
         return supervisor.run()
     except (UserError, Failure) as error:
-        tell(str(error))
+        for meeting in meetings:
+            meeting.fail(str(error))
         raise
     finally:
         for meeting in meetings:

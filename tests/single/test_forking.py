@@ -312,6 +312,38 @@ def test_ranks_that_a_signal_ends_give_its_code(tmp_path):
     assert run.ends() == (143, "", "")
 
 
+def test_a_rank_that_has_failed_and_waits_for_the_others_at_its_end_ends_them(tmp_path):
+    """As `hvd.shutdown` does, which Horovod has registered for the end of the interpreter."""
+    script = f"""
+import atexit, os, time
+def finish():
+    while not os.path.exists("released"):
+        time.sleep(0.01)
+    open("finished", "w").close()
+if os.environ["HOROVOD_RANK"] == "1":
+    atexit.register(finish)
+    1 / 0
+try:
+    {SLEEP}
+finally:
+    open("released", "w").close()"""
+    script = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(4))\n" + script
+    done = start(tmp_path, script, 2)
+    assert done.code == 1, done
+    assert f"rank 1 on {socket.gethostname()} ended with exit code 1: the others are ended" in done.stderr, done
+    assert (tmp_path / "finished").exists(), done
+
+
+def test_an_interrupt_that_the_program_does_not_handle_gives_its_code(tmp_path):
+    run = Running(tmp_path, f"print('ready', flush=True)\n{SLEEP}", 2)
+    run.wait_for_lines(2)
+    run.process.send_signal(signal.SIGINT)
+    code, out, err = run.ends()
+    assert (code, out) == (130, ""), err
+    assert "KeyboardInterrupt" in err
+    assert "hvdtrain.starter" not in err
+
+
 def test_the_third_request_is_the_last(tmp_path):
     script = f"import signal; signal.signal(2, signal.SIG_IGN); print('ready', flush=True)\n{SLEEP}"
     run = Running(tmp_path, script, 2)

@@ -26,6 +26,7 @@ class Importer(NamedTuple):
     pid: int  # and the number of its process group, which is the ranks', too
     orders: int  # file descriptors: `Orders` goes there as a line of JSON
     news: int  # from there come a line "imported", and a line of JSON: the ranks' process numbers
+    reports: int  # from there comes a line of JSON for each rank whose program has failed: local rank, exit code
 
 
 class Orders(NamedTuple):
@@ -43,6 +44,8 @@ class Rank(NamedTuple):
 
     program: program.Program
     shared: frozenset[str]  # modules that were there before the fork
+    local_rank: int
+    reports: int  # the other end of the importer's
 
 
 def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool) -> Importer | Rank:
@@ -52,7 +55,7 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
     Raises, in the importer, UserError where there is no such program, or more ranks than GPUs.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # the ranks become ours when the importer ends
-    (orders, orders_end), (news_end, news) = os.pipe(), os.pipe()
+    (orders, orders_end), (news_end, news), (reports_end, reports) = os.pipe(), os.pipe(), os.pipe()
     starter = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none may find the importer half done
@@ -63,20 +66,29 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(orders)
         os.close(news)
-        return Importer(pid, orders_end, news_end)
+        os.close(reports)
+        return Importer(pid, orders_end, news_end, reports_end)
     # Of its own: what is typed at a terminal goes to the starter, which hands it on, and not twice to the ranks.
     os.setpgid(0, 0)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(orders_end)
     os.close(news_end)
+    os.close(reports_end)
     if os.getppid() != starter:
         os._exit(1)
-    return _import_and_fork(words, ranks, asked, oversubscribe, starter, orders, news)
+    return _import_and_fork(words, ranks, asked, oversubscribe, starter, orders, news, reports)
 
 
 def _import_and_fork(
-    words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool, starter: int, orders: int, news: int
+    words: list[str],
+    ranks: int,
+    asked: Sequence[str],
+    oversubscribe: bool,
+    starter: int,
+    orders: int,
+    news: int,
+    reports: int,
 ) -> Rank:
     gc.disable()
     found = program.find(words)
@@ -105,7 +117,7 @@ def _import_and_fork(
         if pid == 0:
             os.close(news)
             _become_rank(told, local_rank, starter, importer)
-            return Rank(found, shared)
+            return Rank(found, shared, local_rank, reports)
         pids.append(pid)
     os.write(news, json.dumps(pids).encode() + b"\n")
     os._exit(0)

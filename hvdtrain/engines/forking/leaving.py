@@ -8,14 +8,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from hvdtrain.engines import program
 
 
-def run_and_leave(found: program.Program, shared: Collection[str]) -> NoReturn:
-    """Run the program and end the process as the interpreter would. shared: modules that were there before the fork.
+def run_and_leave(found: program.Program, shared: Collection[str], report: Callable[[int], object]) -> NoReturn:
+    """Run the program and end the process as the interpreter would.
+
+    shared: modules that were there before the fork. report: told at once where the program has failed, with its exit code:
+    what is still to be done at the end may wait for other ranks (`hvd.shutdown`).
 
     The interpreter's own end takes every module apart. In a forked process that copies nearly every page which holds a
     Python object: 0.4 s of a core and 160 MB for each rank, only to be freed. Here it is done to what the program itself has
@@ -32,6 +35,9 @@ def run_and_leave(found: program.Program, shared: Collection[str]) -> NoReturn:
         sys.excepthook(type(error), error, error.__traceback__)
         sys.last_traceback = sys.last_value = None  # they hold what is to be taken apart
         error.__traceback__ = None
+    if code != 0:
+        with contextlib.suppress(OSError):  # the starter is gone
+            report(128 + signal.SIGINT if interrupted else code)
     finish = getattr(threading, "_shutdown", None)  # waits for threads that are no daemons
     for step in (finish, atexit._run_exitfuncs, lambda: _take_apart(shared)):
         with contextlib.suppress(BaseException):

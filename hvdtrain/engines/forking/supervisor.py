@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from hvdtrain.engines.errors import Failure, UserError
@@ -51,6 +51,7 @@ class Supervisor:
         self._said_all = False  # so has its pipe
         self._requests = 0
         self._pressed = False  # the others were asked to end
+        self._leaving: set[int] = set()  # ranks whose program has failed, and which do what is left to be done
         self._handed_on: set[int] = set()
         self._until: float | None = None  # when patience with the others ends
         self._wake, self._wake_end = socket.socketpair()
@@ -68,11 +69,15 @@ class Supervisor:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake, selectors.EVENT_READ)
                 selector.register(self._importer.news, selectors.EVENT_READ)
+                selector.register(self._importer.reports, selectors.EVENT_READ)
                 while self._importing or self._ranks:
                     timeout = None if self._until is None else max(0.0, self._until - time.monotonic())
                     for ready, _ in selector.select(timeout):
                         if ready.fileobj is self._wake:
                             self._hear_signals()
+                        elif ready.fileobj == self._importer.reports:
+                            if not self._hear_ranks():
+                                selector.unregister(self._importer.reports)
                         elif not self._hear_importer():
                             selector.unregister(self._importer.news)
                     self._reap()
@@ -119,6 +124,18 @@ class Supervisor:
         self._said_all = not part
         return bool(part)
 
+    def _hear_ranks(self) -> bool:
+        """Take what failed ranks say before they end; tell whether there may be more. Each line is one write."""
+        if self._importing and not self._ranks:  # the importer's word about their process numbers comes first
+            return True
+        part = os.read(self._importer.reports, 65536)
+        first = self._orders.first if self._orders is not None else 0
+        for line in part.splitlines():
+            local_rank, code = json.loads(line)
+            self._leaving.add(first + local_rank)
+            self._rank_failed(first + local_rank, code)
+        return bool(part)
+
     def _hear_signals(self) -> None:
         with contextlib.suppress(BlockingIOError):
             for number in self._wake.recv(4096):
@@ -139,10 +156,11 @@ class Supervisor:
         else:
             self._send_all(number)
 
-    def _send_all(self, number: signal.Signals) -> None:
-        for pid in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+    def _send_all(self, number: signal.Signals, but: Container[int] = ()) -> None:
+        for pid, rank in self._ranks.items():
+            if rank not in but:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _kill(self) -> None:
         """End all ranks and what they have started, at once."""
@@ -153,7 +171,7 @@ class Supervisor:
         """Make those end that have not ended by themselves: ask, and when that was in vain, kill."""
         if not self._pressed:
             self._pressed = True
-            self._send_all(signal.SIGTERM)
+            self._send_all(signal.SIGTERM, but=self._leaving)
             self._send_all(signal.SIGCONT)  # who is stopped hears nothing else
             self._until = time.monotonic() + GRACE_SECONDS
         else:
@@ -204,8 +222,8 @@ class Supervisor:
         by = (
             f"was killed by {signal.Signals(-code).name}{memory(-code)}" if code < 0 else f"ended with exit code {code}"
         )
-        if self._code not in BY_THEMSELVES and -code not in self._handed_on:
-            others = ": the others are ended" if self._ranks else ""
+        if self._code not in BY_THEMSELVES and self._code - 128 not in self._handed_on:
+            others = ": the others are ended" if any(other != rank for other in self._ranks.values()) else ""
             say(f"error: rank {rank} on {socket.gethostname()} {by}{others}")
             self._told(f"rank {rank} {by}")
         self._until = time.monotonic() + BY_THEMSELVES.get(self._code, 0.0)
