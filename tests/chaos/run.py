@@ -4,6 +4,7 @@ make chaos                                                    20 attacks, 1,000 
 make chaos CHAOS="--attacks 200 --seed 7"
 make chaos CHAOS="--attacks 30 --kinds stop,spin,sleep"       ranks that hang
 make chaos CHAOS="--attacks 30 --launchers starter"           ranks that one process has forked
+make chaos CHAOS="--attacks 50 --programs imagenet,augment"   on shards, and a user's own program, with input workers
 make chaos CHAOS="--attacks 0 --schedule ''"                  only the checkpoints: seconds
 make chaos CHAOS="--attacks 0 --damages 0 --schedule 2,1,2"   only the change of ranks
 """
@@ -31,8 +32,7 @@ STARTING = {"start": 1, "broadcast": 1, "restore": 1}
 HANGS = ("stop", "spin", "sleep")
 # How often each is drawn.
 KINDS = {"kill": 4, "segv": 2, "raise": 2, "stop": 2, "spin": 1, "sleep": 1, "term": 2, "full": 1}
-# The launchers, as often as each is drawn.
-LAUNCHERS = ("mpirun", "mpirun", "gloo", "starter")
+LAUNCHED = {"mpirun": 2, "gloo": 1, "horovodrun": 1, "starter": 2}  # how often each is drawn
 # Who has the same bits as whom: MPI and Gloo sum three numbers in different orders.
 TRANSPORTS = {"mpirun": "mpirun", "horovodrun": "mpirun", "gloo": "gloo", "starter": "gloo"}
 ATTEMPTS = 5  # starts of one run, after which it counts as not survived
@@ -78,30 +78,31 @@ def shared_memory() -> set[str]:
 
 
 class Undisturbed:
-    """What undisturbed runs end with, by program, launcher (two sum three numbers in different orders) and ranks."""
+    """What undisturbed runs end with, by program, transport and ranks."""
 
     def __init__(self, scratch: Path):
         self._scratch = scratch
         self._found: dict[tuple[str, str, int], dict] = {}
 
     def results(self, program: Program, launcher: str, ranks: int) -> dict:
-        key = program.name, launcher, ranks
+        transport = TRANSPORTS[launcher]
+        key = program.name, transport, ranks
         if key not in self._found:
             whole = self._scratch / "-".join(map(str, key))
-            done = attacked(whole, ranks=ranks, batch=program.batch[ranks], launcher=launcher, program=program)
+            done = attacked(whole, ranks=ranks, batch=program.batch[ranks], launcher=transport, program=program)
             assert done.code == 0, done
             self._found[key] = results(whole)
         return self._found[key]
 
 
 def strike(
-    chance: random.Random, kinds: Sequence[str], launchers: Sequence[str], directory: Path,
-    wholes: dict[tuple[str, int], dict],
+    chance: random.Random, kinds: Sequence[str], launchers: Sequence[str], program: Program, sizes: Sequence[int],
+    directory: Path, undisturbed: Undisturbed,
 ) -> Outcome:  # fmt: skip
     """One run: attacked once or twice, perhaps with its newest checkpoint spoiled, and started until it ends."""
-    ranks = chance.choice(tuple(BATCH))
-    launcher = chance.choice(launchers)
-    attacks = [draw(chance, kinds, ranks)]
+    ranks = chance.choice(sizes)
+    launcher = chance.choices(launchers, [LAUNCHED[name] for name in launchers])[0]
+    attacks = [draw(chance, kinds, ranks, program)]
     if chance.random() < 1 / 3:
         attacks.append(draw(chance, kinds, ranks, program, restarted=True))
     kind = attacks[0]["kind"] if len(attacks) == 1 else "twice"
@@ -141,23 +142,10 @@ def strike(
     segments = shared_memory() - shared
     leftovers = left + len(temporary) + len(segments)
     note = f"left behind: {left} processes, {temporary}, {segments}" if leftovers else ""
-    same = results(directory) == wholes[TRANSPORTS[launcher], ranks]
     return Outcome(
-        kind, label, True, same, lost, repeated, max(detected, default=None),
-        seconds_lost(directory, faults) if faults else None, leftovers, note,
+        kind, label, True, results(directory) == whole, lost, repeated, max(detected, default=None),
+        seconds_lost(directory, faults) if faults else None, leftovers, note, program.name,
     )  # fmt: skip
-
-
-def undisturbed(scratch: Path, launchers: Sequence[str]) -> dict[tuple[str, int], dict]:
-    """Return what runs that nothing disturbed end with, by launcher and ranks: one launcher for each transport."""
-    wholes = {}
-    for launcher in {TRANSPORTS[launcher] for launcher in launchers}:
-        for ranks, batch in BATCH.items():
-            whole = scratch / f"{launcher}{ranks}"
-            done = attacked(whole, ranks=ranks, batch=batch, launcher=launcher)
-            assert done.code == 0, done
-            wholes[launcher, ranks] = results(whole)
-    return wholes
 
 
 def main() -> int:
@@ -171,14 +159,16 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(KINDS), help="of attacks (default: %(default)s)")
-    parser.add_argument("--launchers", default=",".join(LAUNCHERS), help="drawn from (default: %(default)s)")
+    parser.add_argument("--launchers", default=",".join(LAUNCHED), help="of attacked runs (default: %(default)s)")
+    parser.add_argument("--programs", default="mnist", help="of mnist, imagenet, augment, gan (default: mnist)")
+    parser.add_argument("--ranks", default="2,3,4", help="drawn from (default: 2,3,4; also 6 and 8)")
     flags = parser.parse_args()
-    launchers = flags.launchers.split(",")
-    if unknown := [launcher for launcher in launchers if launcher not in TRANSPORTS]:
-        parser.error(f"--launchers: {unknown[0]!r} is not one of {', '.join(TRANSPORTS)}")
     kinds = flags.kinds.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"--kinds: {unknown[0]!r} is not one of {', '.join(KINDS)}")
+    launchers = flags.launchers.split(",")
+    if foreign := [name for name in launchers if name not in LAUNCHED]:
+        parser.error(f"--launchers: {foreign[0]!r} is not one of {', '.join(LAUNCHED)}")
     sizes = [int(size) for size in flags.ranks.split(",")]
     if others := [size for size in sizes if size not in MNIST.batch]:
         parser.error(f"--ranks: {others[0]} is not one of {', '.join(map(str, MNIST.batch))}")
@@ -186,9 +176,14 @@ def main() -> int:
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        wholes = undisturbed(scratch, launchers) if flags.attacks else {}
+        known = {"mnist": MNIST} if flags.programs == "mnist" else programs(scratch)
+        names = flags.programs.split(",")
+        if strange := [name for name in names if name not in known]:
+            parser.error(f"--programs: {strange[0]!r} is not one of {', '.join(known)}")
+        undisturbed = Undisturbed(scratch)
         for number in range(1, flags.attacks + 1):
-            outcomes.append(strike(chance, kinds, launchers, scratch / str(number), wholes))
+            program = known[names[number % len(names)]]
+            outcomes.append(strike(chance, kinds, launchers, program, sizes, scratch / str(number), undisturbed))
             print(f"{number:4} {outcomes[-1]}", flush=True)
             if not outcomes[-1].good:
                 print(f"     {outcomes[-1]!r}", flush=True)

@@ -1,6 +1,6 @@
 """`hvdtrain.starter` as it is, but for what it imports: nothing, so that its ranks cost no more than a fork.
 
-SETTINGS='{"import_seconds": 60, "grace": 0.2}' python tests/single/local_ranks.py --local-ranks 2 script.py
+SETTINGS='{"import_seconds": 60, "grace": 0.2}' python tests/single/engines/local_ranks.py --local-ranks 2 script.py
 """
 
 import json
