@@ -51,7 +51,7 @@ def preload(source: str, asked: Sequence[str]) -> None:
     _check(allowed, "torch or Horovod")
     for name in asked:
         if error := _load(name):
-            raise UserError(f"--import {name}: {type(error).__name__}: {error}", everywhere=True)
+            raise UserError(f"--import {name} cannot be imported: {type(error).__name__}: {error}", everywhere=True)
         _check(allowed, f"--import {name}")
 
 

@@ -105,7 +105,7 @@ def test_a_module_that_starts_a_thread_or_cannot_be_imported_is_refused(tmp_path
     (tmp_path / "harmless.py").write_text("loaded = True\n")
     preload.preload("", ["harmless"])
     assert sys.modules["harmless"].loaded
-    with pytest.raises(UserError, match="--import broken: ZeroDivisionError"):
+    with pytest.raises(UserError, match="--import broken cannot be imported: ZeroDivisionError"):
         preload.preload("", ["broken"])
     try:
         with pytest.raises(
