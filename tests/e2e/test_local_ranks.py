@@ -38,7 +38,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("program", ["script.py", pytest.param("-m hvdtrain.tuned script.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["script.py", "-m hvdtrain.tuned script.py"])
 def test_a_program_of_ones_own_has_all_that_it_would_have(program, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = launch(f"{LAUNCHERS['starter'].format(ranks=3)} {program}", cwd=tmp_path, timeout=120)

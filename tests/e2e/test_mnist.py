@@ -133,6 +133,7 @@ def test_same_seed_same_bits_whoever_launches(ranks, tmp_path):
     assert results["mpirun"]["parameters_sha256"] == results["horovodrun"]["parameters_sha256"]
 
 
+@pytest.mark.slow
 def test_ranks_of_one_process_give_the_bits_of_ranks_that_were_started_apart(tmp_path):
     """On three ranks, over the same transport: Gloo and MPI sum three numbers in different orders."""
     bits = {}
