@@ -1,16 +1,23 @@
 """Images and shards that cannot be read: named, counted over all ranks, and allowed up to a limit."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 
-if TYPE_CHECKING:
-    from hvdtrain.training.records.telemetry import Telemetry
-
 SAID_AT_ONCE = 10  # lines
+
+
+class Telemetry(Protocol):
+    """What is asked of the run's telemetry here."""
+
+    def event(self, name: str, **fields: object) -> None:
+        """Record an event."""
+
+    def say(self, line: str) -> None:
+        """Print a line on rank 0."""
 
 
 class CorruptSample(NamedTuple):
@@ -44,7 +51,7 @@ class CorruptSamples:
         """Return how many samples are lost, as of the last `settle`."""
         return sum(self._known.values())
 
-    def settle(self, engine: Engine, telemetry: "Telemetry") -> None:
+    def settle(self, engine: Engine, telemetry: Telemetry) -> None:
         """Tell what ranks met since the last call. A collective. Raises UserError, on all ranks, over the limit."""
         if not engine.sum(torch.tensor([len(self._new)]), "corrupt.count").item():
             return
