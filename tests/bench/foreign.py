@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.analysis.launching import program, run_job
-from tests.e2e.launchers import ROOT, environment
+from tests.bench.measurements import ROOT, users_environment
 
 LAUNCHERS = {"MPI": ["horovodrun"], "Gloo": ["horovodrun", "--gloo"]}
 SIDES = ("as it comes", "tuned")
@@ -35,10 +35,6 @@ SCRIPTS = {  # a few seconds each, most of them start-up
     "elastic": ["elastic_state.py"],
     "sparse": ["sparse_gradients.py"],
 }
-
-
-# What a test sets for its launchers and a user does not: with it, idle OpenMP threads would not spin.
-TESTS_ONLY = ("OMP_WAIT_POLICY", "PYTHONUNBUFFERED")
 
 
 class Run(NamedTuple):
@@ -109,7 +105,7 @@ def read(path: Path | None) -> list[Run]:
 
 def main() -> None:
     flags = parse()
-    os.environ.update({name: value for name, value in environment().items() if name not in TESTS_ONLY})
+    os.environ.update(users_environment())
     scripts, runs = commands(flags), read(flags.results)
     done = {run[:5] for run in runs}
     kinds = [(script, over, ranks) for script in scripts for ranks in flags.ranks for over in flags.over]
