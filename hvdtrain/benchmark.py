@@ -184,8 +184,8 @@ def measure(flags: Namespace, engine: Engine, model: nn.Module, batches: Batches
         trial = repeat(2, False).seconds / 2
         steps = max(
             1, round(1 / max(engine.all_gather_object(trial, "trial")))
-        )  # the slowest rank's word, so alike on all
-    # A GPU works on while the host goes on: there the phases are measured in repeats of their own, which do not count.
+        )  # the slowest rank's value, so the same on all
+    # A GPU works on while the host goes on: there the phases are measured in separate repeats, which do not count.
     phases_apart = engine.device.type == "cuda"
     timed = [repeat(steps, False) for _ in range(flags.repeats)]
     if phases_apart:

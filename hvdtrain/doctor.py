@@ -184,7 +184,7 @@ def check_memory_and_disk(found: Findings) -> None:
 
 
 def check_ranks(found: Findings, engine: Engine) -> None:
-    """Places and devices: each rank's own, on every rank alike."""
+    """Places and devices: each rank's own, on every rank."""
     rows = engine.all_gather_object(
         [socket.gethostname(), engine.local_rank, engine.local_size, str(engine.device)], "places"
     )
@@ -225,7 +225,9 @@ def check_neighbours(found: Findings, engine: Engine, own_address: str) -> None:
         if address.startswith("127."):
             do = f"in {host}'s /etc/hosts give {host} its real address"
             found.problem(
-                f"{host} takes itself for {address}", "it would tell the others an address that is theirs", do
+                f"{host} resolves its own name to {address}",
+                "the other hosts would be told to connect to themselves",
+                do,
             )
         try:
             socket.gethostbyname(host)
@@ -295,7 +297,7 @@ def check_all_reduce(found: Findings, engine: Engine) -> None:
             tensor = torch.full((elements,), float(engine.rank + 1), device=device)
             wanted = torch.full_like(tensor, engine.size * (engine.size + 1) / 2)
             if not torch.equal(engine.sum(tensor, name), wanted):
-                do = "make setup SETUP=--fresh, then tell us"
+                do = "make setup SETUP=--fresh; if that does not help, report a bug"
                 found.problem(f"the all-reduce on {device.type} adds up wrong", "so would gradients", do)
             seconds = []
             for _ in range(repeats):

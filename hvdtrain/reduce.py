@@ -59,7 +59,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
         said = f"--reduction {flags.op} is not for --engine {flags.engine}: use --engine {able}"
         raise UserError(said, everywhere=True)
     if flags.min_bytes > flags.max_bytes:
-        said = f"--min-bytes {flags.min_bytes} is more than --max-bytes {flags.max_bytes}: exchange them"
+        said = f"--min-bytes {flags.min_bytes} is more than --max-bytes {flags.max_bytes}: swap them"
         raise UserError(said, everywhere=True)
     return flags
 
@@ -139,7 +139,7 @@ def measure(engine: Engine, op: str, dtype: str, count: int, seconds: float) -> 
 
     first = max(block_seconds(engine, tensor, op, name, 1), 1e-9)
     first = max(block_seconds(engine, tensor, op, name, min(10, max(1, int(0.1 * seconds / first)))), 1e-9)
-    times = min(MOST_IN_BLOCK, max(1, round(seconds / BLOCKS / first)))  # alike on all ranks: `first` is
+    times = min(MOST_IN_BLOCK, max(1, round(seconds / BLOCKS / first)))  # the same on all ranks: `first` is
     blocks = [block_seconds(engine, tensor, op, name, times) for _ in range(BLOCKS)]
     taken, size = statistics.median(blocks), count * tensor.element_size()
     algorithm = size / max(taken, 1e-12)

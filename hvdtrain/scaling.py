@@ -116,7 +116,7 @@ def configurations(engines: Sequence[str], ranks: Sequence[int]) -> list[Configu
 
 def command_of(which: Configuration, flags: Namespace, directory: Path) -> list[str]:
     bound = which.name in (ALONE, APART)
-    variant = "ddp" if bound else which.name  # while nobody communicates, Gloo's threads sleep; Horovod's never do
+    variant = "ddp" if bound else which.name  # without communication, Gloo's threads sleep; Horovod's never do
     benchmark = [*QUICK, *flags.benchmark, "--threads", str(flags.threads), "--output-dir", str(directory.absolute())]
     benchmark += ["--no-communication"] * bound
     return command(variant, which.ranks, "hvdtrain.benchmark", benchmark, flags.hosts, flags.interface)
@@ -132,7 +132,7 @@ def measure(which: Configuration, flags: Namespace, directory: Path) -> dict | s
     except UserError as error:
         return str(error)
     if ended.code is None:
-        return f"not over after {flags.timeout:g} s, killed; see {log}"
+        return f"not finished after {flags.timeout:g} s, killed; see {log}"
     if ended.code != 0:
         # The script's own line says more than what the launcher says after it.
         lines = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]

@@ -101,7 +101,7 @@ def tune(told: Announced, repeatable: bool) -> str:
 def refuse_torchrun(told: Announced) -> None:
     if told.launcher == "torchrun":
         how = "start with horovodrun or mpirun"
-        raise UserError(f"torchrun starts ranks that Horovod does not know of: {how}", everywhere=True)
+        raise UserError(f"Horovod cannot see the ranks that torchrun starts: {how}", everywhere=True)
 
 
 def attach(flags: argparse.Namespace, told: Announced, words: list[str], done: str) -> list["Listener"]:

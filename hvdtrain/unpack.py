@@ -56,7 +56,7 @@ def unpack(directory: Path, overwrite: bool) -> tuple[int, list[Path]]:
     if differing and not overwrite:
         more = f" and {len(differing) - 3} more" * (len(differing) > 3)
         which = f"{', '.join(str(path) for path in differing[:3])}{more}"
-        raise UserError(f"{which}: there already, and different: name another DIR, or --overwrite them")
+        raise UserError(f"{which}: exist with other content: name another DIR, or --overwrite them")
     for path, there in wanted:
         there.parent.mkdir(parents=True, exist_ok=True)
         with files.replacing(there, "wb") as file:

@@ -190,7 +190,7 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
 
 
 def download(directory: Path, pip: Pip, cuda: str) -> None:
-    """Bring what an offline build needs beside the environment's own packages."""
+    """Get what an offline build needs in addition to the environment's packages."""
     pip("download", "-d", directory, *build_requirements(cuda), doing="download what builds Horovod")
     with tempfile.TemporaryDirectory() as scratch:
         tools = Path(scratch) / "tools"

@@ -36,7 +36,7 @@ def identity(torch_cuda: str, cuda_home: Path | None) -> str:
 
 
 def run_path() -> list[str]:
-    """Where the extension finds NCCL: beside torch's other CUDA wheels. A system's NCCL is found without."""
+    """Where the extension finds NCCL: next to torch's other CUDA wheels. A system's NCCL is found without."""
     return ["$ORIGIN/../../nvidia/nccl/lib"]
 
 

@@ -80,7 +80,7 @@ def command(
 
 
 def program(name: str) -> str:
-    """Return the path of `name`: beside this Python, or on PATH. Raises UserError where it is in neither."""
+    """Return the path of `name`: next to this Python, or on PATH. Raises UserError if it is in neither."""
     beside = Path(sys.executable).parent
     found = shutil.which(name, path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:

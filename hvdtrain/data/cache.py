@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NOTES = "verified.json"
-STALE_SECONDS = 3600.0  # a partial file this old belongs to nobody
+STALE_SECONDS = 3600.0  # a partial file this old has no owner any more
 
 Notes = dict[str, list[int | str]]  # absolute path -> identity of the file, sha256 of its unpacked content
 
@@ -55,7 +55,7 @@ def locked(path: Path, seconds: float) -> Iterator[str]:
 
 
 def write(path: Path, content: bytes | bytearray) -> None:
-    """Write `path` whole or not at all, whoever is killed and whoever else writes it. Raises OSError."""
+    """Write `path` whole or not at all, even if the process is killed or another one writes it. Raises OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         with partial.open("xb") as file:

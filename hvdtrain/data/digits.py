@@ -1,6 +1,6 @@
 """The embedded digits: 1,797 real scans from the UCI set, in the package, so that everything runs with no network.
 
-Source, citation and licence (CC BY 4.0) are in digits.txt beside this file.
+Source, citation and licence (CC BY 4.0) are in digits.txt next to this file.
 """
 
 import gzip

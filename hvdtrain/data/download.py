@@ -118,7 +118,7 @@ def get(url: str, limit: int, deadline: float) -> bytes:
 def _answer(url: str, seconds: float) -> HTTPResponse:
     """Open `url`. Raises DownloadFailed, also where there is no answer within `seconds`."""
     # urllib's time limit holds for one address of one host; a name server that is silent, or a host with six dead
-    # addresses, takes many times as long. Only a thread that nobody waits for bounds them all.
+    # addresses, takes many times as long. Only a thread that is not waited for bounds them all.
     answers: queue.SimpleQueue[HTTPResponse | Exception] = queue.SimpleQueue()
     abandoned = threading.Event()
 

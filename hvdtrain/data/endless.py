@@ -27,7 +27,7 @@ def scaled(images: Tensor, memory_format: torch.memory_format) -> Tensor:
 def open_endless(flags: Namespace, engine: Engine, classes: int, shape: Sequence[int]) -> Batches:
     """Return the batches that this rank trains on, without end. A collective. shape: of an image, or (context,) of tokens.
 
-    Raises UserError, on every rank alike, where `--input real` has no data, or not enough.
+    Raises UserError, on every rank, where `--input real` has no data, or not enough.
     """
     memory_format = torch.channels_last if flags.channels_last else torch.contiguous_format
     if reads_folders(flags):
@@ -44,7 +44,9 @@ def open_endless(flags: Namespace, engine: Engine, classes: int, shape: Sequence
             images = torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=generator)
             labels = torch.randint(0, classes, (count,), generator=generator)
         if len(images) < flags.batch_size:
-            said = f"{len(images)} samples per rank are not one batch: use --batch-size {len(images)} or fewer ranks"
+            said = (
+                f"{len(images)} samples per rank are less than one batch: use --batch-size {len(images)} or fewer ranks"
+            )
             raise UserError(said)
         images, labels = images.to(engine.device), labels.to(engine.device)
     if flags.input == "mock":
@@ -83,12 +85,12 @@ def gathered_batches(
 
 
 def folder_batches(flags: Namespace, engine: Engine, memory_format: torch.memory_format) -> Batches:
-    """Read whole batches from image folders, as imagenet.py does. A collective. Raises UserError on every rank alike."""
+    """Read whole batches from image folders, as imagenet.py does. A collective. Raises UserError on every rank."""
     source = open_folder(engine, flags.data_dir, side=flags.image_size, seed=flags.seed, workers=flags.workers)
     count = source.train_count
     plan = Plan(count, count, flags.seed, FOR_EVER, engine.rank, engine.size, flags.batch_size)
     if count < flags.batch_size * engine.size:
-        said = f"{count} images are not one batch per rank: use a smaller --batch-size, or fewer ranks"
+        said = f"{count} images are less than one batch per rank: use a smaller --batch-size, or fewer ranks"
         raise UserError(said, everywhere=True)
 
     def batches() -> Batches:
@@ -96,7 +98,7 @@ def folder_batches(flags: Namespace, engine: Engine, memory_format: torch.memory
         for loaded in source.train(plan):
             missed = 0 if loaded.samples == flags.batch_size else missed + 1
             if missed > plan.steps_per_epoch():
-                raise UserError(f"--data-dir {flags.data_dir}: a whole epoch had not one full batch of readable images")
+                raise UserError(f"--data-dir {flags.data_dir}: no full batch of readable images in a whole epoch")
             if missed == 0:
                 images = loaded.images.to(engine.device, non_blocking=True)
                 yield scaled(images, memory_format), loaded.labels.to(engine.device, non_blocking=True)

@@ -104,7 +104,9 @@ def locate(
         return _locate(published, root, download, say or (lambda line: None))
     except NotThere as why:
         if name == "auto":
-            return Located("digits", (), f"embedded digits (1,797 scans from the UCI set), for want of MNIST: {why}")
+            return Located(
+                "digits", (), f"embedded digits (1,797 scans from the UCI set), because MNIST is missing: {why}"
+            )
         remedy = f"give the directory that has {published.title}'s four files with --data-dir, or take --dataset digits"
         raise UserError(f"{why}; {remedy}") from None
 
@@ -242,7 +244,7 @@ def _verify(published: Published, paths: Sequence[Path], shared: Path | None) ->
                 try:
                     content, stat = content_of(published, file, path)
                 except BadFile:
-                    if path.parent == shared:  # ours, and under the lock: nobody has just replaced it
+                    if path.parent == shared:  # ours, and under the lock: no process has just replaced it
                         with suppress(OSError):
                             path.unlink()
                     raise
@@ -284,7 +286,7 @@ def _tensor(file: File, source: Path | bytearray) -> Tensor:
     else:
         try:
             with source.open("rb") as stream:
-                # Private: whoever writes to the tensor all the same changes his own memory and no file.
+                # Private: writing to the tensor changes this process's memory and no file.
                 buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # ValueError: emptied meanwhile
             raise UserError(f"{show(source)} cannot be read ({error}): start again") from None

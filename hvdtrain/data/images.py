@@ -34,7 +34,7 @@ class Listing(NamedTuple):
 
 
 def open_folder(engine: Engine, data_dir: Path | None, *, side: int, seed: int, workers: int) -> Source:
-    """Return the training and test set in `data_dir`. A collective. Raises UserError, on every rank alike."""
+    """Return the training and test set in `data_dir`. A collective. Raises UserError, on every rank."""
     with engine.raising_together("folder"):
         listed = None
         if data_dir is None:
@@ -90,7 +90,7 @@ class FolderBatches(Dataset):
             try:
                 image = self.prepare((self.root / name).read_bytes(), epoch, name)
                 samples.append((image, int(self.listing.labels[index])))
-            except Exception as error:  # whatever a decoder raises on bytes that are no image
+            except Exception as error:  # whatever a decoder raises on bytes that are not an image
                 corrupt.append(CorruptSample(str(self.root / name), why(error)))
         return collate(samples, corrupt, self.prepare.side)
 

@@ -51,7 +51,7 @@ def claim() -> None:
     if "semprefix" in config:
         config["semprefix"] = "/" + tag(os.getpid())
     directory = Path(util.get_temp_dir())
-    with contextlib.suppress(OSError):  # a full disk: then nobody sweeps it
+    with contextlib.suppress(OSError):  # a full disk: then it is not swept
         (directory / OWNER).write_text(tag(os.getpid()))
 
 

@@ -107,7 +107,7 @@ def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
     """Start the process that input workers will be forked from, with the modules of `preload` imported. Call it before the
     engine starts, where that is known to be needed by then.
 
-    A rank must not fork once MPI or NCCL run in it: the child inherits locks that nobody will release and, with InfiniBand,
+    A rank must not fork once MPI or NCCL run in it: the child inherits locks that are never released and, with InfiniBand,
     the parent's registered pages become copy-on-write, so that its own sends read old memory. Started before, and by exec,
     this server has none of it; and having imported torch once, it forks a worker in hundredths of a second.
     """
@@ -133,7 +133,7 @@ def _end_workers() -> None:
 
 
 def default_workers(cores: int, device: torch.device) -> int:
-    """Return the input workers for a rank with `cores` of its own: beside a GPU all but one, on a CPU a quarter of them."""
+    """Return the input workers for a rank with `cores` cores: with a GPU all but one, on a CPU a quarter of them."""
     return max(1, cores - 1 if device.type == "cuda" else cores // 4)
 
 

@@ -1,7 +1,7 @@
 """Make shards from an image folder: python -m hvdtrain.data.make_shards FOLDER SHARDS
 
 From FOLDER/train/CLASS/* and FOLDER/val/CLASS/* come SHARDS/train/000000.tar ... and SHARDS/val/000000.tar ..., in random
-order, with an index of each, the number of samples and the names of the classes beside them (000000.tar.index, sizes.json,
+order, with an index of each, the number of samples and the names of the classes next to them (000000.tar.index, sizes.json,
 classes.json). The image files go in as they are.
 """
 

@@ -112,7 +112,7 @@ def gunzip(packed: bytes, limit: int) -> tuple[bytes, str]:
         try:
             content += unpacker.decompress(packed, limit - len(content))
         except zlib.error as error:
-            return b"", f"is damaged: no gzip file, or spoilt ({error})"
+            return b"", f"is damaged: not a valid gzip file ({error})"
         if not unpacker.eof and len(content) < limit:
             return b"", "is truncated: the gzip file ends too early"
         packed = unpacker.unused_data.lstrip(b"\0")  # padding between members is allowed

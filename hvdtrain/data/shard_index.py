@@ -1,4 +1,4 @@
-"""The index of a tar file: where each sample lies. Made by reading the file once, kept beside it.
+"""The index of a tar file: where each sample lies. Made by reading the file once, kept next to it.
 
 FILE.tar.index is one line of JSON, then a table with offset, bytes and CRC-32 of each sample's image, and its class. An
 index belongs to a file of one size and modification time. Where either differs, the tar file is read again: the digest of
@@ -94,13 +94,13 @@ def obtain(path: Path, notes: list[str]) -> tuple[ShardIndex, bool]:
     if earlier is not None and earlier.digest != index.digest():
         before = f"{earlier.samples:,} samples in {earlier.size:,} bytes"
         now = f"{len(index.table):,} in {index.size:,}"
-        notes.append(f"{path} is not what it was when it was indexed ({before} then, {now} now)")
+        notes.append(f"{path} has changed since it was indexed ({before} then, {now} now)")
     save(path, index)
     return index, True
 
 
 def places(path: Path) -> Iterator[Path]:
-    """Yield where the index of a shard may lie: beside it, or in the cache."""
+    """Yield where the index of a shard may lie: next to it, or in the cache."""
     yield path.with_name(path.name + ".index")
     directory = cache.directory("shards")
     if directory is not None:
@@ -179,7 +179,7 @@ def scan(path: Path) -> ShardIndex:
 
 
 class Bounded:
-    """A file of which nobody reads more than it has: a header may promise any number of bytes."""
+    """A file that is never read past its end: a header may promise any number of bytes."""
 
     def __init__(self, file: BinaryIO, size: int):
         self.file, self.size = file, size

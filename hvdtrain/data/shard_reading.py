@@ -58,7 +58,7 @@ def jobs(batches: Iterable[tuple[int, list[int]]], workers: int) -> Iterator[Job
 
 
 class ShardBatches(Dataset):
-    """From a Job to the batch of its images; whoever has the first one reports the damaged shards, if told to."""
+    """From a Job to the batch of its images; the process that has the first one reports the damaged shards, if asked to."""
 
     def __init__(self, shards: Shards, prepare: Prepare, classes: int, *, reports: bool):
         self.shards, self.prepare, self.classes, self.reports = shards, prepare, classes, reports
@@ -75,17 +75,19 @@ class ShardBatches(Dataset):
                     raise ValueError(content)
                 if not 0 <= label < self.classes:
                     said = (
-                        f"class {label} of {self.classes}: see --classes" if label >= 0 else "no class (.cls) beside it"
+                        f"class {label} of {self.classes}: see --classes"
+                        if label >= 0
+                        else "no class (.cls) next to it"
                     )
                     raise ValueError(said)
                 samples.append((self.prepare(content, job.epoch, str(index)), label))
-            except Exception as error:  # whatever a decoder raises on bytes that are no image
+            except Exception as error:  # whatever a decoder raises on bytes that are not an image
                 corrupt.append(CorruptSample(self._reader.name(index), why(error)))
         return collate(samples, corrupt, self.prepare.side)
 
 
 class Reader:
-    """Reads samples in one process, ahead of whoever asks for them."""
+    """Reads samples in one process, ahead of their use."""
 
     def __init__(self, shards: Shards):
         self.shards = shards
@@ -144,7 +146,7 @@ class Reader:
             if row[SIZE] < 0:
                 found[index] = f"no image in it ({', '.join(IMAGE_TYPES)})"
             elif row[SIZE] > LARGEST_FILE:
-                found[index] = f"{row[SIZE]:,} bytes are no image"
+                found[index] = f"{row[SIZE]:,} bytes are not an image"
             else:
                 try:
                     content = os.pread(file.fd, row[SIZE], row[OFFSET])
@@ -152,7 +154,7 @@ class Reader:
                     found[index] = why(error)
                     continue
                 same = len(content) == row[SIZE] and zlib.crc32(content) == row[CRC]
-                found[index] = content if same else "not what it was when it was indexed"
+                found[index] = content if same else "has changed since it was indexed"
         return found
 
     def open(self, shard: int) -> "OpenFile":

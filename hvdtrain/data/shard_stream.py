@@ -88,7 +88,7 @@ class StreamBatches(IterableDataset):
                 break
             try:
                 good.append((self.prepare(sample.content, epoch, sample.name), sample.label))
-            except Exception as error:  # whatever a decoder raises on bytes that are no image
+            except Exception as error:  # whatever a decoder raises on bytes that are not an image
                 self.corrupt.append(CorruptSample(sample.name, why(error)))
             if len(good) == count:
                 break
@@ -136,7 +136,7 @@ class StreamBatches(IterableDataset):
             label = -1
         if image is not None and 0 <= label < self.classes:
             return Sample(name, image, label)
-        reason = f"class {label} of {self.classes}: see --classes" if label >= 0 else "no class (.cls) beside it"
+        reason = f"class {label} of {self.classes}: see --classes" if label >= 0 else "no class (.cls) next to it"
         self.corrupt.append(
             CorruptSample(name, reason if image is not None else f"no image in it ({', '.join(IMAGE_TYPES)})")
         )

@@ -34,7 +34,7 @@ class Step:
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
-    """Return the permutation of 0..n-1 (int64 [n]) in which `epoch` (from 0) visits the samples, on every rank alike."""
+    """Return the permutation of 0..n-1 (int64 [n]) in which `epoch` (from 0) visits the samples, on every rank."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch))
 
 

@@ -49,7 +49,7 @@ def open_shards(
     """Return the training and test set in the shards of `patterns`, or in `data_dir`. A collective.
 
     classes: None takes them from the files. train_count: samples of an epoch, needed where they cannot be counted. Raises
-    UserError, on every rank alike.
+    UserError, on every rank.
     """
     with engine.raising_together("webdataset"):
         try:
@@ -68,11 +68,11 @@ def open_shards(
     test, _ = open_indexed(engine, test_urls) if is_local(test_urls) else (None, {})
     if train is None and train_count is None:
         url = next(url for url in train_urls if not url.startswith("/"))
-        said = f"--train-samples N is needed: nobody can tell how many samples {url} has"
+        said = f"--train-samples N is needed: the number of samples of {url} is unknown"
         raise UserError(said, everywhere=True)
     total = len(train.table) if train is not None else train_count
     if not total:
-        raise UserError(f"{train_urls[0]}: not one sample in it: are these tar files?", everywhere=True)
+        raise UserError(f"{train_urls[0]}: no sample in it: are these tar files?", everywhere=True)
     order = ShardOrder(train.sizes, window_of(train.sizes)) if train is not None else None
 
     def train_batches(plan: Plan) -> Iterable[Loaded]:
@@ -131,7 +131,7 @@ def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
         # Path.glob takes no absolute pattern.
         paths = sorted(glob(url)) if has_magic(url) else [url] if Path(url).exists() else []  # noqa: PTH207
         if not paths:
-            raise UserError(f"{flag}: no file {url}: check the pattern (in quotes, so that the shell leaves it alone)")
+            raise UserError(f"{flag}: no file {url}: check the pattern (in quotes, or the shell expands it)")
         urls += [str(Path(path).absolute()) for path in paths]
     return urls
 
@@ -148,7 +148,7 @@ def require_all(directory: Path) -> None:
 
 
 def choose_classes(urls: list[str], asked: int | None) -> int:
-    """Return the number of classes: as `asked`, else by classes.json beside the shards, else ImageNet's."""
+    """Return the number of classes: as `asked`, else by classes.json next to the shards, else ImageNet's."""
     listed = {
         directory: read_json(directory / "classes.json", list)
         for directory in sorted({Path(url).parent for url in urls if url.startswith("/")})
@@ -250,7 +250,7 @@ def short_names(names: list[str]) -> list[str]:
 
 
 class Announced:
-    """How many samples sizes.json ({"000000.tar": 1000, ...}) beside a shard says that it has."""
+    """How many samples sizes.json ({"000000.tar": 1000, ...}) next to a shard says that it has."""
 
     def __init__(self) -> None:
         self._read: dict[Path, dict] = {}

@@ -47,7 +47,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the cache keeps beside the tokens."""
+    """What the cache keeps next to the tokens."""
 
     kind: str
     content: str  # of the vocabulary
@@ -91,7 +91,7 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
     name, reason = "text", ", ".join(path.name for path in paths)
     if not paths:
         paths, name = standard_library(), "python"
-        reason = f"{len(paths)} modules of Python's standard library, for want of --text"
+        reason = f"{len(paths)} modules of Python's standard library, as there is no --text"
     given = None if tokenizer is None else read_tokenizer(tokenizer)
     directory = cache.directory("text")
     with contextlib.ExitStack() as stack:

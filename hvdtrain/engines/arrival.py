@@ -1,4 +1,4 @@
-"""Run a callback right after a module's first import, whoever imports it. Does not import torch."""
+"""Run a callback right after a module's first import. Does not import torch."""
 
 import importlib.util
 import sys

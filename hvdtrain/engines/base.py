@@ -273,7 +273,7 @@ class Engine(ABC):
         raise RuntimeError(f"{where}{message}")
 
     def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give every rank rank 0's optimizer state and settings; where rank 0 has none yet, nobody gets any.
+        """Give every rank rank 0's optimizer state and settings; if rank 0 has none yet, no rank gets any.
 
         The structure travels first, as JSON, so that a rank with no state (it did not read the checkpoint) can receive it.
         """

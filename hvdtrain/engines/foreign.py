@@ -97,7 +97,7 @@ def check_ranks(hvd: Any, told: Announced) -> None:
         if whole and told.launcher != "none" and hvd.size() != told.size:
             how = remedy(told.launcher, "horovod")
             size = hvd.size()
-            basics.shutdown()  # this rank is alone: it holds nobody up, and MPI removes its files
+            basics.shutdown()  # this rank is alone: no other waits for it, and MPI removes its files
             said = f"{told.launcher} announced {told.size} ranks, but {ForeignEngine.name} sees {size}: {how}"
             leave(UserError(said, everywhere=True))
 

@@ -22,7 +22,7 @@ class Announced(NamedTuple):
     size: int
 
 
-# Innermost launcher first: mpirun inside sbatch sets its own variables beside Slurm's.
+# Innermost launcher first: mpirun inside sbatch sets its own variables in addition to Slurm's.
 LAUNCHERS = (
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
     ("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -93,7 +93,7 @@ def bound_unexplained(environment: Mapping[str, str], mine: int, host: int) -> b
 
 
 def ranks_on_host(environment: Mapping[str, str], told: Announced) -> int:
-    """Return how many ranks this host has by the launcher's word; where it says nothing of it, all that there are."""
+    """Return how many ranks this host has according to the launcher; all ranks if it does not say."""
     for name in LOCAL_SIZES[told.launcher]:
         if (value := environment.get(name, "")).isdecimal() and 1 <= int(value) <= told.size:
             return int(value)

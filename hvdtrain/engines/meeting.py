@@ -166,7 +166,7 @@ class Meeting:
             return self._placed([Came(*each) for each in came])
         server, where = self._server, f"{self.address}:{self.port}"
         loopback = " (a loopback address: other hosts cannot reach it)" if where.startswith("127.") else ""
-        self._all_in("hosts", lambda late: f"rank {listed(late)} did not come to {where}{loopback}: "
+        self._all_in("hosts", lambda late: f"rank {listed(late)} did not connect to {where}{loopback}: "
                      f"were all {self.size} started?")  # fmt: skip
         came = [Came(*json.loads(server.get("hosts")[str(number)])) for number in range(self.size)]
         server.put("ready", "0", b"")
@@ -177,7 +177,9 @@ class Meeting:
         server.put("known", "hosts", json.dumps(came).encode())
         server.put("met", "0", b"")
         # This process may be done before a slower starter has asked, and the server with it.
-        self._all_in("met", lambda late: f"{listed([came[number].host for number in late])} came, and then went silent")
+        self._all_in(
+            "met", lambda late: f"{listed([came[number].host for number in late])} connected, then stopped answering"
+        )
         return self._placed(came)
 
     def _placed(self, came: list[Came]) -> list[str]:

@@ -27,7 +27,7 @@ def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, i
         return host, int(port)
     if launcher == "Slurm":
         return slurm_meeting_point(environment)
-    raise UserError(f"{launcher} says not where ranks meet: set MASTER_ADDR and MASTER_PORT, or use torchrun")
+    raise UserError(f"{launcher} does not say where ranks meet: set MASTER_ADDR and MASTER_PORT, or use torchrun")
 
 
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
@@ -50,7 +50,7 @@ class Rendezvous:
 
     Keys and values in scopes: PUT, GET and DELETE /scope/key, one request a connection. Horovod's own is Python's
     HTTPServer, whose listen queue holds 5, so that the ninth rank is dropped and comes again seconds later; and it starts a
-    thread for each of the 3,000 requests of 24 ranks. The protocol has no authentication: whoever reaches the server can
+    thread for each of the 3,000 requests of 24 ranks. The protocol has no authentication: any process that reaches it can
     misdirect the ranks of this job. So it listens on one address only, holds nothing but addresses, and unpickles nothing.
 
     port: 0 takes any that is free. Raises OSError where `address` cannot be bound.
@@ -121,9 +121,7 @@ class Rendezvous:
                             close(caller, selector)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # nobody is left, or he went; out of open files: the others wait in the queue
+        with contextlib.suppress(OSError):  # the client has gone; out of open files: the others wait in the queue
             while True:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)

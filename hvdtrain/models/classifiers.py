@@ -34,5 +34,5 @@ def build_model(name: str, classes: int, side: int) -> nn.Module:
     try:
         return models.get_model(name, weights=None, **options)
     except (ValueError, AssertionError) as error:
-        said = f"--model {name} cannot be had for --image-size {side}: {error}"
+        said = f"--model {name} does not take --image-size {side}: {error}"
         raise UserError(said, everywhere=True) from error

@@ -111,7 +111,7 @@ class GPT(nn.Module):
         )
 
     def continued(self, tokens: list[int], count: int, *, temperature: float, seed: int) -> Iterator[int]:
-        """Yield `count` tokens that continue `tokens` (at least one), drawn with a generator of their own.
+        """Yield `count` tokens that continue `tokens` (at least one), drawn with a separate generator.
 
         No other random numbers are touched, and no state: training goes on as if nothing had been drawn.
         """

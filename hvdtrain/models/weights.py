@@ -39,10 +39,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
         if name not in state or name not in expected:
             whose = "the model lacks it" if name in state else "the file lacks it"
             raise UserError(
-                f"--weights {path}: does not fit the model: {name}: {whose}: choose the --model it was saved from"
+                f"--weights {path}: does not match the model: {name}: {whose}: choose the --model it was saved from"
             )
         if state[name].shape != expected[name].shape:
             shapes = f"{tuple(state[name].shape)} in the file, {tuple(expected[name].shape)} in the model"
             how = "choose the --model, and data with as many classes, that it was saved from"
-            raise UserError(f"--weights {path}: does not fit the model: {name} is {shapes}: {how}")
+            raise UserError(f"--weights {path}: does not match the model: {name} is {shapes}: {how}")
     model.load_state_dict(state)

@@ -92,7 +92,7 @@ def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         text = metadata["facts"]
         if digest(text, tensors) != metadata["sha256"]:
-            raise Damaged("its checksum does not fit its content")
+            raise Damaged("its checksum does not match its content")
         facts = json.loads(text)
     except Damaged:
         raise
@@ -213,7 +213,7 @@ class Writer:
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
     def put(self, facts: dict, tensors: dict[str, Tensor]) -> None:
-        """Hand over a snapshot, which nobody may change any more."""
+        """Hand over a snapshot, which must not be changed any more."""
         with self._condition:
             self._waiting = facts, tensors
             self._condition.notify_all()

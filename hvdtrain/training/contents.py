@@ -173,7 +173,7 @@ def load(
     several = sum(name.startswith("models.") for name in tensors) > 0
     for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
         if several != prefix.startswith("models."):
-            raise UserError("the checkpoint does not fit: it holds another number of models: check the script")
+            raise UserError("the checkpoint does not match: it holds another number of models: check the script")
         load_model(model, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
     try:
         for optimizer, prefix, held in zip(
@@ -185,17 +185,17 @@ def load(
         scaler.load_state_dict(facts["scaler"] or scaler.state_dict())
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"the checkpoint does not fit the optimizer ({first}): check --optimizer") from error
+        raise UserError(f"the checkpoint does not match the optimizer ({first}): check --optimizer") from error
 
 
 def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     expected = model.state_dict()
     for name in sorted(set(state) ^ set(expected)):
-        raise UserError(f"the checkpoint does not fit the model: {name} is in one of them only: check --model")
+        raise UserError(f"the checkpoint does not match the model: {name} is in one of them only: check --model")
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             shapes = f"{tuple(tensor.shape)} in the file, {tuple(expected[name].shape)} in the model"
-            raise UserError(f"the checkpoint does not fit the model: {name} is {shapes}: check --model")
+            raise UserError(f"the checkpoint does not match the model: {name} is {shapes}: check --model")
     model.load_state_dict(dict(state))
 
 

@@ -63,7 +63,7 @@ class Evaluation:
             self._counts = count if self._counts is None else self._counts + count
 
     def means(self) -> dict[str, float]:
-        """Return the means over all ranks' samples, and `count`. A collective. Raises UserError on every rank alike."""
+        """Return the means over all ranks' samples, and `count`. A collective. Raises UserError on every rank."""
         # A rank without a sample has recorded nothing: the names are those of all ranks.
         mine = [list(self._sums), self._counts is not None]
         everyone = self._engine.all_gather_object(mine, "evaluate.names")
@@ -77,7 +77,5 @@ class Evaluation:
         if isinstance(self._data, int) and not counted:
             total = float(self._data)
         if total <= 0:
-            raise UserError(
-                "the test set has not one sample that can be read: see --test-shards, --data-dir", everywhere=True
-            )
+            raise UserError("the test set has no readable sample: see --test-shards, --data-dir", everywhere=True)
         return {name: value / total for name, value in zip(names, sums, strict=True)} | {"count": total}

@@ -18,7 +18,7 @@ Recipes = dict[str, dict[str, object]]
 
 
 class Flags(argparse.Namespace):
-    """Parsed flags of `program`. `may_change`: names of those that a run which goes on may be given anew."""
+    """Parsed flags of `program`. `may_change`: names of those that may change when a run is resumed."""
 
     def __init__(self, program: str, may_change: frozenset[str]):
         super().__init__()

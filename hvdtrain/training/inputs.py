@@ -156,7 +156,7 @@ class Images(Input):
         assert self._batches is not None
         loaded = next(self._batches)
         self._source.corrupt.note(loaded.corrupt)
-        # Those that cannot be read add nothing: the others keep the weight that they had beside them.
+        # Unreadable samples add nothing: the others keep their weight.
         count = min(planned.local_count, loaded.samples)
         weight = planned.weight * count / max(planned.local_count, 1)
         return Batch((loaded.images, to_device(loaded.labels, self._engine.device)), planned.indices, count, weight)
@@ -276,7 +276,7 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     if device is not None and device.type == "cuda":
         torch.cuda.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:  # else nobody draws from it
+    if "numpy" in sys.modules:  # else nothing draws from it
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 

@@ -89,7 +89,7 @@ class Journal:
         self._telemetry.event("evaluate", epoch=state.epoch + 1, step=state.step, **fields)
 
     def epoch(self) -> str:
-        """Return the line about an epoch that is over: like beside like, under the names that the script gave."""
+        """Return the line about a finished epoch: training and evaluation values of one metric next to each other."""
         state, parts = self._state, [self._epoch()]
         if "loss" in state.train:
             parts.append(f"train loss {self.show('loss', state.train['loss'])}")

@@ -204,7 +204,7 @@ class Checkpoints:
             if self._found is not None:
                 contents.load(self._found, models, optimizers, scaler)
                 if rows.shape[1:] != contents.flatten(models).shape:
-                    raise UserError("the checkpoint does not fit the model: it has other buffers: check --model")
+                    raise UserError("the checkpoint does not match the model: it has other buffers: check --model")
                 rows.copy_(self._found[1]["buffers"])
         for model in models:
             self.engine.broadcast_model(model)

@@ -25,7 +25,7 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
 
     flags: what `training.parser(...).parse()` returned. metrics: those that evaluations record, each with the direction in
     which it is better, "min" or "max" (default: loss, min); the first one decides which checkpoint is the best.
-    Raises UserError, on every rank alike.
+    Raises UserError, on every rank.
     """
     if not isinstance(flags, Flags):
         raise UserError("training.start() takes what training.parser(...).parse() returned", everywhere=True)

@@ -245,7 +245,7 @@ class Step:
     # ---- the update
 
     def update(self, optimizer: torch.optim.Optimizer | None = None, *, clip_norm: float | None = None) -> None:
-        """Apply the gradients, on all ranks alike; where they are not finite, leave them out.
+        """Apply the gradients, on all ranks; where they are not finite, leave them out.
 
         optimizer: only this one (default: all that have gradients). clip_norm: the largest norm of its gradients.
         """
@@ -266,7 +266,7 @@ class Step:
                 if clip_norm is not None:
                     prepared.scaler.unscale_(one)
                     self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.parameters([one]), clip_norm)
-                prepared.scaler.step(one)  # unscales, and leaves out a step that overflowed: seen by all ranks alike
+                prepared.scaler.step(one)  # unscales, and leaves out a step that overflowed: seen by all ranks
 
     def record(self, **values: Tensor | float) -> None:
         """Record training metrics of this micro-batch: a value per sample, or their mean. `loss` is shown in place of the

@@ -122,7 +122,7 @@ def test_faults_between_hosts(tmp_path):
         done = doctor()
         assert {rank.code for rank in done.values()} == {1}, done
         found = faults(done["a"])
-        assert any("problem: b takes itself for 127.0.1.1" in fault for fault in found), found
+        assert any("problem: b resolves its own name to 127.0.1.1" in fault for fault in found), found
         assert any("problem: a does not resolve on b" in fault for fault in found), found
 
         (tmp_path / "only-b").write_text("127.0.0.1 localhost\n")

@@ -76,5 +76,5 @@ def test_in_a_browser(made, tmp_path):
 def test_what_is_no_run_ends_in_one_line(tmp_path):
     done = launch(f"{PYTHON} -m hvdtrain.report {tmp_path}/none --output-dir {tmp_path}/report")
     assert done.code == 2, done
-    assert done.stderr.startswith(f"hvdtrain.report: error: {tmp_path}/none is no directory: name"), done
+    assert done.stderr.startswith(f"hvdtrain.report: error: {tmp_path}/none is not a directory: name"), done
     assert done.stderr.count("\n") == 1, done

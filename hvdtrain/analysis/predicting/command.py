@@ -65,7 +65,7 @@ def predict(flags: Namespace) -> int:
     places = [step.ranks for step in measured.steps] + [one.ranks for one in measured.sums]
     most = max((ranks.hosts for ranks in places), default=1)
     if most > 1:
-        raise UserError(f"--model-of has runs on {most} hosts: it wants those of one; the others go to --measured")
+        raise UserError(f"--model-of takes runs on one host, not on {most}: pass those with --measured")
     wire = Link(flags.latency_us * 1e-6, flags.bandwidth_gbit * 1e9 / 8 * flags.payload)
     found, refused = prediction.models(measured, checked, wire, flags.compression)
     for why in refused:

@@ -23,7 +23,7 @@ class Point(NamedTuple):
 class Fit(NamedTuple):
     """seconds = overhead + 2(n-1) latency + 2(n-1)/n bytes/bandwidth, on one host.
 
-    overhead is paid once per all-reduce, latency at every step of the ring. Measured at one number of ranks, nobody can tell
+    overhead is paid once per all-reduce, latency at every step of the ring. Measured at one number of ranks, one cannot tell
     the two apart: then `latency` is None, and overhead holds their sum.
     """
 

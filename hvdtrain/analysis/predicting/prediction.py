@@ -45,7 +45,7 @@ def band(values: Sequence[float]) -> Band:
 
 
 def computing(steps: Sequence[Step]) -> dict[Ranks, tuple[Band, float]]:
-    """Return what a step takes where nobody communicates, and its backward part, by where the ranks are."""
+    """Return the seconds of a step without communication, and of its backward part, by the placement of ranks."""
     silent = [step for step in steps if not step.communicates]
     return {
         ranks: (
@@ -146,7 +146,7 @@ def predict(model: Model, ranks: Ranks, algorithm: str) -> Prediction:
 
 
 class Check(NamedTuple):
-    """Something measured, beside what the model says of it (by the ring). Seconds."""
+    """A measured time and the model's prediction of it (for a ring). Seconds."""
 
     what: str
     ranks: Ranks
@@ -161,7 +161,7 @@ class Check(NamedTuple):
 
 
 def compare(model: Model, measured: Measured) -> list[Check]:
-    """Return every measured step and all-reduce of the model's engine and compression, beside its prediction."""
+    """Return every measured step and all-reduce of the model's engine and compression, with its prediction."""
     checks = []
     steps = [one for one in measured.steps if one.communicates and one.engine == model.engine]
     steps = [one for one in steps if one.compression == model.compression]

@@ -14,7 +14,9 @@ def about(model: Model) -> str:
     """Return what was fitted, in three lines."""
     fitted = model.fit
     if fitted.latency is None:
-        delay = f"{fitted.overhead * 1e6:,.0f} us for nothing (once or at every step: one number of ranks cannot tell)"
+        delay = (
+            f"{fitted.overhead * 1e6:,.0f} us of fixed cost (once or at every step: one number of ranks cannot tell)"
+        )
     else:
         delay = f"{fitted.overhead * 1e6:,.0f} us once, {fitted.latency * 1e6:,.1f} us per step of the ring"
     counts = ", ".join(map(str, fitted.ranks))

@@ -189,7 +189,7 @@ def thousands(value: float) -> str:
 
 
 def marks(axes, run: Run, axis: str, place: int) -> None:
-    """Mark restarts by a broken line and checkpoints by ticks on the ground."""
+    """Mark restarts by a dashed line and checkpoints by ticks on the axis."""
     colour = style_of(place)["color"]
     for attempt in run.attempts[1:]:
         at = {"samples": attempt.samples, "steps": attempt.step, "seconds": attempt.before}[axis]

@@ -208,7 +208,7 @@ def comparison(runs: Sequence[Run]) -> str:
 
 
 def first_of(values: Sequence[float | None], metric: Metric | None) -> list[bool]:
-    """Tell for each value whether it is the best; none is where nobody said what is better, or all are alike."""
+    """Tell for each value whether it is the best: none is if the metric has no direction, or all values are equal."""
     known = [value for value in values if value is not None]
     if metric is None:
         return [False] * len(values)
@@ -237,8 +237,8 @@ def notes(runs: Sequence[Run]) -> str:
 
 def key(runs: Sequence[Run]) -> str:
     """Explain the marks, if there are any, and say what is not drawn."""
-    said = ["ticks on the ground: checkpoints"] if any(run.checkpoints for run in runs) else []
-    said += ["broken upright line: restart"] if any(len(run.attempts) > 1 for run in runs) else []
+    said = ["ticks on the axis: checkpoints"] if any(run.checkpoints for run in runs) else []
+    said += ["dashed vertical line: restart"] if any(len(run.attempts) > 1 for run in runs) else []
     if undrawn := names_to_draw(runs)[1]:
         said.append(f"not drawn, as the record has more than {MOST_VALUES} values: {', '.join(undrawn)}")
     return "; ".join(said)
@@ -260,7 +260,7 @@ def card(picture: Picture) -> str:
 
 
 def mistakes(run: Run, place: int, pictures: dict[str, Picture], count: int) -> str:
-    """The confusion matrix, and beside it the worst mistakes as images."""
+    """The confusion matrix, and next to it the worst mistakes as images."""
     if run.record is None:
         return ""
     cards = [card(pictures[name]) for name in (f"confusion-{place}",) if name in pictures]

@@ -31,7 +31,7 @@ def read_events(directory: Path, notes: list[str]) -> list[dict]:
     """Return the lines of metrics.jsonl that can be used; note how many cannot. Raises UserError."""
     try:
         if not directory.is_dir():
-            raise UserError(f"{directory} is no directory: name the --output-dir of a run")
+            raise UserError(f"{directory} is not a directory: name the --output-dir of a run")
         lines = files.read_text(directory / "metrics.jsonl").split("\n")
     except FileNotFoundError:
         raise UserError(f"{directory} has no metrics.jsonl: name the --output-dir of a run") from None

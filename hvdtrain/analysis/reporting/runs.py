@@ -28,10 +28,10 @@ class Result(NamedTuple):
     """A value that the run came to."""
 
     label: str
-    metric: Metric | None  # None: nobody said what is better
+    metric: Metric | None  # None: no direction is known
     value: float
     samples: float | None  # that it is of
-    best: float | None  # of all evaluations; None where nobody said what is better
+    best: float | None  # of all evaluations; None if the metric has no direction
     best_epoch: float | None
     training: bool = False  # there is no evaluation: from the last recorded step that has it
 

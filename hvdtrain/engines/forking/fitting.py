@@ -34,7 +34,7 @@ def refuse_too_many_for_gpus(ranks: int, gpus: int) -> None:
 
 
 def gpus_here(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Return how many GPUs this process may use, without asking CUDA: whoever forks after that cannot use it any more."""
+    """Return how many GPUs this process may use, without asking CUDA: after a fork it could not be used any more."""
     here = sum(1 for path in devices.glob("nvidia*") if re.fullmatch("nvidia[0-9]+", path.name))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not here:

@@ -51,7 +51,7 @@ class Rank(NamedTuple):
 def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool) -> Importer | Rank:
     """Fork the importer. Return it in the starter, and in each rank what that is.
 
-    words: the program, as `program.find` takes it. asked: modules to import beside what is found in the program.
+    words: the program, as `program.find` takes it. asked: modules to import besides those found in the program.
     Raises, in the importer, UserError where there is no such program, or more ranks than GPUs.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # the ranks become ours when the importer ends

@@ -86,7 +86,7 @@ def _check(allowed: int, what: str) -> None:
 
 
 def forget_finalizers() -> None:
-    """Leave what is to be done at the end for objects made so far to nobody: they are the importer's, not each rank's.
+    """Drop the exit handlers of objects made so far: they are the importer's, not each rank's.
 
     torch has hundreds of them; carrying them out would copy 28 MB of shared pages for each rank.
     """
@@ -96,6 +96,6 @@ def forget_finalizers() -> None:
 
 
 def fresh_generators() -> None:
-    """Seed numpy's global generator anew: forked ranks would all draw the same. (Python reseeds its own.)"""
+    """Reseed numpy's global generator: forked ranks would all draw the same. (Python reseeds its own.)"""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -22,7 +22,7 @@ HANDED_ON = (
     signal.SIGWINCH,
 )  # fmt: skip
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-MOST_REQUESTS = 3  # of these in a row, typed or sent: then nobody waits for the ranks any more
+MOST_REQUESTS = 3  # of these in a row, typed or sent: then the ranks are no longer waited for
 # Seconds that the other ranks have to end by themselves, by the exit code of the first that ended otherwise than with 0.
 # Where all decided it together, they are about to. Whoever is killed, or failed alone, leaves the others waiting for it.
 BY_THEMSELVES = {STOPPED: 60.0, TARGET_MISSED: 60.0, WRONG_INPUT: 5.0}
@@ -126,7 +126,7 @@ class Supervisor:
 
     def _hear_ranks(self) -> bool:
         """Take what failed ranks say before they end; tell whether there may be more. Each line is one write."""
-        if self._importing and not self._ranks:  # the importer's word about their process numbers comes first
+        if self._importing and not self._ranks:  # the importer's message with their process numbers comes first
             return True
         part = os.read(self._importer.reports, 65536)
         first = self._orders.first if self._orders is not None else 0

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Open a new file beside `path`, and give it that name once it is written whole. Raises OSError.
+    """Open a new file next to `path`, and rename it to `path` once it is complete. Raises OSError.
 
     A link with either name is replaced, not followed. mode: "w" or "wb".
     """

@@ -28,7 +28,7 @@ class Look(NamedTuple):
 class Recorder(Listener):
     """Writes metrics.jsonl into `output_dir`, on rank 0. script: the words that started it. automatic: what was set.
 
-    What the other ranks' clocks show travels in a sum of its own, which nobody waits for: a rank that has called `hvd.join`
+    What the other ranks' clocks show travels in a separate, asynchronous sum: a rank that has called `hvd.join`
     takes part in it without knowing, and one that never comes leaves it undone.
     """
 
@@ -48,7 +48,7 @@ class Recorder(Listener):
     def started(self, engine: ForeignEngine) -> None:
         self.engine = engine
         self._handle = None
-        again = self.telemetry is not None  # an elastic job that begins anew
+        again = self.telemetry is not None  # an elastic job that starts again
         with engine.raising_together("output"):
             if not again:
                 self.telemetry = Telemetry(engine, self.output_dir, progress=False)

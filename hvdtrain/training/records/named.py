@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.training.state import FIXED, Metric
 
-# What is recorded beside a script's values: no metric unless the `start` event says so.
+# What is recorded in addition to a script's values: no metric unless the `start` event says so.
 BESIDE = frozenset(
     {"loss_rank0", "objective", "gradient_norm", "corrupt", "broken", "tokens", "world_size", "slowest_rank"}
 )

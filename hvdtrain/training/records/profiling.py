@@ -37,7 +37,7 @@ SLICE_BYTES = 2**20  # what one collective carries of each rank's record, so tha
 
 @dataclass
 class Recording:
-    """What this rank notes itself, beside torch's profiler."""
+    """What this rank records itself, in addition to torch's profiler."""
 
     first_step: int
     timeline: Path | None  # Horovod's, on rank 0
@@ -142,7 +142,7 @@ class Profile:
             self._profiler.export_chrome_trace(str(path))
             recorded = json.loads(path.read_text())
         except (OSError, RuntimeError, ValueError) as error:
-            print(f"warning: rank {self.engine.rank} has no profile of its own ({error})", flush=True)
+            print(f"warning: rank {self.engine.rank} has no profile ({error})", flush=True)
             return []
         base_us = (recorded.get("baseTimeNanoseconds", 0) - began_ns) / 1000
         # Processes named by a text ("Spans", "Traces") hold the recording's own frame.
@@ -186,7 +186,7 @@ class Profile:
                 scratch = self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-profile-"))
             except OSError as error:
                 wanted = "set TMPDIR to a directory that can be written"
-                raise UserError(f"--profile has no room for its records ({error.strerror}): {wanted}") from error
+                raise UserError(f"--profile cannot keep its records ({error.strerror}): {wanted}") from error
         self._directory = Path(scratch)
         return self
 

@@ -61,7 +61,7 @@ def hint(ranks: list[RankTimes], steps: int, remedies: Mapping[str, str]) -> tup
     what = f"{phase} {share[phase]:.0%} of the time"
     late = slowest(ranks)
     if phase == "communication" and late is not None:
-        # Who computes longest waits for nobody: what the others spend beyond that rank's own is waiting, not the wire.
+        # The rank that computes longest does not wait: what the others spend beyond its time is waiting, not the wire.
         waiting = sum(rank.communication for rank in ranks) / len(ranks) - ranks[late[0]].communication
         if waiting > share[phase] * ranks[0].elapsed / 2:
             return phase, f"{what}, most of it waiting for rank {late[0]}: see what slows that one down"

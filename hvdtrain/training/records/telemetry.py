@@ -89,7 +89,7 @@ class Telemetry:
         """Append one JSON object to metrics.jsonl."""
         elapsed = round(time.monotonic() - self._began, 3)  # seconds since this process started, whatever `time` does
         line = json.dumps({"event": name, "time": time.time(), "elapsed": elapsed, **fields}, default=str) + "\n"
-        with self._lock:  # checkpoints are written, and hung ranks noticed, in threads of their own
+        with self._lock:  # checkpoints are written, and hung ranks noticed, in separate threads
             self._write(line)
         self._show(lambda board: board.event(name, fields))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 COLUMNS = 8
-# Of a `train` event, beside a script's own values.
+# Of a `train` event, in addition to a script's own values.
 BESIDE = {"objective": "train", "gradient_norm": "train", "learning_rate": "run", "samples_per_second": "run",
           "tokens_per_second": "run"}  # fmt: skip
 IMAGE_PIXELS = 84  # an image's longer side, or the largest whole multiple of it below
@@ -49,7 +49,7 @@ class Board:
         self._writer: SummaryWriter | None = None
         self._continued = continued
         self._samples = (
-            0  # since the beginning of training: what everything is drawn over; steps where nobody counts them
+            0  # since the beginning of training: what everything is drawn over; steps if samples are not counted
         )
         self._metrics: dict[str, Metric] = {}
 

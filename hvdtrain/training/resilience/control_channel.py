@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 HELLO_SECONDS = 20.0  # for all ranks to connect, at the start
 ONE_HELLO_SECONDS = 5.0  # for one connection to prove that it is a rank's; a rank that could not tries again
-PATIENCE = 64  # connections without a proof that are held beside the ranks'; then the oldest is closed
+PATIENCE = 64  # unauthenticated connections kept open in addition to the ranks'; then the oldest is closed
 SEND_SECONDS = 5.0
 LONGEST_LINE = 2**20  # bytes
 CHALLENGE = PROOF = 32  # bytes
@@ -86,7 +86,7 @@ def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[s
 
 
 def allow_open_files(more: int) -> None:
-    """Raise the soft limit of open files, often 1024, where `more` connections might not fit beside what a rank has open."""
+    """Raise the soft limit of open files, often 1024, where `more` connections might not fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = more + PATIENCE + 768
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -107,7 +107,7 @@ class Caller:
         connection.send(self._challenge)  # fits into the empty buffer of a new connection
 
     def rank(self, key: bytes) -> int | None:
-        """Read on; return the rank once it is proved. Raises OSError where it is a stranger, or gone."""
+        """Read on; return the rank once it has authenticated. Raises OSError if it is not of this job, or gone."""
         with contextlib.suppress(BlockingIOError):
             part = self.socket.recv(ANSWER - len(self._answer))
             if not part:
@@ -125,7 +125,7 @@ class Caller:
 def accept(
     listeners: Iterable[socket.socket], key: bytes, size: int, seconds: float = HELLO_SECONDS
 ) -> dict[int, Channel]:
-    """Return a channel for each rank from 1. All are heard at once, and a stranger keeps nobody waiting.
+    """Return a channel for each rank from 1. All are read at the same time: a connection from outside the job delays none.
 
     Raises TimeoutError, with the ranks that did not come, after `seconds` in all.
     """
@@ -147,7 +147,7 @@ def accept(
                 left = until - time.monotonic()
                 if left <= 0:
                     missing = [str(rank) for rank in range(1, size) if rank not in channels]
-                    raise TimeoutError(f"rank {', '.join(missing)} did not come within {seconds:.0f} s")
+                    raise TimeoutError(f"rank {', '.join(missing)} did not connect within {seconds:.0f} s")
                 for key_of, _ in selector.select(min(left, 0.5)):
                     connection = key_of.fileobj
                     assert isinstance(connection, socket.socket)
@@ -199,7 +199,7 @@ def say_hello(address: tuple[str, int], key: bytes, rank: int, seconds: float = 
             answered += 1
             proof = receive_exactly(connection, PROOF, until)
             if not hmac.compare_digest(proof, hmac.digest(key, b"hub" + mine + challenge, "sha256")):
-                raise ConnectionError(f"whoever listens at {address[0]}:{address[1]} is not rank 0")
+                raise ConnectionError(f"the process that listens at {address[0]}:{address[1]} is not rank 0")
             return Channel(connection)
         except OSError:
             connection.close()

@@ -69,20 +69,20 @@ class Guard:
         self._watchdog.close(None if agreed else f"{type(error).__name__}: {error}")
 
     def heartbeat(self) -> None:
-        """Tell the watchdog that this rank makes progress, within a step or a phase: their time begins anew."""
+        """Tell the watchdog that this rank makes progress within a step or a phase: its time limit restarts."""
         self._watchdog.heartbeat()
 
     def phase(self, name: str, seconds: float | None = None) -> contextlib.AbstractContextManager[None]:
-        """Enclose what is known to take long, on every rank alike. seconds: that may pass without a heartbeat."""
+        """Mark what is known to take long, on every rank. seconds: that may pass without a heartbeat."""
         return self._watchdog.phase(name, seconds)
 
     @property
     def stop_requested(self) -> str | None:
-        """Who asked for a stop, as soon as this rank knows of it; None: nobody. Not the same on all ranks at one time."""
+        """Who asked for a stop, as far as this rank knows, or None. May differ between ranks for a moment."""
         return self._watchdog.stop_reason
 
     def stops_here(self, name: str) -> bool:
-        """Tell, on all ranks alike, whether any of them knows that a stop was asked for. A collective.
+        """Return, on all ranks, whether any of them knows that a stop was asked for. A collective.
 
         For the end of what may be cut short when `stop_requested`, such as an evaluation.
         """
@@ -168,7 +168,7 @@ class Guard:
         )
 
     def should_stop(self, state: TrainState) -> bool:
-        """Tell, on all ranks alike, whether to save and leave after this step. Call it after every step."""
+        """Tell, on all ranks, whether to save and leave after this step. Call it after every step."""
         watchdog = self._watchdog
         watchdog.finish_step(state.step)
         if watchdog.off and watchdog.stop_at is None:

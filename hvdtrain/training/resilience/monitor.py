@@ -170,7 +170,7 @@ class Monitor:
         except Exception:
             self._errors += 1
             if self._errors <= MOST_TRACEBACKS and not self._closing:
-                said = f"warning: the watchdog of {self.name(self.rank)} goes on after an error of its own:\n"
+                said = f"warning: the watchdog of {self.name(self.rank)} continues after an internal error:\n"
                 sys.stderr.write(said + traceback.format_exc())
             time.sleep(0.1)
 
@@ -225,7 +225,7 @@ class Monitor:
         if messages is None:
             self._selector.unregister(channel.socket)
             self.channels.pop(rank, None)
-            self.gone.setdefault(rank, (time.monotonic(), "died: its connection closed without a word"))
+            self.gone.setdefault(rank, (time.monotonic(), "died: its connection closed unexpectedly"))
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -266,7 +266,7 @@ class Monitor:
         elif self.rank != 0 and 0 in self._reports:
             self._asked_at, self._ask_again = None, now + limit  # it lives, and will judge
         elif self.rank != 0 and silent:
-            # Ranks go through the phases together: rank 0 may be in one that lets it answer nobody.
+            # Ranks go through the phases together: rank 0 may be in one in which it does not answer.
             if self._is_stopped(0) or self._stalled >= phase_limit(self._phase, limit) + late:
                 self._end(f"{self.name(0)} does not answer (stopped, spinning outside Python, or cut off)")
             self._asked_at, self._ask_again = None, now + self.timing.reply
@@ -298,7 +298,7 @@ class Monitor:
         ours = ours or stack
         at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}, {ours[-1].name}" if ours else "nowhere"
         phase, limit = self.progress.phase, step_limit(self.step_timeout, self._longest)
-        waits_in = "the others' word that they know when to stop" if self._announces else self.waits_in()
+        waits_in = "the other ranks to agree on the step to stop at" if self._announces else self.waits_in()
         stalled = 0.0 if self.progress.moves != self._seen else self._stalled
         report = Report(
             self.progress.step, phase.name, phase_limit(phase, limit), stalled, self._starvation.seconds(), waits_in, at
@@ -306,7 +306,7 @@ class Monitor:
         return report, traceback.format_list(telling[-STACK_FRAMES:])
 
     def _miss_launcher(self) -> None:
-        """Stop where one of the processes that started this rank has ended: nobody would know of it any more."""
+        """Stop if one of the processes that started this rank has ended: the rank would be an orphan."""
         for process in self.launchers:
             if not processes.lives(process):
                 self.launchers = []
@@ -335,7 +335,7 @@ class Monitor:
             during = "" if report.phase == STEP.name else f", {report.phase}"
             lines.append(f"  {self.name(rank)}: step {report.step}{during}, {state} at {report.at}{what}\n")
             lines += stack
-        with contextlib.suppress(OSError):  # whoever read it may be gone
+        with contextlib.suppress(OSError):  # the reader may be gone
             sys.stderr.write("".join(lines))
             if not self._reports:
                 faulthandler.dump_traceback()

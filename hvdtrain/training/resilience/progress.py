@@ -47,7 +47,7 @@ class Progress:
         return inside[0] if inside else self._base
 
     def heartbeat(self) -> None:
-        """Progress within a phase, for instance one batch of an evaluation: its time begins anew."""
+        """Progress within a phase, for instance one batch of an evaluation: its time limit restarts."""
         self.moves += 1
 
     def begin_step(self, step: int) -> None:
@@ -84,7 +84,7 @@ class Progress:
 
 
 def step_limit(step_timeout: float | None, longest: float) -> float:
-    """Return how many seconds a step may take. step_timeout: as asked for; None: nobody asked. longest: step so far."""
+    """Return how many seconds a step may take. step_timeout: as given; None: not given. longest: step so far."""
     least, times = (step_timeout, TIMES_LONGEST_ASKED) if step_timeout else (LEAST_SECONDS, TIMES_LONGEST)
     return max(least, times * longest)
 

@@ -54,7 +54,7 @@ def other_threads(tasks: Path = Path("/proc/self/task")) -> dict[int, Running]:
         with contextlib.suppress(OSError, ValueError, IndexError):  # it may have ended just now; another kernel's words
             state = (task / "stat").read_text().rpartition(")")[2].split()[0]
             nanoseconds, _, turns = map(int, (task / "schedstat").read_text().split())
-            if turns:  # else none are counted: whoever exists has come on a core once
+            if turns:  # else none are counted: a thread that exists has run once
                 threads[int(task.name)] = Running(state == "R", nanoseconds / 1e9, turns)
     threads.pop(threading.get_native_id(), None)
     return threads

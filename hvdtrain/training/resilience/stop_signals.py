@@ -40,7 +40,7 @@ class StopSignals:
         return []
 
     def wake(self) -> None:
-        """Let whoever waits for `socket` look again; from any thread."""
+        """Wake the thread that waits for `socket`; from any thread."""
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 

@@ -103,7 +103,10 @@ def test_image_folders_are_decoded_for_ever(engine, tmp_path):
     [
         ("--input real", "needs --data-dir"),
         ("--input real --data-dir {tmp}", "train does not exist"),
-        ("--model convnet --input real --dataset digits --batch-size 5000", "1415 samples per rank are not one batch"),
+        (
+            "--model convnet --input real --dataset digits --batch-size 5000",
+            "1415 samples per rank are less than one batch",
+        ),
     ],
 )
 def test_input_that_is_not_there(flags, complaint, engine, tmp_path):

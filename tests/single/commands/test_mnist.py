@@ -95,7 +95,7 @@ def test_options_of_other_engines_are_refused_by_name(flags, complaint):
         (b"nonsense", "not a file of weights"),
         (
             {"0.weight": torch.zeros(1)},
-            "does not fit the model: 0.weight is (1,) in the file, (16, 1, 5, 5) in the model",
+            "does not match the model: 0.weight is (1,) in the file, (16, 1, 5, 5) in the model",
         ),
         ({}, "the file lacks it"),
         ([1, 2], "holds list, not a state_dict"),

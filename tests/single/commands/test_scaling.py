@@ -111,7 +111,7 @@ def test_bad_flags(flags, complaint):
             "import sys; sys.exit('error: no such thing')",
             "exit code 1: error: no such thing; see ",
         ),
-        ("import time; time.sleep(60)", "not over after 1 s, killed"),
+        ("import time; time.sleep(60)", "not finished after 1 s, killed"),
         ("pass", "wrote no "),
     ],
 )

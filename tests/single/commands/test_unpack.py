@@ -47,7 +47,7 @@ def test_what_differs_is_not_replaced_unasked(package, tmp_path, how):
         there.symlink_to(mine)
         if how == "link":
             mine.write_text("how=starter\n")
-    with pytest.raises(UserError, match=r"slurm\.sbatch: there already, and different: .*--overwrite"):
+    with pytest.raises(UserError, match=r"slurm\.sbatch: exist with other content: .*--overwrite"):
         unpack.unpack(tmp_path / "there", False)
     assert written(tmp_path / "there") == {"launch/slurm.sbatch"}  # nothing at all was written
 

@@ -128,7 +128,7 @@ def test_the_next_mirror_is_taken(tmp_path: Path, mirrors: Mirrors) -> None:
 BAD = {
     "damaged": (lambda content: gzip.compress(content[:-1] + b"\xaa"), "is damaged or changed"),
     "truncated": (lambda content: gzip.compress(content)[:-9], "is truncated: the gzip file ends too early"),
-    "a log-in page": (lambda content: b"<html>log in</html>", "is damaged: no gzip file"),
+    "a log-in page": (lambda content: b"<html>log in</html>", "is damaged: not a valid gzip file"),
     "endless": (lambda content: bytes(10 << 20), "sent more than the"),
     "a bomb": (lambda content: gzip.compress(content + bytes(1 << 20)), "is too long"),
     "the wrong file": (lambda content: gzip.compress(fake.MNIST[fake.NAMES[2]]), f"is MNIST's {fake.NAMES[2]}"),

@@ -113,7 +113,7 @@ def test_digits_when_asked_and_when_nothing_else_can_be_had(tmp_path: Path) -> N
     assert data.reason.endswith("as asked")
     data = idx.load("auto", download=False)
     assert data.name == "digits"
-    assert data.reason.endswith("for want of MNIST: no MNIST in ./data or the cache, and downloads are off")
+    assert data.reason.endswith("because MNIST is missing: no MNIST in ./data or the cache, and downloads are off")
     fake.write(tmp_path / "part", {IMAGES: fake.MNIST[IMAGES]})
     assert "lacks" in idx.load("auto", tmp_path / "part", download=False).reason
 
@@ -200,11 +200,11 @@ def test_a_wrong_gzip_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / f"{IMAGES}.gz"
     for content, expected in {
         b"": "is empty",
-        fake.MNIST[IMAGES]: "is damaged: no gzip file, or spoilt",
+        fake.MNIST[IMAGES]: "is damaged: not a valid gzip file",
         packed[:-2]: "is truncated: the gzip file ends too early",
         packed[:500]: "is truncated: the gzip file ends too early",
-        packed[:-8] + b"\0" * 8: "is damaged: no gzip file, or spoilt",
-        packed + b"tail": "is damaged: no gzip file, or spoilt",
+        packed[:-8] + b"\0" * 8: "is damaged: not a valid gzip file",
+        packed + b"tail": "is damaged: not a valid gzip file",
         packed + packed: "is too long: it goes on after the 15,696 bytes",
     }.items():
         path.write_bytes(content)
@@ -237,7 +237,7 @@ def test_a_damaged_file_that_nobody_named_is_mentioned_and_passed_over() -> None
     fake.write(Path("data"))
     Path("data", IMAGES).write_bytes(b"\0")
     reason = idx.load("auto", download=False).reason
-    assert "for want of MNIST: data/train-images-idx3-ubyte is not an IDX file" in reason
+    assert "because MNIST is missing: data/train-images-idx3-ubyte is not an IDX file" in reason
 
 
 # Shared through the cache

@@ -233,9 +233,7 @@ def test_a_shard_that_changed_between_two_runs_is_named_before_training(damage, 
     second, engine = open_them(own)
     differ = {name for name in first.facts | second.facts if first.facts.get(name) != second.facts.get(name)}
     assert differ == {"000002.tar"}
-    assert any(
-        line.startswith(f"{path} is not what it was when it was indexed (7 samples in ") for line in engine.notes
-    )
+    assert any(line.startswith(f"{path} has changed since it was indexed (7 samples in ") for line in engine.notes)
     lost = TRAIN - second.train_count
     assert left is None or lost == 7 - left
     # A new run on what is left: every sample is there or accounted for, at the first batch.
@@ -271,7 +269,7 @@ def test_content_that_changed_behind_an_index_is_skipped_and_named(own, numbered
     batches = list(source.train(plan_of(0, 1)))
     (told,) = [each for batch in batches for each in batch.corrupt]
     assert told.name.startswith(f"{path}: 0000")
-    assert told.why == "not what it was when it was indexed"
+    assert told.why == "has changed since it was indexed"
     assert sum(batch.samples for batch in batches) == TRAIN - 1
 
 
@@ -284,7 +282,7 @@ def test_a_shard_lost_during_training_costs_its_samples(how, own, numbered):
     corrupt = [each for batch in batches for each in batch.corrupt]
     assert sum(batch.samples for batch in batches) == TRAIN - 7
     assert sorted(each.name for each in corrupt) == [f"{path}: sample {number}" for number in range(7)]
-    reason = "No such file or directory" if how == "gone" else "not what it was when it was indexed"
+    reason = "No such file or directory" if how == "gone" else "has changed since it was indexed"
     assert {each.why for each in corrupt} == {reason}
 
 
@@ -352,7 +350,7 @@ def test_compressed_shards_are_refused_with_two_remedies(compress, tmp_path):
 def test_a_stream_needs_a_number_of_samples(tars):
     pattern = f"pipe:cat {tars}/train/000000.tar"
     options = dict(side=32, seed=1, workers=0, classes=6)
-    with pytest.raises(UserError, match="--train-samples N is needed: nobody can tell how many samples pipe:cat"):
+    with pytest.raises(UserError, match="--train-samples N is needed: the number of samples of pipe:cat"):
         shards.open_shards(open_world(), tars, (pattern, None), train_count=None, **options)
     source = shards.open_shards(open_world(), tars, (pattern, None), train_count=7, **options)
     assert (source.order, source.facts, source.train_count) == (None, {}, 7)

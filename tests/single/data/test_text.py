@@ -93,7 +93,7 @@ def test_the_standard_library_is_there_where_no_text_is_given(monkeypatch, tmp_p
     monkeypatch.setattr(text, "standard_library", lambda: few)
     data = text.load([], "bytes")
     assert data.name == "python"
-    assert data.reason.startswith("3 modules of Python's standard library, for want of --text")
+    assert data.reason.startswith("3 modules of Python's standard library, as there is no --text")
 
 
 def test_a_second_load_maps_what_the_first_one_kept(book, own_cache, monkeypatch):

@@ -322,8 +322,11 @@ def finish():
     open("finished", "w").close()
 if os.environ["HOROVOD_RANK"] == "1":
     atexit.register(finish)
+    while not os.path.exists("ready"):  # rank 0 has its handler by now: SIGTERM without it would end it at once
+        time.sleep(0.01)
     1 / 0
 try:
+    open("ready", "w").close()
     {SLEEP}
 finally:
     open("released", "w").close()"""
@@ -456,4 +459,4 @@ def test_a_host_that_does_not_come_is_named(tmp_path):
     run = Running(tmp_path, SLEEP, 2, "--wait 0.5", **host(0, 2, free_port()))
     code, _, err = run.ends()
     assert code == 2, err
-    assert "rank 1 did not come to 127.0.0.1:" in err
+    assert "rank 1 did not connect to 127.0.0.1:" in err

@@ -215,7 +215,7 @@ def test_a_range_is_in_order_and_time_grows_with_the_ranks(name, counts, leave):
         ({"scaling": rounds(0.5), "reduce": sweep()}, "--compression fp16", "no run of several ranks of one host"),
         ({"scaling": rounds(0.5), "reduce": sweep()}, "--ranks-per-host 4", "was not measured: use 1, 2, or measure"),
         ({"scaling": rounds(0.5), "reduce": sweep()}, "--ranks 17", "--ranks 17 are not whole hosts of 2"),
-        ({"scaling": rounds(0.5), "reduce": sweep(hosts=2)}, "", "--model-of has runs on 2 hosts"),
+        ({"scaling": rounds(0.5), "reduce": sweep(hosts=2)}, "", "--model-of takes runs on one host, not on 2"),
         ({"scaling": rounds(0.5), "benchmark": benchmark(2, 0.5, model="alexnet")}, "", "cannot be compared: alexnet"),
     ],
 )

@@ -183,7 +183,7 @@ def test_little_or_nothing_can_be_drawn(lines, leave, tmp_path):
 @pytest.mark.parametrize(
     ("prepare", "complaint"),
     [
-        (lambda path: None, "is no directory: name the --output-dir of a run"),
+        (lambda path: None, "is not a directory: name the --output-dir of a run"),
         (lambda path: path.mkdir(), "has no metrics.jsonl: name the --output-dir"),
         (lambda path: (path.mkdir(), (path / "metrics.jsonl").mkdir()), "cannot be read (Is a directory)"),
         (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_bytes(b"\x80\x00junk\n")), "has no run in it"),
@@ -195,8 +195,8 @@ def test_little_or_nothing_can_be_drawn(lines, leave, tmp_path):
             lambda path: (path.mkdir(), (path / "metrics.jsonl").symlink_to("/dev/zero")),
             "cannot be read (a pipe or a device",
         ),
-        (lambda path: path.symlink_to(path), "is no directory"),
-        (lambda path: os.mkfifo(path), "is no directory"),
+        (lambda path: path.symlink_to(path), "is not a directory"),
+        (lambda path: os.mkfifo(path), "is not a directory"),
     ],
     ids=["nothing", "empty", "directory", "junk", "pipe", "endless", "loop", "all a pipe"],
 )

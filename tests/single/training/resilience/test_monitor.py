@@ -201,7 +201,7 @@ def test_a_rank_that_dies_ends_the_job(job):
     some = job(3, step_timeout=60.0)
     some.ranks[2].channels[0].socket.shutdown(socket.SHUT_RDWR)
     some.wait_until(lambda: some.ranks[0].code == some.ranks[1].code == 1)
-    assert some.ranks[0].said == ["rank 2 on h0 died: its connection closed without a word"]
+    assert some.ranks[0].said == ["rank 2 on h0 died: its connection closed unexpectedly"]
 
 
 def test_no_error_ends_the_thread_and_a_signal_is_heard_after_it(job, monkeypatch, capfd):
@@ -217,7 +217,7 @@ def test_no_error_ends_the_thread_and_a_signal_is_heard_after_it(job, monkeypatc
     assert some.ranks[0].stop_reason == "SIGTERM on rank 1 (h0)"
     assert one._thread.is_alive()
     said = capfd.readouterr().err
-    assert 1 <= said.count("warning: the watchdog of rank 1 on h0 goes on after an error of its own:") <= 3
+    assert 1 <= said.count("warning: the watchdog of rank 1 on h0 continues after an internal error:") <= 3
 
 
 @pytest.mark.parametrize(("how", "code"), [("left", 143), ("died", 1)])
