@@ -147,6 +147,10 @@ class Cluster:
     def _command(self, first: int, command: list[str]) -> list[str]:
         return ["nsenter", "--target", str(first), *ENTER, "--", *command]
 
+    def inside(self, name: str, command: list[str]) -> list[str]:
+        """Return the command that runs `command` on host `name`."""
+        return self._command(self._first[name], command)
+
     def _sh(self, first: int, script: str) -> None:
         done = subprocess.run(self._command(first, ["sh", "-c", script]), capture_output=True, text=True, timeout=20)
         assert done.returncode == 0, f"{script}: {done.stderr}"
