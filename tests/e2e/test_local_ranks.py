@@ -1,10 +1,16 @@
 """Ranks that one process has forked, with all that a program of one's own does there: Horovod, input workers, OpenMP."""
 
+import contextlib
+import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from .launchers import LAUNCHERS, launch
+from .launchers import LAUNCHERS, MARK, environment, launch, members
 
 SCRIPT = """
 import os
@@ -58,3 +64,27 @@ def test_an_error_is_the_programs_own(tmp_path):
     )
     assert "hvdtrain.starter: error: rank 0 on " in done.stderr, done
     assert done.left_behind == 0, done
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_torch_is_imported_leaves_nothing(tmp_path):
+    """As soon as the process that imports has torch's largest library mapped; conftest looks at what is left."""
+    words = f"{LAUNCHERS['starter'].format(ranks=2)} -m hvdtrain.mnist --dataset digits --output-dir {tmp_path}/out"
+    run = subprocess.Popen(
+        words.split(), env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while not any("libtorch_cpu" in maps(pid) for pid in members(os.environ[MARK])):
+        assert time.monotonic() < until, "torch was never imported"
+        time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    out, _ = run.communicate(timeout=30)
+    assert (run.returncode, out) == (130, "")
+    assert not (tmp_path / "out").exists()
+
+
+def maps(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    return ""
