@@ -128,7 +128,7 @@ def test_two_ranks_learn_the_same_from_a_folder_and_from_shards(engine, data, tm
 )
 def test_each_test_image_counts_once(kind, ranks, data, tmp_path):
     """At 3 ranks of 2 workers there are more readers than shards."""
-    start = MPIRUN.format(ranks=ranks) if ranks > 1 else ALONE
+    start = f"{LAUNCHERS['starter'].format(ranks=ranks)} -m {SCRIPT}" if ranks > 1 else ALONE
     workers = 2 if ranks == 3 else 0
     flags = f"--dataset {kind} --data-dir {data[kind]} --epochs 1 --train-samples 50 --workers {workers}"
     done = launch(f"{start} {flags} --output-dir {tmp_path}")

@@ -22,7 +22,7 @@ def run(name: str, directory: Path, flags: str = "", attack: dict | None = None,
     """Train on two ranks with at most one fault (tests/chaos/attacked.py). program: default: NAME of docs/programs."""
     directory.mkdir(exist_ok=True)
     attacked = shlex.quote(str(ROOT / "tests" / "chaos" / "attacked.py"))
-    start = LAUNCHERS["mpirun"].format(ranks=2)
+    start = LAUNCHERS["starter"].format(ranks=2)  # torch is imported once
     extra = {
         "PYTHONPATH": str(ROOT),
         "PROGRAM": str(program or PROGRAMS / f"{name}.py"),
