@@ -1,12 +1,14 @@
 """DistributedDataParallel: torch's own data parallelism, over Gloo on CPUs and NCCL on GPUs.
 
-Started by torchrun (which says where the ranks meet), or by mpirun or srun (where this file finds a meeting point).
+Started by torchrun, which says where the ranks meet, or as Horovod is, by mpirun, horovodrun, srun or hvdtrain.starter:
+there this file finds a meeting point.
 """
 
 import contextlib
 import gc
 import importlib
 import inspect
+import itertools
 import os
 import socket
 import time
@@ -20,9 +22,10 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine, Reduction, collective
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.rendezvous import meeting_point
+from hvdtrain.engines.rendezvous import horovods_server, meeting_point, put, wait_for
 
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
+MEETINGS = itertools.count()  # of this process, the same on every rank
 
 
 class GradientHook:
@@ -114,6 +117,8 @@ class DdpEngine(Engine):
                 return dist.PrefixStore("hvdtrain", dist.TCPStore(host, port, size, is_master=False))
         elif launcher.startswith("mpirun"):
             return DdpEngine._meet_over_mpi(rank, size)
+        elif server := horovods_server(os.environ):
+            return DdpEngine._meet_over_rendezvous(rank, size, server)
         else:
             host, port = meeting_point(os.environ, launcher)
         if rank == 0:
@@ -143,6 +148,21 @@ class DdpEngine(Engine):
             host, port = message.rstrip(b"\0").decode().split()
             store = dist.TCPStore(host, int(port), size, is_master=False, timeout=timeout)
         return store
+
+    @staticmethod
+    def _meet_over_rendezvous(rank: int, size: int, server: tuple[str, int]):
+        """Let the kernel choose a free port on rank 0, and tell the others through the server that Horovod would use."""
+        dist = torch.distributed
+        key = str(next(MEETINGS))
+        if rank == 0:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting UDP sends nothing
+                probe.connect((server[0], 9))
+                host = probe.getsockname()[0]  # of the interface that leads there
+            store = serve(host, 0, size, wait_for_workers=False)
+            put(server, "hvdtrain.ddp", key, f"{host} {store.port}".encode())
+            return store
+        host, port = wait_for(server, "hvdtrain.ddp", key, MEETING_SECONDS).decode().split()
+        return dist.TCPStore(host, int(port), size, is_master=False, timeout=timedelta(seconds=MEETING_SECONDS))
 
     def choose_device(self, wanted: str) -> torch.device:
         gpus = torch.cuda.device_count() if wanted != "cpu" else 0

@@ -30,6 +30,43 @@ def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, i
     raise UserError(f"{launcher} does not say where ranks meet: set MASTER_ADDR and MASTER_PORT, or use torchrun")
 
 
+def horovods_server(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return the address of the rendezvous server that `horovodrun --gloo` or hvdtrain.starter runs, if any does."""
+    address = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    port = environment.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
+    return (address, int(port)) if address and port.isdecimal() else None
+
+
+def put(server: tuple[str, int], scope: str, key: str, value: bytes) -> None:
+    """Store `value` under /`scope`/`key` at a rendezvous server. Raises OSError."""
+    _request(server, "PUT", f"/{scope}/{key}", value)
+
+
+def wait_for(server: tuple[str, int], scope: str, key: str, seconds: float) -> bytes:
+    """Return what was stored under /`scope`/`key`, as soon as it is there. Raises OSError, after `seconds` TimeoutError."""
+    until = time.monotonic() + seconds
+    while (value := _request(server, "GET", f"/{scope}/{key}")) is None:
+        if time.monotonic() > until:
+            raise TimeoutError(f"rank 0 did not come within {seconds:.0f} s")
+        time.sleep(0.05)
+    return value
+
+
+def _request(server: tuple[str, int], method: str, path: str, body: bytes = b"") -> bytes | None:
+    """Return the answer's body; None: there is no such key. Raises OSError."""
+    import http.client  # of use to few, and not imported by torch
+
+    connection = http.client.HTTPConnection(*server, timeout=SILENCE_SECONDS)
+    try:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        return answer.read() if answer.status == 200 else None
+    except http.client.HTTPException as error:
+        raise OSError(f"{server[0]}:{server[1]} is no rendezvous server ({error!r})") from error
+    finally:
+        connection.close()
+
+
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
     """Return the first host of this job step and a port that follows from the job's number."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")

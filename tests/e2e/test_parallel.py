@@ -10,7 +10,11 @@ RANKS = (1, 2, 3)
 # Over MPI (horovodrun starts mpirun) and Gloo, at two and three ranks; then the rest of the combinations.
 CASES = [("horovodrun", "horovod", 2), ("gloo", "horovod", 3)]
 REST = [(launcher, "horovod", ranks) for launcher in LAUNCHERS for ranks in RANKS]
-REST += [("torchrun", "ddp", ranks) for ranks in RANKS] + [("mpirun", "ddp", 2)]
+REST += [("torchrun", "ddp", ranks) for ranks in RANKS] + [
+    ("mpirun", "ddp", 2),
+    ("gloo", "ddp", 2),
+    ("starter", "ddp", 3),
+]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in REST if case not in CASES]
 
 

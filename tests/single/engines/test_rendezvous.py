@@ -2,12 +2,13 @@
 
 import contextlib
 import socket
+import threading
 import urllib.error
 import urllib.request
 
 import pytest
 
-from hvdtrain.engines.rendezvous import Rendezvous
+from hvdtrain.engines.rendezvous import Rendezvous, horovods_server, put, wait_for
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -105,3 +106,30 @@ def test_what_is_no_request_is_hung_up_on(said, server):
 def test_an_address_that_is_taken_is_said(server):
     with pytest.raises(OSError, match="in use"):
         Rendezvous("127.0.0.1", server.port)
+
+
+def test_what_one_rank_puts_the_others_get_as_soon_as_it_is_there(server):
+    where = horovods_server(
+        {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
+    )
+    assert where == ("127.0.0.1", server.port)
+    with pytest.raises(TimeoutError, match="rank 0 did not come within 0 s"):
+        wait_for(where, "hvdtrain.ddp", "0", 0.0)
+    later = threading.Timer(0.2, put, (where, "hvdtrain.ddp", "0", b"10.0.0.1 4711"))
+    later.start()
+    assert wait_for(where, "hvdtrain.ddp", "0", 30.0) == b"10.0.0.1 4711"
+    later.join()
+
+
+def test_where_no_launcher_runs_a_server_there_is_none():
+    assert horovods_server({}) is None
+    assert horovods_server({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}) is None
+
+
+def test_what_is_no_rendezvous_server_is_an_oserror():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        answer = threading.Thread(target=lambda: other.accept()[0].sendall(b"hello, who is there?\r\n\r\n"))
+        answer.start()
+        with pytest.raises(OSError, match="is no rendezvous server"):
+            put(other.getsockname(), "scope", "key", b"")
+        answer.join()
