@@ -3,22 +3,23 @@
 mpirun -np 4 python -m hvdtrain.reduce                                each rank starts with its rank + 1: 4 ranks get 10
 horovodrun -np 4 python -m hvdtrain.reduce --reduction average --dtype float16
 torchrun --nproc-per-node 4 -m hvdtrain.reduce --engine ddp
-mpirun -np 4 python -m hvdtrain.reduce --sweep --output-dir OUT       table, reduce.json and reduce.png
+mpirun -np 4 python -m hvdtrain.reduce --sweep --output-dir OUT       table, reduce.json, reduce.png
 
 Bandwidths are those of nccl-tests, doc/PERFORMANCE.md: S bytes reduced in t seconds are an algorithm bandwidth of S/t. Times
 2(n-1)/n it is the bus bandwidth, which can be compared with that of the network or the memory for any n. GB: 10^9 bytes.
 """
 
+import os
 import socket
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from hvdtrain.analysis import measuring, plotting
+from hvdtrain.analysis import measuring, other_work, plotting
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -50,7 +51,9 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
         "--seconds-per-size", type=cli.positive, default=0.5, help="approximate time per size (default: 0.5)"
     )
     parser.add_argument(
-        "--output-dir", type=Path, help="with --sweep: write reduce.json and reduce.png to this directory"
+        "--output-dir",
+        type=Path,
+        help="with --sweep: write reduce.json and the plots (PNG, SVG, PDF) to this directory",
     )
     cli.add_engine(parser)
     flags = parser.parse(argv)
@@ -182,6 +185,7 @@ def sweep(engine: Engine, flags: Namespace) -> None:
     about = f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}"
     about += f", {engine.device.type}, {flags.op}"
     rows = []
+    before, cpu_before = other_work.look(), host_cpu_seconds(engine)
     if engine.rank == 0:
         print(f"{about}\n{HEADER}", flush=True)
     for dtype in dtypes:
@@ -192,35 +196,56 @@ def sweep(engine: Engine, flags: Namespace) -> None:
             if engine.rank == 0:
                 print(line(rows[-1]), flush=True)
             size *= 2
+    others = other_work.other_cores(before, other_work.look(), host_cpu_seconds(engine) - cpu_before)
+    notes = other_work.said([others], len(os.sched_getaffinity(0)))
+    if engine.rank == 0:
+        for note in notes:
+            print(note, flush=True)
     if engine.rank == 0 and flags.output_dir is not None:
         result = dict(
             title=about, engine=engine.name, description=engine.description, world_size=engine.size, hosts=hosts,
             device=str(engine.device), config=vars(flags), automatic=engine.notes, hardware=measuring.hardware(),
-            versions=versions(), rows=rows,
+            versions=versions(), rows=rows, other_cores=others,
         )  # fmt: skip
         measuring.write_json(flags.output_dir / "reduce.json", result)
-        draw(about, rows, flags.output_dir / "reduce.png")
+        draw(about, rows, flags.output_dir / "reduce.png", notes)
 
 
-def draw(about: str, rows: list[dict], path: Path) -> None:
-    """Draw time and bus bandwidth over size, one curve per dtype, with the range over blocks behind it."""
-    figure, (left, right) = plotting.panels(["time of one all-reduce", "bus bandwidth"])
-    figure.suptitle(about, fontsize=10)
-    for index, dtype in enumerate(dict.fromkeys(row["dtype"] for row in rows)):
-        mine = [row for row in rows if row["dtype"] == dtype]
-        style = dict(color=plotting.COLOURS[index], marker=plotting.MARKERS[index], markersize=3.5, label=dtype)
-        sizes = [row["bytes"] for row in mine]
-        left.plot(sizes, [row["seconds"] * 1e6 for row in mine], **style)
-        least, most = ([row[f"seconds_{end}"] * 1e6 for row in mine] for end in ("least", "most"))
-        left.fill_between(sizes, least, most, color=style["color"], alpha=0.15, linewidth=0)
-        right.plot(sizes, [row["bus_bytes_per_second"] / 1e9 for row in mine], **style)
-    for axis, unit in ((left, "microseconds"), (right, "GB/s")):
-        plotting.byte_axis(axis, [row["bytes"] for row in rows])
-        axis.set_ylabel(unit)
-        axis.legend(frameon=False)
-    left.set_yscale("log")
-    right.set_ylim(bottom=0)
-    plotting.save(figure, path)
+def host_cpu_seconds(engine: Engine) -> float:
+    """Return the CPU time of the ranks on this host so far. A collective."""
+    rows = engine.all_gather_object([socket.gethostname(), time.process_time()], "cpu")
+    return sum(seconds for host, seconds in rows if host == socket.gethostname())
+
+
+def draw(about: str, rows: list[dict], path: Path, notes: tuple[str, ...] = ()) -> list[Path]:
+    """Draw time and bus bandwidth over size, one curve per dtype: the median of the blocks, bars from least to most."""
+
+    def over_size(axes, unit: str, middle: str, least: str, most: str, scale: Callable[[dict, str], float]) -> None:
+        for index, dtype in enumerate(dict.fromkeys(row["dtype"] for row in rows)):
+            mine = [row for row in rows if row["dtype"] == dtype]
+            style = dict(color=plotting.COLOURS[index], marker=plotting.MARKERS[index], markersize=3,
+                         linestyle=plotting.STYLES[index], capsize=1.5, elinewidth=0.8, label=dtype)  # fmt: skip
+            values = [scale(row, middle) for row in mine]
+            below = [value - scale(row, least) for value, row in zip(values, mine, strict=True)]
+            above = [scale(row, most) - value for value, row in zip(values, mine, strict=True)]
+            axes.errorbar([row["bytes"] for row in mine], values, yerr=[below, above], **style)
+        plotting.byte_axis(axes, [row["bytes"] for row in rows])
+        axes.set_ylabel(unit)
+
+    def times(axes) -> None:
+        axes.set_yscale("log")
+        over_size(axes, "time (µs)", "seconds", "seconds_least", "seconds_most", lambda row, key: row[key] * 1e6)
+
+    def bandwidth(axes) -> None:
+        # The bus bandwidth of the median; of the slowest block the least, of the fastest the most.
+        over_size(axes, "bus bandwidth (GB/s)", "seconds", "seconds_most", "seconds_least",
+                  lambda row, key: row["bus_bytes_per_second"] * row["seconds"] / max(row[key], 1e-12) / 1e9)  # fmt: skip
+        axes.set_ylim(bottom=0)
+
+    return plotting.write(path, about, [
+        plotting.Panel("time", "time of one all-reduce", times, notes),
+        plotting.Panel("bandwidth", "bus bandwidth", bandwidth, notes),
+    ])  # fmt: skip
 
 
 def main() -> int:

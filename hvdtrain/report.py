@@ -2,10 +2,12 @@
 
 python -m hvdtrain.report out                                    one run
 python -m hvdtrain.report out-1 out-2 --output-dir runs/report   several, compared; differences first
+python -m hvdtrain.report out-1 out-2 --figures svg,pdf          each plot for a paper, too: one column (85 mm) wide
 python -m hvdtrain.report out-1 out-2 --csv runs.csv             no page: a table of their numbers, for other tools
 
 DIR is the --output-dir of a run of hvdtrain.mnist, hvdtrain.imagenet or a program of your own, whatever its metrics are
 called; it may still be running, or have been killed.
+Runs that differ in their --seed alone are folded into their mean and spread, unless --each-run is given.
 The page (report.html) needs no network and no other file; each plot is also written as PNG. It shows the state at the time
 of the command: repeat it for a run that is still going.
 """
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.analysis import plotting
-from hvdtrain.analysis.reporting import page, pictures, runs, table
+from hvdtrain.analysis.reporting import page, pictures, runs, seeds, table
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
@@ -32,6 +34,16 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="write a table of all recorded numbers there, and no page"
     )
+    parser.add_argument(
+        "--figures",
+        type=plotting.formats,
+        default=[],
+        metavar="FORMATS",
+        help="svg, pdf or svg,pdf: write each plot for a paper, too, one column (85 mm) wide",
+    )
+    parser.add_argument(
+        "--each-run", action="store_true", help="do not fold seeds of one configuration into their mean"
+    )
     return parser.parse_args(argv)
 
 
@@ -47,12 +59,15 @@ def tabulate(directories: Sequence[Path], path: Path) -> int:
     return rows
 
 
-def make(directories: Sequence[Path], output_dir: Path) -> Path:
-    """Read the runs, write the page and the PNG files, and return the page's path. Raises UserError."""
-    found = runs.read_runs(directories)
+def make(directories: Sequence[Path], output_dir: Path, formats: Sequence[str] = (), each_run: bool = False) -> Path:
+    """Read the runs, write the page and the plots, and return the page's path. Raises UserError.
+
+    formats: in which plots are written for papers. each_run: seeds of one configuration are not folded.
+    """
+    found = seeds.fold(runs.read_runs(directories), each_run)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        whole = page.build(found, list(pictures.draw_all(found, output_dir)))
+        whole = page.build(found, list(pictures.draw_all(found, output_dir, formats)))
         path = output_dir / "report.html"
         with files.replacing(path, "wb") as file:
             file.write(whole.encode())
@@ -69,7 +84,7 @@ def main() -> int:
         print(f"{flags.csv}: {tabulate(flags.directories, flags.csv):,} rows")
         return 0
     plotting.require_matplotlib(otherwise="")
-    print(f"{make(flags.directories, flags.output_dir)}: open it in a browser")
+    print(f"{make(flags.directories, flags.output_dir, flags.figures, flags.each_run)}: open it in a browser")
     return 0
 
 

@@ -10,7 +10,8 @@ python -m hvdtrain.scaling --model-of OUT SWEEP --bandwidth-gbit 25 --latency-us
 Bounds: one rank alone, times N; and N ranks that train side by side without communicating, which share cores, caches and
 memory in the same way. Each round runs every configuration once, in a new order; ratios are taken
 within a round, so that changes on the machine affect both sides. Results are medians over rounds; minimum and maximum
-show the spread. --output-dir gets scaling.csv, scaling.json, scaling.png and every run's log.
+show the spread. --output-dir gets scaling.csv, scaling.json, scaling.png, its plots as SVG and PDF one column wide, and
+every run's log. Where other work took more than a tenth of the cores, the table and the plots say so.
 
 Exit codes: 1 where a configuration failed (it is said, and the others go on); 130 after Ctrl-C, which ends the running job
 and keeps what was measured.
@@ -19,16 +20,17 @@ and keeps what was measured.
 import json
 import os
 import random
+import resource
 import signal
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.analysis import measuring, plotting
+from hvdtrain.analysis import measuring, other_work, plotting
 from hvdtrain.analysis.launching import VARIANTS, command, run_job, slots
 from hvdtrain.analysis.predicting import command as prediction
-from hvdtrain.analysis.scaling_results import ALONE, APART, Configuration, Rounds, rate, summarize, table, write
+from hvdtrain.analysis.scaling_results import ALONE, APART, Configuration, Rounds, busy, rate, summarize, table, write
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
@@ -127,10 +129,12 @@ def measure(which: Configuration, flags: Namespace, directory: Path) -> dict | s
     directory.mkdir(parents=True, exist_ok=True)
     log, result = directory / "log", directory / "benchmark.json"
     result.unlink(missing_ok=True)  # an earlier measurement's
+    before, cpu_before = other_work.look(), children_cpu_seconds()
     try:
         ended = run_job(command_of(which, flags, directory), flags.timeout, log)
     except UserError as error:
         return str(error)
+    others = other_work.other_cores(before, other_work.look(), children_cpu_seconds() - cpu_before)
     if ended.code is None:
         return f"not finished after {flags.timeout:g} s, killed; see {log}"
     if ended.code != 0:
@@ -139,7 +143,13 @@ def measure(which: Configuration, flags: Namespace, directory: Path) -> dict | s
         return f"exit code {ended.code}{f': {lines[0].strip()}' if lines else ''}; see {log}"
     if not result.exists():
         return f"wrote no {result}: is --output-dir shared with the first of --hosts?"
-    return json.loads(result.read_text())
+    return json.loads(result.read_text()) | {"other_cores": others}
+
+
+def children_cpu_seconds() -> float:
+    """Return the CPU time of all processes that this one has waited for, and of those that they have waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measure_all(
@@ -194,7 +204,10 @@ def main() -> int:
     rows = summarize(rounds, planned)
     if rows:
         write(flags, rows, rounds, failed)
-        print(f"\n{table(rows)}\n\n{flags.output_dir}: scaling.csv, scaling.json, scaling.png", flush=True)
+        print(f"\n{table(rows)}\n", flush=True)
+        for note in busy(rounds):
+            print(note, flush=True)
+        print(f"{flags.output_dir}: scaling.csv, scaling.json, scaling.png, scaling-*.svg, scaling-*.pdf", flush=True)
     for which, why in failed.items():
         print(f"hvdtrain.scaling: error: {which}: {why}", file=sys.stderr, flush=True)
     return code or bool(failed)

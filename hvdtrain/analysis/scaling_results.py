@@ -1,13 +1,14 @@
 """What hvdtrain.scaling measured: the bounds, speed-up and efficiency over rounds, as a table, as files, as a plot."""
 
 import csv
+import os
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.analysis import measuring, plotting
+from hvdtrain.analysis import measuring, other_work, plotting
 from hvdtrain.training.records import files
 from hvdtrain.training.records.telemetry import versions
 
@@ -105,7 +106,7 @@ def table(rows: list[dict]) -> str:
 
 
 def write(flags: Namespace, rows: list[dict], rounds: Rounds, failed: dict[Configuration, str]) -> None:
-    """Write scaling.csv, scaling.json and scaling.png."""
+    """Write scaling.csv, scaling.json, scaling.png, and its plots as SVG and PDF."""
     spreads = ("samples_per_second", "speed_up", "efficiency_alone", "efficiency_apart")
     with files.replacing(flags.output_dir / "scaling.csv") as file:
         flat = [
@@ -126,7 +127,7 @@ def write(flags: Namespace, rows: list[dict], rounds: Rounds, failed: dict[Confi
             failed={str(which): why for which, why in failed.items()}, runs=runs,
         ),
     )  # fmt: skip
-    draw(rows, title(rounds), flags.output_dir / "scaling.png")
+    draw(rows, title(rounds), flags.output_dir / "scaling.png", busy(rounds))
 
 
 def title(rounds: Rounds) -> str:
@@ -136,37 +137,48 @@ def title(rounds: Rounds) -> str:
     return f"{how}, {rank['threads']} thread{'s'[: rank['threads'] > 1]} per rank; n = {len(rounds)}"
 
 
-def draw(rows: list[dict], about: str, path: Path) -> None:
-    """Draw throughput and the share of the second bound over ranks; bars from least to most."""
-    figure, (left, right) = plotting.panels(["throughput", "share of ranks that do not communicate"])
-    figure.suptitle(about, fontsize=10)
+def busy(rounds: Rounds) -> tuple[str, ...]:
+    """Return what must be said of other work on this machine during the runs."""
+    others = [result.get("other_cores") for results in rounds for result in results.values()]
+    return other_work.said(others, len(os.sched_getaffinity(0)))
+
+
+def draw(rows: list[dict], about: str, path: Path, notes: tuple[str, ...] = ()) -> list[Path]:
+    """Draw throughput and the share of the second bound over ranks; bars from least to most. notes: said on both."""
     counts = sorted({row["ranks"] for row in rows})
-    alone = [row for row in rows if row["name"] == ALONE]
-    if alone:
-        one = alone[0]["samples_per_second"].median
-        left.plot(
-            counts,
-            [one * count for count in counts],
-            color="black",
-            linewidth=1,
-            linestyle=":",
-            label="one alone x N",
-        )
     names = [name for name in dict.fromkeys(row["name"] for row in rows) if name not in (ALONE, APART)]
-    bound = [row for row in rows if row["name"] in (ALONE, APART)]
-    if len(bound) > 1:
-        bars(left, bound, "samples_per_second", color="grey", marker="x", linestyle="--", label="no communication")
-    for index, name in enumerate(names):
-        mine = [row for row in rows if row["name"] == name]
-        style = dict(color=plotting.COLOURS[index % 6], marker=plotting.MARKERS[index % 6], label=name)
-        bars(left, mine, "samples_per_second", **style)
-        bars(right, mine, "efficiency_apart", **style)
-    right.axhline(1, color="grey", linewidth=1, linestyle="--")
-    for axis, unit in ((left, "samples/s, all ranks"), (right, "share")):
-        axis.set(xlabel="ranks", ylabel=unit, ylim=(0, None))
-        axis.set_xticks(counts, [str(count) for count in counts])
-        axis.legend(frameon=False)
-    plotting.save(figure, path)
+
+    def over_ranks(axes, key: str, unit: str) -> None:
+        for index, name in enumerate(names):
+            style = dict(color=plotting.COLOURS[index % 6], marker=plotting.MARKERS[index % 6],
+                         linestyle=plotting.STYLES[index % 6], label=name)  # fmt: skip
+            bars(axes, [row for row in rows if row["name"] == name], key, **style)
+        axes.set(xlabel="ranks", ylabel=unit, ylim=(0, None))
+        axes.set_xticks(counts, [str(count) for count in counts])
+
+    def throughput(axes) -> None:
+        alone = [row for row in rows if row["name"] == ALONE]
+        if alone:
+            one = alone[0]["samples_per_second"].median
+            axes.plot(
+                counts, [one * n for n in counts], color="black", linewidth=1, linestyle=":", label="one alone x N"
+            )
+        bound = [row for row in rows if row["name"] in (ALONE, APART)]
+        if len(bound) > 1:
+            bars(axes, bound, "samples_per_second", color="grey", marker="x", linestyle="--", label="no communication")
+        over_ranks(axes, "samples_per_second", "samples/s, all ranks")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+    def share(axes) -> None:
+        axes.axhline(1, color="grey", linewidth=1, linestyle="--")
+        over_ranks(axes, "efficiency_apart", "share of no communication")
+
+    shares = [row["efficiency_apart"] for row in rows if row["name"] in names and row["efficiency_apart"] is not None]
+    above = plotting.above_one([(one.least, one.most) for one in shares])
+    return plotting.write(path, about, [
+        plotting.Panel("throughput", "throughput", throughput, notes),
+        plotting.Panel("efficiency", "share of ranks that do not communicate", share, (*notes, *above)),
+    ])  # fmt: skip
 
 
 def bars(axes, rows: list[dict], key: str, **style: object) -> None:
@@ -174,4 +186,4 @@ def bars(axes, rows: list[dict], key: str, **style: object) -> None:
     middle = [row[key].median for row in drawn]
     below = [row[key].median - row[key].least for row in drawn]
     above = [row[key].most - row[key].median for row in drawn]
-    axes.errorbar([row["ranks"] for row in drawn], middle, yerr=[below, above], capsize=3, markersize=5, **style)
+    axes.errorbar([row["ranks"] for row in drawn], middle, yerr=[below, above], **style)

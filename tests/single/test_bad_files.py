@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hvdtrain import training
 from hvdtrain.analysis.reporting import page
 from hvdtrain.analysis.reporting.runs import read_runs, samples_at, time_shares
+from hvdtrain.analysis.reporting.seeds import fold
 from hvdtrain.data import cache, idx, published, shards
 from hvdtrain.data.shard_reading import Job, ShardBatches
 from hvdtrain.data.shard_stream import StreamBatches
@@ -361,7 +362,7 @@ def test_any_record_of_a_run_makes_a_page_or_is_refused(data, tmp_path):
     try:
         with little_memory():
             (run,) = read_runs([tmp_path])
-            shown = page.build([run], [])
+            shown = page.build(fold([run]), [])
             for _, shares in time_shares(run):
                 assert all(0 <= share <= 1 for share in shares.values())
             assert 0 <= samples_at(run, 1) < 2**53

@@ -112,5 +112,5 @@ def predict(flags: Namespace) -> int:
             )
         )  # fmt: skip
     measuring.write_json(flags.output_dir / "prediction.json", dict(config=vars(flags), engines=kept))
-    print(f"\n{flags.output_dir}: prediction.json, prediction-*.png", flush=True)
+    print(f"\n{flags.output_dir}: prediction.json, prediction-*.png, .svg, .pdf", flush=True)
     return 0

@@ -73,15 +73,23 @@ def check_table(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def draw(model: Model, predictions: Sequence[Prediction], checks: Sequence[Check], path: Path) -> None:
+def draw(model: Model, predictions: Sequence[Prediction], checks: Sequence[Check], path: Path) -> list[Path]:
     """Draw efficiency over ranks, predicted as bands and measured as points; and every check: predicted over measured."""
-    titles = ["share of ranks that do not communicate"] + ["seconds, predicted over measured"] * bool(checks)
-    figure, (left, *right) = plotting.panels(titles)
-    figure.suptitle(
+    shown = [check for check in checks if check.share is not None and check.ranks.hosts == 1]
+    above = plotting.above_one([(check.share.least, check.share.most) for check in shown if check.share])
+    panels = [plotting.Panel("efficiency", "share of ranks that do not communicate",
+                             lambda axes: draw_shares(axes, model, predictions, shown), above)]  # fmt: skip
+    if checks:
+        titled = "seconds, predicted over measured"
+        panels.append(plotting.Panel("checks", titled, lambda axes: draw_checks(axes, checks)))
+    about = (
         f"{model.engine}, {model.size / 1e6:.3g} MB per step, {model.wire.bandwidth * 8 / 1e9:.3g} Gbit/s of payload, "
-        f"{model.wire.latency * 1e6:.3g} us",
-        fontsize=10,
+        f"{model.wire.latency * 1e6:.3g} us"
     )
+    return plotting.write(path, about, panels)
+
+
+def draw_shares(axes, model: Model, predictions: Sequence[Prediction], shown: Sequence[Check]) -> None:
     for index, name in enumerate(ALGORITHMS):
         mine = [one for one in predictions if one.algorithm == name]
         if name not in DRAWN or not mine:
@@ -96,24 +104,19 @@ def draw(model: Model, predictions: Sequence[Prediction], checks: Sequence[Check
                 for which in ("middle", "most", "least")
             )
             style = dict(color=colour, linestyle=line, marker=plotting.MARKERS[index], markersize=3.5)
-            left.plot(counts, middle, label=f"{name}, {'no overlap' if kind == 'plain' else 'overlap'}", **style)
-            left.fill_between(counts, least, most, color=colour, alpha=0.12, linewidth=0)
-    shown = [check for check in checks if check.share is not None and check.ranks.hosts == 1]
+            axes.plot(counts, middle, label=f"{name}, {'no overlap' if kind == 'plain' else 'overlap'}", **style)
+            axes.fill_between(counts, least, most, color=colour, alpha=0.12, linewidth=0)
     if shown:
         middle = [check.share.middle for check in shown if check.share]
         below = [check.share.middle - check.share.least for check in shown if check.share]
-        above = [check.share.most - check.share.middle for check in shown if check.share]
+        more = [check.share.most - check.share.middle for check in shown if check.share]
         where = [check.ranks.total for check in shown]
-        left.errorbar(where, middle, yerr=[below, above], fmt="x", color="black", capsize=3, label="measured, one host")
-    left.set_xscale("log", base=2)
+        axes.errorbar(where, middle, yerr=[below, more], fmt="x", color="black", capsize=3, label="measured, one host")
+    axes.set_xscale("log", base=2)
     ticks = sorted({one.ranks.total for one in predictions} | {check.ranks.total for check in shown})
-    left.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45)
-    left.minorticks_off()
-    left.set(xlabel="ranks", ylabel="share", ylim=(0, None))
-    left.legend(frameon=False, fontsize=8)
-    for axes in right:
-        draw_checks(axes, checks)
-    plotting.save(figure, path)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45)
+    axes.minorticks_off()
+    axes.set(xlabel="ranks", ylabel="share of no communication", ylim=(0, None))
 
 
 def draw_checks(axes, checks: Sequence[Check]) -> None:
@@ -129,5 +132,4 @@ def draw_checks(axes, checks: Sequence[Check]) -> None:
         axes.errorbar(x, y, xerr=bars[0], yerr=bars[1], label=what, **style)
     ends = [value for check in checks for value in (*check.measured, *check.predicted) if value > 0]
     axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color="grey", linewidth=1, linestyle="--", label="equal")
-    axes.set(xlabel="measured, s", ylabel="predicted, s", xscale="log", yscale="log")
-    axes.legend(frameon=False)
+    axes.set(xlabel="measured (s)", ylabel="predicted (s)", xscale="log", yscale="log")

@@ -6,13 +6,14 @@ from typing import Any
 
 from hvdtrain.analysis import plotting
 from hvdtrain.analysis.reporting.runs import Run, samples_at
+from hvdtrain.analysis.reporting.seeds import Figure, Group, mean_dots, mean_line
 from hvdtrain.training.records.named import Series, number
 from hvdtrain.training.state import Metric
 
 SMOOTH_FROM = 40  # recorded steps: with more, the line is their running mean, and they themselves are drawn faintly
-STYLES = ("-", (0, (5, 1.5)), (0, (2, 1.2)), (0, (7, 2, 1.5, 2)))  # of two lines on each other, both are seen
 MOST_VALUES = 12  # that are drawn
 POSITION = {"samples": "samples", "steps": "step", "seconds": "seconds"}  # axis: key of an event
+LABELS = {"samples": "samples", "steps": "steps", "seconds": "time (s)"}
 DATA = {"test": "test set", "validation": "validation set", "val": "validation set", "": "evaluations"}
 
 Point = tuple[dict, float]  # an event, and the value that it has; nan where that is not finite: a gap in the line
@@ -67,7 +68,7 @@ def see(runs: Sequence[Run], name: str) -> str:
 
 def style_of(place: int) -> dict[str, Any]:
     colours = plotting.COLOURS
-    return dict(color=colours[place % len(colours)], linestyle=STYLES[place % len(STYLES)])
+    return dict(color=colours[place % len(colours)], linestyle=plotting.STYLES[place % len(plotting.STYLES)])
 
 
 def short(name: str) -> str:
@@ -91,62 +92,101 @@ def running_mean(numbers: Sequence[float], width: int) -> list[float]:
     return numpy.where(counts > 0, sums / numpy.maximum(counts, 1), numpy.nan).tolist()
 
 
-def curves(figure, runs: Sequence[Run], name: str, axis: str) -> None:
-    """Lines of the training steps, dots of the evaluations; below, restarts (broken line) and checkpoints (ticks)."""
+def curves(figure, groups: Sequence[Group], name: str, axis: str) -> None:
+    """Lines of the training steps, dots of the evaluations; below, restarts (broken line) and checkpoints (ticks). Of
+    several seeds, the mean, with the standard deviation as a band and as bars."""
     axes = figure.subplots()
-    everywhere = prefixes(runs, name)
-    for place, run in enumerate(runs):
-        line = trained(run, name)
-        named = draw_line(axes, run, place, line, axis)
+    runs = [run for group in groups for run in group.runs]
+    everywhere, alone = prefixes(runs, name), len(groups) == 1
+    for place, group in enumerate(groups):
+        lines = [trained(run, name) for run in group.runs]
+        named = draw_line(axes, group, place, lines, axis, "training" if alone else "")
         for order, prefix in enumerate(everywhere):
-            dots = tested(run, Series(prefix, name))
-            if not dots:
+            dots = [tested(run, Series(prefix, name)) for run in group.runs]
+            if not all(dots):
                 continue
             style = style_of(place)
-            joined = {**style, "linestyle": (0, (1, 2)) if line else style["linestyle"]}
+            joined = {**style, "linestyle": (0, (1, 2)) if any(lines) else style["linestyle"]}
             hollow = dict(markerfacecolor="none") if order else {}
-            axes.plot([event[POSITION[axis]] for event, _ in dots], [value for _, value in dots], **joined, **hollow,
-                      marker=plotting.MARKERS[place % len(plotting.MARKERS)], markersize=4.5, linewidth=1,
-                      label="" if named else short(run.name), clip_on=False)  # fmt: skip
+            x, y, spread = dots_of(group, dots, axis)
+            label = DATA.get(prefix, prefix) if alone else "" if named else short(group.name)
+            axes.errorbar(x, y, yerr=spread, **joined, **hollow, marker=plotting.MARKERS[place % len(plotting.MARKERS)],
+                          markersize=4.5, linewidth=1, elinewidth=0.8, label=label, clip_on=False)  # fmt: skip
             named = True
-        marks(axes, run, axis, place)
+        marks(axes, group, axis, place)
     metric = metric_of(runs, name)
     if metric is not None and metric.percent:
         scale_percent(axes, runs, name, metric.direction)
     elif metric is None or metric.direction == "min":
         scale_loss(axes, runs, name)
-    finish_axes(figure, axes, len(runs), axis)
+    finish_axes(figure, axes, len(groups), axis)
 
 
-def throughput(figure, runs: Sequence[Run], rate: str, axis: str) -> None:
+def throughput(figure, groups: Sequence[Group], rate: str, axis: str) -> None:
     """Lines of what was taken per second."""
     axes = figure.subplots()
-    for place, run in enumerate(runs):
-        draw_line(axes, run, place, rates(run, rate), axis)
-        marks(axes, run, axis, place)
+    for place, group in enumerate(groups):
+        draw_line(axes, group, place, [rates(run, rate) for run in group.runs], axis)
+        marks(axes, group, axis, place)
     axes.yaxis.set_major_formatter(lambda value, _: thousands(value))
     axes.set_ylim(bottom=0)
-    finish_axes(figure, axes, len(runs), axis)
+    finish_axes(figure, axes, len(groups), axis)
 
 
-def draw_line(axes, run: Run, place: int, points: Sequence[Point], axis: str) -> bool:
+def over_seeds(figure, groups: Sequence[Group], found: Sequence[Figure], percent: bool) -> None:
+    """Each seed as a hollow dot, and their mean with its 95 % interval as bars."""
+    axes = figure.subplots()
+    for place, each in enumerate(found):
+        middle, style = each.mean, style_of(place)
+        beside = [place + 0.18] * len(each.values)
+        axes.plot(each.values, beside, "o", color=style["color"], markerfacecolor="none", markersize=3.5, alpha=0.7)
+        half = 0.0 if middle.low is None else middle.mean - middle.low
+        axes.errorbar([middle.mean], [place], xerr=[half], color=style["color"], capsize=3, markersize=5,
+                      marker=plotting.MARKERS[place % len(plotting.MARKERS)])  # fmt: skip
+    axes.set_yticks(range(len(groups)), [short(group.name) for group in groups])
+    axes.set_ylim(len(groups) - 0.4, -0.6)
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_xlabel(found[0].label)
+    if percent:
+        axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+
+
+def place_of(points: Sequence[Point], axis: str) -> tuple[list[float], list[float]]:
+    return [event[POSITION[axis]] for event, _ in points], [value for _, value in points]
+
+
+def dots_of(group: Group, dots: Sequence[Sequence[Point]], axis: str) -> tuple[Any, Any, Any]:
+    if not group.folded:
+        return *place_of(dots[0], axis), None
+    return mean_dots([place_of(points, axis) for points in dots])
+
+
+def draw_line(axes, group: Group, place: int, lines: Sequence[Sequence[Point]], axis: str, label: str = "") -> bool:
     """Draw a line, where it has many points their running mean; tell whether there was something to draw."""
-    style = style_of(place)
-    x, y = [event[POSITION[axis]] for event, _ in points], [value for _, value in points]
-    if len(y) > SMOOTH_FROM:
-        axes.plot(x, y, **style, linewidth=0.6, alpha=0.3)
-        y = running_mean(y, len(y) // 20)
+    style, drawn = style_of(place), []
+    for points in lines:
+        x, y = place_of(points, axis)
+        if len(y) > SMOOTH_FROM:
+            if not group.folded:
+                axes.plot(x, y, **style, linewidth=0.6, alpha=0.3)
+            y = running_mean(y, len(y) // 20)
+        drawn.append((x, y))
+    x, y = drawn[0]
+    if group.folded:
+        x, y, spread = mean_line(drawn)
+        least, most = ([v + sign * s for v, s in zip(y, spread, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, least, most, color=style["color"], alpha=0.2, linewidth=0)
     if y:
-        axes.plot(x, y, **style, linewidth=1.5, label=short(run.name), marker="." if len(y) == 1 else "")
+        axes.plot(x, y, **style, label=label or short(group.name), marker="." if len(y) == 1 else "")
     return bool(y)
 
 
 def finish_axes(figure, axes, count: int, axis: str) -> None:
-    axes.set_xlabel(axis)
+    axes.set_xlabel(LABELS[axis])
     axes.xaxis.set_major_formatter(lambda value, _: thousands(value))
     axes.set_xlim(left=0)
     if count > 1 and axes.get_legend_handles_labels()[1]:
-        figure.legend(loc="outside lower left", ncols=min(count, 3), fontsize=8, handlelength=1.6)
+        figure.legend(loc="outside lower left", ncols=min(count, 3), handlelength=2.4)
 
 
 def values_of(runs: Sequence[Run], name: str, after: float = 0.0) -> list[float]:
@@ -188,8 +228,11 @@ def thousands(value: float) -> str:
     return f"{value:.4g}"
 
 
-def marks(axes, run: Run, axis: str, place: int) -> None:
-    """Mark restarts by a dashed line and checkpoints by ticks on the axis."""
+def marks(axes, group: Group, axis: str, place: int) -> None:
+    """Mark restarts by a broken line and checkpoints by ticks on the ground; of one run, not of a mean."""
+    if group.folded:
+        return
+    (run,) = group.runs
     colour = style_of(place)["color"]
     for attempt in run.attempts[1:]:
         at = {"samples": attempt.samples, "steps": attempt.step, "seconds": attempt.before}[axis]

@@ -13,6 +13,8 @@ from hvdtrain.analysis import plotting
 from hvdtrain.analysis.reporting.curves import MOST_VALUES, names_to_draw
 from hvdtrain.analysis.reporting.pictures import Picture, png
 from hvdtrain.analysis.reporting.runs import Result, Run, differing, results, shown
+from hvdtrain.analysis.reporting.seeds import APART, Group, seed, summary
+from hvdtrain.analysis.reporting.seeds import figures as figures_over_seeds
 from hvdtrain.training.records.named import number
 from hvdtrain.training.state import Metric
 
@@ -25,8 +27,9 @@ def text(value: object) -> str:
     return escape("".join(c if c.isprintable() else "?" for c in str(value)))
 
 
-def build(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
+def build(groups: Sequence[Group], pictures: Sequence[Picture]) -> str:
     """Return the page: the results first, then the pictures, then how it came about."""
+    runs = [run for group in groups for run in group.runs]
     by_name = {picture.name: picture for picture in pictures}
     learning = [picture for picture in pictures if picture.part == "learning"]
     timing = sorted((picture for picture in pictures if picture.part == "time"), key=lambda picture: picture.name)
@@ -39,11 +42,12 @@ def build(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
     )
     parts = [
         f"<header><h1>{text(title)}</h1>{subtitle(runs)}</header>\n<main>",
+        over_seeds(groups) if len(groups) < len(runs) else "",
         facts(runs[0]) if len(runs) == 1 else f'<h2>Compared</h2><div class="card">{comparison(runs)}</div>',
         notes(runs),
         section("Learning", learning, key(runs)),
         section("Where the time goes", timing),
-        *(mistakes(run, place, by_name, len(runs)) for place, run in enumerate(runs, 1)),
+        *(mistakes(run, place, by_name, dot(run.place) * (len(runs) > 1)) for place, run in enumerate(runs, 1)),
         f'<h2>How it ran</h2><div class="stack">{"".join(history(run) for run in runs)}</div>',
         configuration(runs),
         f"</main>\n<footer><p>Made by hvdtrain.report, {moment(time.time())}.</p></footer>\n</body>\n</html>\n",
@@ -171,17 +175,49 @@ class Row(NamedTuple):
 
 
 def table(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    heads = "".join(f"<th>{dot(place)}{text(run.name)}</th>" for place, run in enumerate(runs))
+    """One column per run, under the colour of its group."""
+    return columns([f"{dot(run.place)}{text(run.name)}" for run in runs], rows)
+
+
+def columns(names: Sequence[str], rows: Sequence[Row]) -> str:
+    """names: HTML, of the columns."""
+    heads = "".join(f"<th>{name}</th>" for name in names)
     body = ""
     for row in rows:
         best = row.best or [False] * len(row.cells)
-        columns = "".join(
+        cells = "".join(
             f'<td class="best">{text(cell)}</td>' if first else f"<td>{text(cell)}</td>"
             for cell, first in zip(row.cells, best, strict=True)
         )
-        body += f'<tr class="{row.kind}"><th>{text(row.name.replace("_", "-"))}</th>{columns}</tr>'
+        body += f'<tr class="{row.kind}"><th>{text(row.name.replace("_", "-"))}</th>{cells}</tr>'
     head = f"<thead><tr><th></th>{heads}</tr></thead>"
     return f'<div class="scroll"><table class="runs">{head}<tbody>{body}</tbody></table></div>'
+
+
+def over_seeds(groups: Sequence[Group]) -> str:
+    """A column per configuration: what its seeds came to on average. What differs stands first, as in `comparison`."""
+    names = [f"{dot(place)}{text(group.name)}" for place, group in enumerate(groups)]
+    firsts = [group.runs[0] for group in groups]
+    rows = [Row(name, [run.config.get(name, "-") for run in firsts], "differs")
+            for name in differing(firsts) if name not in APART | {"hosts"}]  # fmt: skip
+    begin = len(rows)
+    found = [
+        {each.label: each for each in figures_over_seeds(group, lambda value, result: written(value, result.metric))}
+        for group in groups
+    ]
+    for label in dict.fromkeys(label for each in found for label in each):
+        cells = [summary(each[label]) if label in each else "-" for each in found]
+        metric = next((f.result.metric for each in found if (f := each.get(label)) is not None and f.result), None)
+        best = first_of([each[label].mean.mean if label in each else None for each in found], metric)
+        rows.append(Row(label, cells, "", best))
+    rows.append(Row("seeds", [", ".join(shown(seed(run)) for run in group.runs) for group in groups]))
+    if begin:
+        rows[begin] = rows[begin]._replace(kind="first")
+    note = (
+        '<p class="soft">Mean over seeds; 95 %: interval of the mean by Student\'s t with n - 1 degrees of freedom '
+        "(NIST/SEMATECH e-Handbook, 1.3.5.2); s.d.: standard deviation over seeds.</p>"
+    )
+    return f'<h2>Over seeds</h2><div class="card">{columns(names, rows)}{note}</div>'
 
 
 def comparison(runs: Sequence[Run]) -> str:
@@ -259,8 +295,8 @@ def card(picture: Picture) -> str:
     )
 
 
-def mistakes(run: Run, place: int, pictures: dict[str, Picture], count: int) -> str:
-    """The confusion matrix, and next to it the worst mistakes as images."""
+def mistakes(run: Run, place: int, pictures: dict[str, Picture], mark: str) -> str:
+    """The confusion matrix, and beside it the worst mistakes as images."""
     if run.record is None:
         return ""
     cards = [card(pictures[name]) for name in (f"confusion-{place}",) if name in pictures]
@@ -276,7 +312,7 @@ def mistakes(run: Run, place: int, pictures: dict[str, Picture], count: int) -> 
         f'<div class="card"><h3>Worst mistakes</h3><p class="soft">{wrong:,} of {total:,} are wrong; '
         f"label → prediction, and the loss</p><div class='mistakes'>{shown_mistakes}</div></div>"
     )
-    whose = f"{dot(place - 1)}{text(run.name)}: what it gets wrong" if count > 1 else "What it gets wrong"
+    whose = f"{mark}{text(run.name)}: what it gets wrong" if mark else "What it gets wrong"
     return f'<h2>{whose}</h2><div class="pair">{"".join(cards)}</div>'
 
 

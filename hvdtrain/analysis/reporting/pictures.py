@@ -1,4 +1,5 @@
-"""The plots of a report, each as a PNG file and as SVG inside the page, with the page's colours and fonts."""
+"""The plots of a report, each as a PNG file and as SVG inside the page, with the page's colours and fonts; for papers as SVG
+and PDF one column wide."""
 
 import io
 import re
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.analysis import plotting
-from hvdtrain.analysis.reporting import curves
+from hvdtrain.analysis.reporting import curves, seeds
 from hvdtrain.analysis.reporting.reading import Record
-from hvdtrain.analysis.reporting.runs import Run, time_shares
+from hvdtrain.analysis.reporting.runs import time_shares
+from hvdtrain.analysis.reporting.seeds import Group
 
 # Letters, lines, letters on bars; replaced by the page's own in the SVG.
 INK, FAINT, ON = "#24292f", "#d8dee4", "#fefefe"
@@ -23,11 +25,20 @@ VARIABLES = {INK: "--ink", FAINT: "--line", "#8c959f": "--grey", "#ffffff": "--p
 }
 SIZE = (4.0, 2.8)  # inches: letters of 9 points can still be read at a phone's width
 MOST_RANKS = 16  # bars of one run
+MOST_RESULTS = 4  # that are drawn over seeds
 COLUMNS = 8  # of the picture of mistakes
 # The first of these that a run has is drawn.
 RATES = {"samples_per_second": "samples per second, over all ranks", "steps_per_second": "steps per second"}
+UNITS = {"samples_per_second": "samples/s, all ranks", "steps_per_second": "steps/s"}
+HATCHES = {
+    "loading": "",
+    "compute": "",
+    "communication": "////",
+    "other": "....",
+}  # what greyscale leaves of the colours
 LETTERS: Any = {
-    "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
+    "font.size": 9, "legend.fontsize": 8, "axes.titlesize": 8, "hatch.linewidth": 0.6, "lines.linewidth": 1.5,
+    "errorbar.capsize": 1.5, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
     "ytick.color": INK, "grid.color": FAINT, "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
     "axes.spines.right": False, "axes.linewidth": 0.6, "legend.frameon": False, "svg.fonttype": "none",
     "text.parse_math": False,  # a directory's name may hold dollar signs
@@ -45,36 +56,63 @@ class Picture:
     part: str = ""
 
 
-def draw_all(runs: Sequence[Run], directory: Path) -> Iterator[Picture]:
-    """Draw what the runs have to show; write each picture to `directory`, and yield it for the page."""
+def draw_all(groups: Sequence[Group], directory: Path, formats: Sequence[str] = ()) -> Iterator[Picture]:
+    """Draw what the runs have to show; write each picture to `directory`, and yield it for the page.
+
+    formats: of `plotting.FORMATS`; in each of them, the pictures are written for a paper, too.
+    """
     import matplotlib
 
-    def finished(name: str, title: str, see: str, draw: Callable[..., None], *what: Any, part="", size=SIZE) -> Picture:
-        return Picture(name, title, see, finish(directory, name, title, see, draw, *what, size=size), part)
+    def finished(
+        name: str, title: str, see: str, draw: Callable[..., None], *what: Any, part="", size=SIZE, unit=""
+    ) -> Picture:
+        for_paper(directory, formats, name, f"{title} ({see})", draw, *what, size=size, unit=unit)
+        with matplotlib.rc_context(LETTERS):
+            return Picture(name, title, see, finish(directory, name, title, see, draw, *what, size=size), part)
 
+    runs = [run for group in groups for run in group.runs]
+    folded = any(group.folded for group in groups)
     counted = "samples" if all(run.counts_samples for run in runs) else "steps"
-    with matplotlib.rc_context(LETTERS):
-        taken: set[str] = set()
-        for name in curves.names_to_draw(runs)[0]:
-            see, file = curves.see(runs, name), file_name(name, taken)
-            for axis in (counted, "seconds"):
-                title = f"{curves.titled(name)} over {axis}"
-                yield finished(f"{file}-over-{axis}", title, see, curves.curves, runs, name, axis, part="learning")
-        if any(time_shares(run) for run in runs):
-            bars = sum(min(len(time_shares(run)), MOST_RANKS) for run in runs)
-            size, see = (SIZE[0], max(1.5, 0.9 + 0.34 * bars)), "share of the time spent training"
-            yield finished("time-shares", "Time by phase", see, shares, runs, part="time", size=size)
-        for rate, see in RATES.items():
-            if any(curves.rates(run, rate) for run in runs):
-                yield finished("throughput", "Throughput", see, curves.throughput, runs, rate, counted, part="time")
-                break
-        for place, run in enumerate(runs, 1):
-            if run.record is not None and len(run.record.confusion) <= 30:
-                see = "samples by label and prediction; blue: right"
-                yield finished(f"confusion-{place}", "Confusion", see, confusion, run.record, size=(SIZE[0], SIZE[0]))
-            if run.record is not None and run.record.mistakes:
-                finished(f"mistakes-{place}", "", "", montage, run.record,
-                         size=(SIZE[0] * 1.6, 0.95 * -(-len(run.record.mistakes) // COLUMNS)))  # fmt: skip
+    taken: set[str] = set()
+    names = curves.names_to_draw(runs)[0]
+    for name in names:
+        see, file = curves.see(runs, name) + "; band, bars: s.d. over seeds" * folded, file_name(name, taken)
+        for axis in (counted, "seconds"):
+            title = f"{curves.titled(name)} over {axis}"
+            yield finished(f"{file}-over-{axis}", title, see, curves.curves, groups, name, axis, part="learning",
+                           unit=name.replace("_", " "))  # fmt: skip
+    for label, found, percent in compared(groups) if folded else ():
+        size, see = (SIZE[0], 0.8 + 0.4 * len(groups)), "mean over seeds with its 95 % interval; hollow: each seed"
+        yield finished(f"seeds-{file_name(label, set())}", curves.titled(label), see, curves.over_seeds, groups, found,
+                       percent, part="learning", size=size)  # fmt: skip
+    if any(time_shares(run) for run in runs):
+        bars = sum(1 if group.folded else min(len(time_shares(group.runs[0])), MOST_RANKS) for group in groups)
+        size = (SIZE[0], max(1.5, 0.9 + 0.34 * bars))
+        see = "share of the time spent training" + "; of seeds over all ranks, bars: s.d." * folded
+        yield finished("time-shares", "Time by phase", see, shares, groups, part="time", size=size)
+    for rate, see in RATES.items():
+        if any(curves.rates(run, rate) for run in runs):
+            yield finished("throughput", "Throughput", see, curves.throughput, groups, rate, counted, part="time",
+                           unit=UNITS[rate])  # fmt: skip
+            break
+    for place, run in enumerate(runs, 1):
+        if run.record is not None and len(run.record.confusion) <= 30:
+            see = "samples by label and prediction; blue: right"
+            yield finished(f"confusion-{place}", "Confusion", see, confusion, run.record, size=(SIZE[0], SIZE[0]))
+        if run.record is not None and run.record.mistakes:
+            finished(f"mistakes-{place}", "", "", montage, run.record,
+                     size=(SIZE[0] * 1.6, 0.95 * -(-len(run.record.mistakes) // COLUMNS)))  # fmt: skip
+
+
+def compared(groups: Sequence[Group]) -> list[tuple[str, list[seeds.Figure], bool]]:
+    """Return what evaluations of all groups came to: its name, its figures by group, whether it is a percentage."""
+    by_group = [{f.label: f for f in seeds.figures(group, lambda value, result: f"{value:g}")} for group in groups]
+    found = []
+    for label, figure in by_group[0].items():
+        if figure.result is not None and all(label in each for each in by_group):
+            metric = figure.result.metric
+            found.append((label, [each[label] for each in by_group], metric is not None and metric.percent))
+    return found[:MOST_RESULTS]
 
 
 def file_name(name: str, taken: set[str]) -> str:
@@ -86,6 +124,36 @@ def file_name(name: str, taken: set[str]) -> str:
         found = f"{word}-{number}"
     taken.add(found)
     return found
+
+
+def for_paper(
+    directory: Path,
+    formats: Sequence[str],
+    name: str,
+    title: str,
+    draw: Callable[..., None],
+    *what: Any,
+    size,
+    unit: str,
+) -> None:
+    """Write a picture one column wide, without its title, which a paper's caption says; with a unit at its y axis."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(LETTERS | plotting.PAPER):
+        for kind in formats:  # each on a figure of its own: drawing moves what "outside" a figure stands where it fits
+            figure = Figure(figsize=(plotting.COLUMN, size[1] * plotting.COLUMN / size[0]), layout="constrained")
+            draw(figure, *what)
+            if unit:
+                figure.axes[0].set_ylabel(curves.short(unit))
+            if figure.legends:
+                for legend in figure.legends:
+                    legend.remove()
+                figure.legends.clear()
+            if figure.axes[0].get_legend_handles_labels()[1][1:]:
+                rows = plotting.legend_below(figure)
+                figure.set_size_inches(plotting.COLUMN, figure.get_figheight() + 0.14 * (rows - 1))
+            plotting.save(figure, directory / f"{name}.{kind}", title)
 
 
 def finish(directory: Path, name: str, title: str, see: str, draw: Callable[..., None], *what: Any, size) -> str:
@@ -117,31 +185,40 @@ def for_page(svg: str, said: str) -> str:
     return svg
 
 
-def shares(figure, runs: Sequence[Run]) -> None:
-    """One bar per run and rank, from 0 to 100 %."""
+def shares(figure, groups: Sequence[Group]) -> None:
+    """One bar per run and rank, from 0 to 100 %; of several seeds, one bar over all ranks."""
     axes = figure.subplots()
-    names: list[str] = []
-    shown_phases: list[str] = []
-    for run in runs:
-        for rank, share in time_shares(run)[:MOST_RANKS]:
-            left = 0.0
-            for phase, part in share.items():
-                new = phase not in shown_phases
-                axes.barh(len(names), part, left=left, height=0.62, color=PHASES[phase], label=phase if new else None)
-                shown_phases += [phase] * new
-                if part >= 0.09:
-                    axes.text(left + part / 2, len(names), f"{part:.0%}", ha="center", va="center", fontsize=8.5,
-                              color=LETTERS_ON[phase])  # fmt: skip
-                left += part
-            names.append(f"{curves.short(run.name)}, {rank}" if len(runs) > 1 else rank)
-    axes.set_yticks(range(len(names)), names)
+    bars: list[tuple[str, dict[str, seeds.Share]]] = []
+    for group in groups:
+        if group.folded:
+            bars.append((curves.short(group.name), seeds.shares(group)))
+            continue
+        for rank, share in time_shares(group.runs[0])[:MOST_RANKS]:
+            label = f"{curves.short(group.name)}, {rank}" if len(groups) > 1 else rank
+            bars.append((label, {phase: seeds.Share(part, None) for phase, part in share.items()}))
+    known: list[str] = []
+    for place, (_, phases) in enumerate(bars):
+        left = 0.0
+        for phase, (part, spread) in phases.items():
+            new = phase not in known
+            known += [phase] * new
+            axes.barh(place, part, left=left, height=0.62, color=PHASES[phase], label=phase if new else None,
+                      hatch=HATCHES[phase], edgecolor=ON, linewidth=0)  # fmt: skip
+            left += part
+            if spread is not None:
+                axes.errorbar([left], [place + 0.2], xerr=[spread], color=INK, elinewidth=0.8, capsize=1.5)
+            if part >= 0.09:
+                axes.text(left - part / 2, place, f"{part:.0%}", ha="center", va="center", color=LETTERS_ON[phase],
+                          bbox=dict(facecolor=PHASES[phase], edgecolor="none", pad=1))  # fmt: skip
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.invert_yaxis()
     axes.grid(False)
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.set_xlabel("share of the time")
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
-    figure.legend(loc="outside lower left", ncols=4, fontsize=8, handlelength=1, handleheight=1)
+    figure.legend(loc="outside lower left", ncols=4, handlelength=1, handleheight=1)
 
 
 def confusion(figure, record: Record) -> None:
@@ -161,7 +238,7 @@ def confusion(figure, record: Record) -> None:
                     Rectangle((taken - 0.47, label - 0.47), 0.94, 0.94, color=colour, alpha=strength, linewidth=0)
                 )
             if samples and count <= 16:
-                axes.text(taken, label, f"{samples}", ha="center", va="center", fontsize=8.5)
+                axes.text(taken, label, f"{samples}", ha="center", va="center")
     axes.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), aspect="equal", xlabel="prediction", ylabel="label")
     axes.set_xticks(range(count))
     axes.set_yticks(range(count))
@@ -193,4 +270,4 @@ def montage(figure, record: Record) -> None:
         axes.axis("off")
     for axes, mistake in zip(figure.axes, record.mistakes, strict=False):
         axes.imshow(grey(record, mistake), cmap="gray", vmin=0, vmax=255)
-        axes.set_title(f"{mistake['label']} → {mistake['predicted']}", fontsize=8)
+        axes.set_title(f"{mistake['label']} → {mistake['predicted']}")

@@ -68,6 +68,7 @@ class Run:
     record: Record | None = None
     notes: list[str] = field(default_factory=list)
     state: str = "not ended"  # ended, stopped, failed
+    place: int = 0  # of its group among those that are shown: its colour
 
     @property
     def ranks(self) -> int:

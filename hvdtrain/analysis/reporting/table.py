@@ -1,35 +1,55 @@
-"""The numbers of runs as comma-separated values: a row per recorded step, evaluation and checkpoint, a column per name."""
+"""The numbers of runs as comma-separated values, a row per value: what is tidy for pandas, R and plotting libraries."""
 
 import csv
 import io
 from collections.abc import Iterator, Sequence
 
 from hvdtrain.analysis.reporting.runs import Run
+from hvdtrain.analysis.reporting.seeds import fold, seed
 from hvdtrain.training.records.named import number
 
-FIRST = ("run", "event", "epoch", "step", "samples", "seconds", "prefix")
-LEFT_OUT = {"time", "elapsed", "attempt"}
+# docs/report.md says what each is; scripts of users read them by these names.
+COLUMNS = ("run", "group", "seed", "event", "epoch", "step", "samples", "seconds", "data", "metric", "value")
+PLACES = ("epoch", "step", "samples")  # where a value stands, in columns of their own
+LEFT_OUT = {"time", "elapsed", "attempt", "seconds", *PLACES}
 
 
 def comma_separated(runs: Sequence[Run]) -> tuple[str, int]:
     """Return the table with its head, and the number of rows below it."""
-    found = [row for run in runs for row in rows(run)]
-    names = dict.fromkeys((*FIRST, *(name for row in found for name in row)))
+    groups = {id(run): group.name for group in fold(runs) for run in group.runs}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(printable, names))
-    writer.writerows([row.get(name, "") for name in names] for row in found)
-    return text.getvalue(), len(found)
+    writer.writerow(COLUMNS)
+    count = 0
+    for run in runs:
+        known = seed(run)
+        about = [printable(run.name), printable(groups[id(run)]), "" if known is None else printable(str(known))]
+        for row in rows(run):
+            writer.writerow([*about, *row])
+            count += 1
+    return text.getvalue(), count
 
 
-def rows(run: Run) -> Iterator[dict[str, object]]:
-    """Yield what was recorded in the order of time; steps that were lost and taken again, once."""
+def rows(run: Run) -> Iterator[list[object]]:
+    """Yield the columns from `event` on, in the order of time; steps that were lost and taken again, once. Then the end."""
     for event in sorted(run.train + run.evaluations + run.checkpoints, key=lambda event: event["seconds"]):
-        numbers = {name: value for name, value in event.items() if name not in LEFT_OUT and number(value) is not None}
+        places = [known if (known := number(event.get(name))) is not None else "" for name in PLACES]
+        where = [event["event"], *map(whole, places), round(event["seconds"], 6)]
         prefix = event.get("prefix")
-        words = {"prefix": printable(prefix)} if isinstance(prefix, str) else {}
-        numbers["seconds"] = round(event["seconds"], 6)
-        yield {"run": printable(run.name), "event": event["event"]} | numbers | words
+        data = printable(prefix) if isinstance(prefix, str) else ""
+        values = {name: value for name, value in event.items() if name not in LEFT_OUT and number(value) is not None}
+        for name, value in values.items():
+            yield [*where, data, printable(name), value]
+        if event["event"] == "checkpoint" and not values:
+            yield [*where, data, "", ""]
+    for name, value in run.summary.items():
+        if name not in LEFT_OUT and number(value) is not None:
+            yield ["end", "", "", "", round(run.seconds, 6), "", printable(name), value]
+
+
+def whole(value: object) -> object:
+    """Return 4.0 as 4: steps and samples are whole numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def printable(text: str) -> str:

@@ -11,7 +11,7 @@ BESIDE = frozenset(
     {"loss_rank0", "objective", "gradient_norm", "corrupt", "broken", "tokens", "world_size", "slowest_rank"}
 )
 BESIDE_BEGINNINGS = ("learning_rate",)
-BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes")
+BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes", "_joules")
 PREFIXES = ("test", "validation", "val")  # of an evaluated name that says itself on which data: validation_loss
 
 

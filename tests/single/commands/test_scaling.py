@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from hvdtrain import scaling
+from hvdtrain.analysis import scaling_results
 from hvdtrain.analysis.scaling_results import ALONE, APART, Configuration, summarize, table, write
 from hvdtrain.engines.errors import UserError
 from hvdtrain.scaling import configurations, parse
@@ -67,6 +68,21 @@ def test_csv_json_and_picture(tmp_path):
     assert whole["rows"][2]["speed_up"] == pytest.approx({"median": 1.5, "least": 1.2, "most": 1.8})
     assert (len(whole["runs"]), whole["failed"]) == (8, {"ddp, 2 ranks": "exit code 1"})
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    plots = {f"scaling-{name}.{kind}" for name in ("throughput", "efficiency") for kind in ("svg", "pdf")}
+    assert plots == {path.name for path in tmp_path.glob("scaling-*")}
+    assert "above 1" not in (tmp_path / "scaling-efficiency.svg").read_text()
+
+
+def test_what_a_reader_must_know_stands_on_the_plots(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling_results.os, "sched_getaffinity", lambda process: range(2))
+    rounds = [{which: result(rate) | {"other_cores": others} for which, rate in zip((ONE, TWO, DDP), rates, strict=True)}
+              for others, rates in ((0.5, (100, 160, 170)), (1.5, (100, 160, 150)))]  # fmt: skip
+    flags = parse(["--output-dir", str(tmp_path)])
+    write(flags, summarize(rounds, [ONE, TWO, DDP]), rounds, {})
+    said = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert all("busy machine: other work took 1.0 of 2 cores, at most 1.5" in text for text in said.values())
+    assert "above 1: within the spread of the rounds" in said["scaling-efficiency.svg"]
+    assert "above 1" not in said["scaling-throughput.svg"]
 
 
 @pytest.mark.parametrize(

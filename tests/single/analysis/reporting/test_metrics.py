@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+from itertools import groupby
 
 import pytest
 from hypothesis import assume, given
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from hvdtrain import report
 from hvdtrain.analysis.reporting import curves, page, pictures, table
 from hvdtrain.analysis.reporting.runs import read_runs, results
+from hvdtrain.analysis.reporting.seeds import fold
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records.named import Series, named_values, recorded_metrics
 from hvdtrain.training.state import Metric
@@ -256,21 +258,26 @@ def test_numbers_as_a_table(leave, tmp_path, monkeypatch, capsys):
     there = [leave("=run", *LANGUAGE[:6], kept, *LANGUAGE[6:]), leave("watched", *WATCHED)]
     monkeypatch.setattr("sys.argv", ["hvdtrain.report", *map(str, there), "--csv", str(tmp_path / "runs.csv")])
     assert report.main() == 0
-    assert capsys.readouterr().out == f"{tmp_path}/runs.csv: 11 rows\n"
     text = (tmp_path / "runs.csv").read_text()
-    assert text.startswith("run,event,epoch,step,samples,seconds,prefix,loss,")
+    assert text.startswith("run,group,seed,event,epoch,step,samples,seconds,data,metric,value\n")
     rows = list(csv.DictReader(io.StringIO(text)))
-    assert [row["event"] for row in rows] == [
-        *["train"] * 2,
+    assert capsys.readouterr().out == f"{tmp_path}/runs.csv: {len(rows)} rows\n"
+    assert [event for event, _ in groupby(row["event"] for row in rows if row["run"] == "=run")] == [
+        "train",
         "evaluate",
-        *["train"] * 2,
+        "train",
         "checkpoint",
         "evaluate",
-        *["train"] * 4,
+        "end",
     ]
-    assert rows[2] | {"prefix": "validation", "loss": "2.0", "step": "2", "samples": "128", "seconds": "2.5"} == rows[2]
-    assert {row["run"] for row in rows} == {"=run", "watched"}
-    assert rows[-1]["samples"] == rows[-1]["loss"] == ""
+    place = dict(run="=run", group="=run", seed="", event="evaluate", epoch="1", step="2", samples="128", seconds="2.5")
+    assert place | dict(data="validation", metric="perplexity", value="7.389") in rows
+    assert place | dict(data="validation", metric="loss", value="2.0") in rows
+    assert {row["metric"] for row in rows if row["event"] == "checkpoint"} == {""}
+    assert {"perplexity", "tokens_per_second"} <= {row["metric"] for row in rows if row["event"] == "end"}
+    watched = [row for row in rows if row["run"] == "watched" and row["event"] == "train"]
+    assert {row["samples"] for row in watched} == {""}
+    assert {row["metric"] for row in watched} >= {"compute_seconds", "steps_per_second"}
 
 
 def test_a_table_that_cannot_be_written(leave, tmp_path):
@@ -298,9 +305,9 @@ def test_any_record_with_metrics_makes_a_page_and_a_table(data, tmp_path):
         found = read_runs([tmp_path, tmp_path])
     except UserError:
         return
-    assert page.build(found, [])
+    assert page.build(fold(found), [])
     for name in curves.names_to_draw(found)[0]:
         assert curves.see(found, name)
-        curves.curves(Figure(), found, name, "seconds")
+        curves.curves(Figure(), fold(found), name, "seconds")
     text, rows = table.comma_separated(found)
     assert len(list(csv.DictReader(io.StringIO(text)))) == rows

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from hvdtrain import report
 from hvdtrain.analysis.reporting import curves, page, pictures
 from hvdtrain.analysis.reporting.runs import differing, read_runs, samples_at, time_shares
+from hvdtrain.analysis.reporting.seeds import fold
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.training.records.misclassified import record_mistakes
@@ -48,7 +49,7 @@ def test_hostile_names_stay_text(leave, tmp_path):
 
 def test_colours_and_letters_follow_the_page(leave, tmp_path):
     found = read_runs([leave("run", *WHOLE)])
-    for picture in pictures.draw_all(found, tmp_path):
+    for picture in pictures.draw_all(fold(found), tmp_path):
         assert picture.svg.startswith("<svg viewBox=")
         assert "DejaVu" not in picture.svg
         assert pictures.INK not in picture.svg.lower()
@@ -167,7 +168,7 @@ def test_a_start_with_nothing_to_resume_takes_every_step_again(leave):
          "error", "nan"],
 )  # fmt: skip
 def test_an_incomplete_run_is_shown_with_a_note(lines, note, leave):
-    assert note in Page(page.build(read_runs([leave("run", *lines)]), [])).text
+    assert note in Page(page.build(fold(read_runs([leave("run", *lines)])), [])).text
 
 
 @pytest.mark.parametrize(
@@ -283,7 +284,7 @@ def test_mistakes_are_shown(leave, tmp_path):
 def test_a_record_that_is_not_sound_or_not_this_runs_is_left_out(change, note, leave):
     there = leave("run", *WHOLE)
     (there / "mistakes.json").write_text(json.dumps(RECORD | change))
-    shown = Page(page.build(read_runs([there]), []))
+    shown = Page(page.build(fold(read_runs([there])), []))
     assert "Worst mistakes" not in shown.text
     assert (note in shown.text) if note else ("damaged" not in shown.text)
 
