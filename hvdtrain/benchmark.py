@@ -41,6 +41,7 @@ from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.training import optim
 from hvdtrain.training.records.clock import Clock
+from hvdtrain.training.records.energy import Energy, Meter, said
 from hvdtrain.training.records.telemetry import versions
 
 
@@ -128,8 +129,11 @@ def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = tor
     return counter.get_total_flops() // 2 or None
 
 
-def measure(flags: Namespace, engine: Engine, model: nn.Module, batches: Batches) -> tuple[list[list[Repeat]], int]:
-    """Train; return, per repeat and rank, what was measured, and the number of steps in each repeat. A collective."""
+def measure(
+    flags: Namespace, engine: Engine, model: nn.Module, batches: Batches
+) -> tuple[list[list[Repeat]], int, Meter, Energy | None]:
+    """Train; return, per repeat and rank, what was measured; the number of steps in each repeat; what measured energy, and
+    that of all repeats. A collective."""
     others: Engine = engine
     if flags.no_communication:
         others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
@@ -187,14 +191,19 @@ def measure(flags: Namespace, engine: Engine, model: nn.Module, batches: Batches
         )  # the slowest rank's value, so the same on all
     # A GPU works on while the host goes on: there the phases are measured in separate repeats, which do not count.
     phases_apart = engine.device.type == "cuda"
-    timed = [repeat(steps, False) for _ in range(flags.repeats)]
+    meter = Meter(engine)
+    timed = []
+    for _ in range(flags.repeats):
+        timed.append(repeat(steps, False))
+        meter.keep()
+    used = meter.total(engine)
     if phases_apart:
         timed = [
             fast._replace(loading=slow.loading, compute=slow.compute, communication=slow.communication)
             for fast, slow in zip(timed, [repeat(steps, True) for _ in timed], strict=True)
         ]
     by_rank = engine.all_gather_object(timed, "repeats")
-    return [[Repeat(*rank[number]) for rank in by_rank] for number in range(flags.repeats)], steps
+    return [[Repeat(*rank[number]) for rank in by_rank] for number in range(flags.repeats)], steps, meter, used
 
 
 def throughput(repeat: Sequence[Repeat]) -> float:
@@ -223,8 +232,20 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     return peak
 
 
+def energy_per_sample(meter: Meter, used: Energy | None, samples: int) -> dict:
+    """Return benchmark.json's `energy`: joules per sample over all repeats and ranks, None where nothing is measured."""
+    found = {} if used is None else used.fields("all") | {"per_sample_joules": (used.cpu + used.gpu) / samples}
+    return {"per_sample_joules": None} | found | meter.about
+
+
 def summarize(
-    flags: Namespace, engine: Engine, repeats: list[list[Repeat]], steps: int, flops: int | None, gradient_bytes: int
+    flags: Namespace,
+    engine: Engine,
+    repeats: list[list[Repeat]],
+    steps: int,
+    flops: int | None,
+    gradient_bytes: int,
+    energy: dict,
 ) -> dict:
     """Return benchmark.json's content. A collective."""
     facts = dict(
@@ -248,6 +269,7 @@ def summarize(
         seconds_per_sample=phases([one for repeat in repeats for one in repeat]),
         cpu_seconds_per_sample=cpu_seconds([one for repeat in repeats for one in repeat]),
         gradient_bytes=gradient_bytes,  # of a step, in the parameters' own type: what is reduced before any compression
+        energy=energy,
         flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
         peak={name: max(rank["peak"][name] for rank in ranks) for name in ranks[0]["peak"]},
         ranks=ranks, automatic=engine.notes, config=vars(flags), versions=versions(),
@@ -283,6 +305,11 @@ def block(result: dict) -> str:
     if "cuda_allocated_bytes" in peak:
         memory += f", {peak['cuda_allocated_bytes'] / 2**20:,.0f} MiB on the GPU"
     lines.append(f"  peak memory      {memory}, on the rank that had most")
+    if result["energy"]["per_sample_joules"] is not None:
+        least = "at least " * ("all_incomplete" in result["energy"])
+        lines.append(
+            f"  energy           {least}{result['energy']['per_sample_joules']:.4g} J per sample, {said(result['energy'])}"
+        )
     if result["flops_per_sample"]:
         each, all_ = result["flops_per_sample"] / 1e9, result["flops_per_second"] / 1e9
         lines.append(
@@ -327,9 +354,10 @@ def main() -> int:
             flops = count_flops(model, shape, torch.float32 if sizes is None else torch.int64)
             model = model.to(engine.device)
         batches = open_endless(flags, engine, classes, shape)
-        repeats, steps = measure(flags, engine, model, batches)
+        repeats, steps, meter, used = measure(flags, engine, model, batches)
+        energy = energy_per_sample(meter, used, sum(rank.samples for repeat in repeats for rank in repeat))
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        result = summarize(flags, engine, repeats, steps, flops, gradient_bytes)
+        result = summarize(flags, engine, repeats, steps, flops, gradient_bytes, energy)
         if engine.rank == 0:
             print(block(result), flush=True)
             if flags.output_dir is not None:

@@ -34,6 +34,7 @@ from hvdtrain.engines.exit_codes import LINGER_SECONDS, run
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.start import ENGINES, start
 from hvdtrain.engines.tuning import own_script
+from hvdtrain.training.records import energy
 
 LEVELS = ("ok", "warning", "problem")
 LEAST_SHARED_MEMORY = 256 * 2**20  # bytes; containers get 64 MiB
@@ -248,6 +249,7 @@ def check_cores(found: Findings, engine: Engine) -> None:
         found.warning(line, "threads take turns: every rank waits for the slowest", do)
     else:
         found.ok(line)
+    found.ok(f"energy: {energy.said(energy.Meter(engine).about)}")
     if engine.name == "horovod":
         found.ok(own_script(os.environ, engine.local_size, len(os.sched_getaffinity(0)), quota))
 

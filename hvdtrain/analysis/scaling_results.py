@@ -44,6 +44,11 @@ def rate(result: dict) -> float:
     return result["samples_per_second"]["mean"]
 
 
+def joules(result: dict) -> float | None:
+    """Return the energy per sample; None where the machine does not tell it."""
+    return result.get("energy", {}).get("per_sample_joules")
+
+
 def summarize(rounds: Rounds, planned: list[Configuration]) -> list[dict]:
     """Return one row per configuration that succeeded at least once.
 
@@ -67,6 +72,7 @@ def summarize(rounds: Rounds, planned: list[Configuration]) -> list[dict]:
                 speed_up=spread(speed_up),
                 efficiency_alone=spread([value / which.ranks for value in speed_up]),
                 efficiency_apart=spread(beside),
+                joules_per_sample=spread([known for results in here if (known := joules(results[which])) is not None]),
                 **{
                     f"{phase}_seconds": statistics.median(
                         results[which]["seconds_per_sample"][phase] for results in here
@@ -86,9 +92,10 @@ def table(rows: list[dict]) -> str:
             return "-"
         return f"{value.median:{pattern}} ({value.least:{pattern}} to {value.most:{pattern}})"
 
+    measured = any(row["joules_per_sample"] is not None for row in rows)  # nothing is shown where nothing is known
     lines = [
-        "| | ranks | samples/s | speed-up | of one alone x N | of N apart | communication |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| | ranks | samples/s | speed-up | of one alone x N | of N apart | communication |" + " J/sample |" * measured,
+        "|---|---:|---:|---:|---:|---:|---:|" + "---:|" * measured,
     ]
     for row in rows:
         seconds = [row[f"{phase}_seconds"] for phase in ("loading", "compute", "communication")]
@@ -100,6 +107,7 @@ def table(rows: list[dict]) -> str:
             cell(row["efficiency_alone"], ".2f"),
             cell(row["efficiency_apart"], ".2f"),
             f"{seconds[2] / sum(seconds):.0%}",
+            *([cell(row["joules_per_sample"], ".4g")] if measured else []),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -107,7 +115,7 @@ def table(rows: list[dict]) -> str:
 
 def write(flags: Namespace, rows: list[dict], rounds: Rounds, failed: dict[Configuration, str]) -> None:
     """Write scaling.csv, scaling.json, scaling.png, and its plots as SVG and PDF."""
-    spreads = ("samples_per_second", "speed_up", "efficiency_alone", "efficiency_apart")
+    spreads = ("samples_per_second", "speed_up", "efficiency_alone", "efficiency_apart", "joules_per_sample")
     with files.replacing(flags.output_dir / "scaling.csv") as file:
         flat = [
             {key: value for key, value in row.items() if key not in spreads}

@@ -7,6 +7,7 @@ from torch import nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.training.inputs import Input
+from hvdtrain.training.records import energy
 from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.records.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
 from hvdtrain.training.state import Metric, TrainState
@@ -21,6 +22,11 @@ class Journal:
         self.epochs: int | None = None  # planned; None: as many as the planned steps take
         self.steps = 0  # planned
         self._unwritten = False  # an evaluation whose event is still to be written
+        self.energy = energy.Meter(engine)  # from here on: when the ranks have met, before data is read
+
+    def start(self, dataset: str, reason: str, config: dict[str, object]) -> None:
+        """Say and record what is about to run, and why. A collective."""
+        self._telemetry.start(self._engine, dataset, reason, config, self._metrics, self.energy.about)
 
     def show(self, name: str, value: float) -> str:
         return self._metrics.get(name, Metric("min")).show(value)
@@ -33,8 +39,9 @@ class Journal:
         state, extra = self._state, source.settle()
         names = list(step.sums.values)
         mine = [[float(step.sums.values[name]), float(step.sums.counts[name])] for name in names]
-        everyone = self._engine.sum(torch.tensor(mine, dtype=torch.float64), "train").tolist()
-        pairs = zip(names, everyone, strict=True)
+        used = self.energy.row()
+        everyone = self._engine.sum(torch.tensor(mine + used, dtype=torch.float64), "train").tolist()
+        pairs = zip(names, everyone[: len(names)], strict=True)
         means = {name: value / count if count else float("nan") for name, (value, count) in pairs}
         window = clock.measure(self._engine)
         trained_on = means.pop("loss")
@@ -45,6 +52,8 @@ class Journal:
             extra["objective"] = trained_on
         if step.gradient_norm is not None:
             extra["gradient_norm"] = float(step.gradient_norm)
+        if used:
+            extra |= energy.summed(everyone[len(names) :]).fields()
         value, count = mine[names.index(reported)]
         self._telemetry.event(
             "train",
@@ -101,7 +110,8 @@ class Journal:
         return "  ".join([*parts, f"{state.samples / max(state.train_seconds, 1e-9):,.0f} samples/s"])
 
     def end(self, dataset: str | None, models: Sequence[nn.Module], extra: Mapping[str, object]) -> None:
-        """Write summary.json and the `end` event: the state, the last evaluation, the models' hash, what the script adds."""
+        """Write summary.json and the `end` event: the state, the last evaluation, the models' hash, the energy of this
+        start, what the script adds. A collective."""
         state, engine = self._state, self._engine
         prefix = f"{state.prefix}_" if state.prefix else ""
         fields: dict[str, object] = dict(dataset=dataset, engine=engine.name, world_size=engine.size)
@@ -113,4 +123,6 @@ class Journal:
         fields["samples_per_second"] = state.samples / max(state.train_seconds, 1e-9)
         if models:
             fields["parameters_sha256"] = parameters_sha256(*models)
+        if (used := self.energy.total(engine)) is not None:
+            fields |= used.fields()
         self._telemetry.end({**fields, **extra})

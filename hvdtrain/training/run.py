@@ -118,7 +118,7 @@ class Run:
         with self.raising_together("output"):
             self.checkpoints.require_fit(config, data)
             self.telemetry.open(continued=self.checkpoints.continues)
-        self.telemetry.start(self.engine, name, reason, now, self.metrics)
+        self.journal.start(name, reason, now)
         self.checkpoints.announce(self.state)
 
     def prepare(self, *parts: Any, find_unused_parameters: bool = False) -> Any:
@@ -269,6 +269,7 @@ class Run:
         if step.logged:
             self.journal.step(step, opened, clock)
             clock.mark("reporting")
+        self.journal.energy.keep()
         self.profile.step(state.step, clock)
         stops = self.guard.should_stop(state)
         every = self.flags.checkpoint_steps
@@ -344,6 +345,7 @@ class Run:
     def _go_on_evaluating(self) -> None:
         """Called for each batch: ranks may leave an evaluation between two steps wherever they are."""
         self.guard.heartbeat()
+        self.journal.energy.keep()
         if self.guard.stop_requested and not self._in_steps:
             raise CutShort
 

@@ -10,6 +10,7 @@ from math import isfinite, isnan
 from typing import NamedTuple
 
 from hvdtrain.analysis import plotting
+from hvdtrain.analysis.reporting import cost
 from hvdtrain.analysis.reporting.curves import MOST_VALUES, names_to_draw
 from hvdtrain.analysis.reporting.pictures import Picture, png
 from hvdtrain.analysis.reporting.runs import Result, Run, differing, results, shown
@@ -101,7 +102,7 @@ def figures(run: Run) -> dict[str, tuple[str, str]]:
         found["samples"] = ("-" if taken is None else f"{taken:,.0f}", "")
     else:
         found["steps"] = (f"{run.train[-1]['step']:,.0f}", "")
-    return found | {"state": (run.state, restarts(run))}
+    return found | cost.figures(run) | {"state": (run.state, restarts(run))}
 
 
 def written(value: float, metric: Metric | None) -> str:
@@ -333,6 +334,8 @@ def history(run: Run) -> str:
     if run.kept:
         rows.append(("checkpoints there", shown(run.kept)))
     rows.append(("hosts", shown(run.hosts) or "?"))
+    if measured := cost.source(run):
+        rows.append(("energy", measured))
     automatic = run.start.get("automatic")
     if isinstance(automatic, list) and automatic:
         rows.append(("chosen automatically", "; ".join(map(str, automatic))))

@@ -21,6 +21,7 @@ from hvdtrain.training.state import Metric
 
 UNTOLD = {"output_dir", "resume", "no_progress", "verbose"}  # flags that say nothing about what a run does
 GOES_ON = ("checkpoint", "record")  # kinds of errors that end no run: something could not be written
+ENERGY = ("energy_joules", "energy_cpu_joules", "energy_gpu_joules")
 PHASES = ("loading", "compute", "communication")
 
 
@@ -48,6 +49,8 @@ class Attempt:
     ran: float = 0.0  # seconds, up to its last event
     step: float = 0.0  # where it went on from
     samples: float | None = 0.0
+    energy: dict[str, float] = field(default_factory=dict)  # joules by ENERGY, up to its last event that has them
+    energy_complete: bool = True
 
 
 @dataclass
@@ -78,6 +81,15 @@ class Run:
     def seconds(self) -> float:
         """How long all attempts ran."""
         return self.attempts[-1].before + self.attempts[-1].ran
+
+    @property
+    def energy(self) -> dict[str, float]:
+        """Joules of all attempts, whose lost steps were paid for, too; {} where none was measured."""
+        return {
+            key: sum(attempt.energy.get(key, 0.0) for attempt in self.attempts)
+            for key in ENERGY
+            if any(key in attempt.energy for attempt in self.attempts)
+        }
 
     @property
     def engine(self) -> str:
@@ -179,6 +191,8 @@ def take(run: Run, event: dict) -> None:
     seconds = since(attempt, event)
     attempt.ran = max(attempt.ran, seconds)
     event["seconds"] = attempt.before + seconds
+    if (joules := {key: value for key in ENERGY if (value := finite(event.get(key))) is not None}).get(ENERGY[0]):
+        attempt.energy, attempt.energy_complete = joules, event.get("energy_incomplete") is not True
     if name == "resume":
         attempt.step, attempt.samples = event["step"], event.get("samples")
         go_back(run, event["step"])

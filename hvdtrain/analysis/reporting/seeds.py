@@ -13,6 +13,7 @@ from math import isfinite, nan
 from typing import NamedTuple
 
 from hvdtrain.analysis.measuring import Mean, mean
+from hvdtrain.analysis.reporting import cost
 from hvdtrain.analysis.reporting.runs import PHASES, UNTOLD, Result, Run, results, time_shares
 from hvdtrain.training.records.named import number
 
@@ -142,9 +143,10 @@ class Figure(NamedTuple):
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
-OTHERS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("training", "train_seconds", lambda value: f"{value:,.4g} s"),
-    ("throughput", "samples_per_second", lambda value: f"{value:,.0f}/s"),
+OTHERS: tuple[tuple[str, Callable[[Run], float | None], Callable[[float], str]], ...] = (
+    ("training", lambda run: number(run.summary.get("train_seconds")), lambda value: f"{value:,.4g} s"),
+    ("throughput", lambda run: number(run.summary.get("samples_per_second")), lambda value: f"{value:,.0f}/s"),
+    ("energy", lambda run: run.energy.get("energy_joules"), cost.joules),
 )
 
 
@@ -157,8 +159,8 @@ def figures(group: Group, written: Callable[..., str]) -> list[Figure]:
                 found[each.label] = Figure(each.label, [], partial(written, result=each), each)
             if isfinite(each.value):
                 found[each.label].values.append(each.value)
-    for label, key, show in OTHERS:
-        known = [value for run in group.runs if (value := number(run.summary.get(key))) is not None and isfinite(value)]
+    for label, value_of, show in OTHERS:
+        known = [value for run in group.runs if (value := value_of(run)) is not None and isfinite(value)]
         found[label] = Figure(label, known, show)
     return [figure for figure in found.values() if figure.values]
 

@@ -132,9 +132,11 @@ class Telemetry:
             self._missing += 1
 
     def start(
-        self, engine: Engine, dataset: str, reason: str, config: dict[str, object], metrics: Mapping[str, Metric]
-    ) -> None:
-        """Say what is about to run and why: first the data, then the ranks and each automatic choice."""
+        self, engine: Engine, dataset: str, reason: str, config: dict[str, object], metrics: Mapping[str, Metric],
+        energy: Mapping[str, object],
+    ) -> None:  # fmt: skip
+        """Say what is about to run and why: first the data, then the ranks and each automatic choice. energy: what of it is
+        measured."""
         facts = {"rank": engine.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(engine.device)}
         ranks = engine.all_gather_object(facts, "ranks")
         hosts = len({rank["host"] for rank in ranks})
@@ -151,7 +153,7 @@ class Telemetry:
         self.event(
             "start", world_size=engine.size, engine=engine.name, dataset=dataset, reason=reason, config=config,
             versions=versions(), ranks=ranks, automatic=engine.notes,
-            metrics={name: metric._asdict() for name, metric in metrics.items()},
+            metrics={name: metric._asdict() for name, metric in metrics.items()}, energy=energy,
         )  # fmt: skip
 
     def progress(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
