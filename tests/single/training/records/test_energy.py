@@ -50,7 +50,7 @@ def machine(tmp_path, monkeypatch):
 def engine_of(rank: int = 0, size: int = 1) -> SerialEngine:
     engine = SerialEngine(tuning=False, rank=rank, size=size, launcher="none")
     engine.device = SimpleNamespace(type="cpu")
-    engine.local_rank = rank
+    engine.rank, engine.size, engine.local_rank = rank, size, rank
     return engine
 
 
