@@ -3,6 +3,7 @@ and PDF one column wide."""
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -24,6 +25,7 @@ VARIABLES = {INK: "--ink", FAINT: "--line", "#8c959f": "--grey", "#ffffff": "--p
     colour: f"--c{place}" for place, colour in enumerate(plotting.COLOURS)
 }
 SIZE = (4.0, 2.8)  # inches: letters of 9 points can still be read at a phone's width
+LETTERS_IN_TITLE = 58  # of 9 points, in the width of a PNG
 MOST_RANKS = 16  # bars of one run
 MOST_RESULTS = 4  # that are drawn over seeds
 COLUMNS = 8  # of the picture of mistakes
@@ -166,7 +168,7 @@ def finish(directory: Path, name: str, title: str, see: str, draw: Callable[...,
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):  # marks and clips of two pictures must not share their ids
         figure.savefig(text, format="svg", transparent=True)
-    figure.suptitle(f"{title} ({see})" if title else "", fontsize=9)
+    figure.suptitle(textwrap.fill(f"{title} ({see})", LETTERS_IN_TITLE) if title else "", fontsize=9)
     plotting.save(figure, directory / f"{name}.png")
     return for_page(text.getvalue(), f"{title}: {see}")
 
