@@ -53,7 +53,10 @@ class Journal:
         if step.gradient_norm is not None:
             extra["gradient_norm"] = float(step.gradient_norm)
         if used:
-            extra |= energy.summed(everyone[len(names) :]).fields()
+            fields = energy.summed(everyone[len(names) :]).fields()
+            extra |= {
+                name: value for name, value in fields.items() if name not in state.train
+            }  # the script's own go first
         value, count = mine[names.index(reported)]
         self._telemetry.event(
             "train",
@@ -124,5 +127,5 @@ class Journal:
         if models:
             fields["parameters_sha256"] = parameters_sha256(*models)
         if (used := self.energy.total(engine)) is not None:
-            fields |= used.fields()
+            fields = used.fields() | fields
         self._telemetry.end({**fields, **extra})

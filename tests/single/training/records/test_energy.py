@@ -218,7 +218,7 @@ def test_what_is_recorded():
     assert json.dumps(Energy(1.0, 2.0).fields())
 
 
-def program(out: Path, epochs: int, at_each_step=lambda step: None) -> None:
+def program(out: Path, epochs: int, at_each_step=lambda step: None, **recorded: float) -> None:
     """A whole program that trains on 40 samples in steps of 8."""
     flags = training.parser("test", None, epochs=epochs, batch_size=8).parse(
         ["--engine", "serial", "--no-progress", "--threads", "1", "--log-steps", "1", "--output-dir", str(out)]
@@ -232,6 +232,7 @@ def program(out: Path, epochs: int, at_each_step=lambda step: None) -> None:
             for step in run.steps(x):
                 for (batch,) in step.batches():
                     step.backward(model(batch).square().mean())
+                    step.record(**recorded) if recorded else None
                 step.update()
                 at_each_step(step)
             with run.evaluating(40) as mine:
@@ -290,6 +291,13 @@ def test_where_nothing_is_measured_nothing_is_shown_but_the_reason(tmp_path, mon
     assert "joule" not in shown.lower()
     told = capsys.readouterr()
     assert "energy" not in told.out + told.err, "each run would say it"
+
+
+def test_a_scripts_own_value_of_that_name_goes_first(machine, tmp_path):
+    program(tmp_path / "out", 1, energy_joules=7.0)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["energy_joules"] for line in lines if line["event"] == "train"} == {7.0}
+    assert {line["energy_cpu_joules"] for line in lines if line["event"] == "train"} == {0.0}
 
 
 def test_what_may_have_been_lost_is_said():
