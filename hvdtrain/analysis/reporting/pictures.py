@@ -68,7 +68,16 @@ def draw_all(groups: Sequence[Group], directory: Path, formats: Sequence[str] = 
     def finished(
         name: str, title: str, see: str, draw: Callable[..., None], *what: Any, part="", size=SIZE, unit=""
     ) -> Picture:
-        for_paper(directory, formats, name, f"{title} ({see})", draw, *what, size=size, unit=unit)
+        for_paper(
+            directory,
+            formats,
+            name,
+            f"{title} ({see})" if title else "Worst mistakes",
+            draw,
+            *what,
+            size=size,
+            unit=unit,
+        )
         with matplotlib.rc_context(LETTERS):
             return Picture(name, title, see, finish(directory, name, title, see, draw, *what, size=size), part)
 
@@ -85,7 +94,7 @@ def draw_all(groups: Sequence[Group], directory: Path, formats: Sequence[str] = 
                            unit=name.replace("_", " "))  # fmt: skip
     for label, found, percent in compared(groups) if folded else ():
         size, see = (SIZE[0], 0.8 + 0.4 * len(groups)), "mean over seeds with its 95 % interval; hollow: each seed"
-        yield finished(f"seeds-{file_name(label, set())}", curves.titled(label), see, curves.over_seeds, groups, found,
+        yield finished(file_name(f"seeds {label}", taken), curves.titled(label), see, curves.over_seeds, groups, found,
                        percent, part="learning", size=size)  # fmt: skip
     if any(time_shares(run) for run in runs):
         bars = sum(1 if group.folded else min(len(time_shares(group.runs[0])), MOST_RANKS) for group in groups)
@@ -142,19 +151,19 @@ def for_paper(
     import matplotlib
     from matplotlib.figure import Figure
 
+    if not formats:
+        return
     with matplotlib.rc_context(LETTERS | plotting.PAPER):
-        for kind in formats:  # each on a figure of its own: drawing moves what "outside" a figure stands where it fits
-            figure = Figure(figsize=(plotting.COLUMN, size[1] * plotting.COLUMN / size[0]), layout="constrained")
-            draw(figure, *what)
-            if unit:
-                figure.axes[0].set_ylabel(curves.short(unit))
-            if figure.legends:
-                for legend in figure.legends:
-                    legend.remove()
-                figure.legends.clear()
-            if figure.axes[0].get_legend_handles_labels()[1][1:]:
-                rows = plotting.legend_below(figure)
-                figure.set_size_inches(plotting.COLUMN, figure.get_figheight() + 0.14 * (rows - 1))
+        figure = Figure(figsize=(plotting.COLUMN, size[1] * plotting.COLUMN / size[0]), layout="constrained")
+        draw(figure, *what)
+        if unit:
+            figure.axes[0].set_ylabel(curves.short(unit))
+        for legend in figure.legends[:]:
+            legend.remove()
+        if len(figure.axes[0].get_legend_handles_labels()[1]) > 1:
+            rows = plotting.legend_below(figure)
+            figure.set_size_inches(plotting.COLUMN, figure.get_figheight() + 0.14 * (rows - 1))
+        for kind in formats:
             plotting.save(figure, directory / f"{name}.{kind}", title)
 
 
