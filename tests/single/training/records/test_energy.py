@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -252,6 +253,11 @@ def test_a_run_records_what_it_cost_and_the_report_adds_up_its_starts(machine, t
     def is_killed(step) -> None:
         works(step)
         if step.number == 7:
+            deadline = time.monotonic() + 60  # until the checkpoint, which a thread writes, is there
+            while (
+                not list((tmp_path / "out" / "checkpoints").glob("step-*.safetensors")) and time.monotonic() < deadline
+            ):
+                time.sleep(0.01)
             raise Killed
 
     with pytest.raises(Killed):
