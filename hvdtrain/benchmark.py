@@ -308,7 +308,7 @@ def block(result: dict) -> str:
     if result["energy"]["per_sample_joules"] is not None:
         least = "at least " * ("all_incomplete" in result["energy"])
         lines.append(
-            f"  energy           {least}{result['energy']['per_sample_joules']:.4g} J per sample, {said(result['energy'])}"
+            f"  energy           {least}{result['energy']['per_sample_joules']:.4g} J per sample ({said(result['energy'])})"
         )
     if result["flops_per_sample"]:
         each, all_ = result["flops_per_sample"] / 1e9, result["flops_per_second"] / 1e9

@@ -207,7 +207,7 @@ def about(rows: Sequence[tuple[str, int, str, list[str], str]]) -> dict[str, Any
 
 
 def said(about: Any) -> str:
-    """Return in words what a record's `energy` says: "2 CPU packages and 4 GPUs are measured", "not measured: CPU: ..."."""
+    """Return in words what a record's `energy` says: "measured: 2 CPU packages and 4 GPUs", "not measured: CPU: ..."."""
     if not isinstance(about, dict):
         return ""
     parts = []
@@ -215,6 +215,6 @@ def said(about: Any) -> str:
         if isinstance(count := about.get(key), int) and count > 0:
             parts.append(f"{count} {name}{'s'[: count > 1]}")
     missing = about.get("not_measured")
-    lines = [f"of {' and '.join(parts)}"] if parts else []
+    lines = [f"measured: {' and '.join(parts)}"] if parts else []
     lines += [f"not measured: {'; '.join(map(str, missing))}"] if isinstance(missing, list) and missing else []
     return "; ".join(lines)

@@ -69,7 +69,7 @@ def test_whole_packages_are_counted_once(machine):
     machine.zone("intel-rapl:1", "package-1", 102.5)
     assert used(meter) == (pytest.approx(32.5), 0.0, True)
     assert meter.about == dict(cpu_packages=2, gpus=0, not_measured=[])
-    assert said(meter.about) == "of 2 CPU packages"
+    assert said(meter.about) == "measured: 2 CPU packages"
 
 
 def test_a_counter_that_begins_again_loses_nothing(machine):
@@ -174,7 +174,7 @@ def test_each_rank_counts_its_own_gpu(machine, nvml):
     meter = Meter(engine_of())
     nvml.joules |= {"GPU-a": 1e6 + 42.5, "GPU-b": 1e3}
     assert used(meter) == (0, pytest.approx(42.5), True)
-    assert said(meter.about) == "of 2 CPU packages and 1 GPU"
+    assert said(meter.about) == "measured: 2 CPU packages and 1 GPU"
 
 
 def test_a_gpu_of_two_ranks_is_counted_by_the_first(machine, nvml, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_gpu_that_cannot_be_asked_is_said(machine, nvml, monkeypatch):
 def test_one_host_of_several_is_named():
     rows = [("a", 1, "", [], ""), ("b", 0, "no", [], ""), ("b", 0, "", [], "")]
     assert energy.about(rows) == dict(cpu_packages=1, gpus=0, not_measured=["CPU: no (on b)"])
-    assert said(energy.about(rows)) == "of 1 CPU package; not measured: CPU: no (on b)"
+    assert said(energy.about(rows)) == "measured: 1 CPU package; not measured: CPU: no (on b)"
     assert said(None) == said("x") == said({"gpus": "many", "not_measured": 5}) == ""
 
 
@@ -281,7 +281,7 @@ def test_a_run_records_what_it_cost_and_the_report_adds_up_its_starts(machine, t
         "energy per percent": ("0.66 J", "of accuracy"),
     }
     shown = page.build(fold([run]), [])
-    assert "of 2 CPU packages" in shown
+    assert "measured: 2 CPU packages" in shown
     assert "33 J" in shown
 
 
