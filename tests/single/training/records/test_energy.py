@@ -41,7 +41,8 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("HVDTRAIN_POWERCAP", str(root))
     found = Machine(root)
     zones = [("intel-rapl:0", "package-0"), ("intel-rapl:0:0", "core"), ("intel-rapl:0:1", "dram"),
-             ("intel-rapl:1", "package-1"), ("intel-rapl:2", "psys"), ("intel-rapl-mmio:0", "package-0")]  # fmt: skip
+             ("intel-rapl:1", "package-1"), ("intel-rapl:2", "psys"), ("intel-rapl-mmio:0", "package-0"),
+             ("intel-rapl:1:0", "package-1-part")]  # fmt: skip
     for zone, name in zones:
         found.zone(zone, name, 100.0)
     (root / "intel-rapl").mkdir()  # the control type itself
