@@ -47,7 +47,7 @@ def wait_for(server: tuple[str, int], scope: str, key: str, seconds: float) -> b
     until = time.monotonic() + seconds
     while (value := _request(server, "GET", f"/{scope}/{key}")) is None:
         if time.monotonic() > until:
-            raise TimeoutError(f"rank 0 did not come within {seconds:.0f} s")
+            raise TimeoutError(f"rank 0 did not connect within {seconds:.0f} s")
         time.sleep(0.05)
     return value
 

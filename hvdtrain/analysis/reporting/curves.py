@@ -229,7 +229,7 @@ def thousands(value: float) -> str:
 
 
 def marks(axes, group: Group, axis: str, place: int) -> None:
-    """Mark restarts by a broken line and checkpoints by ticks on the ground; of one run, not of a mean."""
+    """Mark restarts by a dashed line and checkpoints by ticks on the axis; of one run, not of a mean."""
     if group.folded:
         return
     (run,) = group.runs

@@ -297,7 +297,7 @@ def card(picture: Picture) -> str:
 
 
 def mistakes(run: Run, place: int, pictures: dict[str, Picture], mark: str) -> str:
-    """The confusion matrix, and beside it the worst mistakes as images."""
+    """The confusion matrix, and next to it the worst mistakes as images."""
     if run.record is None:
         return ""
     cards = [card(pictures[name]) for name in (f"confusion-{place}",) if name in pictures]

@@ -113,7 +113,7 @@ def test_what_one_rank_puts_the_others_get_as_soon_as_it_is_there(server):
         {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
     )
     assert where == ("127.0.0.1", server.port)
-    with pytest.raises(TimeoutError, match="rank 0 did not come within 0 s"):
+    with pytest.raises(TimeoutError, match="rank 0 did not connect within 0 s"):
         wait_for(where, "hvdtrain.ddp", "0", 0.0)
     later = threading.Timer(0.2, put, (where, "hvdtrain.ddp", "0", b"10.0.0.1 4711"))
     later.start()
