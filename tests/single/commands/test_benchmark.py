@@ -147,7 +147,7 @@ def test_measure_and_summary_agree(flags, engine):
     )
     engine.size = 1
     stream = open_endless(flags, engine, 10, (1, 28, 28))
-    repeats, steps = benchmark.measure(flags, engine, ConvNet(), stream)
+    repeats, steps, *_ = benchmark.measure(flags, engine, ConvNet(), stream)
     result = benchmark.summarize(flags, engine, repeats, steps, 1000, 4 * 29034)
     assert [len(repeat) for repeat in repeats] == [1, 1, 1]
     for (mine,) in repeats:
