@@ -147,8 +147,9 @@ def test_measure_and_summary_agree(flags, engine):
     )
     engine.size = 1
     stream = open_endless(flags, engine, 10, (1, 28, 28))
-    repeats, steps, *_ = benchmark.measure(flags, engine, ConvNet(), stream)
-    result = benchmark.summarize(flags, engine, repeats, steps, 1000, 4 * 29034)
+    repeats, steps, meter, used = benchmark.measure(flags, engine, ConvNet(), stream)
+    energy = benchmark.energy_per_sample(meter, used, 3 * 2 * flags.batch_size)
+    result = benchmark.summarize(flags, engine, repeats, steps, 1000, 4 * 29034, energy)
     assert [len(repeat) for repeat in repeats] == [1, 1, 1]
     for (mine,) in repeats:
         assert mine.cpu_seconds > 0
