@@ -27,7 +27,7 @@ def figures(run: Run) -> dict[str, tuple[str, str]]:
     percents = per_percent(run)
     if percents:
         label, accuracy = percents
-        found["energy per percent"] = (f"{least}{joules(whole / (100 * accuracy))}", f"of {label}")
+        found[f"energy per percent of {label}"] = (f"{least}{joules(whole / (100 * accuracy))}", "")
     return found
 
 

@@ -279,7 +279,7 @@ def test_a_run_records_what_it_cost_and_the_report_adds_up_its_starts(machine, t
     assert cost.figures(run) == {
         "energy": ("33 J", "CPU packages 33 J; all 2 starts"),
         "energy per sample": ("0.4125 J", ""),
-        "energy per percent": ("0.66 J", "of accuracy"),
+        "energy per percent of accuracy": ("0.66 J", ""),
     }
     shown = page.build(fold([run]), [])
     assert "measured: 2 CPU packages" in shown
