@@ -67,9 +67,7 @@ def launch(command: str, *, timeout: float = 240, cwd: Path = ROOT, **extra: str
     try:
         stdout, stderr = process.communicate(timeout=timeout)
         seconds = time.monotonic() - began
-        until = time.monotonic() + GRACE_SECONDS
-        while (left := len(members(job))) and time.monotonic() < until:
-            time.sleep(0.1)
+        left = len(remaining(job))
     except subprocess.TimeoutExpired:
         kill(job)
         stdout, stderr = process.communicate()
@@ -87,6 +85,14 @@ def members(job: str) -> list[int]:
             if needle in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
+
+
+def remaining(job: str) -> list[int]:
+    """Return the processes of a job that its launcher left behind: those that are about to end have GRACE_SECONDS for it."""
+    until = time.monotonic() + GRACE_SECONDS
+    while (left := members(job)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left
 
 
 def kill(job: str) -> None:

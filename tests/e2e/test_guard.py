@@ -23,8 +23,8 @@ from .launchers import (
     events,
     kill,
     launch,
-    members,
     new_job,
+    remaining,
     wait_for_training,
 )
 
@@ -192,7 +192,7 @@ def test_stop_signals_save_the_same_step_and_leave(launcher, number, whom, code,
         assert stop["reason"].startswith(f"{number.name} on rank"), stop
         assert events(tmp_path, "checkpoint")[-1]["step"] == stop["step"]
         assert f"saved after step {stop['step']}: start me again" in output
-        assert members(job) == []
+        assert remaining(job) == []
     finally:
         kill(job)
 

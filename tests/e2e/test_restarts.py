@@ -17,6 +17,7 @@ from .launchers import (
     kill,
     members,
     new_job,
+    remaining,
     summary,
     train,
     wait_for_training,
@@ -143,6 +144,6 @@ def test_a_stop_signal_reaches_the_ranks_and_is_not_a_failure(tmp_path):
         until = time.monotonic() + 60
         while members(job) and time.monotonic() < until:
             time.sleep(0.1)
-        assert members(job) == []
+        assert remaining(job) == []
     finally:
         kill(job)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .launchers import LAUNCHERS, MARK, ROOT, environment, events, kill, launch, members, summary
+from .launchers import LAUNCHERS, MARK, ROOT, environment, events, kill, launch, remaining, summary
 
 PROGRAM = '''
 """A small net, and an evaluation that takes its time."""
@@ -74,7 +74,7 @@ def test_a_stop_signal_in_an_evaluation_is_obeyed_there_and_the_next_start_repea
         assert stop["reason"].startswith("SIGUSR1 on rank 1")
         assert not events(out, "evaluate")
         assert events(out, "checkpoint")[-1]["step"] == stop["step"] == 4
-        assert members(job) == []
+        assert remaining(job) == []
     finally:
         kill(job)
     done = launch(command(tmp_path, 0), PYTHONPATH=str(ROOT), timeout=100)
