@@ -203,6 +203,9 @@ def scale_loss(axes, runs: Sequence[Run], name: str) -> None:
         from matplotlib.ticker import LogLocator, NullLocator
 
         axes.set_yscale("log")
+        axes.set_ylim(
+            bottom=0.8 * min(losses)
+        )  # a mean less its deviation may be below 0, for which a log axis has no place
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -99,6 +99,16 @@ def test_a_curve_has_the_band_of_its_seeds(leave):
     assert (min(ground), max(ground)) == (pytest.approx(2 - 2**0.5), pytest.approx(4 + 2**0.5))
 
 
+def test_a_band_below_0_does_not_stretch_a_logarithmic_axis(leave):
+    groups = fold(
+        read_runs([leave("a", *ended(1, losses=(9, 0.5, 0.01))), leave("b", *ended(2, losses=(9, 0.5, 2.0)))])
+    )
+    figure = Figure()
+    curves.curves(figure, groups, "loss", "samples")
+    assert figure.axes[0].get_yscale() == "log"
+    assert figure.axes[0].get_ylim()[0] == pytest.approx(0.008)
+
+
 def test_time_shares_of_seeds_have_a_spread(leave):
     ranks = [dict(event="ranks", time=104.0, loading_seconds=[0, 0], compute_seconds=[c, c],
                   communication_seconds=[10 - c] * 2, elapsed_seconds=[10, 10]) for c in (6, 8)]  # fmt: skip
