@@ -52,18 +52,14 @@ class Journal:
             extra["objective"] = trained_on
         if step.gradient_norm is not None:
             extra["gradient_norm"] = float(step.gradient_norm)
-        if used:
-            fields = energy.summed(everyone[len(names) :]).fields()
-            extra |= {
-                name: value for name, value in fields.items() if name not in state.train
-            }  # the script's own go first
+        cost = energy.summed(everyone[len(names) :]).fields() if used else {}
         value, count = mine[names.index(reported)]
         self._telemetry.event(
             "train",
             epoch=state.epoch + 1,
             step=state.step,
             samples=state.samples,
-            **state.train,
+            **(cost | state.train),  # where a script has a value of that name, its own counts
             loss_rank0=value / max(count, 1),
             learning_rate=step.lr,
             **extra,
