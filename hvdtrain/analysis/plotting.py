@@ -83,7 +83,7 @@ def write(path: Path, about: str, panels: Sequence[Panel], *, width: float = 5.5
         for kind in FORMATS:
             stem = f"{path.stem}-{panel.name}" if panel.name else path.stem
             written.append(path.with_name(f"{stem}.{kind}"))
-            save(figure, written[-1], f"{panel.title}; {about}")
+            save(figure, written[-1], "; ".join(filter(None, [panel.title, about])))
     return written
 
 

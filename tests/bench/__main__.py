@@ -147,6 +147,7 @@ def draw(known: list[Group], results: Path, path: Path) -> None:
         axes.set_xscale("log")
         axes.set_xticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
         axes.set_xticks([], minor=True)
+        axes.set_xlabel("reached / set out for")
 
     said = "reached, over what we set out for (1; further right is better)"
     plotting.write(path, "", [plotting.Panel("", said, reached, height=0.5 + 0.15 * len(points))], width=8)
