@@ -131,9 +131,9 @@ def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = tor
 
 def measure(
     flags: Namespace, engine: Engine, model: nn.Module, batches: Batches
-) -> tuple[list[list[Repeat]], int, Meter, Energy | None]:
-    """Train; return, per repeat and rank, what was measured; the number of steps in each repeat; what measured energy, and
-    that of all repeats. A collective."""
+) -> tuple[list[list[Repeat]], int, dict]:
+    """Train; return, per repeat and rank, what was measured; the number of steps in each repeat; the energy of all repeats
+    (`energy_per_sample`). A collective."""
     others: Engine = engine
     if flags.no_communication:
         others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
@@ -203,7 +203,8 @@ def measure(
             for fast, slow in zip(timed, [repeat(steps, True) for _ in timed], strict=True)
         ]
     by_rank = engine.all_gather_object(timed, "repeats")
-    return [[Repeat(*rank[number]) for rank in by_rank] for number in range(flags.repeats)], steps, meter, used
+    energy = energy_per_sample(meter, used, len(by_rank) * flags.repeats * steps * flags.batch_size)
+    return [[Repeat(*rank[number]) for rank in by_rank] for number in range(flags.repeats)], steps, energy
 
 
 def throughput(repeat: Sequence[Repeat]) -> float:
@@ -354,8 +355,7 @@ def main() -> int:
             flops = count_flops(model, shape, torch.float32 if sizes is None else torch.int64)
             model = model.to(engine.device)
         batches = open_endless(flags, engine, classes, shape)
-        repeats, steps, meter, used = measure(flags, engine, model, batches)
-        energy = energy_per_sample(meter, used, sum(rank.samples for repeat in repeats for rank in repeat))
+        repeats, steps, energy = measure(flags, engine, model, batches)
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         result = summarize(flags, engine, repeats, steps, flops, gradient_bytes, energy)
         if engine.rank == 0:

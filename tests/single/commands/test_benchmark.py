@@ -1,6 +1,7 @@
 """The benchmark's arithmetic, its input, its flags."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models.convnet import ConvNet
 from hvdtrain.models.gpt import GPT, SIZES
+from hvdtrain.training.records.energy import Energy
 
 
 @pytest.fixture
@@ -147,8 +149,7 @@ def test_measure_and_summary_agree(flags, engine):
     )
     engine.size = 1
     stream = open_endless(flags, engine, 10, (1, 28, 28))
-    repeats, steps, meter, used = benchmark.measure(flags, engine, ConvNet(), stream)
-    energy = benchmark.energy_per_sample(meter, used, 3 * 2 * flags.batch_size)
+    repeats, steps, energy = benchmark.measure(flags, engine, ConvNet(), stream)
     result = benchmark.summarize(flags, engine, repeats, steps, 1000, 4 * 29034, energy)
     assert [len(repeat) for repeat in repeats] == [1, 1, 1]
     for (mine,) in repeats:
@@ -163,3 +164,10 @@ def test_measure_and_summary_agree(flags, engine):
     assert result["communicates"] == (not flags.no_communication)
     assert result["peak"]["resident_bytes"] > 50 * 2**20
     assert f"{rate['mean']:,.1f} samples/s" in benchmark.block(result)
+
+
+def test_energy_per_sample_is_shown_where_it_is_measured():
+    meter = SimpleNamespace(about=dict(cpu_packages=2, gpus=0, not_measured=[]))
+    found = benchmark.energy_per_sample(meter, Energy(150.0, 50.0, complete=False), 400)
+    assert (found["per_sample_joules"], found["all_cpu_joules"], found["all_incomplete"]) == (0.5, 150.0, True)
+    assert benchmark.energy_per_sample(meter, None, 400)["per_sample_joules"] is None

@@ -73,6 +73,15 @@ def test_csv_json_and_picture(tmp_path):
     assert "above 1" not in (tmp_path / "scaling-efficiency.svg").read_text()
 
 
+def test_energy_has_a_column_where_it_is_measured():
+    rounds = [{ONE: result(100) | {"energy": {"per_sample_joules": joules}}, DDP: result(90)} for joules in (0.25, 0.5)]
+    rows = summarize(rounds, [ONE, DDP])
+    assert rows[0]["joules_per_sample"] == (0.375, 0.25, 0.5)
+    assert table(rows).splitlines()[0].endswith("| communication | J/sample |")
+    assert table(rows).splitlines()[3].endswith("| 20% | - |")
+    assert "J/sample" not in table(rows[1:])
+
+
 def test_what_a_reader_must_know_stands_on_the_plots(tmp_path, monkeypatch):
     monkeypatch.setattr(scaling_results.os, "sched_getaffinity", lambda process: range(2))
     rounds = [{which: result(rate) | {"other_cores": others} for which, rate in zip((ONE, TWO, DDP), rates, strict=True)}
