@@ -3,13 +3,14 @@
 # make run NP=8 RUN="--dataset digits"
 # make chaos CHAOS="--attacks 200"       kill, stop, corrupt; start again; compare the bits and count the samples
 # make chaos EXAMPLES=20000              so many bad inputs of each kind afterwards
+# make docs                              the documentation as a site in site/: open site/index.html
 # make soak SOAK="--ranks 8"             an hour of training, in which nothing may grow
 
 PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 NP ?= 2
 EXAMPLES ?= 5000
 BAD := tests/single/commands/test_bad_settings.py tests/single/test_bad_files.py
-.PHONY: setup run test test-slow test-all lint bench chaos soak flaky
+.PHONY: setup run test test-slow test-all lint docs bench chaos soak flaky
 
 setup:
 	@$(PYTHON) launch/setup $(SETUP)
@@ -32,6 +33,12 @@ test-all: setup
 
 lint: setup
 	. .venv/bin/activate && ruff check . && ruff format --check . && mypy && MYPYPATH=launch mypy launch/*.py launch/setup
+
+# With what pyproject.toml calls docs, which is no part of a plain set-up. A warning, such as a broken anchor, ends it.
+docs:
+	@$(PYTHON) launch/setup $(SETUP) --with docs
+	. .venv/bin/activate && python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c docs/site . site
+	@echo "site/index.html: open it in a browser"
 
 chaos: setup
 	. .venv/bin/activate && python -m tests.chaos.run $(CHAOS)

@@ -20,9 +20,11 @@ from torch import Tensor
 class Batch:
     """What one rank takes in one forward and backward pass."""
 
-    indices: Tensor  # int64 [b], 1 <= b <= batch_size
-    weight: float  # factor for the mean loss of these: summed over passes and averaged over ranks, the step's mean loss
-    local_count: int  # how many of them count: b, or 0 where the data left this rank without a sample
+    indices: Tensor  #: int64 [b], 1 <= b <= batch_size
+    weight: (
+        float  #: factor for the mean loss of these: summed over passes and averaged over ranks, the step's mean loss
+    )
+    local_count: int  #: how many of them count: b, or 0 where the data left this rank without a sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Step:
     """What one rank takes between two updates of the weights: one batch, or several whose gradients accumulate."""
 
     batches: list[Batch]
-    count: int  # samples over all batches and all ranks
+    count: int  #: samples over all batches and all ranks
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:

@@ -25,10 +25,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive_int(text: str) -> int:
+    """Return `text` as a whole number from 1. Raises ArgumentTypeError."""
     return _whole(text, 1, 2**31 - 1)
 
 
 def count(text: str) -> int:
+    """Return `text` as a whole number from 0. Raises ArgumentTypeError."""
     return _whole(text, 0, 2**31 - 1)
 
 
@@ -45,10 +47,12 @@ def threads(text: str) -> int:
 
 
 def non_negative(text: str) -> float:
+    """Return `text` as a number from 0. Raises ArgumentTypeError."""
     return _number(text, least=0.0, open_end=False)
 
 
 def positive(text: str) -> float:
+    """Return `text` as a number above 0. Raises ArgumentTypeError."""
     return _number(text, least=0.0, open_end=True)
 
 
@@ -60,6 +64,7 @@ def accuracy(text: str) -> float:
 
 
 def fraction(text: str) -> float:
+    """Return `text` as a number from 0 to below 1. Raises ArgumentTypeError."""
     value = _number(text, least=0.0, open_end=False)
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")

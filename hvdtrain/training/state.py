@@ -14,15 +14,15 @@ FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "step
 class TrainState:
     """Where training stands: the same on all ranks, and whole in every checkpoint."""
 
-    epoch: int = 0  # from 0
-    samples_of_epoch: int = 0  # of this epoch's order, that are behind us, over all ranks
-    samples: int = 0  # since the beginning of training, over all ranks
-    step: int = 0  # since the beginning of training
-    skipped: int = 0  # steps just before this one, in a row, whose gradients were not finite
-    train_seconds: float = 0.0
-    train: dict[str, float] = field(default_factory=dict)  # the last logged step: loss, and what the script recorded
-    evaluation: dict[str, float] = field(default_factory=dict)  # the last one: metrics by name, and `count`
-    prefix: str = ""  # of that evaluation: "test", "validation"
+    epoch: int = 0  #: from 0
+    samples_of_epoch: int = 0  #: of this epoch's order, that are behind us, over all ranks
+    samples: int = 0  #: since the beginning of training, over all ranks
+    step: int = 0  #: since the beginning of training
+    skipped: int = 0  #: steps just before this one, in a row, whose gradients were not finite
+    train_seconds: float = 0.0  #: spent in steps, without evaluations and checkpoints
+    train: dict[str, float] = field(default_factory=dict)  #: the last logged step: loss, and what the script recorded
+    evaluation: dict[str, float] = field(default_factory=dict)  #: the last one: metrics by name, and `count`
+    prefix: str = ""  #: of that evaluation: "test", "validation"
 
     def advance(self, samples: int) -> None:
         self.step += 1
@@ -37,28 +37,32 @@ class TrainState:
 class Initial(NamedTuple):
     """How the run began. Rates and the global batch follow from this, also where it goes on with other ranks."""
 
-    ranks: int
-    batch_size: int  # per rank and micro-batch
-    accumulate: int
+    ranks: int  #: when it began
+    batch_size: int  #: per rank and micro-batch
+    accumulate: int  #: micro-batches per step
 
     @property
     def global_batch(self) -> int:
+        """Samples per step, over all ranks and micro-batches."""
         return self.ranks * self.batch_size * self.accumulate
 
 
 class Metric(NamedTuple):
     """A named figure of an evaluation: which way it is better, and how it is shown."""
 
-    direction: Literal["min", "max"]
-    percent: bool = False
+    direction: Literal["min", "max"]  #: which way it is better
+    percent: bool = False  #: shown in percent; recorded as a share from 0 to 1
 
     def better(self, value: float, than: float) -> bool:
+        """Tell whether `value` is better than `than`; equal is not."""
         return value > than if self.direction == "max" else value < than
 
     def reached(self, value: float, goal: float) -> bool:
+        """Tell whether `value` is as good as `goal`, or better."""
         return value >= goal if self.direction == "max" else value <= goal
 
     def show(self, value: float) -> str:
+        """Return `value` as the screen has it."""
         return f"{value:.2%}" if self.percent else f"{value:.4f}"
 
 

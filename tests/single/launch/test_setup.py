@@ -51,6 +51,21 @@ def test_a_venv_that_is_not_ours_is_left_alone(checkout: Path) -> None:
     assert (checkout / ".venv" / "precious").read_text() == "mine"
 
 
+def test_with_adds_an_extra_and_the_next_setup_keeps_it(checkout: Path) -> None:
+    (checkout / "empty").mkdir()
+
+    def requirements(*arguments: str | Path) -> str:
+        assert setup(checkout, "--offline", checkout / "empty", *arguments).returncode == 2  # nothing to install from
+        return " ".join(json.loads((checkout / ".venv" / "hvdtrain-setup.json").read_text())["wanted"]["requirements"])
+
+    assert "sphinx" not in requirements()
+    (checkout / ".venv" / "hvdtrain-setup.json").write_text('{"state": "creating"}')
+    assert re.search(r"\bsphinx==\d.* pytest|pytest.* sphinx==\d", requirements("--with", "docs"))
+    assert "sphinx" in requirements()
+    refused = setup(checkout, "--with", "docs,vision")  # vision is in every set-up
+    assert (refused.returncode, "--with vision: it is one of docs" in refused.stderr) == (2, True)
+
+
 def test_a_failed_setup_is_never_half_used_and_the_next_goes_on_from_there(checkout: Path) -> None:
     (checkout / "empty").mkdir()
     (checkout / ".venv").mkdir()

@@ -1,0 +1,55 @@
+"""Sphinx builds the site (`make docs`) out of the pages that the repository has.
+
+Its source directory is the repository itself, so a relative link means the same on the site and in the checkout; one to a
+file that is no page becomes a copy of that file.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for the docstrings
+
+from hvdtrain import __version__  # noqa: E402
+
+# The navigation, and with it every page of the site (paths without their ending). A page that is missing here fails a test.
+NAVIGATION = {
+    "Start": ["docs/tutorial", "docs/installing", "docs/launching", "containers/README", "docs/limits"],
+    "Train": ["docs/imagenet", "docs/lm", "docs/tuned", "docs/choosing", "docs/surviving", "docs/errors"],
+    "Your own program": ["docs/script", "docs/site/api", "docs/horovod"],
+    "Watch and compare": ["docs/watching", "docs/report"],
+    "Measure": ["docs/benchmarks", "docs/predicting", "docs/results", "docs/speed"],
+    "Project": ["CONTRIBUTING", "CHANGELOG"],
+}
+
+project, version, release = "hvdtrain", __version__, __version__
+html_title = f"hvdtrain {__version__}"
+root_doc = "README"
+include_patterns = [f"{page}.*" for pages in NAVIGATION.values() for page in pages] + ["README.md"]
+exclude_patterns = [".*", "data", "runs", "site", "**/__pycache__"]  # not even searched
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+nitpicky = False  # torch's classes in signatures have no page here
+myst_heading_anchors = 4  # named as the repository's own host names them
+highlight_language, smartquotes = "none", False  # -- is the beginning of a flag
+default_role = "literal"  # `name` in a docstring
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+pygments_style, pygments_dark_style = "default", "github-dark"
+
+html_theme = "furo"  # light and dark, narrow windows; nothing from another host
+html_extra_path, html_static_path, html_css_files = ["root"], ["static"], ["site.css"]
+html_copy_source = False
+html_show_copyright = False
+
+
+def add_navigation(app, page: str, source: list[str]) -> None:
+    """README has no table of contents of its own: it must read well without Sphinx."""
+    if page == root_doc:
+        for caption, pages in NAVIGATION.items():
+            listed = "".join(f"/{each}\n" for each in pages)
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}```\n"
+
+
+def setup(app) -> None:
+    app.connect("source-read", add_navigation)

@@ -1,0 +1,81 @@
+"""The site of `make docs`: it has every page, no broken link or anchor, and asks no other host for anything."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import training
+
+ROOT = Path(__file__).resolve().parents[3]
+SITE = ROOT / "docs" / "site"
+MISSING = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
+built = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: launch/setup --with docs")
+
+
+def navigation() -> list[str]:
+    """Return the paths in conf.py's NAVIGATION, without importing Sphinx."""
+    listed = re.search(r"^NAVIGATION = (\{.*?^\})", (SITE / "conf.py").read_text(), re.M | re.S)
+    assert listed is not None
+    return [page for pages in eval(listed.group(1)).values() for page in pages]
+
+
+def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    flags = ["--quiet", "--fail-on-warning", "--keep-going", "-c", str(SITE), "-d", f"{target}-doctrees"]
+    # No proxy answers there: the build must not need one.
+    nowhere = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https", "all")}
+    command = [sys.executable, "-m", "sphinx", *flags, str(source), str(target)]
+    return subprocess.run(command, env={**os.environ, **nowhere}, capture_output=True, text=True, timeout=250)
+
+
+def test_the_navigation_lists_every_page_once():
+    pages = navigation()
+    assert len(pages) == len(set(pages))
+    there = {str(path.relative_to(ROOT).with_suffix("")) for path in (ROOT / "docs").glob("*.md")}
+    assert there <= set(pages)
+    for page in pages:
+        assert list(ROOT.glob(f"{page}.*")), page
+
+
+def test_the_api_page_has_what_programs_import():
+    named = set(re.findall(r"hvdtrain\.training\.(\w+)", (SITE / "api.md").read_text()))
+    assert set(training.__all__) <= named
+
+
+@built
+def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
+    site = tmp_path / "site"
+    done = build(ROOT, site)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    for page in [*navigation(), "README", "search", "index"]:
+        text = (site / f"{page}.html").read_text()
+        fetched = re.findall(r"""<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=["']([^"']+)""", text)
+        assert [url for url in fetched if "//" in url] == [], page
+    styles = "".join(path.read_text() for path in site.rglob("*.css"))
+    assert not re.search(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", styles)
+    assert "launcher" in (site / "searchindex.js").read_text()
+    api = (site / "docs" / "site" / "api.html").read_text()
+    for name in ("hvdtrain.training.Run.steps", "hvdtrain.training.step.Step.backward", "hvdtrain.training.positive"):
+        assert f'id="{name}"' in api, name
+    assert "Return the permutation of 0..n-1" in api
+
+
+@built
+def test_a_broken_link_or_anchor_fails_the_build(tmp_path):
+    source = tmp_path / "source"
+    (source / "docs").mkdir(parents=True)
+    links = "[a](#nowhere) [b](docs/errors.md#no-such-heading) [c](docs/gone.md) [d](docs/errors.md#there)"
+    (source / "README.md").write_text(f"# Top\n\n{links}\n")
+    (source / "docs" / "errors.md").write_text("# Errors\n\n## There\n")
+    done = build(source, tmp_path / "site")
+    assert done.returncode != 0
+    plain = re.sub(r"\x1b\[[\d;]*m", "", done.stderr)
+    assert re.findall(r"WARNING: (.*) \[myst.xref_missing\]", plain) == [
+        "'myst' cross-reference target not found: 'nowhere'",
+        "local id not found in doc 'docs/errors': 'no-such-heading'",
+        "'myst' cross-reference target not found: 'docs/gone.md'",
+    ]
