@@ -43,6 +43,12 @@ LOCAL_SIZES = {
 }
 
 
+def without_launcher(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment for a program that a rank starts and that is no rank itself."""
+    told = {name for _, *names in LAUNCHERS for name in names}
+    return {name: value for name, value in environment.items() if name not in told}
+
+
 def announced(environment: Mapping[str, str] = os.environ) -> Announced:
     """Return what the innermost launcher announced; alone, rank 0 of 1 by the launcher "none".
 

@@ -12,8 +12,9 @@ from hvdtrain.training import optim
 MAY_CHANGE = frozenset({
     *("check_steps", "checkpoint_steps", "compression", "device", "engine", "gradient_predivide_factor", "keep"),
     *("log_steps", "max_skipped", "no_progress", "output_dir", "profile", "resume", "step_timeout", "tensorboard"),
-    *("threads", "tuning", "verbose", "weights"),
+    *("threads", "track", "tuning", "verbose", "weights"),
 })  # fmt: skip
+TRACKERS = ("mlflow",)
 Recipes = dict[str, dict[str, object]]
 
 
@@ -62,7 +63,7 @@ class TrainingParser(cli.Parser):
         if (flags.amp, flags.reduction) == ("fp16", "adasum"):
             # It steps inside backward(), on gradients that are still scaled and that each rank judges for itself.
             raise UserError("--amp fp16 cannot go with --reduction adasum: use --amp bf16", everywhere=True)
-        for name in ("checkpoint_steps", "profile", "tensorboard"):
+        for name in ("checkpoint_steps", "profile", "tensorboard", "track"):
             if getattr(flags, name) and flags.output_dir is None:
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag} needs --output-dir, to write there", everywhere=True)
@@ -132,6 +133,11 @@ def add_run(group: TrainingParser) -> None:
         "--tensorboard",
         action="store_true",
         help="also write scalars and the model's graph to --output-dir/tensorboard",
+    )
+    group.add_argument(
+        "--track",
+        choices=TRACKERS,
+        help="also record the run with MLflow, where MLFLOW_TRACKING_URI says (default: in --output-dir/mlflow)",
     )
     group.add_argument(
         "--profile",

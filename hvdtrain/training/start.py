@@ -49,7 +49,13 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
     flags.amp = engine.choose_amp(flags.amp)
     if flags.gradient_predivide_factor is None:
         flags.gradient_predivide_factor = float(engine.size) if flags.compression == "fp16" else 1.0
-    telemetry = Telemetry(engine, flags.output_dir, progress=not flags.no_progress, tensorboard=flags.tensorboard)
+    telemetry = Telemetry(
+        engine,
+        flags.output_dir,
+        progress=not flags.no_progress,
+        tensorboard=flags.tensorboard,
+        track_as=flags.program if flags.track else None,
+    )
     with engine.raising_together("start"):
         checkpoints = Checkpoints(engine, flags, metrics, telemetry)
     state = checkpoints.begin()

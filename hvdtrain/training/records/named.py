@@ -4,6 +4,7 @@ know of a script's metrics."""
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.state import FIXED, Metric
 
 # What is recorded in addition to a script's values: no metric unless the `start` event says so.
@@ -11,7 +12,15 @@ BESIDE = frozenset(
     {"loss_rank0", "objective", "gradient_norm", "corrupt", "broken", "tokens", "world_size", "slowest_rank"}
 )
 BESIDE_BEGINNINGS = ("learning_rate",)
-BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes", "_joules")
+BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes")
+# Of a `train` event, what trackers show beside a script's own values, and as what.
+SHOWN_BESIDE = {
+    "objective": "train/objective",
+    "gradient_norm": "train/gradient_norm",
+    "learning_rate": "run/learning_rate",
+}
+SHOWN_BESIDE |= {name: f"run/{name}" for name in ("samples_per_second", "tokens_per_second")}
+SHOWN_BESIDE |= {f"{phase}_share": f"share/{phase}" for phase in Clock.PHASES}
 PREFIXES = ("test", "validation", "val")  # of an evaluated name that says itself on which data: validation_loss
 
 
@@ -59,6 +68,22 @@ def named_values(event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dic
         for name, said in event.items()
         if name not in FIXED and (name in metrics or not _beside(name)) and (value := number(said)) is not None
     }
+
+
+def tagged_values(name: str, event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the numbers of a `train` or `evaluate` event under the names that TensorBoard and MLflow get: "train/loss",
+    "test/accuracy", "run/learning_rate", "share/loading"; of the `end` event "summary/NAME". Other events have none."""
+    if name == "train":
+        values = {f"train/{key}": value for key, value in named_values(event, metrics).items()}
+        found = {tag: number(event.get(key)) for key, tag in SHOWN_BESIDE.items()}
+        return values | {tag: value for tag, value in found.items() if value is not None}
+    if name == "evaluate":
+        prefix = str(event.get("prefix") or "")
+        series = {series_of(prefix, key): value for key, value in named_values(event, metrics).items()}
+        return {f"{each.prefix or 'test'}/{each.name}": value for each, value in series.items()}
+    if name == "end":
+        return {f"summary/{key}": value for key, said in event.items() if (value := number(said)) is not None}
+    return {}
 
 
 def _beside(name: str) -> bool:

@@ -33,12 +33,22 @@ from hvdtrain.training.state import Metric
 
 if TYPE_CHECKING:
     from hvdtrain.training.records.tensorboard import Board
+    from hvdtrain.training.records.tracking import Tracker
 
 
 class Telemetry:
     """Owns a run's output. Nothing is written before `open`; what is said is said at once."""
 
-    def __init__(self, engine: Engine, output_dir: Path | None, *, progress: bool, tensorboard: bool = False):
+    def __init__(
+        self,
+        engine: Engine,
+        output_dir: Path | None,
+        *,
+        progress: bool,
+        tensorboard: bool = False,
+        track_as: str | None = None,
+    ):
+        """track_as: record the run with MLflow too, in the experiment of this name."""
         self.speaks = engine.rank == 0
         self._lock = threading.Lock()
         self._began = time.monotonic() - seconds_since_process_start()
@@ -47,6 +57,8 @@ class Telemetry:
         self._missing = 0  # lines that could not be written since the last that could
         self._wants_board = tensorboard
         self._board: Board | None = None
+        self._track_as = track_as
+        self._tracker: Tracker | None = None
         self._display = Display(self.say) if progress and self.speaks else None
 
     def open(self, *, continued: bool) -> None:
@@ -59,6 +71,10 @@ class Telemetry:
             from hvdtrain.training.records import tensorboard
 
             self._board = tensorboard.Board(self.output_dir / "tensorboard", continued)
+        if self._track_as is not None:
+            from hvdtrain.training.records import tracking
+
+            self._tracker = tracking.Tracker(self.output_dir, self._track_as, continued)
 
     @staticmethod
     def _open(directory: Path, continued: bool) -> FileIO:
@@ -92,6 +108,8 @@ class Telemetry:
         with self._lock:  # checkpoints are written, and hung ranks noticed, in separate threads
             self._write(line)
         self._show(lambda board: board.event(name, fields))
+        if self._tracker is not None:
+            self._tracker.event(name, fields)
 
     def graph(self, model: nn.Module, images: Tensor) -> None:
         """Show TensorBoard the model, by running it once on `images` ([b, channels, height, width], as it trains on)."""
@@ -182,6 +200,9 @@ class Telemetry:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._tracker is not None:  # last: it reads what the others wrote
+            self._tracker.close()
+            self._tracker = None
 
     def __enter__(self) -> "Telemetry":
         return self

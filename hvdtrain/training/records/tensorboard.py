@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.records.misclassified import Mistake
-from hvdtrain.training.records.named import named_values, number, recorded_metrics, series_of
+from hvdtrain.training.records.named import number, recorded_metrics, tagged_values
 from hvdtrain.training.state import Metric
 
 if TYPE_CHECKING:
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 COLUMNS = 8
-# Of a `train` event, in addition to a script's own values.
-BESIDE = {"objective": "train", "gradient_norm": "train", "learning_rate": "run", "samples_per_second": "run",
-          "tokens_per_second": "run"}  # fmt: skip
 IMAGE_PIXELS = 84  # an image's longer side, or the largest whole multiple of it below
 CAPTION_PIXELS = 28  # two lines
 
@@ -63,14 +59,9 @@ class Board:
             self._open()
         elif name == "train":
             self._go_to(fields)
-            values = {f"train/{key}": value for key, value in named_values(fields, self._metrics).items()}
-            found = {f"{group}/{key}": number(fields.get(key)) for key, group in BESIDE.items()}
-            found |= {f"share/{phase}": number(fields.get(f"{phase}_share")) for phase in Clock.PHASES}
-            self._add(values | {tag: value for tag, value in found.items() if value is not None})
+            self._add(tagged_values(name, fields, self._metrics))
         elif name == "evaluate":
-            prefix = str(fields.get("prefix") or "")
-            series = {series_of(prefix, key): value for key, value in named_values(fields, self._metrics).items()}
-            self._add({f"{each.prefix or 'test'}/{each.name}": value for each, value in series.items()})
+            self._add(tagged_values(name, fields, self._metrics))
 
     def _go_to(self, fields: Mapping[str, Any]) -> None:
         at = number(fields.get("samples"))

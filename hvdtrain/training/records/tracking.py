@@ -1,0 +1,263 @@
+"""--track mlflow: a run's flags, metrics and report, recorded with MLflow.
+
+One thread speaks to the server, from a queue that never blocks a step. A run that goes on continues its MLflow run, whose id
+is in --output-dir/mlflow-run.json. Nothing is sent anywhere unless MLFLOW_TRACKING_URI names a server.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import without_launcher
+from hvdtrain.training.records import files
+from hvdtrain.training.records.named import number, recorded_metrics, tagged_values
+from hvdtrain.training.state import Metric
+
+ID_FILE = "mlflow-run.json"
+BATCH_SECONDS = 2.0  # what came meanwhile is sent together
+RETRY_SECONDS = 10.0  # between two attempts to reach a server that did not answer
+QUEUE_EVENTS = 10_000  # that wait for a server; further ones are left out
+END_SECONDS, STOP_SECONDS = 60.0, 5.0  # for what is left, at the end of a run, and when it is stopped or has failed
+REPORT_SECONDS = 40.0
+AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's limits for one request
+GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # what a server says of a run that was deleted
+SETTINGS = {
+    # A request to a server that is silent ends after this. MLflow's own values add up to 15 minutes.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # else it tells its makers how it is used
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
+
+class Event(NamedTuple):
+    time_ms: int
+    name: str
+    fields: dict[str, Any]
+
+
+class Tracker:
+    """Takes the events of metrics.jsonl on rank 0. Making one raises UserError where the package is missing."""
+
+    def __init__(self, directory: Path, experiment: str, continued: bool):
+        """directory: --output-dir. experiment: used unless MLFLOW_EXPERIMENT_NAME names one. continued: the run in
+        `directory` goes on."""
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+        try:
+            import mlflow  # with MlflowClient 2 s: imported only where it is used
+        except ImportError as error:
+            raise UserError(f"--track needs a package: pip install 'hvdtrain[track]' ({error})") from error
+        self._record = Record(mlflow, directory, experiment, continued)
+        self._queue: queue.Queue[Event] = queue.Queue(QUEUE_EVENTS)
+        self._left_out = 0
+        self._closing = threading.Event()
+        self._last = ""  # event that says how the run has ended
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Take an event, and return at once."""
+        if name in ("end", "stop"):
+            self._last = name
+        try:
+            self._queue.put_nowait(Event(round(time.time() * 1000), name, dict(fields)))
+        except queue.Full:
+            self._left_out += 1
+
+    def close(self) -> None:
+        """Wait for what is left, but not for a server that does not answer."""
+        self._closing.set()
+        self._thread.join(END_SECONDS if self._last == "end" else STOP_SECONDS)
+        left = self._left_out + self._record.waiting + self._queue.qsize()
+        if self._thread.is_alive() or left:
+            print(
+                f"warning: --track: the record in {self._record.place} is incomplete; metrics.jsonl has all of it",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _work(self) -> None:
+        pause = BATCH_SECONDS
+        while not self._closing.is_set():
+            self._closing.wait(pause)
+            pause = BATCH_SECONDS if self._send() else RETRY_SECONDS
+        if self._send():
+            status = {"end": "FINISHED", "stop": "KILLED"}.get(self._last, "FAILED")
+            self._record.guarded(lambda: self._record.finish(status))
+
+    def _send(self) -> bool:
+        """Send what is there; tell whether the server has taken it."""
+        events: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            while len(events) + self._record.waiting < QUEUE_EVENTS:
+                events.append(self._queue.get_nowait())
+        return self._record.add(events)
+
+
+class Record:
+    """One MLflow run. Used by one thread; whatever the client raises becomes one line, and what was not sent waits."""
+
+    def __init__(self, mlflow: Any, directory: Path, experiment: str, continued: bool):
+        self._mlflow, self._directory, self._continued = mlflow, directory, continued
+        self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
+        self._uri = os.environ.get("MLFLOW_TRACKING_URI") or (directory / "mlflow").absolute().as_uri()
+        if self._uri.startswith("file:"):
+            # The one store without a database; MLflow asks for this since it prefers databases, whose first use takes 7 s.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self.place = without_password(self._uri)
+        self._client: Any = None
+        self._run = ""
+        self._metrics: dict[str, Metric] = {}
+        self._step = 0
+        self._sent_to: dict[str, int] = {}  # the last step of each metric that the MLflow run has
+        self._waiting: list[Event] = []
+        self._warned = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, events: Sequence[Event]) -> bool:
+        """Send the events and those that wait; tell whether all are sent."""
+        self._waiting += events
+        return not self._waiting or self.guarded(self._send)
+
+    def guarded(self, send: Any) -> bool:
+        """Call `send`. What it raises is said in one line, once until it succeeds again."""
+        try:
+            send()
+        except Exception as error:  # requests', urllib3's, the server's, a full disk's: none is worth a run
+            if not self._warned:
+                why = " ".join(str(error).split())[:200] or type(error).__name__
+                said = f"warning: --track: {self.place} does not take this run for now ({without_password(why)})"
+                print(said, file=sys.stderr, flush=True)
+            self._warned = True
+            return False
+        self._warned = False
+        return True
+
+    def _send(self) -> None:
+        if not self._run:
+            self._open(next((e.fields for e in self._waiting if e.name == "start"), {}))
+        step, metrics, points = self._step, self._metrics, []
+        for event in self._waiting:
+            if event.name == "start":
+                metrics = recorded_metrics(event.fields) or {}
+                self._describe(event.fields)
+            step = int(number(event.fields.get("step")) or step)
+            for name, value in tagged_values(event.name, event.fields, metrics).items():
+                if step > self._reached(name):
+                    points.append(self._mlflow.entities.Metric(name, value, event.time_ms, step))
+            if event.name == "end":
+                self._tag({name: event.fields[name] for name in ("parameters_sha256",) if name in event.fields})
+        for part in parts_of(points, AT_ONCE["metrics"]):
+            self._client.log_batch(self._run, metrics=part)
+            self._sent_to |= {point.key: max(point.step, self._sent_to.get(point.key, -1)) for point in part}
+        self._step, self._metrics, self._waiting = step, metrics, []
+
+    def _open(self, start: Mapping[str, Any]) -> None:
+        """Go on in the MLflow run of `directory`, or begin one."""
+        client = self._client = self._client or self._mlflow.MlflowClient(tracking_uri=self._uri)
+        if self._continued and (run := self._told()):
+            try:
+                client.update_run(run, status="RUNNING")
+                self._run = run
+                return
+            except Exception as error:
+                if getattr(error, "error_code", "") not in GONE:
+                    raise
+        found = client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found is not None else client.create_experiment(self._experiment)
+        self._run = client.create_run(experiment, run_name=self._directory.absolute().name).info.run_id
+        self._continued = False
+        with files.replacing(self._directory / ID_FILE) as file:
+            file.write(json.dumps({"run_id": self._run, "tracking_uri": self.place}) + "\n")
+
+    def _told(self) -> str | None:
+        """Return the id of the MLflow run that goes on, if it is in this place."""
+        try:
+            told = json.loads(files.read_text(self._directory / ID_FILE))
+            return str(told["run_id"]) if told["tracking_uri"] == self.place else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _describe(self, start: Mapping[str, Any]) -> None:
+        """Every flag as a parameter; where it ran as tags. MLflow's parameters cannot change: a flag that did is a tag."""
+        config = {name: str(value) for name, value in dict(start.get("config") or {}).items()}
+        known = self._client.get_run(self._run).data.params if self._continued else {}
+        Param = self._mlflow.entities.Param
+        for part in parts_of(
+            [Param(name, value) for name, value in config.items() if name not in known], AT_ONCE["params"]
+        ):
+            self._client.log_batch(self._run, params=part)
+        changed = {n: f"{known[n]} -> {v}" for n, v in config.items() if known.get(n, v) != v}
+        ranks = list(start.get("ranks") or [])
+        tags = {name: start.get(name) for name in ("world_size", "engine", "dataset")}
+        tags |= {"hosts": ", ".join(dict.fromkeys(str(rank.get("host")) for rank in ranks))}
+        tags |= {"devices": ", ".join(dict.fromkeys(str(rank.get("device")) for rank in ranks))}
+        tags |= {f"version.{name}": value for name, value in dict(start.get("versions") or {}).items()}
+        self._tag(tags | {f"changed.{name}": value for name, value in changed.items()})
+
+    def _tag(self, tags: Mapping[str, Any]) -> None:
+        made = [self._mlflow.entities.RunTag(name, str(value)) for name, value in tags.items() if value is not None]
+        for part in parts_of(made, AT_ONCE["tags"]):
+            self._client.log_batch(self._run, tags=part)
+
+    def _reached(self, name: str) -> int:
+        """Return the last step for which the MLflow run has this metric: a run that goes on repeats some steps."""
+        if name not in self._sent_to:
+            history = self._client.get_metric_history(self._run, name) if self._continued else []
+            self._sent_to[name] = max((point.step for point in history), default=-1)
+        return self._sent_to[name]
+
+    def finish(self, status: str) -> None:
+        """Store summary.json and the report's page of a run that is over, then its status."""
+        if not self._run:
+            return
+        if status == "FINISHED":
+            with tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch:
+                for path in (self._directory / "summary.json", self._report(Path(scratch))):
+                    if path is not None and path.exists():
+                        self._client.log_artifact(self._run, str(path))
+        self._client.set_terminated(self._run, status)
+
+    def _report(self, scratch: Path) -> Path | None:
+        """Let hvdtrain.report draw the page in a process of its own: matplotlib and its fonts stay out of this one."""
+        command = [sys.executable, "-m", "hvdtrain.report", str(self._directory), "--output-dir", str(scratch)]
+        try:
+            done = subprocess.run(
+                command, env=without_launcher(), stdin=subprocess.DEVNULL, capture_output=True, timeout=REPORT_SECONDS
+            )
+            why = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1] if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = str(error)
+        if why:
+            print(f"warning: --track: the run is recorded without the report ({why})", file=sys.stderr, flush=True)
+        return None if why else scratch / "report.html"
+
+
+def parts_of(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    return (items[first : first + most] for first in range(0, len(items), most))
+
+
+def without_password(text: str) -> str:
+    """Return a text, such as an address, without user and password in it."""
+    shown = []
+    for word in text.split(" "):
+        with contextlib.suppress(ValueError):
+            at = urlsplit(word).netloc.rpartition("@")[0] if "://" in word else ""
+            word = word.replace(f"{at}@", "", 1) if at else word
+        shown.append(word)
+    return " ".join(shown)

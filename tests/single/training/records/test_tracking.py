@@ -1,0 +1,216 @@
+"""--track mlflow, against a client that only remembers: what is sent, that a step never waits, how a run goes on."""
+
+import json
+import os
+import sys
+import threading
+import types
+from collections import namedtuple
+
+import pytest
+
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training.records import tracking
+from hvdtrain.training.records.telemetry import Telemetry
+
+CONFIG = {"epochs": 2, "lr": None, "output_dir": "out"}
+START = dict(
+    config=CONFIG, metrics={"error": {"direction": "min"}}, world_size=2, engine="horovod", dataset="sine",
+    versions={"torch": "2.15"}, ranks=[{"host": "a", "device": "cpu"}, {"host": "b", "device": "cpu"}],
+)  # fmt: skip
+Point = namedtuple("Point", "key value timestamp step")
+Pair = namedtuple("Pair", "key value")
+
+
+class Refused(Exception):
+    error_code = "RESOURCE_DOES_NOT_EXIST"
+
+
+class Server:
+    """What an MLflow server keeps, and the client to it. `down`: every call fails."""
+
+    def __init__(self):
+        self.runs, self.down, self.calls, self.telemetry = {}, False, 0, None
+
+    def client(self, tracking_uri):
+        self.uri = tracking_uri
+        return self
+
+    def __getattribute__(self, name):
+        if name.startswith(("log_", "get_", "create_", "update_", "set_")):
+            self.calls += 1
+            if self.down:
+                raise ConnectionError("https://me:secret@host/ said nothing")
+        return object.__getattribute__(self, name)
+
+    def get_experiment_by_name(self, name):
+        return None
+
+    def create_experiment(self, name):
+        return f"experiment {name}"
+
+    def create_run(self, experiment, run_name):
+        run = f"run-{len(self.runs)}"
+        self.runs[run] = dict(experiment=experiment, name=run_name, metrics=[], params={}, tags={}, files=[])
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run))
+
+    def get_run(self, run):
+        return types.SimpleNamespace(data=types.SimpleNamespace(params=dict(self.runs[run]["params"])))
+
+    def update_run(self, run, status):
+        if run not in self.runs:
+            raise Refused
+        self.runs[run]["status"] = status
+
+    def get_metric_history(self, run, key):
+        return [point for point in self.runs[run]["metrics"] if point.key == key]
+
+    def log_batch(self, run, metrics=(), params=(), tags=()):
+        held = self.runs[run]
+        held["metrics"] += metrics
+        for param in params:
+            assert held["params"].setdefault(param.key, param.value) == param.value, "MLflow's parameters never change"
+        held["tags"] |= dict(tags)
+
+    def log_artifact(self, run, path):
+        self.runs[run]["files"].append(path.rpartition("/")[2])
+
+    def set_terminated(self, run, status):
+        self.runs[run]["status"] = status
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """An mlflow package whose client remembers; what a process of MLflow's would read from the environment is restored."""
+    for name in [*os.environ, *tracking.SETTINGS, "MLFLOW_ALLOW_FILE_STORE"]:
+        if name.startswith("MLFLOW_"):
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(tracking, "BATCH_SECONDS", 0.01)
+    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(tracking.Record, "_report", lambda self, scratch: None)
+    made = Server()
+    entities = types.SimpleNamespace(Metric=Point, Param=Pair, RunTag=Pair)
+    package = types.SimpleNamespace(MlflowClient=made.client, entities=entities)
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    return made
+
+
+def track(directory, *events, continued=False):
+    tracker = tracking.Tracker(directory, "sine", continued)
+    for name, fields in events:
+        tracker.event(name, fields)
+    tracker.close()
+
+
+def points(run):
+    return [(point.key, point.value, point.step) for point in run["metrics"]]
+
+
+TRAIN = [("train", dict(step=step, samples=8 * step, loss=1 / step, learning_rate=0.1)) for step in (1, 2, 3, 4)]
+
+
+def test_flags_metrics_tags_and_files(server, tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    evaluated = ("evaluate", dict(step=2, error=0.25, count=40, prefix="test"))
+    end = ("end", dict(dataset="sine", test_error=0.25, parameters_sha256="ab"))
+    track(tmp_path, ("start", START), *TRAIN[:2], evaluated, end)
+    (run,) = server.runs.values()
+    assert run["params"] == {"epochs": "2", "lr": "None", "output_dir": "out"}
+    assert run["tags"] == {"world_size": "2", "engine": "horovod", "dataset": "sine", "hosts": "a, b", "devices": "cpu",
+                           "version.torch": "2.15", "parameters_sha256": "ab"}  # fmt: skip
+    assert points(run) == [("train/loss", 1.0, 1), ("run/learning_rate", 0.1, 1), ("train/loss", 0.5, 2),
+                           ("run/learning_rate", 0.1, 2), ("test/error", 0.25, 2),
+                           ("summary/test_error", 0.25, 2)]  # fmt: skip
+    assert (run["experiment"], run["name"]) == ("experiment sine", tmp_path.name)
+    assert (run["files"], run["status"]) == (["summary.json"], "FINISHED")
+
+
+def test_nothing_leaves_the_machine_unless_asked(server, tmp_path):
+    track(tmp_path, ("start", START))
+    assert server.uri == (tmp_path / "mlflow").as_uri()
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+
+
+def test_a_run_goes_on_in_the_same_record_and_no_step_is_there_twice(server, tmp_path):
+    track(tmp_path, ("start", START), *TRAIN[:3])  # killed after step 3; its checkpoint is of step 2
+    assert server.runs["run-0"]["status"] == "FAILED"
+    changed = {**START, "config": {**CONFIG, "epochs": 3, "threads": 1}, "world_size": 3}
+    track(tmp_path, ("start", changed), ("resume", dict(step=2)), *TRAIN[2:], continued=True)
+    (run,) = server.runs.values()
+    assert [step for key, _, step in points(run) if key == "train/loss"] == [1, 2, 3, 4]
+    assert run["params"] == {"epochs": "2", "lr": "None", "output_dir": "out", "threads": "1"}
+    assert (run["tags"]["changed.epochs"], run["tags"]["world_size"]) == ("2 -> 3", "3")
+
+
+@pytest.mark.parametrize("case", ["not continued", "deleted", "another server"])
+def test_another_run_gets_a_record_of_its_own(server, tmp_path, case, monkeypatch):
+    track(tmp_path, ("start", START))
+    if case == "deleted":
+        server.runs["gone"] = server.runs.pop("run-0")
+    if case == "another server":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other")
+    track(tmp_path, ("start", START), continued=case != "not continued")
+    assert len(server.runs) == 2
+
+
+def test_a_stopped_run_is_not_finished(server, tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    track(tmp_path, ("start", START), ("stop", dict(reason="SIGTERM", step=2)))
+    assert (server.runs["run-0"]["status"], server.runs["run-0"]["files"]) == ("KILLED", [])
+
+
+def test_a_server_that_is_down_is_one_line_and_gets_all_of_it_later(server, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:secret@host:5000")
+    server.down = True
+    tracker = tracking.Tracker(tmp_path, "sine", False)
+    tracker.event("start", START)
+    called = server.calls
+    while server.calls < called + 3:
+        pass
+    for event in TRAIN:
+        tracker.event(*event)
+    server.down = False
+    tracker.close()
+    (run,) = server.runs.values()
+    assert [step for key, _, step in points(run) if key == "train/loss"] == [1, 2, 3, 4]
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1
+    assert "https://host:5000 does not take this run for now" in said
+    assert "secret" not in said + (tmp_path / tracking.ID_FILE).read_text()
+
+
+def test_a_server_that_never_comes_is_said_at_the_end(server, tmp_path, capsys):
+    server.down = True
+    track(tmp_path, ("start", START), *TRAIN)
+    assert "is incomplete; metrics.jsonl has all of it" in capsys.readouterr().err
+
+
+def test_no_event_waits_for_a_server_that_is_silent(server, tmp_path, capsys, monkeypatch):
+    silent = threading.Event()
+    monkeypatch.setattr(Server, "create_experiment", lambda *_: silent.wait(60))
+    monkeypatch.setattr(tracking, "QUEUE_EVENTS", 50)
+    monkeypatch.setattr(tracking, "STOP_SECONDS", 0.0)
+    tracker = tracking.Tracker(tmp_path, "sine", False)
+    for _ in range(200):
+        tracker.event(*TRAIN[0])
+    tracker.close()
+    silent.set()
+    assert "is incomplete" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(UserError, match=r"--track needs a package: pip install 'hvdtrain\[track\]'"):
+        tracking.Tracker(tmp_path, "sine", False)
+
+
+def test_only_rank_0_tracks(server, tmp_path):
+    for rank in (0, 1):
+        engine = types.SimpleNamespace(rank=rank)
+        telemetry = Telemetry(engine, tmp_path / str(rank), progress=False, track_as="sine")
+        with telemetry:
+            telemetry.open(continued=False)
+            telemetry.event("start", **START)
+    assert [run["name"] for run in server.runs.values()] == ["0"]
+    assert json.loads((tmp_path / "0" / tracking.ID_FILE).read_text())["run_id"] == "run-0"
