@@ -9,6 +9,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 # All that a checkout needs beside the package to be set up, to launch, and to become a container.
 BESIDE = ("launch", "containers", "docs", "Makefile", "README.md", "LICENSE", "pyproject.toml", "setup.py")
+LEFT = ("__pycache__", "ladder-runs", ".ipynb_checkpoints")  # by programs, git-ignored
 
 
 class BuildWithCheckout(build_py):
@@ -24,7 +25,7 @@ class BuildWithCheckout(build_py):
         target.mkdir()
         for name in BESIDE:
             if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns(*LEFT))
             else:
                 shutil.copy2(ROOT / name, target / name)
 

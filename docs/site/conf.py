@@ -4,8 +4,15 @@ Its source directory is the repository itself, so a relative link means the same
 file that is no page becomes a copy of that file.
 """
 
+import base64
+import mimetypes
+import re
 import sys
 from pathlib import Path
+
+import nbformat
+from myst_parser.parsers.sphinx_ import MystParser
+from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for the docstrings
@@ -14,7 +21,7 @@ from hvdtrain import __version__  # noqa: E402
 
 # The navigation, and with it every page of the site (paths without their ending). A page that is missing here fails a test.
 NAVIGATION = {
-    "Start": ["docs/tutorial", "docs/installing", "docs/launching", "containers/README", "docs/limits"],
+    "Start": ["docs/tutorial", "docs/ladder", "docs/installing", "docs/launching", "containers/README", "docs/limits"],
     "Train": ["docs/imagenet", "docs/lm", "docs/tuned", "docs/choosing", "docs/surviving", "docs/errors"],
     "Your own program": ["docs/script", "docs/site/api", "docs/horovod"],
     "Watch and compare": ["docs/watching", "docs/report"],
@@ -26,7 +33,7 @@ project, version, release = "hvdtrain", __version__, __version__
 html_title = f"hvdtrain {__version__}"
 root_doc = "README"
 include_patterns = [f"{page}.*" for pages in NAVIGATION.values() for page in pages] + ["README.md"]
-exclude_patterns = [".*", "data", "runs", "site", "**/__pycache__"]  # not even searched
+exclude_patterns = [".*", "data", "runs", "site", "**/ladder-runs", "**/__pycache__"]  # not even searched
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 nitpicky = False  # torch's classes in signatures have no page here
@@ -43,6 +50,20 @@ html_copy_source = False
 html_show_copyright = False
 
 
+class NotebookParser(MystParser):
+    """A notebook as a page: its text, its code, and the outputs that it was committed with. Nothing is run."""
+
+    supported = ("notebook",)
+
+    def parse(self, inputstring: str, document) -> None:
+        text, resources = MarkdownExporter().from_notebook_node(nbformat.reads(inputstring, as_version=4))
+        for name, picture in resources["outputs"].items():
+            address = f"data:{mimetypes.guess_type(name)[0]};base64,{base64.b64encode(picture).decode()}"
+            image = f'<img alt="drawn by the code above" src="{address}">'  # as Markdown, SVG would be refused
+            text = re.sub(rf"!\[\w+\]\({re.escape(name)}\)", image, text)
+        super().parse(text, document)
+
+
 def add_navigation(app, page: str, source: list[str]) -> None:
     """README has no table of contents of its own: it must read well without Sphinx."""
     if page == root_doc:
@@ -52,4 +73,6 @@ def add_navigation(app, page: str, source: list[str]) -> None:
 
 
 def setup(app) -> None:
+    app.add_source_suffix(".ipynb", "notebook")
+    app.add_source_parser(NotebookParser)
     app.connect("source-read", add_navigation)

@@ -13,7 +13,7 @@ from hvdtrain import training
 
 ROOT = Path(__file__).resolve().parents[3]
 SITE = ROOT / "docs" / "site"
-MISSING = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
+MISSING = [name for name in ("sphinx", "myst_parser", "furo", "nbconvert") if importlib.util.find_spec(name) is None]
 built = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: launch/setup --with docs")
 
 
@@ -35,7 +35,8 @@ def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
 def test_the_navigation_lists_every_page_once():
     pages = navigation()
     assert len(pages) == len(set(pages))
-    there = {str(path.relative_to(ROOT).with_suffix("")) for path in (ROOT / "docs").glob("*.md")}
+    found = [path for kind in ("*.md", "*.ipynb") for path in (ROOT / "docs").glob(kind)]
+    there = {str(path.relative_to(ROOT).with_suffix("")) for path in found}
     assert there <= set(pages)
     for page in pages:
         assert list(ROOT.glob(f"{page}.*")), page
@@ -61,6 +62,7 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
     api = (site / "docs" / "site" / "api.html").read_text()
     for name in ("hvdtrain.training.Run.steps", "hvdtrain.training.step.Step.backward", "hvdtrain.training.positive"):
         assert f'id="{name}"' in api, name
+    assert (site / "docs" / "ladder.html").read_text().count("data:image/svg+xml;base64,") > 3
     assert "Return the permutation of 0..n-1" in api
 
 

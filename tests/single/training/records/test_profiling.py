@@ -106,7 +106,7 @@ def test_a_step_that_had_only_begun_is_left_out():
     assert [e["name"] for e in merged["traceEvents"] if e["name"].startswith(("step", "Prof"))] == ["step 6"] * 2
 
 
-@pytest.mark.parametrize("flag", ["--profile 5", "--tensorboard"])
+@pytest.mark.parametrize("flag", ["--profile 5", "--tensorboard", "--track mlflow"])
 @pytest.mark.parametrize("script", [mnist, imagenet])
 def test_output_dir_is_needed(script, flag):
     with pytest.raises(UserError, match=f"{flag.split()[0]} needs --output-dir") as caught:
