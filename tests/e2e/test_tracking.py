@@ -38,9 +38,10 @@ def server(tmp_path_factory):
         f"-m mlflow server --host 127.0.0.1 --port {port} --workers 1 --backend-store-uri sqlite:///{directory}/runs.db"
     )
     words = [sys.executable, *shlex.split(command), "--artifacts-destination", str(directory / "files")]
+    quiet = dict(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", TMPDIR=str(directory))
     with (directory / "log").open("w") as log:
         process = subprocess.Popen(
-            words, cwd=directory, env=environment(MLFLOW_DISABLE_TELEMETRY="true"), stdin=subprocess.DEVNULL,
+            words, cwd=directory, env=environment(**quiet), stdin=subprocess.DEVNULL,
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:

@@ -12,7 +12,15 @@ import torch
 from hvdtrain.engines.base import computes_in_bf16
 from hvdtrain.engines.cores import cpu_quota, threads_for
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.launchers import Announced, announced, bound_by_default, bound_unexplained, remedy
+from hvdtrain.engines.launchers import (
+    LAUNCHERS,
+    Announced,
+    announced,
+    bound_by_default,
+    bound_unexplained,
+    remedy,
+    without_launcher,
+)
 
 
 def test_alone():
@@ -147,3 +155,10 @@ def test_bf16_is_taken_where_the_processor_has_it(flags, expected, tmp_path):
     cpuinfo.write_text(f"model name\t: bf16 in name only\n{flags}\n")
     assert computes_in_bf16(torch.device("cpu"), cpuinfo) is expected
     assert computes_in_bf16(torch.device("cpu"), tmp_path / "none") is False
+
+
+@pytest.mark.parametrize(("launcher", "rank", "size"), LAUNCHERS)
+def test_a_program_that_a_rank_starts_is_no_rank(launcher, rank, size):
+    around = {rank: "1", size: "2", "HOME": "here"}
+    assert announced(around).launcher == launcher
+    assert without_launcher(around) == {"HOME": "here"}
