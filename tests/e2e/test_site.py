@@ -18,6 +18,7 @@ pytestmark = [
 PAGES = ("README", "docs/script", "docs/errors", "docs/ladder", "docs/site/api")
 
 
+@pytest.mark.leaves("org.chromium.")  # the browser's own
 def test_the_site_fits_every_window(tmp_path):
     site = tmp_path / "site"
     command = [sys.executable, "-m", "sphinx", "--quiet", "-c", str(ROOT / "docs" / "site"), str(ROOT), str(site)]
