@@ -23,7 +23,7 @@ from hvdtrain import __version__  # noqa: E402
 NAVIGATION = {
     "Start": ["docs/tutorial", "docs/ladder", "docs/installing", "docs/launching", "containers/README", "docs/limits"],
     "Train": ["docs/imagenet", "docs/lm", "docs/tuned", "docs/choosing", "docs/surviving", "docs/errors"],
-    "Your own program": ["docs/script", "docs/site/api", "docs/horovod"],
+    "Your own program": ["docs/script", "docs/site/api", "docs/horovod", "docs/leaving"],
     "Watch and compare": ["docs/watching", "docs/report"],
     "Measure": ["docs/benchmarks", "docs/predicting", "docs/results", "docs/speed"],
     "Project": ["CONTRIBUTING", "CHANGELOG"],
