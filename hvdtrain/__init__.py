@@ -1,9 +1,15 @@
 """Data-parallel training with Horovod. README.md says what is where; `hvdtrain.training` is for programs of your own."""
 
+import gc
 import sys
 from importlib.machinery import ModuleSpec
 
 __version__ = "0.1.0"
+
+# As `python -m hvdtrain.NAME`: sys.argv[0] is "-m" until the module is found. While torch is imported, the collector takes a
+# sixth of the time and finds nothing (docs/speed.md); `engines.exit_codes.run` turns it on again.
+if sys.argv[:1] == ["-m"]:
+    gc.disable()
 
 # Modules of the first layout, and where they went. Remove with 0.2.
 _MOVED = {

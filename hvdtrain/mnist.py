@@ -1,4 +1,4 @@
-"""Train a ConvNet on MNIST, Fashion-MNIST or the embedded digits.
+"""Train a small convolutional network on MNIST, Fashion-MNIST or the embedded digits.
 
 python -m hvdtrain.mnist                                  one process
 horovodrun -np 2 python -m hvdtrain.mnist                 two ranks on this machine
@@ -27,17 +27,23 @@ from hvdtrain.training.flags import Flags, add_optimization
 from hvdtrain.training.records.misclassified import record_mistakes
 
 RECIPES: dict[str, dict[str, object]] = {
-    # The quickest way to 99 %: one-cycle Adam with label smoothing. epochs: as FAST_EPOCHS has it for the data.
+    # The quickest way to 99 %: one-cycle Adam with label smoothing. epochs: as FAST_EPOCHS has it for the data; batch_size
+    # and lr: as FAST_RATES has them for the model.
     "fast": dict(
-        epochs=None, batch_size=64, lr=0.01, lr_scaling="none", lr_schedule="onecycle", warmup_epochs=0.0,
+        model="cosinenet", epochs=None, lr_scaling="none", lr_schedule="onecycle", warmup_epochs=0.0,
         optimizer="adam", momentum=0.9, weight_decay=0.0, label_smoothing=0.05,
     ),
     # The tutorial's: plain SGD at a constant rate.
     "classic": dict(
-        epochs=10, batch_size=100, lr=1e-4, lr_scaling="none", lr_schedule="constant", warmup_epochs=0.0,
+        model="convnet", epochs=10, batch_size=100, lr=1e-4, lr_scaling="none", lr_schedule="constant", warmup_epochs=0.0,
         optimizer="sgd", momentum=0.0, weight_decay=0.0, label_smoothing=0.0,
     ),
 }  # fmt: skip
+FAST_RATES: dict[str, dict[str, object]] = {
+    "cosinenet": dict(batch_size=128, lr=0.03),
+    "convnet": dict(batch_size=64, lr=0.01),
+    "convnet-nonorm": dict(batch_size=64, lr=0.01),
+}
 FAST_EPOCHS = {"mnist": 1, "fashion-mnist": 1, "digits": 10}  # digits: a fortieth of the samples
 EVALUATION_BATCH = 64  # as in training: fits into a core's cache, and into memory that the process holds already
 
@@ -53,11 +59,15 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     parser.add_argument("--data-dir", type=Path, help="where the data files are, or are downloaded to")
     parser.add_argument("--train-samples", type=training.positive_int, help="train only on the first N samples")
     parser.add_argument("--recipe", choices=tuple(RECIPES), default="fast")
-    parser.add_argument("--model", choices=tuple(MODELS), default="convnet")
+    parser.add_argument("--model", choices=tuple(MODELS), help="default: cosinenet; with --recipe classic convnet")
     add_optimization(parser)
     # What they choose is compared as what it comes to: which data, and how many samples.
     parser.may_change_on_resume("dataset", "data_dir", "train_samples")
-    return parser.parse(argv, RECIPES)
+    flags = parser.parse(argv, RECIPES)
+    for name, value in FAST_RATES[flags.model].items():  # the other recipe has left none of them open
+        if getattr(flags, name) is None:
+            setattr(flags, name, value)
+    return flags
 
 
 def scaled(images: Tensor) -> Tensor:
@@ -91,7 +101,8 @@ def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
 
     torch.manual_seed(flags.seed)
     net = MODELS[flags.model]()
-    optimizer = optim.build(flags.optimizer, net.parameters(), peak_rate, flags.momentum, flags.weight_decay)
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    optimizer = optim.build(flags.optimizer, trained, peak_rate, flags.momentum, flags.weight_decay)
     model, _ = run.prepare(net, optimizer)
     if flags.tensorboard:
         run.graph(net, scaled(train_images[:1]))

@@ -10,6 +10,7 @@ arguments, exit code, signals, tracebacks and worker processes are as without hv
 """
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -131,6 +132,7 @@ def script_of(words: list[str]) -> str:
 
 
 def main() -> None:
+    gc.enable()  # off since `import hvdtrain`
     try:
         flags, words = parse()
         told = announced()

@@ -154,6 +154,7 @@ class Checkpoints:
             if mine is None and "derived" in facts:  # format 1 held values that a script had derived from others
                 continue
             unlike.append((f"--{name.replace('_', '-')}", theirs[name], mine))
+        unlike.sort(key=lambda one: one[0] != "--model")  # first what others may follow from, as a recipe's rate does
         for name, there in facts["data"].items():
             if there != self._data.get(name):
                 unlike.append((name, there, self._data.get(name)))
