@@ -7,8 +7,9 @@ Each candidate is trained in this one process, on one thread, as RANKS ranks wou
 norm over each rank's own samples, gradients averaged. So accuracy is that of the real command but for rounding, and depends
 on no other load. CPU seconds are of all ranks together, training only; a busy machine makes them longer.
 
-A network: layers separated by "-", each KERNELxCHANNELS with what follows: s2 (stride 2), p (2x2 max pooling after it), n (no
-batch norm). After ":" settings, as in `Settings` below.
+A network: layers separated by "-", each KERNELxCHANNELS and then any of s2 (stride 2), v (no padding), p (2 x 2 max pooling
+after it), n (no batch norm), f (fixed, as it was initialized), d (fixed: a cosine transform). Last comes a linear layer.
+`5x15s2dn-3x32s2-3x64v` is cosinenet, `5x16p-5x32p` convnet. After ":" come settings: the fields of `Settings`.
 """
 
 import argparse
@@ -44,11 +45,10 @@ class Settings:
     samples: int = 60_000
     epochs: float = 1.0  # may be a fraction
     rise: float = 0.3  # share of training in which the rate rises
-    average: float = 0.0  # over the weights of the last steps: the decay per step; 0: none
-    pool: str = "none"  # before the linear layer: mean or max over positions
+    average: float = 0.0  # evaluate an average of the weights, which keeps this share of itself in a step; 0: none
 
 
-def network(text: str, settings: Settings) -> nn.Sequential:
+def network(text: str) -> nn.Sequential:
     """Return the network that `text` describes, for float32 [b, 1, 28, 28]."""
     layers: list[nn.Module] = []
     channels, side = 1, 28
@@ -74,9 +74,6 @@ def network(text: str, settings: Settings) -> nn.Sequential:
             side //= 2
         layers.append(nn.ReLU())
         channels = width
-    if settings.pool != "none":
-        layers.append(nn.AdaptiveAvgPool2d(1) if settings.pool == "mean" else nn.AdaptiveMaxPool2d(1))
-        side = 1
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(side * side * channels, 10))
 
 
@@ -84,17 +81,14 @@ def train(text: str, settings: Settings, seed: int, data: idx.Dataset) -> tuple[
     """Return the test accuracy and the CPU seconds of training."""
     images, labels = data.train_images[: settings.samples], data.train_labels[: settings.samples]
     torch.manual_seed(seed)
-    net = network(text, settings)
+    net = network(text)
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    momentum, shared = settings.momentum, dict(lr=settings.lr, weight_decay=settings.decay, fused=bool(settings.fused))
+    optimizer: torch.optim.Optimizer
     if settings.optimizer == "adam":
-        optimizer: torch.optim.Optimizer = torch.optim.Adam(
-            [p for p in net.parameters() if p.requires_grad], lr=settings.lr, betas=(settings.momentum, settings.beta2), weight_decay=settings.decay,
-            fused=bool(settings.fused),
-        )  # fmt: skip
+        optimizer = torch.optim.Adam(trained, betas=(momentum, settings.beta2), **shared)
     else:
-        optimizer = torch.optim.SGD(
-            [p for p in net.parameters() if p.requires_grad], lr=settings.lr, momentum=settings.momentum, nesterov=settings.momentum > 0,
-            weight_decay=settings.decay, fused=bool(settings.fused),
-        )  # fmt: skip
+        optimizer = torch.optim.SGD(trained, momentum=momentum, nesterov=momentum > 0, **shared)
     averaged = [parameter.detach().clone() for parameter in net.parameters()]
     total, done, epoch = int(len(images) * settings.epochs), 0, 0
     began = time.process_time()
@@ -173,7 +167,7 @@ def main() -> None:
         text, settings = parsed(candidate)
         found = [train(text, settings, int(seed), data) for seed in flags.seeds.split(",")]
         reached = [100 * right for right, _ in found]
-        count = sum(parameter.numel() for parameter in network(text, settings).parameters())
+        count = sum(parameter.numel() for parameter in network(text).parameters())
         each = " ".join(f"{percent:.2f}" for percent in reached)
         print(
             f"| {candidate} | {count:,} | {statistics.mean(reached):.3f} | {min(reached):.2f} | {each} | "

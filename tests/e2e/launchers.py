@@ -102,7 +102,12 @@ def kill(job: str) -> None:
 
 
 def train(launcher: str, ranks: int, flags: str = "", **options) -> Done:
-    """Run `hvdtrain.mnist` under a launcher; where `flags` names no data, one epoch of the embedded digits."""
+    """Run `hvdtrain.mnist` under a launcher; where `flags` names no data, one epoch of the embedded digits.
+
+    Where it names no model, convnet: the tests count its steps. test_mnist.py has the default.
+    """
+    if "--model" not in flags:
+        flags = f"--model convnet {flags}"
     if "--dataset" not in flags:
         flags = f"--dataset digits --epochs 1 {flags}"
     start = LAUNCHERS[launcher].format(ranks=ranks) if launcher != "alone" else ""

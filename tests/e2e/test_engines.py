@@ -13,7 +13,7 @@ from .launchers import TORCHRUN, Done, events, launch, several, summary
 CURVE = "--dataset digits --no-progress --epochs 2 --log-steps 1 --model convnet-nonorm"
 CURVE += " --optimizer sgd --lr 0.05 --momentum 0.9"
 ONE, TWO = "--engine {} --batch-size 64 " + CURVE, "--engine {} --batch-size 32 " + CURVE
-QUICK = "--dataset digits --epochs 1 --no-progress"
+QUICK = "--dataset digits --epochs 1 --no-progress --model convnet"
 MATHEMATICS = {
     "bf16": "--amp bf16",
     "fp16": "--amp fp16 --train-samples 512 --epochs 3",

@@ -15,6 +15,8 @@ TRAIN = [
     "hvdtrain.mnist",
     "--dataset",
     "digits",
+    "--model",
+    "convnet",
     "--no-progress",
     "--log-steps",
     "1",

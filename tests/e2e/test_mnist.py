@@ -10,7 +10,7 @@ from .launchers import LAUNCHERS, PYTHON, Done, events, launch, several, summary
 
 REAL_MNIST = os.environ.get("HVDTRAIN_TEST_MNIST", "/nowhere")
 DIGITS_TRAIN, DIGITS_TEST = 1415, 382
-QUICK = "--dataset digits --no-progress --epochs 1"
+QUICK = "--dataset digits --no-progress --epochs 1 --model convnet"
 
 
 REFUSALS = {

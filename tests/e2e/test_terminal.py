@@ -15,7 +15,7 @@ import pytest
 
 from .launchers import LAUNCHERS, MARK, ROOT, TORCHRUN, environment, kill, launch
 
-TRAIN = f"{sys.executable} -m hvdtrain.mnist --dataset digits --epochs 1 --log-steps 2"
+TRAIN = f"{sys.executable} -m hvdtrain.mnist --dataset digits --model convnet --epochs 1 --log-steps 2"
 BAR = re.compile(r"\repoch \d+/\d+ +\d+% \[#*\.*\] \d+/\d+  loss [^\r\n]*\x1b\[K")
 LINE = re.compile(r"epoch \d+/\d+  step \d+/\d+  loss ")
 

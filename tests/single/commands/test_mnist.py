@@ -5,8 +5,8 @@ import torch
 
 from hvdtrain.data import idx
 from hvdtrain.engines.errors import UserError
-from hvdtrain.mnist import FAST_EPOCHS, RECIPES, parse
-from hvdtrain.models.convnet import ConvNet
+from hvdtrain.mnist import FAST_EPOCHS, FAST_RATES, RECIPES, parse
+from hvdtrain.models.convnet import MODELS, ConvNet, CosineNet, cosines
 from hvdtrain.models.weights import load_weights
 
 
@@ -23,6 +23,42 @@ def test_weights_are_those_of_a_script_that_seeds_first():
     assert torch.equal(ConvNet()[0].weight, first.weight)
 
 
+def test_cosinenet_has_a_fixed_first_layer():
+    model = CosineNet()
+    count = {True: 0, False: 0}
+    for parameter in model.parameters():
+        count[parameter.requires_grad] += parameter.numel()
+    assert count == {True: 38_954, False: 375}
+    assert torch.equal(model[0].weight, cosines(15, 5))
+    logits = model(torch.rand(3, 1, 28, 28))
+    assert logits.shape == (3, 10)
+    logits.sum().backward()
+    assert model[0].weight.grad is None
+
+
+def test_cosines_are_the_transform_with_both_signs():
+    filters = cosines(49, 5)[:, 0]  # the mean, and 24 waves twice
+    assert torch.allclose(filters[1::2], -filters[2::2])
+    waves = torch.cat([filters[:1], filters[1::2]]).reshape(25, 25)
+    waves = waves / waves.norm(dim=1, keepdim=True)
+    assert torch.allclose(waves @ waves.T, torch.eye(25), atol=1e-5)  # an orthonormal basis of 5 x 5 pixels
+    assert torch.allclose(waves[0], torch.full((25,), 0.2))
+
+
+def test_the_fast_recipe_has_its_own_model_and_rates():
+    flags = parse([])
+    assert (flags.recipe, flags.model, flags.batch_size, flags.lr) == ("fast", "cosinenet", 128, 0.03)
+    assert set(FAST_RATES) == set(MODELS)
+
+
+def test_the_earlier_default_keeps_its_settings():
+    flags = parse(["--model", "convnet"])
+    assert (flags.batch_size, flags.lr, flags.optimizer, flags.momentum) == (64, 0.01, "adam", 0.9)
+    assert parse(["--model", "convnet", "--lr", "0.5"]).lr == 0.5
+    assert parse(["--recipe", "classic"]).model == "convnet"
+    assert parse(["--recipe", "classic", "--model", "cosinenet"]).lr == 1e-4
+
+
 def test_classic_is_plain_sgd_at_a_constant_rate():
     flags = parse(["--recipe", "classic"])
     assert (flags.optimizer, flags.lr, flags.batch_size, flags.lr_schedule) == ("sgd", 1e-4, 100, "constant")
@@ -37,7 +73,7 @@ def test_flags_override_the_recipe_one_by_one():
 
 def test_recipes_fill_every_training_flag():
     names = set(RECIPES["fast"])
-    assert names == set(RECIPES["classic"])
+    assert names | set(FAST_RATES["convnet"]) == set(RECIPES["classic"])
     assert all(getattr(parse([]), name) is not None for name in names - {"epochs"})  # which depend on the data
     assert set(FAST_EPOCHS) == set(idx.NAMES) - {"auto"}
 

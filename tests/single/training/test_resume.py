@@ -20,7 +20,8 @@ from hvdtrain.training.resilience.guard import Guard
 
 def alone(directory: Path, flags: str = "") -> int:
     command = (
-        f"mnist --dataset digits --engine serial --no-progress --train-samples 128 --epochs 2 --output-dir {directory}"
+        "mnist --dataset digits --model convnet --engine serial --no-progress --train-samples 128 --epochs 2 "
+        f"--output-dir {directory}"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", f"{command} {flags}".split())
@@ -121,6 +122,13 @@ def test_never_keeps_the_earlier_run(copy):
     assert alone(copy, "--resume never --lr 0.5") == 0
     assert len(checkpoint.listed(copy / "checkpoints.1")) >= 2
     assert events(copy, "resume") == []
+
+
+def test_a_run_of_another_model_is_refused_by_its_name(copy):
+    with pytest.raises(UserError) as caught:
+        alone(copy, "--model cosinenet")
+    assert "holds a run with other flags (--model: convnet there, cosinenet now; " in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_two_runs_cannot_write_in_one_place(copy, monkeypatch):
