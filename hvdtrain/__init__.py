@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 __version__ = "0.1.0"
 
 # As `python -m hvdtrain.NAME`: sys.argv[0] is "-m" until the module is found. While torch is imported, the collector takes a
-# sixth of the time and finds nothing (docs/speed.md); `engines.exit_codes.run` turns it on again.
+# sixth of the time and finds nothing (docs/network.md); `engines.exit_codes.run` turns it on again.
 if sys.argv[:1] == ["-m"]:
     gc.disable()
 

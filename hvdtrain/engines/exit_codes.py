@@ -25,7 +25,7 @@ LINGER_SECONDS = 2.0
 def run(main: Callable[[], int]) -> NoReturn:
     """Call `main` and exit with its code; a UserError or Failure becomes one line on standard error and its exit code."""
     write_whole_lines()
-    # What was imported stays to the end: looked through once more there, it takes torch 0.6 s of a core (docs/speed.md).
+    # What was imported stays to the end: looked through once more there, it takes torch 0.6 s of a core (docs/network.md).
     gc.freeze()
     gc.enable()  # off since `import hvdtrain`
     try:

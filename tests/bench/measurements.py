@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,12 +60,12 @@ def mpirun(ranks: int, *arguments: str) -> list[str]:
 CONVNET = ["--model", "convnet", "--batch-size", "64", "--channels-last", "--threads", "1"]
 
 
-def rate(setting: Setting, variant: str, ranks: int, *flags: str) -> float:
-    """Return the ConvNet's samples per second over all ranks."""
+def rate(setting: Setting, variant: str, ranks: int, *flags: str, base: Sequence[str] = CONVNET) -> float:
+    """Return the ConvNet's samples per second over all ranks. base: flags of the benchmark, before all others."""
     out = Path(tempfile.mkdtemp(dir=setting.scratch))
     # As it comes: Horovod over Gloo is asked for without our tuning, too.
     untuned = ["--tuning", "off"] if variant == "horovod-gloo" else []
-    flags = (*CONVNET, "--output-dir", str(out), *untuned, *flags)
+    flags = (*base, "--output-dir", str(out), *untuned, *flags)
     job(command(variant, ranks, "hvdtrain.benchmark", flags), out / "log")
     return json.loads((out / "benchmark.json").read_text())["samples_per_second"]["mean"]
 
@@ -320,7 +320,17 @@ def resnet(setting: Setting) -> dict[str, float]:
 def guards(setting: Setting) -> dict[str, float]:
     """Shares of training's time, counted around the calls: too small to be seen as a difference of two runs."""
     out, log = setting.scratch / "out", setting.scratch / "guarded.log"
-    flags = ["--checkpoint-steps", "50", "--train-samples", "30000", "--no-progress", "--output-dir", str(out)]
+    flags = [
+        "--model",
+        "convnet",
+        "--checkpoint-steps",
+        "50",
+        "--train-samples",
+        "30000",
+        "--no-progress",
+        "--output-dir",
+        str(out),
+    ]
     job(mpirun(2, str(ROOT / "tests/bench/guarded.py"), *mnist_data(setting), *flags), log)
     lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
     seconds, whole = json.loads(lines[-1]), json.loads((out / "summary.json").read_text())["train_seconds"]

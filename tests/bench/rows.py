@@ -22,6 +22,7 @@ from tests.bench.measurements import (
     wire,
 )  # fmt: skip
 from tests.bench.peers import one_gpu, whole
+from tests.bench.steps import as_it_comes, fixed_cost
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,16 @@ def groups() -> tuple[Group, ...]:
               (1000, 4, "both take about as long", "the forward pass cannot overlap, nor the last bucket"),
               (1000, 16, "computing takes longer", "1, and the cores that communication takes"),
           )),
-        Group("guards", "mpirun -np 2 python tests/bench/guarded.py --checkpoint-steps 50", guards,
+        Group("as-it-comes", "horovodrun --gloo -np 2 python -m hvdtrain.benchmark --model convnet --batch-size 64 "
+              "--channels-last --tuning off", as_it_comes,
+              tuple(Row(f"as-it-comes-{kind}-{ranks}", f"over Horovod and {name} as a user gets it, no OMP_NUM_THREADS, "
+                        f"{ranks} ranks on 2 cores", "at least 1", "",
+                        "OpenMP: untuned, each rank has a thread per core, and those that wait spin")
+                    for ranks in (2, 8) for kind, name in (("mpi", "MPI"), ("gloo", "Gloo")))),
+        Group("fixed-cost", "horovodrun -np 2 python tests/bench/split.py --data-dir DIR --no-progress", fixed_cost,
+              (Row("fixed-cost", "a step of cosinenet on 2 ranks, less forward, backward and reading its samples: ms",
+                   "at most 1", "", "the optimizer, and waiting for the other rank"),)),
+        Group("guards", "mpirun -np 2 python tests/bench/guarded.py --model convnet --checkpoint-steps 50", guards,
               (Row("checkpoints", "a checkpoint every 50 steps, share of training's time", "at most 0.01", "", "0"),
                Row("guards", "all guards, share of training's time", "at most 0.01", "",
                    "0.009: a sum of each gradient, each step"))),

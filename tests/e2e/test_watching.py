@@ -181,7 +181,8 @@ def test_tensorboard_goes_on_where_the_run_does(tmp_path):
 @pytest.mark.parametrize("engine", ["serial", "ddp"])
 def test_profile_without_horovod(engine, tmp_path):
     start = {"serial": "python", "ddp": "torchrun --standalone --nproc-per-node 2"}[engine]
-    flags = f"--engine {engine} --dataset digits --model convnet --epochs 1 --no-progress --profile 3 --output-dir {tmp_path}"
+    flags = f"--engine {engine} --dataset digits --epochs 1 --no-progress --profile 3 --output-dir {tmp_path}"
+    flags += " --model convnet --threads 1"
     done = launch(f"{start} -m hvdtrain.mnist {flags}")
     assert done.code == 0, done
     trace, _ = profile(tmp_path)
