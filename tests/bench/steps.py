@@ -24,6 +24,19 @@ def fixed_cost(setting: Setting) -> dict[str, float]:
     return {"fixed-cost": sum(value for name, value in split.items() if name not in COMPUTED)}
 
 
+def apart_default(setting: Setting) -> dict[str, float]:
+    """The default network over ranks that never communicate, as `throughput` has it for convnet."""
+    cosinenet = ["--model", "cosinenet", "--batch-size", "128", "--channels-last", "--threads", "1"]
+    ratios = {}
+    for ranks in (2, 8):
+        sides: dict[str, list[str]] = {"horovod": [], "ddp": ["--no-communication"]}
+        rates = {}
+        for side in random.sample(list(sides), len(sides)):
+            rates[side] = rate(setting, side, ranks, "--repeats", "5", *sides[side], base=cosinenet)
+        ratios[f"apart-default-{ranks}"] = rates["horovod"] / rates["ddp"]
+    return ratios
+
+
 def as_it_comes(setting: Setting) -> dict[str, float]:
     """Ours over Horovod without our tuning and without --threads: each rank has as many OpenMP threads as there are cores.
 
@@ -32,10 +45,9 @@ def as_it_comes(setting: Setting) -> dict[str, float]:
     unset = [word for word in CONVNET if word not in ("--threads", "1")]
     ratios = {}
     for ranks in (2, 8):
-        sides = {"ours": ("horovod", []), "mpi": ("horovod-untuned", []), "gloo": ("horovod-gloo", ["--tuning", "off"])}
+        sides = {"ours": "horovod", "mpi": "horovod-untuned", "gloo": "horovod-gloo"}  # the last one with --tuning off
         rates = {}
         for side in random.sample(list(sides), len(sides)):
-            variant, flags = sides[side]
-            rates[side] = rate(setting, variant, ranks, "--repeats", "2", *flags, base=unset)
+            rates[side] = rate(setting, sides[side], ranks, "--repeats", "2", base=unset)
         ratios |= {f"as-it-comes-{side}-{ranks}": rates["ours"] / rates[side] for side in ("mpi", "gloo")}
     return ratios
