@@ -3,7 +3,7 @@
 
 # What is no failure: done, bad input, target not reached, stopped on request (`stop` saved: who asked decides what is next).
 final='^(0|2|3|75|129|130|143)$'
-most_pause=60 # seconds between two tries, after 1, 2, 4, ...
+most_pause=60 # seconds between two tries without progress, after 1, 2, 4, ...
 
 newest_checkpoint() { # its name, or nothing: --output-dir stands among the program's own arguments
     local i directory='' files
@@ -35,19 +35,53 @@ hosts_that_answer() { # sets answering (as for -H) and answering_slots; without 
     done
 }
 
+ask_to_stop() { # PID: Open MPI's mpirun (horovodrun over MPI becomes it) follows SIGTERM up with SIGKILL, but hands SIGUSR1 on
+    local name='' signal=TERM
+    { read -r name <"/proc/$1/comm"; } 2>/dev/null || :
+    [[ ! $name =~ ^(mpirun|orterun|prterun)$ ]] || signal=USR1
+    kill "-$signal" "$1" 2>/dev/null
+}
+
+serve_imports() { # sets `started`: the program, whose ranks a fork server forks where it can (hvdtrain/engines/forking/server.py)
+    local name='' dropped_here=() answers
+    started=("${program[@]}")
+    # On this host only; not where each rank's process has a part of its own in the start.
+    ((!remote)) && [[ $transport == auto || $transport == mpi || ${0##*/} == horovodrun.sh ]] || return 0
+    [[ ${#program[@]} -gt 1 && ${program[0]} =~ (^|/)python[0-9.]*$ ]] || return 0
+    case ${program[1]} in
+    -m) [[ ! ${program[2]-} =~ ^hvdtrain\.(starter|tuned)$ ]] || return 0 ;;
+    -*) return 0 ;;
+    esac
+    split_environment
+    for name in "${dropped[@]}"; do dropped_here+=(-u "$name"); done
+    exec {answers}< <(exec env "${dropped_here[@]}" "${program[0]}" -m hvdtrain.engines.forking.server "${program[@]:1}" 2>/dev/null)
+    # shellcheck disable=SC2064  # this process
+    trap "kill $! 2>/dev/null" EXIT
+    if read -r -t 20 name <&"$answers"; then
+        export HVDTRAIN_FORK_SERVER=$name
+        started=("${program[0]}" -m hvdtrain.engines.forking.client "${program[@]:1}")
+    fi
+    exec {answers}<&-
+}
+
 say() { printf '%s: %s\n' "${0##*/}" "$1" >&2; }
 
 run_again_and_again() { # OPTIONS...: those of this wrapper, without -np, -H, --restarts and --min-np
-    local tries=0 pause=1 code before after now_ranks=$ranks child where
+    local tries=0 pause=1 code before after now_ranks=$ranks child where started
     answering=$hosts
+    # Open MPI ends the other ranks of a failed job with SIGCONT, SIGTERM and SIGKILL, this many seconds apart. They have
+    # nothing left to do: without the dead one, no step can be finished. (PRTE: of Open MPI 5.)
+    export OMPI_MCA_odls_base_sigkill_timeout=${OMPI_MCA_odls_base_sigkill_timeout-0}
+    export PRTE_MCA_odls_base_sigkill_timeout=${PRTE_MCA_odls_base_sigkill_timeout-0}
+    serve_imports
     while :; do
         where=()
         [[ -z $answering ]] || where=(-H "$answering")
         before=$(newest_checkpoint)
-        "$0" "$@" -np "$now_ranks" "${where[@]}" -- "${program[@]}" &
+        "$0" "$@" -np "$now_ranks" "${where[@]}" -- "${started[@]}" &
         child=$!
         # shellcheck disable=SC2064  # this child
-        trap "kill -TERM $child 2>/dev/null" TERM HUP
+        trap "ask_to_stop $child" TERM HUP
         # shellcheck disable=SC2064
         trap "kill -USR1 $child 2>/dev/null" USR1
         trap : INT # the terminal tells the child as well; what it ends with decides
@@ -64,10 +98,15 @@ run_again_and_again() { # OPTIONS...: those of this wrapper, without -np, -H, --
             say "exit code $code; giving up: no checkpoint was written between two failures (newest: ${after:-none})"
             return "$code"
         fi
-        [[ $before == "$after" ]] || pause=1
-        say "exit code $code; starting again in $pause s, restart $((++tries)) of $restarts, from ${after:-the beginning}"
-        sleep "$pause"
-        pause=$((pause * 2 < most_pause ? pause * 2 : most_pause))
+        ((++tries))
+        if [[ $before != "$after" ]]; then # the job has made progress: there is nothing to wait for
+            pause=1
+            say "exit code $code; starting again, restart $tries of $restarts, from $after"
+        else
+            say "exit code $code; starting again in $pause s, restart $tries of $restarts, from ${after:-the beginning}"
+            sleep "$pause"
+            pause=$((pause * 2 < most_pause ? pause * 2 : most_pause))
+        fi
         hosts_that_answer
         now_ranks=$((ranks < answering_slots ? ranks : answering_slots))
         ((now_ranks >= ${min_ranks:-$ranks})) || {

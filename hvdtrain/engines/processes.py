@@ -16,6 +16,9 @@ WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # with --restarts; without, t
 MODULES = re.compile(r"torch\.distributed\.(run|launch)|hvdtrain\.(scaling|doctor|starter)|horovod\.runner\.launch")
 MOST_ANCESTORS = 30
 STARTERS: list[int] = []  # in a rank that was forked: the number of its starter
+PROXY: list[
+    int
+] = []  # in a rank of a fork server: the number of its client, which the launcher has started in its place
 
 
 class Process(NamedTuple):
@@ -36,7 +39,7 @@ def stat(pid: int, proc: Path = PROC) -> list[str] | None:
 
 def began(proc: Path = PROC) -> int:
     """Return when this process began, in clock ticks since boot; where a starter has forked it, when that began."""
-    fields = stat((STARTERS or [os.getpid()])[0], proc) or stat(os.getpid(), proc)
+    fields = stat((STARTERS or PROXY or [os.getpid()])[0], proc) or stat(os.getpid(), proc)
     assert fields is not None
     return int(fields[19])
 
@@ -80,7 +83,7 @@ def launchers(pid: int | None = None, proc: Path = PROC) -> list[Process]:
     """
     chain: list[Process] = []
     top = 0
-    fields = stat(os.getpid() if pid is None else pid, proc)
+    fields = stat((PROXY or [os.getpid()])[0] if pid is None else pid, proc)
     while fields is not None and len(chain) < MOST_ANCESTORS and (parent := int(fields[1])) > 1:
         fields = stat(parent, proc)
         if fields is None:

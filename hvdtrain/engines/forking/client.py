@@ -1,0 +1,82 @@
+"""What a launcher starts in place of a rank where a fork server has the imports (server.py): it hands over its standard
+streams and its environment, the rank is forked, and the client then stands for it towards the launcher.
+
+HVDTRAIN_FORK_SERVER=NAME mpirun -np 2 python -m hvdtrain.engines.forking.client -m hvdtrain.mnist ...
+
+Without a server, this process becomes the rank as if it had been started without these two words. It imports little: it is
+started for each rank and each restart.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+VARIABLE = "HVDTRAIN_FORK_SERVER"  # its name: an abstract Unix socket
+HANDED_ON = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
+)  # fmt: skip
+
+
+def main() -> NoReturn:
+    words = sys.argv[1:]
+    name = os.environ.pop(VARIABLE, None)
+    # PMI_FD: MPICH's and Intel's launcher talks to its rank over a file descriptor that the rank inherits.
+    if name and "PMI_FD" not in os.environ:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+            try:
+                server.connect(f"\0{name}")
+                pid = hand_over(server, words)
+            except OSError:  # it has ended
+                pid = None
+            if pid is not None:
+                stand_for(server, pid)
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def hand_over(server: socket.socket, words: list[str]) -> int | None:
+    """Return the process number of the rank; None where the server ended before there was one. Raises OSError."""
+    umask = os.umask(0)
+    os.umask(umask)
+    place = {
+        "words": words,
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),  # noqa: PTH109
+        "umask": umask,
+        "cores": sorted(os.sched_getaffinity(0)),
+        "ignored": [int(number) for number in HANDED_ON if signal.getsignal(number) == signal.SIG_IGN],
+    }
+    body = json.dumps(place).encode()
+    socket.send_fds(server, [len(body).to_bytes(8)], [0, 1, 2])
+    server.sendall(body)
+    said = server.makefile("rb", buffering=0).readline()
+    return int(said) if said.endswith(b"\n") else None
+
+
+def stand_for(server: socket.socket, pid: int) -> NoReturn:
+    """Hand signals on to the rank, and end as it ends."""
+    for number in HANDED_ON:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: send(pid, number))
+    said = server.makefile("rb", buffering=0).readline()
+    code = int(said) if said.endswith(b"\n") else 1  # else the server was killed, and its ranks stop
+    if code < 0:
+        # The rank has left its core dump, if there was to be one.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # its end is about to be told
+        os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Ranks that a fork server forks for their clients: what they take over, how both end. The ranks import nothing."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.engines.forking.client import VARIABLE
+from tests.e2e.launchers import MARK, ROOT, environment, kill, members, new_job
+
+SERVER = Path(__file__).parent / "fork_server.py"
+# Only programs that import hvdtrain have a server.
+PROGRAM = "import hvdtrain, json, os, signal, sys, time\n"
+FACTS = """
+facts = dict(pid=os.getpid(), parent=os.getppid(), argv=sys.argv[1:], name=__name__, directory=os.getcwd())
+facts |= dict(mine=os.environ.get("MINE"), server=os.environ.get("OF_SERVER"), group=os.getpgrp(), typed=sys.stdin.read())
+facts |= dict(proxy=sys.modules["hvdtrain.engines.processes"].PROXY if "hvdtrain.engines.processes" in sys.modules else [])
+print(json.dumps(facts))
+print("said", file=sys.stderr)
+sys.exit(7)
+"""
+WAIT = """
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+class Server:
+    """A fork server for one script, as the wrapper starts it."""
+
+    def __init__(self, directory: Path, body: str, **variables: str):
+        self.job = new_job()
+        self.script = directory / "script.py"
+        self.script.write_text(body)
+        self.variables = environment(**{MARK: self.job})
+        self.process = subprocess.Popen(
+            [sys.executable, SERVER, self.script], cwd=ROOT, env=self.variables | {"OF_SERVER": "1"} | variables,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.name = self.process.stdout.readline().strip()
+
+    def client(self, *arguments: str, **variables: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "hvdtrain.engines.forking.client", self.script, *arguments], cwd=ROOT,
+            env=self.variables | {VARIABLE: self.name} | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def server(tmp_path):
+    made: list[Server] = []
+
+    def make(body: str, **variables: str) -> Server:
+        made.append(Server(tmp_path, body, **variables))
+        return made[-1]
+
+    yield make
+    for each in made:
+        kill(each.job)
+        each.process.communicate()
+
+
+def facts(server: Server, *arguments: str) -> dict:
+    client = server.client(*arguments, MINE="x y")
+    out, err = client.communicate("a line\n", timeout=60)
+    assert (client.returncode, err) == (7, "said\n"), err
+    return json.loads(out) | {"client": client.pid}
+
+
+def test_a_rank_is_what_its_client_was(server):
+    some = server(PROGRAM + FACTS)
+    for attempt in range(2):
+        found = facts(some, "--flag", str(attempt))
+        assert found["argv"] == ["--flag", str(attempt)]
+        assert (found["mine"], found["server"], found["name"]) == ("x y", None, "__main__")
+        assert (found["directory"], found["typed"]) == (str(ROOT), "a line\n")
+        assert found["parent"] == some.process.pid  # forked, with all that the server has imported
+        assert found["proxy"] == [found["client"]]
+        assert found["group"] == found["pid"]
+
+
+@pytest.mark.parametrize("why", ["no such server", "its import failed", "not for hvdtrain"])
+def test_without_a_server_the_client_becomes_the_rank(server, why):
+    body = f"import os, sys, json{FACTS}" if why == "not for hvdtrain" else PROGRAM + FACTS
+    some = server(body, **({"IMPORT_ERROR": "1"} if why == "its import failed" else {}))
+    if why == "no such server":
+        some.name = "nobody"
+    found = facts(some, "x")
+    assert (found["argv"], found["mine"], found["pid"]) == (["x"], "x y", found["client"])
+
+
+def waiting(server: Server) -> tuple[subprocess.Popen, int]:
+    client = server.client()
+    return client, int(client.stdout.readline())
+
+
+def gone(pid: int) -> bool:
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.02)
+                continue
+        return True
+    return False
+
+
+def test_signals_and_ends_go_through_the_client(server):
+    some = server(PROGRAM + WAIT)
+    client, rank = waiting(some)
+    client.send_signal(signal.SIGUSR1)
+    assert client.wait(20) == 75
+    client, rank = waiting(some)
+    os.kill(rank, signal.SIGKILL)
+    assert client.wait(20) == -signal.SIGKILL  # as the rank
+    client, rank = waiting(some)
+    client.kill()  # as a launcher does with the others of a failed job
+    assert gone(rank)
+    assert some.process.poll() is None
+
+
+def test_ranks_end_with_their_server_and_it_with_its_starter(server):
+    some = server(PROGRAM + WAIT)
+    client, rank = waiting(some)
+    some.process.kill()
+    assert client.wait(20) == 1
+    assert gone(rank)
+    other = subprocess.Popen(
+        ["sh", "-c", f"{sys.executable} {SERVER} {some.script} & read line"], cwd=ROOT, env=some.variables,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    some.name = other.stdout.readline().strip()
+    client, rank = waiting(some)
+    other.kill()
+    time.sleep(1.5)
+    assert Path(f"/proc/{rank}").exists()  # it has time to save
+    client.send_signal(signal.SIGUSR1)
+    assert client.wait(20) == 75
+    until = time.monotonic() + 20
+    while members(some.job) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert members(some.job) == []
+    other.communicate()
