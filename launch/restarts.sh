@@ -38,7 +38,8 @@ hosts_that_answer() { # sets answering (as for -H) and answering_slots; without 
 ask_to_stop() { # PID: Open MPI's mpirun (horovodrun over MPI becomes it) follows SIGTERM up with SIGKILL, but hands SIGUSR1 on
     local name='' signal=TERM
     { read -r name <"/proc/$1/comm"; } 2>/dev/null || :
-    [[ ! $name =~ ^(mpirun|orterun|prterun)$ ]] || signal=USR1
+    [[ ! $name =~ ^(mpirun|orterun|prterun)(_wrapper|\.real)?$ ]] || signal=USR1
+    stopped=1
     kill "-$signal" "$1" 2>/dev/null
 }
 
@@ -67,7 +68,7 @@ serve_imports() { # sets `started`: the program, whose ranks a fork server forks
 say() { printf '%s: %s\n' "${0##*/}" "$1" >&2; }
 
 run_again_and_again() { # OPTIONS...: those of this wrapper, without -np, -H, --restarts and --min-np
-    local tries=0 pause=1 code before after now_ranks=$ranks child where started
+    local tries=0 pause=1 code before after now_ranks=$ranks child where started stopped=0
     answering=$hosts
     # Open MPI ends the other ranks of a failed job with SIGCONT, SIGTERM and SIGKILL, this many seconds apart. They have
     # nothing left to do: without the dead one, no step can be finished. (PRTE: of Open MPI 5.)
@@ -83,8 +84,8 @@ run_again_and_again() { # OPTIONS...: those of this wrapper, without -np, -H, --
         # shellcheck disable=SC2064  # this child
         trap "ask_to_stop $child" TERM HUP
         # shellcheck disable=SC2064
-        trap "kill -USR1 $child 2>/dev/null" USR1
-        trap : INT # the terminal tells the child as well; what it ends with decides
+        trap "stopped=1; kill -USR1 $child 2>/dev/null" USR1
+        trap stopped=1 INT # the terminal tells the child as well; what it ends with decides
         while :; do
             code=0
             wait "$child" || code=$?
@@ -92,6 +93,7 @@ run_again_and_again() { # OPTIONS...: those of this wrapper, without -np, -H, --
         done
         trap - TERM HUP USR1 INT
         [[ ! $code =~ $final ]] || return "$code"
+        ((!stopped)) || { say "exit code $code; asked to stop: not started again" && return "$code"; }
         after=$(newest_checkpoint)
         ((tries < restarts)) || { say "exit code $code; giving up after $restarts restarts" && return "$code"; }
         if ((tries)) && [[ $before == "$after" ]]; then
