@@ -32,6 +32,7 @@ from hvdtrain.training.records import files
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
 FORMAT = 2
 PATIENCE_SECONDS = 600.0
+SPARE = 2  # of the newest: should one be damaged, the one before is nearly as new
 TEMPORARY = re.compile(r"\.step-\d{8,}\.safetensors\.\d+")
 
 
@@ -163,22 +164,27 @@ def find(path: Path, label: str, warn: Callable[[str], None]) -> tuple[dict, dic
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints and the one with the best evaluation (of equals the newest)."""
-    old = listed(directory)[keep:]
-    if not old:
+    """Remove checkpoints, but not the `keep` newest of those that were asked for, the SPARE newest of all, and the best.
+
+    keep: fewer than SPARE is the number of all. The best: by evaluation, of equals the newest.
+    """
+    found = listed(directory)
+    if len(found) <= min(keep, SPARE):
         return
-    best = best_of(directory)
-    for path in old:
-        if path != best:
+    facts = {path: read_facts(path) for path in found}
+    asked_for = [path for path in found if not facts[path].get("automatic")]
+    kept = {*found[: min(keep, SPARE)], *asked_for[:keep], best_of(facts)}
+    for path in found:
+        if path not in kept:
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
-def best_of(directory: Path) -> Path | None:
-    """Return the checkpoint with the best evaluation, by the metric and direction that it names; of equals the newest."""
+def best_of(facts: Mapping[Path, dict]) -> Path | None:
+    """Return the checkpoint with the best evaluation, by the metric and direction that it names; of equals the first."""
     best: tuple[float, Path] | None = None
-    for path in listed(directory):
-        score = read_facts(path).get("best")
+    for path, held in facts.items():
+        score = held.get("best")
         if not isinstance(score, dict):
             continue
         value = score.get("value")
@@ -201,12 +207,14 @@ def remove_temporaries(directory: Path) -> None:
 class Writer:
     """Writes snapshots in the background, one at a time; of those that wait, only the newest is written.
 
-    `done(path, error)` is called in the writer's thread after each, with None or the OSError that it failed with.
+    `done(path, error)` is called in the writer's thread after each, with None or the OSError that it failed with;
+    `processor` and `seconds` are then the CPU seconds and the seconds that this one took.
     """
 
     def __init__(self, directory: Path, keep: int, done: Callable[[Path, OSError | None], None]):
         self.directory, self.keep, self.done = directory, keep, done
         self.failed: OSError | None = None  # of the newest attempt
+        self.processor = self.seconds = 0.0
         self._waiting: tuple[dict, dict[str, Tensor]] | None = None
         self._condition = threading.Condition()
         self._busy = False
@@ -247,6 +255,7 @@ class Writer:
     def _write(self, facts: dict, tensors: dict[str, Tensor]) -> None:
         path = self.directory / name_of(facts["state"]["step"])
         self.failed = None
+        began, processor = time.monotonic(), time.thread_time()
         try:
             write(path, facts, tensors)
             prune(self.directory, self.keep)
@@ -254,6 +263,7 @@ class Writer:
             self.failed = error
         except Exception as error:  # whatever the library makes of it: this thread must not end in silence
             self.failed = OSError(repr(error))
+        self.seconds, self.processor = time.monotonic() - began, time.thread_time() - processor
         self.done(path, self.failed)
 
 

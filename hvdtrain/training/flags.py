@@ -151,14 +151,16 @@ def add_fault_tolerance(group: TrainingParser) -> None:
     """Checkpoints, restarts, and what ends a run (docs/surviving.md)."""
     group.add_argument(
         "--checkpoint-steps",
-        type=cli.positive_int,
-        help="also save a checkpoint every N steps, in addition to the end of each epoch (default: no)",
+        type=cli.count,
+        metavar="N",
+        help="save a checkpoint every N steps, in addition to the end of each epoch (default: as often as that takes at "
+        "most 1 %% of the time; of these, the newest two are kept; 0: only at the end of each epoch)",
     )
     group.add_argument(
         "--keep",
         type=cli.positive_int,
         default=3,
-        help="how many of the newest checkpoints to keep, besides the best (default: 3)",
+        help="how many of the newest checkpoints to keep, besides the best (default: 3; automatic ones do not count)",
     )
     group.add_argument(
         "--resume",

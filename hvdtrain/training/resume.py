@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import checkpoint, contents
+from hvdtrain.training.cadence import Cadence
 from hvdtrain.training.flags import Flags
 from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.state import Initial, Metric, TrainState
@@ -39,6 +40,7 @@ class Checkpoints:
         self.writes = flags.output_dir is not None
         self.directory: Path | None = flags.output_dir / "checkpoints" if self.writes else None
         self.initial = Initial(engine.size, flags.batch_size, flags.accumulate)
+        self.cadence = Cadence(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
         self.continues = False  # on rank 0: the run in --output-dir goes on, and so do its files
         self.facts: Facts | None = None  # of the checkpoint to continue, on every rank once `begin` was called
         self._config: Facts = {}
@@ -198,6 +200,8 @@ class Checkpoints:
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler
     ) -> None:
         """Fill models, optimizers and loss scaler on every rank from the checkpoint, if one is continued. A collective."""
+        trained = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
+        self.cadence.expect(3 * trained)  # with two values of the optimizer's for each, as Adam has
         if self.facts is None:
             return
         rows = torch.zeros(self.facts["buffers"], dtype=torch.float32)
@@ -244,8 +248,13 @@ class Checkpoints:
         optimizers: Sequence[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler,
         registered: Mapping[str, Any],
+        *,
+        automatic: bool = False,
     ) -> None:
-        """Take a snapshot and return; rank 0 writes it in the background. A collective."""
+        """Take a snapshot and return; rank 0 writes it in the background. A collective.
+
+        automatic: nobody asked for this one; the next of its kind replaces it.
+        """
         if not self.writes:
             return
         buffers = self.engine.all_gather(contents.flatten(models), "checkpoint.buffers")
@@ -255,6 +264,7 @@ class Checkpoints:
         facts |= {
             "format": checkpoint.FORMAT,
             "state": asdict(state),
+            "automatic": automatic,
             "best": self._score(state),
             "initial": self.initial._asdict(),
             "world_size": self.engine.size,
@@ -274,9 +284,11 @@ class Checkpoints:
         return None
 
     def _written(self, path: Path, error: OSError | None) -> None:
+        if self._writer is not None:
+            self.cadence.written(self._writer.processor, self._writer.seconds, failed=error is not None)
         if error is None:
-            self._last_good = path.name
-            self.telemetry.event("checkpoint", file=path.name, step=int(path.stem.removeprefix("step-")))
+            self._last_good, step = path.name, int(path.stem.removeprefix("step-"))
+            self.telemetry.event("checkpoint", file=path.name, step=step, cost_seconds=round(self.cadence.cost, 6))
             return
         last = f"the last good one is {self._last_good}" if self._last_good else "there is none before it"
         line = f"checkpoint {path} not written ({error.strerror or error}): training goes on; {last}"

@@ -271,20 +271,21 @@ class Run:
             clock.mark("reporting")
         self.journal.energy.keep()
         self.profile.step(state.step, clock)
-        stops = self.guard.should_stop(state)
-        every = self.flags.checkpoint_steps
-        if stops or (every is not None and state.step % every == 0):
+        stops = self.guard.should_stop(state, self.checkpoints.cadence.due())
+        automatic, every = self.guard.should_save(state), self.flags.checkpoint_steps
+        if stops or automatic or (every and state.step % every == 0):
             state.train_seconds += clock.lap()
-            self._save()
+            self._save(automatic=not stops and automatic)
             clock.mark("saving")
         if stops:
             raise Stopped
 
-    def _save(self) -> None:
-        prepared = self.prepared()
-        with self.guard.phase("checkpoint"):
-            self.guard.compare_replicas(self.state, prepared.models)  # no checkpoint of weights that one rank has alone
-            self.checkpoints.save(self.state, prepared.models, prepared.optimizers, prepared.scaler, self._registered)
+    def _save(self, *, automatic: bool = False) -> None:
+        what = self.prepared()
+        with self.guard.phase("checkpoint"), self.checkpoints.cadence.saving():
+            self.guard.compare_replicas(self.state, what.models)  # no checkpoint of weights that one rank has alone
+            parts = what.models, what.optimizers, what.scaler, self._registered
+            self.checkpoints.save(self.state, *parts, automatic=automatic)
 
     def _close_epoch(self) -> None:
         number = self.state.epoch + 1

@@ -1,6 +1,11 @@
 """The run object on every rank: means over unlike parts, two optimizers, parameters that some ranks do not use."""
 
 import contextlib
+import json
+import random
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from torch import nn
 from hvdtrain import training
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.training.cadence import Cadence
 from hvdtrain.training.start import started
 from hvdtrain.training.state import Metric
 
@@ -177,3 +183,34 @@ def test_the_rank_of_a_gradient_that_is_not_finite_is_named_on_all(engine):
                     bad = step.number == 2 and run.rank == run.size - 1
                     step.backward(model(x * float("nan") if bad else x).mean())
                 step.update()
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatch):
+    """Rank 0 alone draws lots. Saving is a collective: if ranks did not agree on the step, they would hang."""
+    if not connected:
+        monkeypatch.setattr("hvdtrain.training.resilience.watchdog.listen", lambda hosts: ([], None))
+    chance = random.Random(7)
+    ends, saved = [], []
+    for due in (lambda: False, lambda: engine.rank == 0 and chance.random() < 0.4):
+        monkeypatch.setattr(Cadence, "due", lambda self, due=due: due())
+        directory = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None, "directory")
+        try:
+            with a_run(engine, "--output-dir", directory, epochs=8) as run:
+                torch.manual_seed(5)
+                net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+                model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+                for _ in run.epochs(8):
+                    for step in run.steps(X, Y):
+                        for x, y in step.batches():
+                            step.backward(F.mse_loss(model(x), y))
+                        step.update()
+            ends.append([p.tolist() for p in net.parameters()])
+            lines = Path(directory, "metrics.jsonl").read_text().splitlines()
+            saved.append(sum(json.loads(line)["event"] == "checkpoint" for line in lines))
+        finally:
+            engine.barrier()
+            if engine.rank == 0:
+                shutil.rmtree(directory)
+    assert ends[0] == ends[1]
+    assert saved[1] > saved[0] or engine.rank != 0

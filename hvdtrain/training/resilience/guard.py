@@ -167,16 +167,44 @@ class Guard:
             f"{said}: first in {names[first]}, {since}: start again from a checkpoint; check that host's memory"
         )
 
-    def should_stop(self, state: TrainState) -> bool:
-        """Tell, on all ranks, whether to save and leave after this step. Call it after every step."""
+    def should_stop(self, state: TrainState, due: bool = False) -> bool:
+        """Tell, on all ranks alike, whether to save and leave after this step. Call it after every step.
+
+        due: on rank 0, whether it is time for a checkpoint: `should_save` tells when.
+        """
         watchdog = self._watchdog
         watchdog.finish_step(state.step)
+        self._agree_to_save(state.step, due)
         if watchdog.off and watchdog.stop_at is None:
-            if self.engine.sum(torch.tensor([float(watchdog.stop_reason is not None)]), "guard.stop").item():
+            asked = torch.tensor([float(watchdog.stop_reason is not None), float(due and self.engine.rank == 0)])
+            stop, save = self.engine.sum(asked, "guard.stop").tolist()
+            if stop:
                 watchdog.stop_at = state.step
+            if save:
+                watchdog.save_at = state.step
         elif self.engine.rank == 0 and watchdog.stop_reason and watchdog.stop_at is None:
             watchdog.announce_stop(state.step + (self.engine.size > 1))
         return watchdog.stop_at is not None and state.step >= watchdog.stop_at
+
+    def _agree_to_save(self, step: int, due: bool) -> None:
+        """Nobody waits where a message arrives within a step: rank 0 tells when to save one step before that one begins."""
+        watchdog = self._watchdog
+        if self.engine.size == 1 and due:
+            watchdog.save_at = step
+        if self.engine.size == 1 or self.engine.rank != 0 or watchdog.off:
+            return
+        if watchdog.save_at == step + 1:
+            watchdog.confirm_save()
+        elif due and watchdog.save_at is None:
+            watchdog.propose_save(step + 2)
+
+    def should_save(self, state: TrainState) -> bool:
+        """Tell, on all ranks alike, whether to save after this step. Call it once after every step, after `should_stop`."""
+        at = self._watchdog.save_at
+        if at is None or state.step < at:
+            return False
+        self._watchdog.save_at = None
+        return True
 
     def leave(self, state: TrainState, checkpoints: Checkpoints) -> int:
         """Return the exit code once the checkpoint is on the disk. Raises Failure where it cannot be written."""

@@ -85,6 +85,9 @@ class Monitor:
         self.launchers: list[processes.Process] = []  # whose end is missed
         self.each_look: Callable[[], None] = lambda: None
         self.frames: Frames = package_frames
+        self.save_at: int | None = None  # the step after which all save a checkpoint
+        self._know_of_saving: set[int] = set()
+        self._all_know_of_saving = threading.Event()
         self._acknowledged: set[int] = set()
         self._all_acknowledged = threading.Event()
         self._announces = False
@@ -128,6 +131,23 @@ class Monitor:
         if self.channels:
             self._all_acknowledged.wait()  # a rank that cannot answer ends us all: see `_look`
         self.stop_at, self._announces = step, False
+
+    def propose_save(self, step: int) -> None:
+        """On rank 0, before it takes part in `step`: tell all ranks to save after it; `confirm_save` follows.
+
+        `save_at` is taken back by the main thread, on every rank before that of rank 0 goes on: saving is a collective.
+        """
+        self._know_of_saving.clear()
+        self._all_know_of_saving.clear()
+        self.save_at = step
+        self.send_all(save_at=step)
+
+    def confirm_save(self) -> None:
+        """On rank 0, before it takes part in the step `save_at`: return once each rank knows of it."""
+        if self.channels and not self._all_know_of_saving.is_set():
+            self._announces = True
+            self._all_know_of_saving.wait()
+            self._announces = False
 
     def close(self, failure: str | None = None) -> None:
         """Disconnect from the others, with what went wrong here if this rank leaves them alone."""
@@ -214,6 +234,13 @@ class Monitor:
                 self._acknowledged.add(rank)
                 if len(self._acknowledged) == len(self.peers) - 1:
                     self._all_acknowledged.set()
+            if "save_at" in message:
+                self.save_at = message["save_at"]
+                channel.send(saves=True)
+            if "saves" in message:
+                self._know_of_saving.add(rank)
+                if len(self._know_of_saving) == len(self.peers) - 1:
+                    self._all_know_of_saving.set()
             if "failed" in message:
                 self.gone[rank] = time.monotonic(), f"failed: {message['failed']}"
             if "verdict" in message or "leave" in message:
@@ -298,7 +325,7 @@ class Monitor:
         ours = ours or stack
         at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}, {ours[-1].name}" if ours else "nowhere"
         phase, limit = self.progress.phase, step_limit(self.step_timeout, self._longest)
-        waits_in = "the other ranks to agree on the step to stop at" if self._announces else self.waits_in()
+        waits_in = "the others' word that they know when to stop or to save" if self._announces else self.waits_in()
         stalled = 0.0 if self.progress.moves != self._seen else self._stalled
         report = Report(
             self.progress.step, phase.name, phase_limit(phase, limit), stalled, self._starvation.seconds(), waits_in, at

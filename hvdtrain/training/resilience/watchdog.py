@@ -119,6 +119,21 @@ class Watchdog:
     def stop_at(self, step: int) -> None:
         self._monitor.stop_at = step
 
+    @property
+    def save_at(self) -> int | None:
+        """The step after which all save a checkpoint."""
+        return self._monitor.save_at
+
+    @save_at.setter
+    def save_at(self, step: int | None) -> None:
+        self._monitor.save_at = step
+
+    def propose_save(self, step: int) -> None:
+        self._monitor.propose_save(step)
+
+    def confirm_save(self) -> None:
+        self._monitor.confirm_save()
+
     def host(self, rank: int) -> str:
         return self._monitor.peers[rank].host
 

@@ -165,6 +165,22 @@ def test_prune_keeps_the_newest_and_the_best(direction, sign, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name_of(step) for step in (2, 6, 7)]
 
 
+@pytest.mark.parametrize(
+    ("automatic", "keep", "left"),
+    [
+        ({3, 5, 6, 7}, 2, [2, 4, 6, 7]),  # the two newest that were asked for, and two spare ones
+        ({1, 2, 3, 4, 5, 6}, 3, [6, 7]),
+        ({6, 7}, 1, [5, 7]),
+        (set(), 1, [7]),
+    ],
+)
+def test_automatic_checkpoints_do_not_displace_others(automatic, keep, left, tmp_path):
+    for step in range(1, 8):
+        checkpoint.write(tmp_path / checkpoint.name_of(step), {**FACTS, "automatic": step in automatic}, TENSORS)
+        checkpoint.prune(tmp_path, keep)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name_of(step) for step in left]
+
+
 CALLS = ["open", "write", "fsync", "replace", "directory"]
 
 

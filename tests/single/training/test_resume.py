@@ -15,6 +15,7 @@ from hvdtrain import imagenet, mnist, training
 from hvdtrain.data.loading import Plan
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import checkpoint
+from hvdtrain.training.cadence import Cadence
 from hvdtrain.training.resilience.guard import Guard
 
 
@@ -64,6 +65,20 @@ def test_keep_keeps_so_many_and_the_best(finished):
     assert names[:2] == [checkpoint.name_of(4), checkpoint.name_of(3)]
     first, second = (line["accuracy"] for line in events(finished, "evaluate"))
     assert names[2:] == ([checkpoint.name_of(2)] if first > second else [])
+
+
+def test_without_a_number_of_steps_checkpoints_are_saved_by_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(Cadence, "interval", 0.0)
+    saved = {}
+    for flags in ("", "--checkpoint-steps 0"):
+        directory = tmp_path / f"out{len(flags)}"
+        assert alone(directory, f"--batch-size 16 {flags}") == 0
+        saved[flags] = {line["step"] for line in events(directory, "checkpoint")}
+        facts = checkpoint.read(checkpoint.listed(directory / "checkpoints")[0])[0]
+        assert not facts["automatic"]  # the last epoch's
+    assert saved["--checkpoint-steps 0"] <= {8, 16}
+    assert len(saved[""]) > 3
+    assert results(tmp_path / "out0") == results(tmp_path / "out20")
 
 
 def test_another_configuration_is_refused_with_the_flags_named(copy):

@@ -197,6 +197,32 @@ def test_rank_0_does_not_answer(job, capfd):
     some.ranks[0]._closing = True
 
 
+def test_all_ranks_save_after_the_same_step(job):
+    """Rank 0 says which, two steps ahead; here it is far ahead of the others otherwise, as long as nothing is announced."""
+    some = job(5, step_timeout=60.0)
+    hub, *others = some.ranks
+    for step in (3, 7, 8):
+        assert [rank.save_at for rank in some.ranks] == [None] * 5
+        hub.propose_save(step)
+        hub.confirm_save()
+        assert [rank.save_at for rank in some.ranks] == [step] * 5
+        for rank in [*others, hub]:
+            rank.save_at = None
+
+
+def test_a_rank_that_never_learns_when_to_save_is_named(job):
+    some = job(3)
+    for rank in some.ranks:
+        rank.train()
+    wait_in(some.ranks)
+    some.ranks[1]._receive = lambda *_: time.sleep(1e4)
+    some.ranks[0].propose_save(3)
+    threading.Thread(target=some.ranks[0].confirm_save, daemon=True).start()
+    some.wait_until(lambda: some.ranks[0].code == 1)
+    assert some.ranks[0].said[0].startswith("rank 1 on h0 does not answer")
+    some.ranks[1]._closing = True
+
+
 def test_a_rank_that_dies_ends_the_job(job):
     some = job(3, step_timeout=60.0)
     some.ranks[2].channels[0].socket.shutdown(socket.SHUT_RDWR)
