@@ -14,6 +14,7 @@ if ((restarts)) && [[ ${DRY_RUN:-0} == 0 ]]; then
     exit
 fi
 
+[[ -w /dev/shm || ${DRY_RUN:-0} != 0 ]] || refuse "/dev/shm cannot be written (read-only or absent): mount it, or use mpirun.sh"
 command=(horovodrun -np "$ranks")
 [[ -z $hosts ]] || command+=(-H "$hosts")
 asked=$transport

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.models.tensor_files import refuse_large_header, require_file
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -14,9 +15,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises UserError where the file cannot be read, holds anything but tensors, or does not fit the model.
     """
     try:
+        require_file(path)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
+            refuse_large_header(path)
             state = load_file(path)
         else:
             # weights_only: a pickle could run code (CVE-2025-32434 is fixed in torch 2.6).

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.models.tensor_files import refuse_large_header
 from hvdtrain.training import contents
 from hvdtrain.training.records import files
 
@@ -81,13 +82,12 @@ def sync_directory(directory: Path) -> None:
 def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """Return the facts and the tensors (on the CPU). Raises Damaged, or OSError where the file cannot be read.
 
-    Memory stays near the file's size: safetensors refuses a header over 100 MB, and tensors that do not fill the file.
+    Memory stays near the file's size: safetensors refuses tensors that do not fill the file, and we too many of them.
     """
     import safetensors
 
-    with path.open("rb"):  # the system's own message for what cannot be opened
-        pass
     try:
+        refuse_large_header(path)
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -95,7 +95,7 @@ def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
         if digest(text, tensors) != metadata["sha256"]:
             raise Damaged("its checksum does not match its content")
         facts = json.loads(text)
-    except Damaged:
+    except (Damaged, OSError):
         raise
     except KeyError as error:
         raise Damaged(f"it has no {error} in its header") from error
@@ -111,6 +111,7 @@ def read_facts(path: Path) -> dict:
     import safetensors
 
     try:
+        refuse_large_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})["facts"])
     except Exception:

@@ -125,6 +125,20 @@ def test_jpegs_are_decoded_without_pillow(name, monkeypatch):
     assert loading.decode(JPEGS[name]).shape == (3, 30, 40)
 
 
+def test_a_larger_image_is_decoded_at_a_fraction_of_its_size(monkeypatch):
+    """In place of 144 megapixels, 36: the crop is scaled to 224 pixels anyway."""
+    whole = loading.decode(JPEGS["colour"])
+    for limit, size in ((1200, (3, 30, 40)), (1199, (3, 15, 20)), (299, (3, 8, 10)), (79, (3, 4, 5))):
+        monkeypatch.setattr(loading, "LARGEST_IMAGE", limit)
+        image = loading.decode(JPEGS["colour"])
+        assert image.shape == size
+        assert abs(image.float().mean() - whole.float().mean()) < 8
+    for limit, content in ((19, JPEGS["colour"]), (1199, jpeg(kind="PNG"))):
+        monkeypatch.setattr(loading, "LARGEST_IMAGE", limit)
+        with pytest.raises(ValueError, match=r"0 megapixels in (JPEG|PNG): at most 0: make it smaller"):
+            loading.decode(content)
+
+
 def test_an_image_that_would_fill_the_memory_is_refused(monkeypatch):
     """Pillow's limit holds, whoever decodes: a file of some bytes may say that it has 65,500 x 65,500 pixels."""
     content = bytearray(jpeg())
