@@ -48,6 +48,15 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/pro
     return quota
 
 
+def seconds_without_core(tasks: Path = Path("/proc/self/task")) -> float:
+    """Return for how long the main thread of this process has been ready to run and had no core, so far; 0 where the kernel
+    does not count it (`schedstat`: nanoseconds on a core, nanoseconds waiting for one, turns)."""
+    try:
+        return int((tasks / str(os.getpid()) / "schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def _prefixes(path: str) -> list[str]:
     parts = [part for part in path.split("/") if part]
     return ["/".join(parts[: depth + 1]) for depth in range(len(parts))]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hvdtrain.engines.base import Engine
+from hvdtrain.engines.cores import seconds_without_core
 
 
 class RankTimes(NamedTuple):
@@ -19,6 +20,7 @@ class RankTimes(NamedTuple):
     elapsed: float
     resident_bytes: int
     cuda_bytes: int
+    without_core: float = 0.0  # of these seconds, those in which the main thread was ready to run and had no core
 
 
 class Window(NamedTuple):
@@ -49,6 +51,7 @@ class Clock:
         self._window_began = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
         self._steps = self._samples = self._local_samples = 0
+        self._without_core = seconds_without_core()
 
     def mark(self, phase: str, at: float | None = None) -> None:
         """Book the time up to `at` (`time.perf_counter`; default now) on `phase`."""
@@ -85,20 +88,21 @@ class Clock:
         return self._began - began
 
     def measure(self, engine: Engine) -> Window:
-        """Return what happened on all ranks since the last call. A collective: 48 bytes from each rank."""
+        """Return what happened on all ranks since the last call. A collective: 56 bytes from each rank."""
         cuda = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else 0
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         steps, phases = self._steps, [self._seconds[phase] for phase in self.PHASES]
         mine = [*phases, time.perf_counter() - self._window_began, resident, cuda]
+        mine.append(seconds_without_core() - self._without_core)
         rows = engine.all_gather(torch.tensor(mine, dtype=torch.float64), "measure").tolist()
-        ranks = [RankTimes(row[0], row[1], row[2], row[3], int(row[4]), int(row[5])) for row in rows]
+        ranks = [RankTimes(row[0], row[1], row[2], row[3], int(row[4]), int(row[5]), row[6]) for row in rows]
         self.totals = added(self.totals, ranks)
         share = {f"{phase}_share": value for phase, value in shares(ranks).items()}
         return Window(steps, ranks, self.rates() | share)
 
     def per_rank(self) -> dict[str, list[float]]:
         """Return, by quantity, a list over ranks: all that `measure` has seen of this clock."""
-        names = {field: f"{field}_seconds" for field in (*self.PHASES, "elapsed")}
+        names = {field: f"{field}_seconds" for field in (*self.PHASES, "elapsed", "without_core")}
         return {names.get(f, f): [round(getattr(rank, f), 6) for rank in self.totals] for f in RankTimes._fields}
 
 
@@ -112,7 +116,7 @@ def added(before: list[RankTimes], since: list[RankTimes]) -> list[RankTimes]:
     """Return the seconds of both windows, rank by rank, and the memory held at the later."""
     if not before:
         return since
-    seconds = ("loading", "compute", "communication", "elapsed")
+    seconds = ("loading", "compute", "communication", "elapsed", "without_core")
     return [
         new._replace(**{name: getattr(old, name) + getattr(new, name) for name in seconds})
         for old, new in zip(before, since, strict=True)

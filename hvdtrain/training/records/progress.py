@@ -22,6 +22,7 @@ SLOWER = 0.1  # ranks that differ by more than this share in compute time are wo
 ENOUGH_STEPS, ENOUGH_SECONDS = 20, 5.0  # before a hint; the first window, which starts everything up, left out
 LATELY_STEPS, LATELY_SECONDS = 10, 1.0  # in one window, before a rank is called slow
 TOO_MUCH = {"loading": 0.3, "communication": 0.4}  # shares of the time from which on a hint is given
+WITHOUT_CORE = 0.25  # share of the time in which ranks wait for a core: then that is the reason for all else
 
 
 def slowest(ranks: list[RankTimes]) -> tuple[int, float] | None:
@@ -43,6 +44,8 @@ def remedies(config: Mapping[str, object], hosts: int, device: str) -> dict[str,
     # Within a host, casting costs more than it saves (docs/results.md), unless a GPU does it.
     casting_pays = hosts > 1 or device == "cuda"
     fp16 = "--compression fp16 or " if casting_pays and config.get("compression") == "none" else ""
+    threads = "" if config.get("threads") == 1 or device != "cpu" else "--threads 1, "
+    found["cores"] = f"try {threads}fewer ranks, or another host"
     found["communication"] = f"try {fp16}a larger --batch-size"
     return found
 
@@ -52,6 +55,10 @@ def hint(ranks: list[RankTimes], steps: int, remedies: Mapping[str, str]) -> tup
     little was measured to know."""
     if steps < ENOUGH_STEPS or ranks[0].elapsed < ENOUGH_SECONDS:
         return None
+    waited = sum(rank.without_core for rank in ranks) / sum(rank.elapsed for rank in ranks)
+    if waited > WITHOUT_CORE and "cores" in remedies:
+        said = f"ranks waited for a core {waited:.0%} of the time: more computes on this host than it has cores"
+        return "cores", f"{said}: {remedies['cores']}"
     share = shares(ranks)
     over = {phase: share[phase] - limit for phase, limit in TOO_MUCH.items() if share[phase] > limit}
     over = {phase: excess for phase, excess in over.items() if phase in remedies}

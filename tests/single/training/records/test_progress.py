@@ -12,6 +12,7 @@ from hvdtrain.engines.base import Setting
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.training.records import progress as display
 from hvdtrain.training.records import terminal
+from hvdtrain.engines.cores import seconds_without_core
 from hvdtrain.training.records.clock import Clock, RankTimes, Window, added, shares
 from hvdtrain.training.records.progress import Display, TimeLeft, hint, line, remedies, slowest
 from hvdtrain.training.records.telemetry import Telemetry, automatic
@@ -225,7 +226,7 @@ class Pair(SerialEngine):
     """Two ranks, of which the other one reports the same and 100 bytes more."""
 
     def all_gather(self, tensor, name):
-        return torch.stack([tensor, tensor + torch.tensor([0, 0, 0, 0, 100.0, 0], dtype=tensor.dtype)])
+        return torch.stack([tensor, tensor + torch.tensor([0, 0, 0, 0, 100.0, 0, 0], dtype=tensor.dtype)])
 
 
 def test_the_clock_measures_all_ranks():
@@ -248,8 +249,25 @@ def test_the_clock_measures_all_ranks():
     assert clock.per_rank()["compute_seconds"] == pytest.approx([6, 6])
     assert set(clock.per_rank()) == {
         *("loading_seconds", "compute_seconds", "communication_seconds", "elapsed_seconds"),
-        *("resident_bytes", "cuda_bytes"),
+        *("resident_bytes", "cuda_bytes", "without_core_seconds"),
     }
+
+
+def test_ranks_that_wait_for_cores_are_told_so_before_anything_else():
+    waits = [rank(0, 4, 6)._replace(without_core=3.0), rank(0, 4, 6)._replace(without_core=2.1)]
+    both = REMEDIES | remedies({"threads": None}, 1, "cpu")
+    said = "ranks waited for a core 26% of the time: more computes on this host than it has cores"
+    assert hint(waits, 100, both) == ("cores", f"{said}: try --threads 1, fewer ranks, or another host")
+    assert hint(waits, 100, remedies({"threads": 1}, 1, "cpu"))[1] == f"{said}: try fewer ranks, or another host"
+    waits[1] = waits[1]._replace(without_core=1.9)
+    assert hint(waits, 100, both)[0] == "communication"
+
+
+def test_seconds_without_a_core_are_read_from_the_kernel(tmp_path):
+    assert seconds_without_core(tmp_path) == 0.0
+    (tmp_path / str(os.getpid())).mkdir()
+    (tmp_path / str(os.getpid()) / "schedstat").write_text("5000000000 2500000000 7\n")
+    assert seconds_without_core(tmp_path) == 2.5
 
 
 def test_what_is_left_out_counts_for_nothing():
