@@ -26,7 +26,7 @@ hosts_that_answer() { # sets answering (as for -H) and answering_slots; without 
     for entry in ${hosts//,/ }; do
         name=${entry%%:*}
         if [[ $name =~ ^(localhost|127\.0\.0\.1)$ || $name == "${HOSTNAME:-}" ]] ||
-            ssh -o BatchMode=yes -o ConnectTimeout=5 "$name" true </dev/null >/dev/null 2>&1; then
+            timeout -k 1 20 ssh -o BatchMode=yes -o ConnectTimeout=5 "$name" true </dev/null >/dev/null 2>&1; then
             answering+=${answering:+,}$entry
             if [[ $entry == *:* ]]; then ((answering_slots += ${entry##*:})); else ((answering_slots += 1)); fi
         else

@@ -14,6 +14,7 @@ from hvdtrain.training.inputs import seed_generators
 from hvdtrain.training.records.profiling import Profile
 from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.resilience.guard import Guard, Stopped
+from hvdtrain.training.resilience.starting import limited_start
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
 from hvdtrain.training.state import Metric, metrics_of
@@ -31,12 +32,13 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
         raise UserError("training.start() takes what training.parser(...).parse() returned", everywhere=True)
     directions = metrics_of({"loss": "min"} if metrics is None else dict(metrics))
     tuning, timeline = flags.tuning == "auto", flags.profile is not None
-    with (
-        start_engine(
-            flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline
-        ) as engine,
-        started(engine, flags, directions) as run,
-    ):
+    with contextlib.ExitStack() as stack:
+        with limited_start(flags.step_timeout) as starting:  # from then on the ranks watch each other
+            engine = start_engine(
+                flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline
+            )
+            starting.engine = stack.enter_context(engine)
+            run = stack.enter_context(started(engine, flags, directions))
         yield run
 
 

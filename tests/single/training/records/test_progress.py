@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hvdtrain.engines.base import Setting
+from hvdtrain.engines.cores import seconds_without_core
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.training.records import progress as display
 from hvdtrain.training.records import terminal
-from hvdtrain.engines.cores import seconds_without_core
 from hvdtrain.training.records.clock import Clock, RankTimes, Window, added, shares
 from hvdtrain.training.records.progress import Display, TimeLeft, hint, line, remedies, slowest
 from hvdtrain.training.records.telemetry import Telemetry, automatic
