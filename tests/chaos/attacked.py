@@ -13,7 +13,9 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,9 +23,10 @@ import torch
 
 from hvdtrain import mnist, training
 from hvdtrain.data import loading
-from hvdtrain.engines import exit_codes, launchers
+from hvdtrain.engines import exit_codes, launchers, processes
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.training import checkpoint, resume
+from hvdtrain.training.resilience import watchdog
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
 TAKEN = os.environ.get("TAKEN")
@@ -32,12 +35,31 @@ ATTEMPT = os.environ.get("ATTEMPT", "0")  # higher in later jobs
 RANK = launchers.announced().rank
 SIGNALS = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT, usr1=signal.SIGUSR1,
                segv=signal.SIGSEGV)  # fmt: skip
+SLOW_SECONDS = 8.0  # longer than the --step-timeout of attacked runs
+STRANGERS, STRANGER_SECONDS = 30, 20.0
 reached = 0
 
 
 def spin() -> None:
     while True:
         pass
+
+
+def kill_launcher() -> None:
+    named = [process for process in processes.launchers() if process.name != "process"]
+    os.kill(named[0].pid, signal.SIGKILL)
+
+
+def strangers(port: int) -> None:
+    """In a thread: connect many times, and send a byte now and then, as a scanner of ports might."""
+    until = time.monotonic() + STRANGER_SECONDS
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        open_ones = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 5)) for _ in range(STRANGERS)]
+        while time.monotonic() < until:
+            for one in open_ones:
+                with contextlib.suppress(OSError):
+                    one.send(b"x")
+            time.sleep(0.5)
 
 
 def come_to(point: str) -> bool:
@@ -61,6 +83,10 @@ def come_to(point: str) -> bool:
         import ctypes
 
         ctypes.PyDLL(None).sleep(10_000)
+    elif kind == "slow":
+        time.sleep(SLOW_SECONDS)
+    elif kind == "launcher":
+        kill_launcher()
     elif kind == "full":
         raise OSError(28, "No space left on device")
     return True
@@ -81,6 +107,7 @@ before(training, "start", "start")
 before(HorovodEngine, "broadcast_model", "broadcast")
 before(torch.Tensor, "backward", "backward")
 before(training.Run, "evaluating", "evaluate")
+before(training.Run, "_go_on_evaluating", "evaluating")
 before(resume.Checkpoints, "save", "snapshot")
 before(resume.Checkpoints, "restore", "restore")
 before(checkpoint, "digest", "digest")
@@ -139,6 +166,19 @@ def logged(self: loading.Plan, number: int):
         yield step
 
 
+real_listen = watchdog.listen
+
+
+def listen(hosts: list[str]):
+    listeners, where = real_listen(hosts)
+    if come_to("listen"):
+        for _, port in where.values():
+            threading.Thread(target=strangers, args=(port,), daemon=True).start()
+        time.sleep(0.5)  # they come first
+    return listeners, where
+
+
+watchdog.listen = listen
 os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch = fsync, replace, scaled, epoch
 HorovodEngine.stepping = stepping
 if __name__ == "__main__":  # an input worker imports this file, too

@@ -3,6 +3,7 @@
 make chaos                                                    20 attacks, 1,000 damaged checkpoints, 4 -> 3 -> 2 -> 4 ranks
 make chaos CHAOS="--attacks 200 --seed 7"
 make chaos CHAOS="--attacks 30 --kinds stop,spin,sleep"       ranks that hang
+make chaos CHAOS="--attacks 30 --kinds slow,stranger,launcher"    what must not end a run, and a launcher that is killed
 make chaos CHAOS="--attacks 30 --launchers starter"           ranks that one process has forked
 make chaos CHAOS="--attacks 50 --programs imagenet,augment"   on shards, and a user's own program, with input workers
 make chaos CHAOS="--attacks 0 --schedule ''"                  only the checkpoints: seconds
@@ -30,8 +31,11 @@ TRAINING = {"load": 16, "backward": 16, "allreduce": 16, "update": 16, "evaluate
 WRITING = {"digest": 7, "fsync": 7, "half": 7, "rename": 7, "directory": 7, "prune": 7}  # rank 0's alone
 STARTING = {"start": 1, "broadcast": 1, "restore": 1}
 HANGS = ("stop", "spin", "sleep")
+SLOW = {"backward": 1, "evaluating": 2, "snapshot": 7}  # what may take longer than a step: the first one, and these
+HARMLESS = ("slow", "stranger")  # the run goes on as if nothing had been
 # How often each is drawn.
 KINDS = {"kill": 4, "segv": 2, "raise": 2, "stop": 2, "spin": 1, "sleep": 1, "term": 2, "full": 1}
+KINDS |= {"slow": 1, "stranger": 1, "launcher": 1}
 LAUNCHED = {"mpirun": 2, "gloo": 1, "horovodrun": 1, "starter": 2}  # how often each is drawn
 # Who has the same bits as whom: MPI and Gloo sum three numbers in different orders.
 TRANSPORTS = {"mpirun": "mpirun", "horovodrun": "mpirun", "gloo": "gloo", "starter": "gloo"}
@@ -44,7 +48,12 @@ def draw(chance: random.Random, kinds: Sequence[str], ranks: int, program: Progr
     kind = chance.choices(kinds, [KINDS[kind] for kind in kinds])[0]
     if kind == "full":
         points, rank = {"fsync": 7, "half": 7, "rename": 7, "directory": 7}, 0
-    elif kind in HANGS or kind == "term":  # a hang before the first step is given ten minutes
+    elif kind == "stranger":
+        points, rank = {"listen": 1}, 0
+    elif kind == "slow":
+        slow = {point: visits for point, visits in SLOW.items() if point != "evaluating" or "evaluate" in training}
+        points, rank = slow, chance.randrange(ranks)
+    elif kind in (*HANGS, "launcher"):  # a hang before the first step is given ten minutes
         points, rank = training, chance.randrange(ranks)
     else:
         points = chance.choice((training, STARTING, STARTING) if restarted else (training, training, WRITING, STARTING))
@@ -123,6 +132,9 @@ def strike(
         ended, left = time.time(), left + done.left_behind
         if done.code == 0:
             break
+        if attack is not None and attack["kind"] in HARMLESS:
+            tail = " ".join((done.stderr or done.stdout).split())[-200:]
+            return Outcome(kind, label, False, False, note=f"false alarm: {tail}", program=program.name)
         struck = struck_at(directory)
         if struck is None:
             tail = " ".join((done.stderr or done.stdout).split())[-200:]
@@ -140,6 +152,10 @@ def strike(
     lost, repeated = tally(directory, EPOCHS, program.samples)
     temporary = [path for path in (directory / "checkpoints").iterdir() if path.name.startswith(".")]
     segments = shared_memory() - shared
+    if any(
+        attack["kind"] == "launcher" for attack in attacks
+    ):  # mpirun's own, which it cannot remove once it is killed
+        segments = {name for name in segments if not name.startswith(("ompi.", "vader_segment."))}
     leftovers = left + len(temporary) + len(segments)
     note = f"left behind: {left} processes, {temporary}, {segments}" if leftovers else ""
     return Outcome(
