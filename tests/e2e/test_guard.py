@@ -225,3 +225,17 @@ def test_ranks_with_different_flags_are_refused():
     assert (
         "ranks 0 and 1 have different flags (--lr 0.1 and 0.2): start every rank with the same command" in done.stderr
     )
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_to_the_start_ends_the_job():
+    body = "import sys, time; from hvdtrain import mnist; from hvdtrain.engines import launchers; "
+    body += "from hvdtrain.engines.exit_codes import run; from hvdtrain.training.resilience import starting; "
+    body += "starting.SAY_SECONDS = 1.0; starting.PHASE_SECONDS['start-up'] = 3.0; "
+    body += "launchers.announced().rank and time.sleep(1000); run(mnist.main)"
+    start = LAUNCHERS["mpirun"].format(ranks=2)
+    done = launch(f'{start} {PYTHON} -c "{body}" --dataset digits --no-progress', timeout=120)
+    assert done.code == 1, done
+    said = r"rank 0 on .* waits for the other ranks to start the engine, at horovod.py:\d+, __init__"
+    assert re.search(rf"warning: {said}, since 1 s", done.stderr), done
+    assert re.search(rf"hvdtrain: error: {said}; start-up was not over after 3 s", done.stderr), done

@@ -196,11 +196,11 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
         monkeypatch.setattr(Cadence, "due", lambda self, due=due: due())
         directory = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None, "directory")
         try:
-            with a_run(engine, "--output-dir", directory, epochs=8) as run:
+            with a_run(engine, "--output-dir", directory, epochs=3) as run:
                 torch.manual_seed(5)
                 net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
                 model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-                for _ in run.epochs(8):
+                for _ in run.epochs(3):
                     for step in run.steps(X, Y):
                         for x, y in step.batches():
                             step.backward(F.mse_loss(model(x), y))
