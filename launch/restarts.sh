@@ -38,7 +38,7 @@ hosts_that_answer() { # sets answering (as for -H) and answering_slots; without 
 ask_to_stop() { # PID: Open MPI's mpirun (horovodrun over MPI becomes it) follows SIGTERM up with SIGKILL, but hands SIGUSR1 on
     local name='' signal=TERM
     { read -r name <"/proc/$1/comm"; } 2>/dev/null || :
-    [[ ! $name =~ ^(mpirun|orterun|prterun)(_wrapper|\.real)?$ ]] || signal=USR1
+    [[ ! $name =~ ^(mpirun|orterun|prterun)(_wrapper|\.real)?$ ]] || ((stopped)) || signal=USR1 # asked again: at once
     stopped=1
     kill "-$signal" "$1" 2>/dev/null
 }
@@ -57,7 +57,7 @@ serve_imports() { # sets `started`: the program, whose ranks a fork server forks
     for name in "${dropped[@]}"; do dropped_here+=(-u "$name"); done
     exec {answers}< <(exec env "${dropped_here[@]}" "${program[0]}" -m hvdtrain.engines.forking.server "${program[@]:1}" 2>/dev/null)
     # shellcheck disable=SC2064  # this process
-    trap "kill $! 2>/dev/null" EXIT
+    trap "kill $! 2>/dev/null || :" EXIT
     if read -r -t 20 name <&"$answers"; then
         export HVDTRAIN_FORK_SERVER=$name
         started=("${program[0]}" -m hvdtrain.engines.forking.client "${program[@]:1}")
@@ -79,13 +79,13 @@ run_again_and_again() { # OPTIONS...: those of this wrapper, without -np, -H, --
         where=()
         [[ -z $answering ]] || where=(-H "$answering")
         before=$(newest_checkpoint)
-        "$0" "$@" -np "$now_ranks" "${where[@]}" -- "${started[@]}" &
+        # In a session of its own: Ctrl-C reaches this shell alone, which asks as for SIGTERM.
+        setsid "$0" "$@" -np "$now_ranks" "${where[@]}" -- "${started[@]}" &
         child=$!
         # shellcheck disable=SC2064  # this child
-        trap "ask_to_stop $child" TERM HUP
+        trap "ask_to_stop $child" TERM HUP INT
         # shellcheck disable=SC2064
         trap "stopped=1; kill -USR1 $child 2>/dev/null" USR1
-        trap stopped=1 INT # the terminal tells the child as well; what it ends with decides
         while :; do
             code=0
             wait "$child" || code=$?

@@ -41,7 +41,9 @@ sys.exit(int(code))
 
 
 def ends(tmp_path, *how: str, restarts: int = 3):
-    program = [sys.executable, "-c", PROGRAM, "--output-dir", str(tmp_path / "out"), *how]
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "program.py").write_text(PROGRAM)  # it does not import hvdtrain: no fork server
+    program = [sys.executable, str(tmp_path / "program.py"), "--output-dir", str(tmp_path / "out"), *how]
     done = wrapper("mpirun", "-np", "1", "--restarts", str(restarts), "--", *program, timeout=120)
     return done, int((tmp_path / "out" / "count").read_text())
 
@@ -136,7 +138,10 @@ def test_a_host_that_is_gone_is_left_out_where_fewer_ranks_are_allowed(tmp_path)
     assert "-np 1 -H localhost:1 " in second
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGUSR1, signal.SIGINT))],
+)
 def test_a_stop_signal_reaches_the_ranks_and_is_not_a_failure(number, tmp_path):
     job = new_job()
     program = shlex.split(f"{PYTHON} -m hvdtrain.mnist --dataset digits --epochs 100000 --no-progress")
