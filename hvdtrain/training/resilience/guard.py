@@ -168,7 +168,7 @@ class Guard:
         )
 
     def should_stop(self, state: TrainState, due: bool = False) -> bool:
-        """Tell, on all ranks alike, whether to save and leave after this step. Call it after every step.
+        """Tell, on all ranks, whether to save and leave after this step. Call it after every step.
 
         due: on rank 0, whether it is time for a checkpoint: `should_save` tells when.
         """
@@ -199,7 +199,7 @@ class Guard:
             watchdog.propose_save(step + 2)
 
     def should_save(self, state: TrainState) -> bool:
-        """Tell, on all ranks alike, whether to save after this step. Call it once after every step, after `should_stop`."""
+        """Tell, on all ranks, whether to save after this step. Call it once after every step, after `should_stop`."""
         at = self._watchdog.save_at
         if at is None or state.step < at:
             return False

@@ -325,7 +325,7 @@ class Monitor:
         ours = ours or stack
         at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}, {ours[-1].name}" if ours else "nowhere"
         phase, limit = self.progress.phase, step_limit(self.step_timeout, self._longest)
-        waits_in = "the others' word that they know when to stop or to save" if self._announces else self.waits_in()
+        waits_in = "the other ranks to agree on the step to stop at or to save" if self._announces else self.waits_in()
         stalled = 0.0 if self.progress.moves != self._seen else self._stalled
         report = Report(
             self.progress.step, phase.name, phase_limit(phase, limit), stalled, self._starvation.seconds(), waits_in, at
