@@ -225,11 +225,7 @@ def check_neighbours(found: Findings, engine: Engine, own_address: str) -> None:
     for host, address in hosts.items():
         if address.startswith("127."):
             do = f"in {host}'s /etc/hosts give {host} its real address"
-            found.problem(
-                f"{host} resolves its own name to {address}",
-                "the other hosts would be told to connect to themselves",
-                do,
-            )
+            found.problem(f"{host} resolves its own name to {address}", "other hosts would connect to themselves", do)
         try:
             socket.gethostbyname(host)
         except OSError as error:

