@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hvdtrain.engines.cores import seconds_without_core
 from hvdtrain.engines.foreign import ForeignEngine, Listener
 from hvdtrain.training.records.clock import RankTimes, added, shares
 from hvdtrain.training.records.telemetry import Telemetry, versions
@@ -44,6 +45,7 @@ class Recorder(Listener):
         self._looked = 0  # the step of the last look
         self._totals: list[RankTimes] = []
         self._began = self._window = time.perf_counter()
+        self._without_core = seconds_without_core()
 
     def started(self, engine: ForeignEngine) -> None:
         self.engine = engine
@@ -63,6 +65,7 @@ class Recorder(Listener):
             metrics={"seconds_per_step": {"direction": "min"}},
         )  # fmt: skip
         self._window = time.perf_counter()
+        self._without_core = seconds_without_core()
         self._looked = self.steps
         self._loading = self._communication = 0.0
 
@@ -90,9 +93,12 @@ class Recorder(Listener):
         cuda = torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         rows = torch.zeros(engine.size, OWN + 1, dtype=torch.float64)
-        times = [self._loading, compute, self._communication, elapsed, resident, cuda, self._samples]
+        without_core = seconds_without_core()
+        times = [self._loading, compute, self._communication, elapsed, resident, cuda]
+        times += [without_core - self._without_core, self._samples]
         rows[engine.rank] = torch.tensor(times, dtype=torch.float64)
         self._window = time.perf_counter()
+        self._without_core = without_core
         self._loading = self._communication = 0.0
         self._samples = 0
         handle = engine.hvd.allreduce_async_(rows, op=engine.hvd.Sum, name=f"tuned.times.{self.steps}")
@@ -110,7 +116,7 @@ class Recorder(Listener):
         self._communication = waited  # ours, not the script's
         if self.telemetry is None or self.engine.rank != 0:
             return
-        ranks = [RankTimes(r[0], r[1], r[2], r[3], int(r[4]), int(r[5])) for r in rows.tolist()]
+        ranks = [RankTimes(r[0], r[1], r[2], r[3], int(r[4]), int(r[5]), r[6]) for r in rows.tolist()]
         self._totals = added(self._totals, ranks)
         counted = int(rows[:, OWN].sum())
         self._all_samples += counted
@@ -133,7 +139,7 @@ class Recorder(Listener):
         """The script is over. Nothing is asked of the other ranks: they may be gone."""
         if self.telemetry is None:
             return
-        names = {name: f"{name}_seconds" for name in ("loading", "compute", "communication", "elapsed")}
+        names = {name: f"{name}_seconds" for name in ("loading", "compute", "communication", "elapsed", "without_core")}
         if self._totals:
             self.telemetry.event(
                 "ranks", **{names.get(f, f): [getattr(rank, f) for rank in self._totals] for f in RankTimes._fields}
