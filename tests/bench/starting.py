@@ -145,6 +145,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="2,8,16,24", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="an older checkout, after its `make setup`")
+    parser.add_argument("--before-ways", help="of --ways, those to run there (default: all that it has)")
     parser.add_argument("--init", action="store_true", help="time `hvd.init()` alone")
     parser.add_argument("--no-memory", action="store_true")
     flags = parser.parse_args()
@@ -153,7 +154,8 @@ def main() -> int:
         parser.error(f"--ways {','.join(sorted(unknown))}: choose from {', '.join(WAYS)}")
     cells = [Cell(way, ranks) for way in ways for ranks in numbers]
     if flags.before:
-        cells += [Cell(way, ranks, flags.before) for way in ways if way not in SINCE for ranks in numbers]
+        there = flags.before_ways.split(",") if flags.before_ways else [way for way in ways if way not in SINCE]
+        cells += [Cell(way, ranks, flags.before) for way in there for ranks in numbers]
     with a_slurm(any(way.startswith("srun") for way in ways)) as node:
         bench = Bench(init=flags.init, node=node)
         seconds: dict[Cell, list[float]] = {cell: [] for cell in cells}
