@@ -37,8 +37,8 @@ INIT = f"{ROOT}/tests/bench/init.py"
 BARE = '-c "import torch, horovod.torch"'
 # A process per rank, as a scheduler without MPI starts them.
 EACH = (
-    "bash -c 'for rank in $(seq 0 $(({ranks} - 1))); do RANK=$rank python -m hvdtrain.starter {program} & done; "
-    "for rank in $(seq {ranks}); do wait -n || exit; done'"
+    "bash -c 'pids=; for rank in $(seq 0 $(({ranks} - 1))); do RANK=$rank python -m hvdtrain.starter {program} & "
+    'pids="$pids $!"; done; for pid in $pids; do wait $pid || exit; done\''
 )
 WAYS = {
     "bare": f"mpirun --oversubscribe -np {{ranks}} python {BARE}",  # what importing alone takes
