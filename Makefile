@@ -4,13 +4,14 @@
 # make chaos CHAOS="--attacks 200"       kill, stop, corrupt; start again; compare the bits and count the samples
 # make chaos EXAMPLES=20000              so many bad inputs of each kind afterwards
 # make docs                              the documentation as a site in site/: open site/index.html
+# make matrix MATRIX=--list              other versions of Python, PyTorch and MPI: each set up and examined; hours
 # make soak SOAK="--ranks 8"             an hour of training, in which nothing may grow
 
 PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 NP ?= 2
 EXAMPLES ?= 5000
 BAD := tests/single/commands/test_bad_settings.py tests/single/test_bad_files.py
-.PHONY: setup run test test-slow test-all lint docs bench chaos soak flaky
+.PHONY: setup run test test-slow test-all lint docs bench chaos matrix soak flaky
 
 setup:
 	@$(PYTHON) launch/setup $(SETUP)
@@ -43,6 +44,9 @@ docs:
 chaos: setup
 	. .venv/bin/activate && python -m tests.chaos.run $(CHAOS)
 	. .venv/bin/activate && HVDTRAIN_EXAMPLES=$(EXAMPLES) python -m pytest --timeout 7200 $(BAD)
+
+matrix:
+	@$(PYTHON) -m tests.matrix $(MATRIX)
 
 soak: setup
 	. .venv/bin/activate && python -m tests.chaos.soak $(SOAK)

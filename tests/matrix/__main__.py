@@ -1,0 +1,172 @@
+"""Set up and train with many combinations of Python, PyTorch and MPI, each in an environment of its own, and keep a table.
+
+make matrix                                                            each pair of values at least once
+make matrix MATRIX="--torches 2.15.0 --mpis wheel:5.0.11,none"         some of them
+make matrix MATRIX="--only 3.11/2.15.0/none"                           one cell, also if it was run before
+make matrix MATRIX=--list                                              what would run
+
+A cell is PYTHON/TORCH/MPI. It is set up by `launch/setup` in a clone of this checkout's last commit, and examined by
+tests/matrix/examine.py. Cells whose result is in --results (JSON, one line each) are not run again, so the command can be
+stopped and repeated; the wheels that they build are kept in the usual cache. With --write the table in docs/installing.md is
+made from the results. Hours on two cores; a cell takes 5 to 15 minutes and 6 GB, which are freed when it is done.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "installing.md"
+BEGIN, END = "<!-- matrix: made by `make matrix MATRIX=--write` -->", "<!-- end of matrix -->"
+PYTHONS, TORCHES = ("3.11", "3.12", "3.13"), ("2.15.0", "2.13.0", "2.9.1", "2.6.0", "2.3.1")
+MPIS = ("wheel:4.1.8", "wheel:5.0.11", "system", "none")
+SETUP_SECONDS, EXAMINE_SECONDS = 3600, 1800
+
+
+class Cell(NamedTuple):
+    python: str
+    torch: str
+    mpi: str  # as launch/setup --mpi has it
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+
+def every_pair(*values: Iterable[str]) -> list[Cell]:
+    """Return few cells in which each value of one list meets each value of every other: greedy, the first values first."""
+    product = [Cell(*row) for row in itertools.product(*values)]
+    missing = {pair for row in product for pair in pairs(row)}
+    chosen: list[Cell] = []
+    while missing:
+        best = max(product, key=lambda row: len(pairs(row) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def pairs(row: Cell) -> set[tuple[str, str]]:
+    return set(itertools.combinations(row, 2))
+
+
+def run(cell: Cell, results: Path, work: Path) -> dict:
+    """Set the cell up, examine it, and append what was found to `results`. What fails is a result, not an error."""
+    interpreter = shutil.which(f"python{cell.python}")
+    found: dict = {"cell": str(cell), "date": time.strftime("%Y-%m-%d"), "commit": commit()}
+    began = time.monotonic()
+    if interpreter is None:
+        found["skipped"] = f"no python{cell.python} on PATH"
+    else:
+        with tempfile.TemporaryDirectory(dir=work, prefix="cell-") as folder:
+            clone = Path(folder) / "clone"
+            subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+            setup = [interpreter, "launch/setup", "--mpi", cell.mpi, "--cpu", "--torch", cell.torch]
+            code, said = call(setup, clone, SETUP_SECONDS)
+            found |= {"setup_seconds": round(time.monotonic() - began)}
+            if code != 0:
+                found["refused" if code == 2 else "failed"] = last_line(said)
+            else:
+                examine = [clone / ".venv" / "bin" / "python", "-m", "tests.matrix.examine", "--mpi", cell.mpi]
+                code, said = call(examine, clone, EXAMINE_SECONDS)
+                found |= json.loads(last_line(said)) if code == 0 else {"failed": last_line(said)}
+    found["seconds"] = round(time.monotonic() - began)
+    with results.open("a") as file:
+        file.write(json.dumps(found) + "\n")
+    return found
+
+
+def call(words: list, directory: Path, seconds: float) -> tuple[int, str]:
+    """Return the exit code and the output of a command, with nothing of this environment in its own."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    env["PATH"] = os.pathsep.join(part for part in env["PATH"].split(os.pathsep) if ".venv" not in part)
+    try:
+        done = subprocess.run(
+            words, cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=seconds,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return 124, f"not finished after {seconds:.0f} s"
+    return done.returncode, done.stdout
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+def commit() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def read(results: Path) -> dict[str, dict]:
+    """Return the last result of each cell."""
+    if not results.exists():
+        return {}
+    return {found["cell"]: found for found in map(json.loads, results.read_text().splitlines())}
+
+
+def table(found: dict[str, dict]) -> str:
+    """Return the rows of docs/installing.md."""
+    lines = ["| Python | PyTorch | MPI | result | set-up, s | date |", "|---|---|---|---|---:|---|"]
+    for cell in sorted(found):
+        row = found[cell]
+        if said := row.get("failed") or row.get("refused") or row.get("skipped"):
+            kind = next(kind for kind in ("failed", "refused", "skipped") if kind in row)
+            result = f"{kind}: {said}"
+        else:
+            bad = bad_checks(row)
+            result = f"all {len(row['checks'])} checks" if not bad else f"failed: {', '.join(bad)}"
+        lines.append(f"| {cell.replace('/', ' | ')} | {result} | {row.get('setup_seconds', '')} | {row['date']} |")
+    return "\n".join(lines)
+
+
+def bad_checks(row: dict) -> list[str]:
+    return [name for name, outcome in row.get("checks", {}).items() if outcome != "ok"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="tests.matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pythons", default=",".join(PYTHONS), help="default: %(default)s")
+    parser.add_argument("--torches", default=",".join(TORCHES), help="default: %(default)s")
+    parser.add_argument("--mpis", default=",".join(MPIS), help="default: %(default)s")
+    parser.add_argument("--only", metavar="CELL", help="PYTHON/TORCH/MPI")
+    parser.add_argument("--list", action="store_true", help="print the cells and which have a result")
+    parser.add_argument("--results", type=Path, default=ROOT / "matrix.jsonl", help="default: matrix.jsonl")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="where clones are made")
+    parser.add_argument("--write", action="store_true", help="also write the table into docs/installing.md")
+    flags = parser.parse_args()
+    if flags.only and flags.only.count("/") != 2:
+        parser.error(f"--only {flags.only}: write PYTHON/TORCH/MPI, such as 3.11/2.15.0/none")
+    cells = every_pair(*(text.split(",") for text in (flags.pythons, flags.torches, flags.mpis)))
+    cells = [Cell(*flags.only.split("/"))] if flags.only else cells
+    found = read(flags.results)
+    for number, cell in enumerate(cells, 1):
+        known = str(cell) in found and not flags.only
+        if flags.list or known:
+            print(f"{number}/{len(cells)} {cell}: {'has a result' if known else 'to be run'}")
+            continue
+        print(f"{number}/{len(cells)} {cell} ...", flush=True)
+        found[str(cell)] = run(cell, flags.results, flags.work)
+    text = table(found)
+    print(text)
+    if flags.write:
+        page = PAGE.read_text()
+        before, rest = page.split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+    return int(any("failed" in row or bad_checks(row) for row in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""tests/matrix: which cells there are, what is remembered, and the table. (Setting cells up is what the command is for.)"""
+
+import itertools
+import json
+import sys
+
+import pytest
+
+from tests.matrix import __main__ as matrix
+from tests.matrix.__main__ import Cell
+
+
+def test_each_pair_of_values_is_in_some_cell_and_there_are_few_cells():
+    lists = matrix.PYTHONS, matrix.TORCHES, matrix.MPIS
+    cells = matrix.every_pair(*lists)
+    assert len(cells) == len(set(cells)) <= 24 < 60
+    for one, other in itertools.combinations(range(3), 2):
+        met = {(cell[one], cell[other]) for cell in cells}
+        assert met == set(itertools.product(lists[one], lists[other]))
+
+
+def test_a_value_alone_meets_all_others():
+    assert matrix.every_pair(["3.11"], ["2.15.0"], ["none", "system"]) == [
+        Cell("3.11", "2.15.0", "none"),
+        Cell("3.11", "2.15.0", "system"),
+    ]
+
+
+@pytest.fixture
+def outcomes(monkeypatch, tmp_path):
+    """No cell is set up: launch/setup and the examination end as told."""
+    ends: list[tuple[int, str]] = []
+    called: list[list[str]] = []
+
+    def call(words, directory, seconds):
+        called.append([str(word) for word in words])
+        return ends.pop(0)
+
+    monkeypatch.setattr(matrix, "call", call)
+    monkeypatch.setattr(matrix.subprocess, "run", lambda words, **_: type("Done", (), {"stdout": "abc\n"})())
+    monkeypatch.setattr(matrix.shutil, "which", lambda name: f"/bin/{name}" if name != "python3.14" else None)
+    return ends, called
+
+
+def command(monkeypatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["matrix", *words])
+    return matrix.main()
+
+
+def test_what_has_a_result_is_not_run_again(monkeypatch, tmp_path, outcomes, capsys):
+    ends, called = outcomes
+    results = str(tmp_path / "results.jsonl")
+    words = ["--pythons", "3.12", "--torches", "2.15.0", "--mpis", "none,system", "--results", results]
+    checks = json.dumps({"checks": {"gloo": "ok", "tuned": "ok"}})
+    ends += [(0, ""), (0, f"hello\n{checks}\n"), (2, "setup: error: no mpicxx on PATH\n")]
+    assert command(monkeypatch, *words) == 0  # what is refused in one line is no failure
+    assert [words[:2] for words in called][::2] == [["/bin/python3.12", "launch/setup"]] * 2
+    assert called[0][2:] == ["--mpi", "none", "--cpu", "--torch", "2.15.0"]
+    capsys.readouterr()
+    assert command(monkeypatch, *words) == 0
+    said = capsys.readouterr().out
+    assert said.count("has a result") == 2
+    assert "| 3.12 | 2.15.0 | none | all 2 checks |" in said
+    assert "| 3.12 | 2.15.0 | system | refused: setup: error: no mpicxx on PATH |" in said
+    ends += [(0, ""), (0, json.dumps({"checks": {"gloo": "exit code 1", "tuned": "ok"}}))]
+    assert command(monkeypatch, "--only", "3.12/2.15.0/none", "--results", results) == 1
+    assert "| 3.12 | 2.15.0 | none | failed: gloo |" in capsys.readouterr().out
+
+
+def test_a_missing_python_and_a_failed_set_up_are_results(monkeypatch, tmp_path, outcomes, capsys):
+    ends, _ = outcomes
+    results = str(tmp_path / "results.jsonl")
+    assert command(monkeypatch, "--only", "3.14/2.15.0/none", "--results", results) == 0
+    assert "skipped: no python3.14 on PATH" in capsys.readouterr().out
+    ends += [(1, "compiling ...\ncc1plus: error\n")]
+    assert command(monkeypatch, "--only", "3.12/2.3.1/none", "--results", results) == 1
+    assert "| 3.12 | 2.3.1 | none | failed: cc1plus: error |" in capsys.readouterr().out
+
+
+def test_the_page_has_a_place_for_the_table():
+    page = matrix.PAGE.read_text()
+    assert page.count(matrix.BEGIN) == page.count(matrix.END) == 1
+
+
+def test_a_cell_that_is_none_is_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command(monkeypatch, "--only", "3.12")
+    assert ended.value.code == 2
+    assert "write PYTHON/TORCH/MPI" in capsys.readouterr().err
