@@ -36,7 +36,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     )
     parser.add_argument(
         "--figures",
-        type=plotting.formats,
+        type=cli.some_of(plotting.FORMATS),
         default=[],
         metavar="FORMATS",
         help="svg, pdf or svg,pdf: write each plot for a paper, too, one column (85 mm) wide",

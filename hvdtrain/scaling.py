@@ -23,7 +23,7 @@ import random
 import resource
 import signal
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,14 +40,6 @@ QUICK = ["--model", "convnet", "--repeats", "5"]  # of hvdtrain.benchmark; flags
 INTERRUPTED = 130  # as shells say it: 128 + SIGINT
 
 
-def variants(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in VARIANTS:
-            raise ArgumentTypeError(f"{name!r} is not one of {', '.join(VARIANTS)}")
-    return list(dict.fromkeys(names))
-
-
 def rank_counts(text: str) -> list[int]:
     return sorted({cli.positive_int(number) for number in text.split(",")})
 
@@ -55,7 +47,10 @@ def rank_counts(text: str) -> list[int]:
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser = cli.Parser("hvdtrain.scaling", __doc__)
     parser.add_argument(
-        "--engines", type=variants, default=["horovod", "ddp"], help=f"of {','.join(VARIANTS)} (default: horovod,ddp)"
+        "--engines",
+        type=cli.some_of(VARIANTS),
+        default=["horovod", "ddp"],
+        help=f"of {','.join(VARIANTS)} (default: horovod,ddp)",
     )
     parser.add_argument(
         "--ranks",

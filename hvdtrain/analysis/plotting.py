@@ -1,7 +1,6 @@
 """What all plots share: one style for the screen and one for papers, and matplotlib imported only when needed."""
 
 import textwrap
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,15 +41,6 @@ class Panel(NamedTuple):
     draw: Callable[[Any], None]
     notes: tuple[str, ...] = ()
     height: float = 2.1
-
-
-def formats(text: str) -> list[str]:
-    """Return the formats in a flag's value, "svg,pdf". Raises ArgumentTypeError."""
-    names = text.split(",")
-    for name in names:
-        if name not in FORMATS:
-            raise ArgumentTypeError(f"{name!r} is not one of {', '.join(FORMATS)}")
-    return list(dict.fromkeys(names))
 
 
 def require_matplotlib(otherwise: str = ", or leave out --output-dir") -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from hvdtrain.engines.errors import UserError
@@ -22,6 +23,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists every flag)", everywhere=True)
+
+
+def some_of(able: Collection[str]) -> Callable[[str], list[str]]:
+    """Return the type of a flag that takes some of `able`, with commas in between; each is kept once."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in able:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(able)}")
+        return list(dict.fromkeys(names))
+
+    return parse
 
 
 def positive_int(text: str) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine, Reduction, collective
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.rendezvous import horovods_server, meeting_point, put, wait_for
+from hvdtrain.engines.rendezvous import horovods_server, meeting_point, own_address_towards, put, wait_for
 
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
 MEETINGS = itertools.count()  # of this process, the same on every rank
@@ -155,9 +155,7 @@ class DdpEngine(Engine):
         dist = torch.distributed
         key = str(next(MEETINGS))
         if rank == 0:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting UDP sends nothing
-                probe.connect((server[0], 9))
-                host = probe.getsockname()[0]  # of the interface that leads there
+            host = own_address_towards(server[0])
             store = serve(host, 0, size, wait_for_workers=False)
             put(server, "hvdtrain.ddp", key, f"{host} {store.port}".encode())
             return store

@@ -15,6 +15,7 @@ from hvdtrain.engines.arguments import (  # noqa: F401 - for the commands: these
     positive,
     positive_int,
     seed,
+    some_of,
     threads,
 )
 from hvdtrain.engines.base import Engine

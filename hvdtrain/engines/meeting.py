@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.rendezvous import Rendezvous
+from hvdtrain.engines.rendezvous import Rendezvous, own_address_towards
 
 POLL_SECONDS = 0.1
 SAY_SECONDS = 10.0  # between two lines about who is waited for
@@ -86,12 +86,10 @@ def address_of(interface: str) -> str:
 
 def address_towards(address: str) -> str:
     """Return this host's own IPv4 address on the way to `address`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # sends nothing: only asks for the route
-        except OSError as error:
-            raise UserError(f"{address}, where rank 0 should be, cannot be reached: {error.strerror}") from None
-        return str(probe.getsockname()[0])
+    try:
+        return own_address_towards(address)
+    except OSError as error:
+        raise UserError(f"{address}, where rank 0 should be, cannot be reached: {error.strerror}") from None
 
 
 def names(came: Sequence[Came]) -> list[str]:

@@ -16,9 +16,7 @@ WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # with --restarts; without, t
 MODULES = re.compile(r"torch\.distributed\.(run|launch)|hvdtrain\.(scaling|doctor|starter)|horovod\.runner\.launch")
 MOST_ANCESTORS = 30
 STARTERS: list[int] = []  # in a rank that was forked: the number of its starter
-PROXY: list[
-    int
-] = []  # in a rank of a fork server: the number of its client, which the launcher has started in its place
+PROXY: list[int] = []  # in a rank of a fork server: the number of the client that the launcher has started in its place
 
 
 class Process(NamedTuple):

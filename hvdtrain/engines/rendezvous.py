@@ -18,6 +18,13 @@ MOST_HEAD, MOST_BODY = 2**14, 2**26  # bytes; a value is 136 bytes for each othe
 LENGTH = re.compile(rb"\r\nContent-Length: *([0-9]{1,9})(?=\r|$)", re.IGNORECASE)
 
 
+def own_address_towards(host: str) -> str:
+    """Return this host's IPv4 address on the way to `host`; connecting UDP sends nothing. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
 def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, int]:
     """Return the host and port of rank 0: as told by MASTER_ADDR and MASTER_PORT, or as follows from the Slurm job."""
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")

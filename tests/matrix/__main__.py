@@ -76,7 +76,8 @@ def run(cell: Cell, results: Path, work: Path) -> dict:
             else:
                 examine = [clone / ".venv" / "bin" / "python", "-m", "tests.matrix.examine", "--mpi", cell.mpi]
                 code, said = call(examine, clone, EXAMINE_SECONDS)
-                found |= json.loads(last_line(said)) if code == 0 else {"failed": last_line(said)}
+                lines = [line for line in said.splitlines() if line.startswith('{"checks": ')]
+                found |= json.loads(lines[-1]) if code == 0 and lines else {"failed": last_line(said)}
     found["seconds"] = round(time.monotonic() - began)
     with results.open("a") as file:
         file.write(json.dumps(found) + "\n")

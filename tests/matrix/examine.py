@@ -1,4 +1,4 @@
-"""What a set-up that is complete has to be able to do. Runs in the cell's own environment; prints JSON as its last line.
+"""What a set-up that is complete has to be able to do. Runs in the cell's own environment; prints a line of JSON.
 
 python -m tests.matrix.examine --mpi wheel:4.1.8
 """

@@ -46,7 +46,7 @@ def build(groups: Sequence[Group], pictures: Sequence[Picture]) -> str:
         over_seeds(groups) if len(groups) < len(runs) else "",
         facts(runs[0]) if len(runs) == 1 else f'<h2>Compared</h2><div class="card">{comparison(runs)}</div>',
         notes(runs),
-        section("Learning", learning, key(runs)),
+        section("Learning", learning, key(groups)),
         section("Where the time goes", timing),
         *(mistakes(run, place, by_name, dot(run.place) * (len(runs) > 1)) for place, run in enumerate(runs, 1)),
         f'<h2>How it ran</h2><div class="stack">{"".join(history(run) for run in runs)}</div>',
@@ -272,11 +272,12 @@ def notes(runs: Sequence[Run]) -> str:
     return f'<div class="notes">{"".join(lines)}</div>' if lines else ""
 
 
-def key(runs: Sequence[Run]) -> str:
+def key(groups: Sequence[Group]) -> str:
     """Explain the marks, if there are any, and say what is not drawn."""
-    said = ["ticks on the axis: checkpoints"] if any(run.checkpoints for run in runs) else []
-    said += ["dashed vertical line: restart"] if any(len(run.attempts) > 1 for run in runs) else []
-    if undrawn := names_to_draw(runs)[1]:
+    marked = [run for group in groups if not group.folded for run in group.runs]
+    said = ["ticks on the axis: checkpoints"] if any(run.checkpoints for run in marked) else []
+    said += ["dashed vertical line: restart"] if any(len(run.attempts) > 1 for run in marked) else []
+    if undrawn := names_to_draw([run for group in groups for run in group.runs])[1]:
         said.append(f"not drawn, as the record has more than {MOST_VALUES} values: {', '.join(undrawn)}")
     return "; ".join(said)
 

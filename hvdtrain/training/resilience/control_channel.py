@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
+from hvdtrain.engines.rendezvous import own_address_towards
+
 HELLO_SECONDS = 20.0  # for all ranks to connect, at the start
 ONE_HELLO_SECONDS = 5.0  # for one connection to prove that it is a rank's; a rank that could not tries again
 PATIENCE = 64  # unauthenticated connections kept open in addition to the ranks'; then the oldest is closed
@@ -53,13 +55,6 @@ class Channel:
         if not data or len(self._unread) > LONGEST_LINE:
             return None
         return [json.loads(line) for line in lines]
-
-
-def own_address_towards(host: str) -> str:
-    """Return the address of the interface from which `host` is reached; connecting UDP sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
 
 
 def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[str, int]]]:

@@ -1,7 +1,6 @@
 """Pictures for the screen and for papers: sizes, letters, what stands on them, and the same bytes every time."""
 
 import re
-from argparse import ArgumentTypeError
 
 import pytest
 
@@ -61,9 +60,3 @@ def test_a_share_above_1_is_explained(ranges, said):
     found = plotting.above_one(ranges)
     assert len(found) == bool(said)
     assert all(said in note and note.startswith("above 1") for note in found)
-
-
-def test_formats_are_those_of_papers():
-    assert plotting.formats("pdf,svg,pdf") == ["pdf", "svg"]
-    with pytest.raises(ArgumentTypeError, match="'gif' is not one of svg, pdf"):
-        plotting.formats("svg,gif")

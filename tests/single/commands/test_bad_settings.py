@@ -105,6 +105,13 @@ def test_whole_numbers_are_what_they_say(name, least, most, text):
     assert value == (meant if meant is not None and least <= meant <= most else None)
 
 
+def test_choices_with_commas_are_kept_once_and_in_their_order():
+    parse = cli.some_of(["svg", "pdf", "png"])
+    assert parse("pdf,svg,pdf") == ["pdf", "svg"]
+    with pytest.raises(cli.argparse.ArgumentTypeError, match="'gif' is not one of svg, pdf, png"):
+        parse("svg,gif")
+
+
 # What a fuzzer of the parser cannot see: values that it lets through and that something later may not bear.
 @pytest.mark.parametrize(
     "flags",
