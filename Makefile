@@ -54,6 +54,6 @@ soak: setup
 bench: setup
 	. .venv/bin/activate && python -m tests.bench $(BENCH)
 
-# make flaky FILE=tests/e2e/test_guard.py N=50     one file, again and again, beside two busy loops, each time in another order
+# make flaky FILE=tests/e2e/training/test_guard.py N=50     one file, again and again, beside two busy loops, each time in another order
 flaky: setup
 	. .venv/bin/activate && python -m tests.flaky $(FILE) --times $(or $(N),20) $(FLAKY)

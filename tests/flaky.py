@@ -1,8 +1,8 @@
 """Run tests again and again on a machine that has something else to do, and count how often they fail.
 
-python -m tests.flaky tests/e2e/test_guard.py --times 20                    beside two loops that never wait
-python -m tests.flaky tests/single tests/e2e/test_mnist.py --one-core       all of them on one core, the loops too
-python -m tests.flaky tests/e2e/test_guard.py -- -k hung -m slow            what follows -- is pytest's
+python -m tests.flaky tests/e2e/training/test_guard.py --times 20                beside two loops that never wait
+python -m tests.flaky tests/single tests/e2e/commands/test_mnist.py --one-core   all of them on one core, the loops too
+python -m tests.flaky tests/e2e/training/test_guard.py -- -k hung -m slow        what follows -- is pytest's
 
 Each run is in another order of files and tests (its number is the seed). What a failed run said is
 printed; exit code 1 where any failed.

@@ -6,6 +6,8 @@ classes.json). The image files go in as they are.
 """
 
 import json
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.data.images import list_folder, refuse_other_classes
@@ -45,13 +47,17 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
     return count
 
 
-def main() -> int:
+def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser = cli.Parser("hvdtrain.data.make_shards", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("shards", type=Path, help="a new directory")
     parser.add_argument("--samples-per-shard", type=cli.positive_int, default=1000, help="maximum (default: 1000)")
     parser.add_argument("--seed", type=cli.seed, default=1, help="seed of the order (default: 1)")
-    flags = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    flags = parse()
     for split in ("train", "val"):
         if not (flags.folder / split).is_dir():
             raise UserError(f"{flags.folder / split} is not a directory: name the one that has train/ and val/")

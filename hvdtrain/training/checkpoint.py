@@ -11,7 +11,6 @@ python -m hvdtrain.training.checkpoint FILE                       verify it, and
 python -m hvdtrain.training.checkpoint FILE --export W.safetensors    only the model's weights, for use elsewhere
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -19,12 +18,14 @@ import os
 import re
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hvdtrain.engines.arguments import Parser
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.tensor_files import refuse_large_header
 from hvdtrain.training import contents
@@ -268,13 +269,15 @@ class Writer:
         self.done(path, self.failed)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain.training.checkpoint", description="Verify a checkpoint; export its weights."
-    )
+def parse(argv: Sequence[str] | None = None) -> Namespace:
+    parser = Parser("hvdtrain.training.checkpoint", "Verify a checkpoint; export its weights.")
     parser.add_argument("file", type=Path)
     parser.add_argument("--export", type=Path, metavar="W.safetensors", help="write the model's weights there")
-    flags = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = parse(argv)
     try:
         facts, tensors = read(flags.file)
     except (Damaged, OSError) as error:

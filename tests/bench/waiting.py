@@ -1,4 +1,4 @@
-"""How long Horovod's calls take with our waiting code (launch/horovod_waiting.py) and as released, which polls.
+"""How long Horovod's calls take with our waiting code (launch/patches/18 and 19) and as released, which polls.
 
 python -m tests.bench.waiting --ranks 2,3 --rounds 3
 

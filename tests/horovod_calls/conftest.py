@@ -1,11 +1,11 @@
 """Every call of `horovod.torch` as scripts make it, with nothing of hvdtrain between. Every rank runs these files.
 
     horovodrun --gloo -np 3 python -m pytest tests/horovod_calls       directly
-    pytest tests/e2e/test_horovod_calls.py                             over MPI and Gloo, 2 and 3 ranks
+    pytest tests/e2e/engines/test_horovod_calls.py           over MPI and Gloo, 2 and 3 ranks
 
 Values are small integers, exact in every type and order of summation, so that every build and setting has to give the
 same. HVDTRAIN_TEST_PROCESS_SETS says which process sets there are besides the global one: `none`, `static` (named in
-`hvd.init`) or `dynamic`. They decide how Horovod's background thread waits (launch/horovod_waiting.py).
+`hvd.init`) or `dynamic`. They decide how Horovod's background thread waits (launch/patches/18 and 19).
 
 A test that fails on one rank leaves the others in their collective: run with `-x`, and with a time limit.
 """

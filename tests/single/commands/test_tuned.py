@@ -1,4 +1,4 @@
-"""hvdtrain.tuned: a script runs as without it, and gets what it did not set itself. (tests/e2e/test_tuned.py has ranks.)"""
+"""hvdtrain.tuned: a script runs as without it, and gets what it did not set itself. (tests/e2e has ranks.)"""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`hvdtrain.unpack`: what it writes over, and what it leaves alone. (With a real wheel: tests/e2e/test_wheel.py.)"""
+"""`hvdtrain.unpack`: what it writes over, and what it leaves alone. (With a real wheel: tests/e2e/launch/test_wheel.py.)"""
 
 import os
 

@@ -1,0 +1,69 @@
+"""`hvdtrain.scaling` with real launchers."""
+
+import csv
+import json
+import shlex
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.e2e.launchers import MARK, PYTHON, ROOT, environment, kill, launch, members, new_job
+
+TINY = "--batch-size 4 --repeats 2 --steps 2 --warmup-steps 1"
+
+
+def rows(directory):
+    with (directory / "scaling.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_one_that_fails_does_not_stop_the_others(tmp_path):
+    flags = f"--engines serial,horovod --ranks 2 --rounds 1 --timeout 120 --output-dir {tmp_path}"
+    done = launch(f"{PYTHON} -m hvdtrain.scaling {flags} -- {TINY} --compression fp16", timeout=280)
+    assert done.code == 1, done
+    assert "error: serial, 1 rank: exit code 2" in done.stderr, done
+    assert "--compression fp16 is not for --engine serial" in done.stderr, done
+    found = {(row["name"], row["ranks"]): row for row in rows(tmp_path)}
+    assert set(found) == {("alone", "1"), ("apart", "2"), ("horovod", "2")}
+    horovod = found["horovod", "2"]
+    share = float(horovod["samples_per_second_median"]) / float(found["apart", "2"]["samples_per_second_median"])
+    assert abs(float(horovod["efficiency_apart_median"]) - share) < 1e-6
+    for name, communicates in (("apart-2-round1", False), ("horovod-2-round1", True)):
+        assert json.loads((tmp_path / "runs" / name / "benchmark.json").read_text())["communicates"] == communicates
+    assert "| horovod | 2 |" in done.stdout
+    assert (tmp_path / "scaling.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_process_and_keeps_what_was_measured(tmp_path):
+    flags = f"--engines horovod --ranks 2 --rounds 9 --output-dir {tmp_path}"
+    job = new_job()
+    process = subprocess.Popen(
+        shlex.split(f"{PYTHON} -m hvdtrain.scaling {flags} -- {TINY}"), cwd=ROOT, text=True,
+        env=environment(**{MARK: job}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs start with it ignored
+    )  # fmt: skip
+    try:
+        before = process.stdout.readline() + process.stdout.readline()  # what is planned; the first result
+        deadline = time.monotonic() + 120
+        while len(members(job)) < 4 and time.monotonic() < deadline:  # the driver, a launcher, two ranks
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        left = members(job)
+        kill(job)
+    assert process.returncode == 130, before + stdout + stderr
+    assert left == []
+    assert "interrupted" in stderr
+    assert "Traceback" not in stderr
+    assert len(rows(tmp_path)) >= 1
+
+
+def test_it_is_not_for_many_ranks():
+    done = launch(f"{PYTHON} -m hvdtrain.scaling", timeout=120, RANK="0", WORLD_SIZE="2")
+    assert done.code == 2, done
+    assert "starts the launchers by itself" in done.stderr

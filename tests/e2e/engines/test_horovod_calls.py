@@ -1,0 +1,38 @@
+"""Every call of `horovod.torch` under real launchers: over MPI and Gloo, 2 and 3 ranks, our waiting code on and off."""
+
+import shlex
+
+import pytest
+
+from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, launch
+
+pytestmark = pytest.mark.slow
+TUNED = {"HOROVOD_CYCLE_TIME": "0.1", "OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
+# HOROVOD_WAKE_ON_ENQUEUE=1 is our waiting code (launch/patches/18 and 19); 0 polls as the release does.
+CASES = [
+    (launcher, ranks, wake, sets)
+    for launcher in ("mpirun", "gloo")
+    for ranks in (2, 3)
+    for wake in (1, 0)
+    for sets in ("none", "static", "dynamic")
+]
+
+
+def run(launcher: str, ranks: int, wake: int, sets: str, **variables: str) -> None:
+    suite = shlex.quote(str(ROOT / "tests" / "horovod_calls"))
+    start = LAUNCHERS[launcher].format(ranks=ranks)
+    variables |= TUNED | {"HOROVOD_WAKE_ON_ENQUEUE": str(wake), "HVDTRAIN_TEST_PROCESS_SETS": sets}
+    command = f"{start} {PYTHON} -m pytest -x -q --color=no -p no:cacheprovider -W ignore {suite}"
+    done = launch(command, **{"timeout": 600 if "HVDTRAIN_TEST_RESTARTS" in variables else 200}, **variables)
+    assert done.code == 0, done
+    assert done.stdout.count(" passed") == ranks, done
+
+
+@pytest.mark.parametrize(("launcher", "ranks", "wake", "sets"), CASES)
+def test_every_call(launcher, ranks, wake, sets):
+    run(launcher, ranks, wake, sets)
+
+
+@pytest.mark.parametrize("wake", [1, 0])
+def test_a_thousand_restarts_in_one_process(wake):
+    run("gloo", 2, wake, "none", HVDTRAIN_TEST_RESTARTS="1000")

@@ -1,0 +1,78 @@
+"""containers/hvdtrain-cpu.def without Singularity: its sections run in a Debian that debootstrap makes.
+
+HVDTRAIN_TEST_CHROOT=1 pytest tests/e2e/launch/test_containers.py     5 to 25 minutes, 12 GB under TMPDIR, as root
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launchers import ROOT
+
+RECIPES = sorted((ROOT / "containers").glob("*.def"))
+
+
+def sections(path: Path) -> dict[str, str]:
+    """Return the recipe's sections by name; the header under ""."""
+    parts = re.split(r"^%(\w+)[ \t]*\n", path.read_text(), flags=re.M)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_recipes_are_complete(path):
+    found = sections(path)
+    assert {"files", "post", "environment", "test", "runscript", "labels", "help"} <= set(found)
+    for name in ("post", "test", "runscript", "environment"):
+        checked = subprocess.run(["sh", "-n"], input=found[name], text=True, capture_output=True)
+        assert checked.returncode == 0, (name, checked.stderr)
+    assert found["post"].strip().startswith("set -eu")
+    for argument in re.findall(r"{{ (\w+) }}", found[""]):
+        assert re.search(rf"^\s*{argument}=\S", found["arguments"], re.M), f"{argument} has no default"
+    for script in re.findall(r"launch/\w+(?:\.py)?", found["post"] + found["test"]):
+        assert (ROOT / script).exists(), script
+    assert "prove.py --mpi" in found["test"]
+
+
+@pytest.fixture
+def debian(tmp_path) -> Iterator[Path]:
+    root = tmp_path / "debian"
+    command = ["debootstrap", "--variant=minbase", "--include=ca-certificates", "bookworm", str(root)]
+    subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
+    for name in filter(None, map(os.fsdecode, files)):
+        (root / "opt" / "hvdtrain" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, root / "opt" / "hvdtrain" / name)
+    yield root
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.mark.skipif(
+    "HVDTRAIN_TEST_CHROOT" not in os.environ, reason="5 to 25 minutes: HVDTRAIN_TEST_CHROOT=1 to run it"
+)
+@pytest.mark.timeout(2400)
+def test_cpu_recipe_builds_and_passes_its_test(debian):
+    if os.geteuid() != 0 or shutil.which("debootstrap") is None:
+        pytest.skip("needs root, and apt install debootstrap")
+    recipe = sections(ROOT / "containers" / "hvdtrain-cpu.def")
+    # As Singularity would build it: this machine's hosts, resolver, certificates and index, its /proc, /dev and /sys.
+    for path in ("/etc/hosts", "/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt"):
+        if Path(path).is_file():
+            (debian / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, debian / path[1:])
+    mounts = "".join(f"mount --rbind /{name} '{debian}/{name}'; " for name in ("proc", "dev", "sys"))
+    index = {k: v for k, v in os.environ.items() if k.startswith("PIP_") and k not in ("PIP_CERT", "PIP_FIND_LINKS")}
+    for name, seconds in (("post", 2000), ("test", 300)):
+        # Namespaces of their own: the mounts, and whatever was left running, go with them.
+        done = subprocess.run(
+            ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", f"{mounts} exec chroot '{debian}' sh -eu"],
+            input=recipe["environment"] + recipe[name], text=True, capture_output=True, timeout=seconds,
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", **index},
+        )  # fmt: skip
+        assert done.returncode == 0, f"%{name}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert "2 ranks add up: mpirun" in done.stdout
+    assert "test accuracy" in done.stdout

@@ -1,0 +1,92 @@
+"""How a job ends under each launcher: with the exit code of the rank that ended it, said once, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.e2e.launchers import (
+    LAUNCHERS,
+    MARK,
+    ROOT,
+    environment,
+    events,
+    kill,
+    members,
+    new_job,
+    train,
+    wait_for_training,
+)
+
+OURS = "hvdtrain.mnist: error: "
+
+
+def ended_by(done) -> list[str]:
+    """Return the lines in which horovodrun --gloo names the rank that ended the job."""
+    return [line for line in done.stderr.splitlines() if line.startswith("horovodrun: ")]
+
+
+SLOW_MPIRUN = [pytest.param("mpirun", marks=pytest.mark.slow), "horovodrun", "gloo"]  # horovodrun starts mpirun
+
+
+@pytest.mark.parametrize("launcher", SLOW_MPIRUN)
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        pytest.param("--epoch 3", "unrecognized arguments: --epoch 3", marks=pytest.mark.slow),
+        ("--train-samples 1", "1 samples but 2 ranks"),
+    ],
+)
+def test_bad_input_ends_with_two(launcher, flags, complaint):
+    done = train(launcher, 2, flags, timeout=120)
+    assert done.code == 2, done
+    said = [line for line in done.stderr.splitlines() if OURS in line]
+    assert len(said) == 1, done
+    assert complaint in said[0]
+    assert "Traceback" not in done.stdout + done.stderr, done
+    if launcher == "gloo":
+        assert ended_by(done) == ["horovodrun: rank 0 on localhost ended the job with exit code 2"], done
+        assert len(done.stderr.splitlines()) == 2, done
+    assert done.left_behind == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", SLOW_MPIRUN)
+def test_a_missed_target_ends_with_three(launcher, tmp_path):
+    done = train(launcher, 2, f"--target-accuracy 0.9999 --epochs 1 --output-dir {tmp_path}")
+    assert done.code == 3, done
+    assert "target accuracy 99.99% not reached" in done.stdout
+    assert "Traceback" not in done.stderr, done
+    assert (tmp_path / "summary.json").exists()  # rank 0 had its say, whichever rank left first
+    if launcher == "gloo":
+        (line,) = ended_by(done)
+        assert line.endswith("ended the job with exit code 3")
+    assert done.left_behind == 0
+
+
+@pytest.mark.parametrize("launcher", SLOW_MPIRUN)
+def test_a_killed_rank_is_the_one_that_counts(launcher, tmp_path):
+    """It ends with that rank's code (128 + 9), although the others fail because of it, long before our own time-out."""
+    job = new_job()
+    command = [*LAUNCHERS[launcher].format(ranks=3).split(), sys.executable, "-m", "hvdtrain.mnist", "--no-progress"]
+    command += ["--dataset", "digits", "--epochs", "100000", "--step-timeout", "1000", "--output-dir", str(tmp_path)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        wait_for_training(tmp_path)
+        os.kill(events(tmp_path, "start")[0]["ranks"][1]["pid"], signal.SIGKILL)
+        killed = time.monotonic()
+        _, stderr = process.communicate(timeout=100)
+        assert process.returncode == 137, stderr
+        if launcher == "gloo":
+            assert "horovodrun: rank 1 on localhost ended the job with exit code 137 (SIGKILL)\n" in stderr
+        while members(job):
+            assert time.monotonic() - killed < 100, f"left behind: {members(job)}"
+            time.sleep(0.1)
+    finally:
+        kill(job)

@@ -1,0 +1,184 @@
+"""launch/kubernetes: valid by the published schemas; the pods' commands run on hosts with the pods' names and variables."""
+
+import copy
+import importlib.util
+import shutil
+import subprocess
+import sys
+import warnings
+
+import pytest
+import yaml
+
+from tests.e2e.cluster import Cluster, needs_hosts, needs_ssh
+from tests.e2e.launchers import BIN, ROOT
+
+MANIFESTS = ROOT / "launch" / "kubernetes"
+JOBS = {"horovod.yaml": "hvdtrain", "ddp.yaml": "hvdtrain-ddp", "reduce.yaml": "hvdtrain-reduce"}
+
+
+def documents(name: str) -> dict[str, dict]:
+    return {document["kind"]: document for document in yaml.safe_load_all((MANIFESTS / name).read_text())}
+
+
+def validate(document: dict) -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    with warnings.catch_warnings(action="ignore"):
+        validator.validate(document, validator.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_jobs_are_valid_and_consistent(name):
+    found = documents(name)
+    for document in found.values():
+        validate(document)
+    job, pod = found["Job"]["spec"], found["Job"]["spec"]["template"]["spec"]
+    env = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+    assert str(job["completions"]) == str(job["parallelism"]) == env["WORLD_SIZE"] == "4"
+    title = JOBS[name]
+    assert {document["metadata"]["name"] for document in found.values()} == {title} == {pod["subdomain"]}
+    assert env["MASTER_ADDR"] == f"{title}-0.{title}"
+    labels = job["template"]["metadata"]["labels"]
+    assert (
+        labels == found["Service"]["spec"]["selector"] == found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
+    )
+    assert found["Service"]["spec"]["ports"][0]["port"] == int(env["MASTER_PORT"]) == 9000
+
+
+def test_a_wrong_field_would_be_found():
+    jsonschema = pytest.importorskip("jsonschema")
+    job = documents("horovod.yaml")["Job"]
+    job["spec"]["template"]["spec"]["runAsUser"] = 1000
+    with pytest.raises((jsonschema.ValidationError, Exception), match="runAsUser"):
+        validate(job)
+
+
+def test_ddp_is_horovod_with_another_command():
+    horovod, ddp = ((MANIFESTS / name).read_text() for name in ("horovod.yaml", "ddp.yaml"))
+    changed = horovod.replace("hvdtrain-0.hvdtrain", "hvdtrain-ddp-0.hvdtrain-ddp").splitlines()
+    differing = [pair for pair in zip(changed, ddp.splitlines(), strict=True) if pair[0] != pair[1]]
+    for before, after in differing:
+        renamed = "hvdtrain-ddp" in after or after.startswith("#")
+        assert renamed or after.strip().startswith(("command:", "args:")), (before, after)
+
+
+def test_the_mpijob_is_valid():
+    """Its pods by the published schema; its own fields as kubeflow/mpi-operator's v2beta1 defines them."""
+    job = yaml.safe_load((MANIFESTS / "mpijob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    spec = job["spec"]
+    known = {"slotsPerWorker", "runLauncherAsWorker", "runPolicy", "mpiReplicaSpecs", "sshAuthMountPath"}
+    assert set(spec) <= known | {"launcherCreationPolicy", "mpiImplementation"}
+    assert spec["launcherCreationPolicy"] in ("AtStartup", "WaitForWorkersReady")
+    assert spec["mpiImplementation"] in ("OpenMPI", "Intel", "MPICH")
+    assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
+    assert set(spec["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
+    for replica in spec["mpiReplicaSpecs"].values():
+        assert set(replica) == {"replicas", "restartPolicy", "template"}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **copy.deepcopy(replica["template"])}
+        validate(pod)
+    worker = spec["mpiReplicaSpecs"]["Worker"]
+    words = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["args"]
+    assert int(words[words.index("-np") + 1]) == worker["replicas"] * spec["slotsPerWorker"]
+
+
+@pytest.mark.parametrize("name", [*JOBS, "mpijob.yaml"])
+def test_no_pod_is_root_or_may_become_it(name):
+    found = documents(name)
+    pods = [found["Job"]["spec"]["template"]] if "Job" in found else []
+    pods += [spec["template"] for spec in found.get("MPIJob", {}).get("spec", {}).get("mpiReplicaSpecs", {}).values()]
+    for pod in pods:
+        context = pod["spec"]["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["runAsUser"] > 0
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        for container in pod["spec"]["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def as_pod_user() -> list[str]:
+    """Return what makes a command run as the pods' user, where that user may read this environment; else nothing."""
+    command = [shutil.which("setpriv") or "false", "--reuid=1000", "--regid=1000", "--clear-groups", "--no-new-privs"]
+    tried = subprocess.run(
+        [*command, "env", sys.executable, "-c", "import hvdtrain, torch"], capture_output=True, cwd="/"
+    )
+    return command if tried.returncode == 0 else []
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
+def test_pods_run(name, tmp_path):
+    """Each pod's command, with nothing in the environment but what the manifest, the image and Kubernetes put there."""
+    if name == "reduce.yaml" and importlib.util.find_spec("hvdtrain.reduce") is None:
+        pytest.skip("hvdtrain.reduce is not there")
+    job = documents(name)["Job"]
+    title, container = job["metadata"]["name"], job["spec"]["template"]["spec"]["containers"][0]
+    out = tmp_path / "out"
+    out.mkdir(mode=0o777)
+    out.chmod(0o777)
+    hosts = [f"{title}-{index}" for index in range(job["spec"]["completions"])]
+    with Cluster(tmp_path, hosts, domain=title) as cluster:
+        started = {}
+        for index, host in enumerate(hosts):
+            variables = {entry["name"]: entry.get("value", str(index)) for entry in container["env"]}
+            variables |= {
+                "PATH": f"{BIN}:/usr/bin:/bin",
+                "PYTHONPATH": str(ROOT),
+                "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+            }
+            words = [str(out) if word == "/out" else word for word in [*container["command"], *container["args"]]]
+            clean = ["env", "-i", *(f"{key}={value}" for key, value in variables.items())]
+            started[host] = cluster.start(host, [*as_pod_user(), *clean, *words])
+        done = cluster.finish(started, 90)
+    for rank in done.values():
+        assert rank.code == 0, rank
+    first = done[hosts[0]].stdout
+    if name == "reduce.yaml":
+        assert [line for line in first.splitlines() if line.startswith("before")] == [
+            f"before {r} data {r + 1}" for r in range(4)
+        ]
+        assert [line for line in first.splitlines() if line.startswith("after")] == [
+            f"after {r} data 10" for r in range(4)
+        ]
+    else:
+        assert "4 ranks on 4 hosts" in first, first
+        assert "test accuracy" in first
+
+
+@needs_hosts
+@needs_ssh
+@pytest.mark.slow
+def test_the_mpijobs_pods_run(tmp_path):
+    """Launcher and workers with one key pair, as the operator mounts it; here as root: ssh wants a user with a name."""
+    spec = yaml.safe_load((MANIFESTS / "mpijob.yaml").read_text())["spec"]
+    keys = tmp_path / "ssh"
+    keys.mkdir()
+    subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", keys / "id_rsa"], check=True, timeout=60)
+    shutil.copy(keys / "id_rsa.pub", keys / "authorized_keys")
+    workers = ["hvdtrain-mpi-worker-0", "hvdtrain-mpi-worker-1"]
+    (tmp_path / "hostfile").write_text("".join(f"{worker} slots={spec['slotsPerWorker']}\n" for worker in workers))
+
+    def words(role: str) -> list[str]:
+        container = spec["mpiReplicaSpecs"][role]["template"]["spec"]["containers"][0]
+        # The image's mpirun and python are found by sshd's default PATH; here they are in a virtual environment.
+        text = [
+            word.replace(spec["sshAuthMountPath"], str(keys)) for word in [*container["command"], *container["args"]]
+        ]
+        text = [word.replace("/tmp/known_hosts", f"{tmp_path}/known_hosts") for word in text]
+        identity = f"-p 2222 -o IdentityFile={keys}/id_rsa "
+        return [word.replace("-p 2222 ", identity).replace("exec mpirun", f"exec {BIN}/mpirun") for word in text]
+
+    with Cluster(tmp_path, [*workers, "hvdtrain-mpi-launcher"]) as cluster:
+        for worker in workers:
+            cluster.start(worker, words("Worker"), quiet=True)
+            ready = cluster.run(worker, ["sh", "-c", "until ss -Hltn | grep -q :2222; do sleep 0.1; done"], timeout=10)
+            assert ready.code == 0
+        hostfile = {
+            "OMPI_MCA_orte_default_hostfile": str(tmp_path / "hostfile"),
+            "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+        }
+        done = cluster.run("hvdtrain-mpi-launcher", [*words("Launcher"), "--threads", "1"], timeout=90, **hostfile)
+    assert done.code == 0, done
+    assert "4 ranks on 2 hosts, horovod over MPI" in done.stdout, done

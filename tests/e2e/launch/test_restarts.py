@@ -1,0 +1,164 @@
+"""`launch/*.sh --restarts N`: what is started again, with what, and when it gives up."""
+
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.e2e.launch.test_wrappers import wrapper
+from tests.e2e.launchers import (
+    MARK,
+    PYTHON,
+    ROOT,
+    environment,
+    events,
+    kill,
+    members,
+    new_job,
+    remaining,
+    summary,
+    train,
+    wait_for_training,
+)
+
+# One rank whose first ends are as told: it keeps count in a file, and leaves a checkpoint's name where it made progress.
+PROGRAM = """
+import os, pathlib, sys
+out, *ends = sys.argv[2:]
+counter = pathlib.Path(out, "count")
+number = int(counter.read_text()) if counter.exists() else 0
+counter.parent.mkdir(parents=True, exist_ok=True)
+counter.write_text(str(number + 1))
+code, progress = ends[min(number, len(ends) - 1)].split(":")
+if progress == "new":
+    (counter.parent / "checkpoints").mkdir(exist_ok=True)
+    (counter.parent / "checkpoints" / f"step-{number:08d}.safetensors").touch()
+sys.exit(int(code))
+"""
+
+
+def ends(tmp_path, *how: str, restarts: int = 3):
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "program.py").write_text(PROGRAM)  # it does not import hvdtrain: no fork server
+    program = [sys.executable, str(tmp_path / "program.py"), "--output-dir", str(tmp_path / "out"), *how]
+    done = wrapper("mpirun", "-np", "1", "--restarts", str(restarts), "--", *program, timeout=120)
+    return done, int((tmp_path / "out" / "count").read_text())
+
+
+def test_a_failure_is_started_again_until_it_is_done(tmp_path):
+    done, tries = ends(tmp_path, "1:new", "139:new", "0:new")
+    assert (done.code, tries) == (0, 3), done
+    assert "exit code 1; starting again, restart 1 of 3, from step-00000000.safetensors" in done.stderr
+    assert "exit code 139; starting again, restart 2 of 3, from step-00000001.safetensors" in done.stderr
+
+
+@pytest.mark.parametrize("code", [2, 3, 75])
+def test_what_is_no_failure_is_not_started_again(code, tmp_path):
+    done, tries = ends(tmp_path, f"{code}:new")
+    assert (done.code, tries) == (code, 1), done
+
+
+def test_it_gives_up_without_progress(tmp_path):
+    done, tries = ends(tmp_path, "1:none", "1:none")
+    assert "exit code 1; starting again in 1 s, restart 1 of 3, from the beginning" in done.stderr
+    done, tries = ends(tmp_path / "other", "1:new", "1:none")
+    assert (done.code, tries) == (1, 2), done
+    assert (
+        "giving up: no checkpoint was written between two failures (newest: step-00000000.safetensors)" in done.stderr
+    )
+
+
+def test_it_gives_up_after_so_many(tmp_path):
+    done, tries = ends(tmp_path, "1:new", restarts=1)
+    assert (done.code, tries) == (1, 2), done
+    assert "giving up after 1 restarts" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.slow)])
+def test_a_killed_rank_costs_nothing_but_time(name, tmp_path):
+    flags = "--dataset digits --model convnet --epochs 3 --checkpoint-steps 4 --no-progress --log-steps 1"
+    assert train("mpirun", 2, f"{flags} --output-dir {tmp_path / 'whole'}").code == 0
+    # Rank 1 kills itself at its twentieth step, the first time.
+    body = f"""
+import os, pathlib, signal, sys
+from hvdtrain.training.resilience import guard
+from hvdtrain import mnist
+from hvdtrain.engines import exit_codes, processes
+with pathlib.Path({str(tmp_path / "forked")!r}).open("a") as forked:
+    forked.write("01"[bool(processes.PROXY)])
+once, steps = pathlib.Path({str(tmp_path / "once")!r}), iter(range(10**6))
+begin = guard.Guard.begin_step
+def dies(self, at, model):
+    begin(self, at, model)
+    if self.engine.rank == 1 and next(steps) == 19 and not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+guard.Guard.begin_step = dies
+exit_codes.run(mnist.main)
+"""
+    script = tmp_path / "program.py"
+    script.write_text(body)
+    program = [sys.executable, str(script), *flags.split(), "--output-dir", str(tmp_path / "killed")]
+    done = wrapper(name, "-np", "2", "--restarts", "2", "--", *program, timeout=200)
+    assert done.code == 0, done
+    assert "restart 1 of 2, from step-000000" in done.stderr
+    assert len(events(tmp_path / "killed", "resume")) == 1
+    assert (
+        tmp_path / "forked"
+    ).read_text() == "1111"  # both attempts' ranks, by a process that had imported everything
+    assert summary(tmp_path / "killed")["parameters_sha256"] == summary(tmp_path / "whole")["parameters_sha256"]
+
+
+@pytest.mark.slow
+def test_a_host_that_is_gone_is_left_out_where_fewer_ranks_are_allowed(tmp_path):
+    """Of localhost:1,nowhere:1 only the first answers; ssh is told so by a program of that name."""
+    (tmp_path / "bin").mkdir()
+    for name, body in {
+        "ssh": "exit 255",
+        "mpirun": '[ "$1" = --version ] && echo "mpirun (Open MPI) 4.1.8" && exit\n'
+        f'echo "$@" >> {tmp_path}/started\n[ -e {tmp_path}/second ] && exit\ntouch {tmp_path}/second\nexit 1',
+    }.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = environment() | {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    options = ["-H", "localhost:1,nowhere:1", "--interface", "lo", "--transport", "mpi", "--restarts", "3"]
+    refused = wrapper("mpirun", *options, "true", env=env, timeout=120)
+    assert refused.code == 1
+    assert "nowhere does not answer" in refused.stderr
+    assert "only 1 ranks could start, and --min-np is 2: giving up" in refused.stderr
+    (tmp_path / "second").unlink()
+    done = wrapper("mpirun", *options, "--min-np", "1", "true", env=env, timeout=120)
+    assert done.code == 0, done
+    assert "going on with 1 ranks on localhost:1" in done.stderr
+    first, second = (tmp_path / "started").read_text().splitlines()[-2:]
+    assert "-np 2 -H localhost:1,nowhere:1" in first
+    assert "-np 1 -H localhost:1 " in second
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGUSR1, signal.SIGINT))],
+)
+def test_a_stop_signal_reaches_the_ranks_and_is_not_a_failure(number, tmp_path):
+    job = new_job()
+    program = shlex.split(f"{PYTHON} -m hvdtrain.mnist --dataset digits --epochs 100000 --no-progress")
+    process = subprocess.Popen(
+        [ROOT / "launch" / "mpirun.sh", "-np", "2", "--restarts", "3", "--", *program, "--output-dir", str(tmp_path)],
+        env=environment(**{MARK: job}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_for_training(tmp_path)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 75, output
+        assert len(events(tmp_path, "stop")) == 1
+        until = time.monotonic() + 60
+        while members(job) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert remaining(job) == []
+    finally:
+        kill(job)

@@ -1,0 +1,154 @@
+"""launch/slurm.sbatch under a real Slurm of two nodes, edited as a user would edit it."""
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import slurm
+from tests.e2e.cluster import Cluster, needs_hosts
+from tests.e2e.launchers import BIN, ROOT, events, summary
+
+pytestmark = [needs_hosts, pytest.mark.slow, pytest.mark.timeout(400)]
+AS_ROOT = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+SITE = {
+    r"--partition=gpu\b": "--partition=test",
+    r"--ntasks-per-node=2\b": "--ntasks-per-node=1",
+    r"#SBATCH --gres=.*\n": "",
+    r"--cpus-per-task=8\b": "--cpus-per-task=1",
+    r"#SBATCH --mem=.*\n": "",
+    r"^checkout=\S+": f"checkout='{ROOT}'",
+    r"source \.venv/bin/activate": f"source '{BIN}/activate'; export {AS_ROOT}",
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    reason = slurm.why_not()
+    if reason:
+        pytest.skip(reason)
+    with Cluster(tmp_path_factory.mktemp("nodes"), ["a", "b"]) as cluster:
+        yield slurm.Slurm(cluster, cluster.directory)
+
+
+def pmix_or_skip() -> None:
+    """Slurm may be installed without the library that srun opens for --mpi=pmix, and then ends the job by itself."""
+    if missing := slurm.lacks_pmix():
+        pytest.skip(f"no {', '.join(missing)}: {slurm.WANTED}")
+
+
+def edited(tmp_path: Path, edits: dict[str, str]) -> Path:
+    """Return launch/slurm.sbatch with each pattern replaced exactly once; every one of them must be on an EDIT line."""
+    text = (ROOT / "launch" / "slurm.sbatch").read_text()
+    for pattern, value in (SITE | {r"--output=\S+": f"--output={tmp_path}/hvdtrain-%j.log"} | edits).items():
+        line = next((line for line in text.splitlines(keepends=True) if re.search(pattern, line, re.M)), "")
+        assert "EDIT" in line or "--signal" in line, f"{pattern} is on no line marked EDIT: {line!r}"
+        text, count = re.subn(pattern, lambda _, value=value: value, text, flags=re.M)
+        assert count == 1, pattern
+    script = tmp_path / "edited.sbatch"
+    script.write_text(text)
+    return script
+
+
+def train(tmp_path: Path) -> str:
+    program = f"python -m hvdtrain.mnist --dataset digits --threads 1 --no-progress --output-dir {tmp_path}/out"
+    return f"program=({program})"
+
+
+PROGRAM, HOW = r"^program=\(.*\)(?= # EDIT)", r"^how=starter"
+
+
+@pytest.mark.parametrize(
+    ("how", "transport"), [("starter", "Gloo"), ("forked", "Gloo"), ("mpirun", "MPI"), ("pmix", "MPI")]
+)
+def test_trains_on_two_nodes(cluster, how, transport, tmp_path):
+    if how == "pmix":
+        pmix_or_skip()
+    edits = {HOW: f"how={how}", PROGRAM: train(tmp_path), r"^interface=''": "interface=eth0"}
+    state, log = cluster.batch(edited(tmp_path, edits), 120, CANARY_TOKEN="s3cret")
+    assert state == "COMPLETED", log
+    assert f"2 ranks on 2 hosts, horovod over {transport}" in log
+    assert [rank["host"] for rank in events(tmp_path / "out", "start")[0]["ranks"]] == ["a", "b"]
+    assert summary(tmp_path / "out")["world_size"] == 2
+
+
+def test_srun_without_pmix_and_without_the_starter_trains_nothing(cluster):
+    """Else it would be two jobs of one rank that train side by side and say nothing."""
+    command = ["srun", "--mpi=none", "-N2", sys.executable, "-m", "hvdtrain.mnist", "--dataset", "digits"]
+    done = cluster("a", *command)
+    assert done.code != 0, done
+    assert "accuracy" not in done.stdout, done
+
+
+def test_signal_before_the_limit_requeues_until_done(cluster, tmp_path):
+    """The first run ends at the signal, each rank with exit code 75; Slurm starts the job again, and that one ends it."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys, time\n"
+        "run = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
+        "def stop(number, frame):\n"
+        "    print('rank', os.environ['RANK'], 'got', signal.Signals(number).name, 'in run', run, flush=True)\n"
+        "    time.sleep(int(os.environ['RANK']))\n"  # not all at once: the first to go must not end the others
+        "    sys.exit(75)\n"
+        "os.environ['RANK'] = os.environ['HOROVOD_RANK']\n"
+        "signal.signal(signal.SIGUSR1, stop)\n"
+        "print('rank', os.environ['RANK'], 'runs', run, flush=True)\n"
+        "if run == '0':\n"
+        "    time.sleep(100)\n"
+    )
+    edits = {PROGRAM: f"program=(python {program})", r"--time=\S+": "--time=00:01:00", r"USR1@120": "USR1@57"}
+    state, log = cluster.batch(edited(tmp_path, edits), 150)
+    assert state == "COMPLETED", log
+    for rank in "01":
+        assert f"rank {rank} got SIGUSR1 in run 0" in log
+        assert f"rank {rank} runs 1" in log
+
+
+def test_other_exit_codes_do_not_requeue(cluster, tmp_path):
+    pmix_or_skip()
+    program = "program=(python -c 'import sys; sys.exit(3)')"
+    edits = {HOW: "how=pmix", PROGRAM: program}
+    state, log = cluster.batch(edited(tmp_path, edits), 60)
+    assert state == "FAILED", log
+
+
+def test_a_failure_requeues_as_long_as_checkpoints_come(cluster, tmp_path):
+    """Two failures with a new checkpoint each, then one without."""
+    pmix_or_skip()
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib, sys\n"
+        "run = min(int(os.environ.get('SLURM_RESTART_COUNT', '0')), 1)\n"
+        "pathlib.Path(sys.argv[1], 'checkpoints').mkdir(parents=True, exist_ok=True)\n"
+        "pathlib.Path(sys.argv[1], 'checkpoints', f'step-{run:08d}.safetensors').touch()\n"
+        "sys.exit(139)\n"
+    )
+    edits = {r"^output=\S+": f"output={tmp_path}/out", PROGRAM: f"program=(python {program} {tmp_path}/out)"}
+    state, log = cluster.batch(edited(tmp_path, edits | {HOW: "how=pmix"}), 120)
+    assert state == "FAILED", log
+    assert log.count("going on from") == 2, log
+    assert log.count("not started again") == 1, log
+
+
+def test_training_goes_on_where_the_signal_stopped_it(cluster, tmp_path):
+    """hvdtrain.mnist: checkpoint at the signal (sent here at once, not at a limit), requeued, resumed."""
+    program = train(tmp_path).replace(")", " --epochs 100000)")
+    script = edited(tmp_path, {PROGRAM: program, r"^interface=''": "interface=eth0"})
+    job = cluster("a", "sbatch", "--parsable", str(script)).stdout.strip()
+    log, until = tmp_path / f"hvdtrain-{job}.log", time.monotonic() + 150
+
+    def wait_for(name: str) -> dict:
+        while not (tmp_path / "out" / "metrics.jsonl").exists() or not events(tmp_path / "out", name):
+            assert time.monotonic() < until, log.read_text() if log.exists() else cluster.logs()
+            time.sleep(0.5)
+        return events(tmp_path / "out", name)[0]
+
+    try:
+        wait_for("train")
+        cluster("a", "scancel", "--signal=USR1", "--batch", job)
+        resumed = wait_for("resume")
+    finally:
+        cluster("a", "scancel", job)
+    assert resumed["step"] == wait_for("stop")["step"] > 0

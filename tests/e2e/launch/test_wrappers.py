@@ -1,0 +1,245 @@
+"""launch/horovodrun.sh and launch/mpirun.sh: what they would run, compared word by word, and then run."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launchers import BIN, MARK, ROOT, Done, environment, kill, new_job, summary
+
+HOSTILE = 'it\'s $(touch owned) "a" `id`\n;b'
+VERSIONS = {
+    "openmpi4": "mpirun (Open MPI) 4.1.8\n\nReport bugs to http://www.open-mpi.org/community/help/",
+    "openmpi5": "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/",
+    "mpich": "HYDRA build details:\n    Version:   5.0.2\n    Process Manager:   pmi",
+    "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 20260929\nCopyright 2003-2026, Intel Corporation.",
+}
+BARE = {"PATH": "{bin}:/usr/bin:/bin", "HOME": "/home/me", "CANARY_TOKEN": "s3cret"}
+
+
+def wrapper(name: str, *arguments: str, launch_dir: Path = ROOT / "launch", timeout: float = 100, **options) -> Done:
+    job = new_job()
+    env = {**options.pop("env", environment()), MARK: job}
+    process = subprocess.Popen(
+        [launch_dir / f"{name}.sh", *arguments], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True, **options,
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    finally:
+        kill(job)
+    return Done(process.returncode, stdout, stderr, 0.0)
+
+
+@pytest.fixture(params=VERSIONS)
+def some_mpi(request, tmp_path) -> dict[str, str]:
+    """An environment of three variables, whose mpirun says only its version."""
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "mpirun"
+    fake.write_text(f"#!/bin/sh\n[ $# = 1 ] && [ $1 = --version ] && cat <<'END'\n{VERSIONS[request.param]}\nEND\n")
+    fake.chmod(0o755)
+    return {name: value.format(bin=tmp_path / "bin") for name, value in BARE.items()} | {"kind": request.param}
+
+
+def dry(name: str, *arguments: str, env: dict[str, str]) -> str:
+    done = wrapper(name, *arguments, env=env | {"DRY_RUN": "1"}, timeout=20)
+    assert (done.code, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+# `env -u` takes away what is not on the list (MARK is, by its prefix); names only, no value of the caller's stands here.
+CLEAN = "env -u CANARY_TOKEN -u kind "
+X = "-x HOME -x HVDTRAIN_TEST_JOB -x PATH "
+LIST = "-genvlist HOME,HVDTRAIN_TEST_JOB,PATH "
+ONE_HOST = {
+    "openmpi4": CLEAN + "mpirun -np 8 --bind-to none --map-by slot --mca btl ^tcp,ofi " + X,
+    "openmpi5": CLEAN + "mpirun -np 8 --bind-to none --map-by slot --mca btl ^tcp,ofi " + X,
+    "mpich": CLEAN + "mpirun -np 8 -bind-to none " + LIST,
+    "intel": CLEAN + "mpirun -np 8 " + LIST,
+}
+SETTINGS = {"NCCL_SOCKET_IFNAME": "eth0", "HOROVOD_FUSION_THRESHOLD": "33554432", "HOROVOD_CYCLE_TIME": "0.5"}
+SETTINGS |= {"HOROVOD_TIMELINE": "a b.json", "HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "tries.csv"}
+MANY = "-H a:4,b:4 --interface eth0 --fusion-mb 32 --cycle-ms 0.5 --timeline 'a b.json' --autotune tries.csv"
+# Between hosts by its path: Open MPI then looks for itself in the same place on every one of them.
+OPEN_MPI = CLEAN + "{mpirun} -np 8 -H a:4,b:4 --bind-to none --map-by slot --mca btl_tcp_if_include eth0 "
+TWO_HOSTS = {
+    "openmpi4": OPEN_MPI + "--mca oob_tcp_if_include eth0 " + X,
+    "openmpi5": OPEN_MPI + "--prtemca oob_tcp_if_include eth0 " + X,
+    "mpich": CLEAN + "mpirun -np 8 -hosts a,b -ppn 4 -iface eth0 -bind-to none " + LIST,
+    "intel": CLEAN + "mpirun -np 8 -hosts a,b -ppn 4 -iface eth0 " + LIST,
+}  # fmt: skip
+
+
+def settings(kind: str, values: dict[str, str]) -> list[str]:
+    if kind.startswith("openmpi"):
+        return [word for name, value in values.items() for word in ("-x", f"{name}={value}")]
+    return [word for name, value in values.items() for word in ("-genv", name, value)]
+
+
+def two_hosts(env: dict[str, str]) -> list[str]:
+    return shlex.split(TWO_HOSTS[env["kind"]].format(mpirun=shutil.which("mpirun", path=env["PATH"])))
+
+
+def test_mpirun_on_one_host(some_mpi):
+    printed = dry("mpirun", "-np", "8", "python", "-m", "hvdtrain.mnist", "--epochs", "2", env=some_mpi)
+    assert shlex.split(printed) == shlex.split(ONE_HOST[some_mpi["kind"]] + "python -m hvdtrain.mnist --epochs 2")
+
+
+def test_mpirun_on_two_hosts_over_mpi(some_mpi):
+    printed = dry("mpirun", *shlex.split(MANY), "--transport", "mpi", "python", "-m", "hvdtrain.mnist", env=some_mpi)
+    kind = some_mpi["kind"]
+    tuned = settings(kind, {"HOROVOD_CPU_OPERATIONS": "mpi", **SETTINGS})
+    assert shlex.split(printed) == [*two_hosts(some_mpi), *tuned, "python", "-m", "hvdtrain.mnist"]
+
+
+def test_mpirun_between_hosts_takes_gloo_through_the_starter(some_mpi):
+    printed = dry("mpirun", *shlex.split(MANY), "python", "-m", "hvdtrain.mnist", env=some_mpi)
+    kind = some_mpi["kind"]
+    tuned = settings(kind, {"MASTER_ADDR": "a", "MASTER_PORT": "9000", **SETTINGS})
+    program = shlex.split("python -m hvdtrain.starter --interface eth0 -m hvdtrain.mnist")
+    assert shlex.split(printed) == [*two_hosts(some_mpi), *tuned, *program]
+
+
+def test_horovodrun():
+    env = BARE | {"PATH": "/usr/bin:/bin"}
+    one = dry("horovodrun", "-np", "8", "python", "-m", "hvdtrain.mnist", env=env)
+    assert one == "env -u CANARY_TOKEN horovodrun -np 8 python -m hvdtrain.mnist\n"
+    tuned = "--fusion-threshold-mb 32 --cycle-time-ms 0.5 --timeline-filename 'a b.json' "
+    tuned += "--autotune --autotune-log-file tries.csv "
+    printed = dry("horovodrun", *shlex.split(MANY), "--", "python", "-m", "hvdtrain.mnist", env=env)
+    two = f"env -u CANARY_TOKEN horovodrun -np 8 -H a:4,b:4 --gloo --network-interfaces eth0 {tuned}"
+    assert shlex.split(printed) == shlex.split(two + "python -m hvdtrain.mnist")
+
+
+def test_a_password_of_slurms_stays_behind_and_a_named_variable_goes_along():
+    env = BARE | {"PATH": "/usr/bin:/bin", "SLURM_JWT": "eyJ", "SLURM_JOB_ID": "7"}
+    printed = dry("horovodrun", "-np", "2", "--pass", "CANARY_TOKEN", "true", env=env)
+    assert printed == "env -u SLURM_JWT horovodrun -np 2 true\n"
+
+
+@pytest.mark.parametrize("name", ["mpirun", "horovodrun"])
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("-np 2", "nothing to run: end with, for example, python -m hvdtrain.mnist"),
+        ("-np zwei true", "-np zwei: not a whole number of at least 1"),
+        ("-np", "-np needs a value"),
+        ("--fast true", "unknown option --fast"),
+        ("-np 9 -H a:4,b:4 --interface eth0 true", "-np 9, but -H a:4,b:4 has 8 slots"),
+        ("-H '-oProxyCommand=id' true", "-H -oProxyCommand=id: write names and slots"),
+        ("-H 'a:4;id' true", "write names and slots"),
+        ("-H a:4,b:4 python -V", "-H a:4,b:4 needs --interface NAME"),
+        ("--interface 'eth0 -x' -np 2 true", "not the name of an interface"),
+        ("--pass TOKEN=1 -np 2 true", "--pass TOKEN=1: give the name of a variable, not its value"),
+        ("--transport tcp -np 2 true", "--transport tcp: choose auto, mpi or gloo"),
+        ("--cycle-ms 1ms -np 2 true", "--cycle-ms 1ms: not a number"),
+        ("--port 80 -np 2 true", "--port 80: not a port"),
+    ],
+)  # fmt: skip
+def test_refused_in_one_line_with_code_two(name, arguments, complaint):
+    done = wrapper(name, *shlex.split(arguments), timeout=20)
+    assert (done.code, done.stdout) == (2, ""), done
+    assert done.stderr.startswith(f"{name}.sh: error: "), done
+    assert complaint in done.stderr, done
+    assert done.stderr.count("\n") == 1, done
+
+
+def test_refused_for_one_launcher_only(tmp_path):
+    (tmp_path / HOSTILE).mkdir()
+    many = ("-H", "a:4,b:4", "--interface", "eth0")
+    assert "use mpirun.sh" in wrapper("horovodrun", *many, "true", cwd=tmp_path / HOSTILE).stderr
+    assert "use mpirun.sh" in wrapper("horovodrun", *many, "--transport", "mpi", "true").stderr
+    assert "--transport gloo starts Python programs" in wrapper("mpirun", *many, "true").stderr
+    nowhere = environment() | {"PATH": "/usr/bin:/bin"}
+    if shutil.which("mpirun", path=nowhere["PATH"]) is None:
+        assert (
+            "no mpirun on PATH: activate the environment" in wrapper("mpirun", "-np", "2", "true", env=nowhere).stderr
+        )
+
+
+CASES = {
+    "mpirun": ("mpirun",), "mpirun over Gloo": ("mpirun", "--transport", "gloo"),
+    "horovodrun": ("horovodrun",), "horovodrun over Gloo": ("horovodrun", "--transport", "gloo"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hostile_names_arrive_as_they_are(case, tmp_path):
+    """A checkout, a working directory and arguments full of quotes: nothing is split, nothing is run."""
+    name, *options = CASES[case]
+    here = tmp_path / HOSTILE
+    shutil.copytree(ROOT / "launch", here / "launch")
+    show = "import json, os, sys; open(sys.argv[1] + os.environ['HOROVOD_RANK' if 'HOROVOD_RANK' in os.environ "
+    show += (
+        "else 'OMPI_COMM_WORLD_RANK'], 'w').write(json.dumps([sys.argv, os.getcwd(), os.environ['HOROVOD_TIMELINE']]))"
+    )
+    (here / "show.py").write_text(show)
+    arguments = ["-np", "2", *options, "--timeline", HOSTILE, sys.executable, "show.py", "out", HOSTILE, "*", ""]
+    done = wrapper(name, *arguments, launch_dir=here / "launch", cwd=here)
+    assert done.code == 0, done
+    for rank in ("0", "1"):
+        argv, directory, timeline = json.loads((here / f"out{rank}").read_text())
+        assert (argv, directory, timeline) == (["show.py", "out", HOSTILE, "*", ""], str(here), HOSTILE)
+    assert sorted(path.name for path in here.iterdir()) == ["launch", "out0", "out1", "show.py"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case == "mpirun over Gloo" else pytest.mark.slow) for case in CASES],
+)
+def test_what_is_printed_is_what_runs(case, tmp_path):
+    """The printed line, pasted into bash, trains; and so does the wrapper, to the same bits."""
+    name, *options = CASES[case]
+    program = [sys.executable, "-m", "hvdtrain.mnist", "--dataset", "digits", "--epochs", "1"]
+    program += ["--no-progress", "--output-dir"]
+    hashes = []
+    for how in ("wrapper", "pasted"):
+        arguments = [*options, "-np", "2", "--", *program, str(tmp_path / how)]
+        if how == "wrapper":
+            done = wrapper(name, *arguments)
+        else:
+            line = dry(name, *arguments, env=environment())
+            job = new_job()
+            run = subprocess.run(
+                ["bash", "-c", line], env=environment(**{MARK: job}), capture_output=True, text=True, timeout=100,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            kill(job)
+            done = Done(run.returncode, run.stdout, run.stderr, 0.0)
+        assert done.code == 0, done
+        assert ("horovod over Gloo" if options else "horovod over MPI") in done.stdout
+        hashes.append(summary(tmp_path / how)["parameters_sha256"])
+    assert hashes[0] == hashes[1]
+
+
+def test_only_named_variables_reach_the_ranks():
+    env = environment(CANARY_TOKEN="s3cret", WANTED="yes", HOROVOD_CYCLE_TIME="0.7", OMP_NUM_THREADS="1")
+    show = "import os; print({k: os.environ.get(k) for k in ('CANARY_TOKEN', 'WANTED', 'HOROVOD_CYCLE_TIME')})"
+    for name in ("mpirun", "horovodrun"):
+        done = wrapper(name, "-np", "2", "--pass", "WANTED", "--", sys.executable, "-c", show, env=env)
+        assert done.code == 0, done
+        assert done.stdout.count("{'CANARY_TOKEN': None, 'WANTED': 'yes', 'HOROVOD_CYCLE_TIME': '0.7'}") == 2, done
+
+
+OTHERS = [Path(place) for place in os.environ.get("HVDTRAIN_TEST_MPIRUNS", "").split(os.pathsep) if place]
+
+
+@pytest.mark.skipif(not OTHERS, reason="no other MPI named: HVDTRAIN_TEST_MPIRUNS=DIR:DIR, each with a bin/mpirun")
+@pytest.mark.parametrize("place", OTHERS, ids=str)
+def test_other_mpis_start_ranks_with_these_options(place):
+    """Horovod here is built for one MPI; of the others, the launcher alone is tried: ranks, settings, environment."""
+    env = environment(CANARY_TOKEN="s3cret") | {
+        "PATH": f"{place / 'bin'}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}"
+    }
+    show = (
+        "import os; e = os.environ; print(e.get('PMI_RANK', e.get('OMPI_COMM_WORLD_RANK')), e['HOROVOD_CYCLE_TIME'], "
+    )
+    show += "e.get('CANARY_TOKEN'))"
+    done = wrapper("mpirun", "-np", "2", "--cycle-ms", "0.3", "--", sys.executable, "-c", show, env=env, timeout=30)
+    assert done.code == 0, done
+    assert sorted(done.stdout.split("\n")) == ["", "0 0.3 None", "1 0.3 None"]

@@ -1,0 +1,240 @@
+"""Stop signals, gradients that are not finite, flipped bits, ranks that hang or die: real launchers, bounded time."""
+
+import itertools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.lineage import attacked, struck_at
+from tests.e2e.launchers import (
+    LAUNCHERS,
+    MARK,
+    PYTHON,
+    ROOT,
+    environment,
+    events,
+    kill,
+    launch,
+    new_job,
+    remaining,
+    wait_for_training,
+)
+
+
+@pytest.mark.parametrize(
+    ("attack", "blame"),
+    [
+        (dict(rank=1, point="backward", kind="stop"), "rank 1 on {host} does not answer"),
+        pytest.param(
+            dict(rank=1, point="load", kind="spin"),
+            "rank 1 on {host} keeps the others waiting, at ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            dict(rank=0, point="load", kind="stop"), "rank 0 on {host} does not answer", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["stopped", "spinning", "rank 0 stopped"],
+)
+def test_a_hung_rank_is_named_and_ends_the_job(attack, blame, tmp_path):
+    # More ranks than cores: those that wait in MPI spin, but that does not keep the others from running.
+    ranks = 4 if attack["kind"] == "spin" else 2
+    done = attacked(tmp_path, ranks=ranks, flags="--step-timeout 4 --epochs 200", attack={**attack, "count": 5})
+    took = time.time() - struck_at(tmp_path)
+    assert done.code not in (0, 2, 75), done
+    assert blame.format(host=os.uname().nodename) in done.stderr, done
+    # And where the others stood. 4 s of silence, 3 s for answers (9 s more before rank 0 is doubted), the launcher's end.
+    assert f"rank {1 - attack['rank']} on " in done.stderr, done
+    assert "waits at horovod.py" in done.stderr, done
+    assert took < 120, done  # on quiet cores 10 to 20; else it would hang for ever
+
+
+@pytest.mark.slow
+def test_no_false_alarm_while_a_rank_is_only_slow(tmp_path):
+    """Stopped for less than the time-out, then continued."""
+    body = "import hvdtrain.mnist as m, os, subprocess; "
+    body += "from hvdtrain.engines import exit_codes, launchers; "
+    body += "real = m.training.Run.evaluating; rank = launchers.announced().rank; "
+    body += "pause = lambda: rank == 1 and (subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}']), "
+    body += "os.kill(os.getpid(), 19)); "
+    body += "m.training.Run.evaluating = lambda *a, **k: (pause(), real(*a, **k))[1]; exit_codes.run(m.main)"
+    command = f'mpirun --oversubscribe -np 2 {PYTHON} -c "{body}" --dataset digits --no-progress --step-timeout 8'
+    done = launch(command)
+    assert done.code == 0, done
+
+
+@pytest.mark.slow
+def test_no_false_alarm_where_ranks_hardly_get_a_core(tmp_path):
+    """Each of the polite ranks has a thousandth of a core for 15 s, which is far below a step in 2 s."""
+    autogroup = Path("/proc/sys/kernel/sched_autogroup_enabled")
+    if autogroup.exists() and autogroup.read_text().strip() != "0":
+        pytest.skip("nice counts only within a session here: echo 0 > /proc/sys/kernel/sched_autogroup_enabled")
+    command = f"nice -n 19 {LAUNCHERS['mpirun'].format(ranks=2)} {PYTHON} -m hvdtrain.mnist --dataset digits"
+    ranks = subprocess.Popen(
+        [*shlex.split(command), "--epochs=30", "--step-timeout=2", "--no-progress", f"--output-dir={tmp_path}"], cwd=ROOT,
+        env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    crowd = []
+    try:
+        wait_for_training(tmp_path)
+        crowd = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(16 * os.cpu_count())]
+        time.sleep(15)
+    finally:
+        for process in crowd:
+            process.kill()
+            process.wait()
+    _, errors = ranks.communicate(timeout=120)
+    assert ranks.returncode == 0, errors
+    times = [event["time"] for event in events(tmp_path)]
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 12, "they were not kept from running"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "does not answer")])
+def test_without_a_launcher_the_others_end_too(number, said, tmp_path):
+    """DistributedDataParallel, each rank started by hand: nobody but the ranks themselves can end the job."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = f"{PYTHON} -m hvdtrain.mnist --engine ddp --dataset digits --epochs 100000 --no-progress"
+    ranks = [
+        subprocess.Popen(
+            [*shlex.split(command), "--step-timeout", "4", "--output-dir", str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE,
+            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port), text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        wait_for_training(tmp_path)
+        ranks[1].send_signal(number)
+        _, errors = ranks[0].communicate(timeout=120)
+        assert ranks[0].returncode == 1, errors
+        assert f"rank 1 on {os.uname().nodename} {said}" in errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_gradients_that_are_not_finite_name_step_rank_and_layer(skipped, tmp_path):
+    attack = dict(rank=1, point="load", count=5, kind="nan", lasts=not skipped)
+    done = attacked(tmp_path, flags=f"--max-skipped {skipped} --epochs 1", attack=attack)
+    assert done.code == (0 if skipped else 1), done
+    said = [line["message"] for line in events(tmp_path, "error")]
+    assert len(said) == 1, done
+    assert "step 5: gradients are not finite: rank 1 on " in said[0]
+    assert ("computed again" if skipped else "input of 0 (Conv2d)") in said[0]
+    if skipped:
+        assert events(tmp_path, "end")[0]["test_loss"] < 100  # no NaN, in the running statistics either
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_found_within_one_interval_and_its_rank_named(tmp_path):
+    attack = dict(rank=2, point="update", count=5, kind="flip", bit=0, parameter=4)
+    done = attacked(tmp_path, ranks=3, flags="--check-steps 4 --epochs 200", attack=attack)
+    assert done.code == 1, done
+    assert "rank 2 on " in done.stderr, done
+    assert "has other weights than the rest: first in 4.weight, between steps " in done.stderr, done
+    assert int(re.search(r"between steps \d+ and (\d+)", done.stderr)[1]) in range(5, 9), done
+    steps = [line["step"] for line in events(tmp_path, "checkpoint")]
+    assert max(steps) < 5  # none with the wrong weights
+
+
+def start(launcher: str, directory: Path, job: str, flags: str = "") -> subprocess.Popen:
+    """Begin a long run and return once it trains."""
+    command = [*LAUNCHERS[launcher].format(ranks=2).split(), sys.executable, "-m", "hvdtrain.mnist", "--no-progress"]
+    command += ["--dataset", "digits", "--epochs", "100000", "--output-dir", str(directory), *flags.split()]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    wait_for_training(directory)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "whom", "code"),
+    [
+        # mpirun passes it on to every rank
+        pytest.param("mpirun", signal.SIGUSR1, "the launcher", 75, marks=pytest.mark.slow),
+        ("horovodrun", signal.SIGUSR1, "the launcher", 75),  # by a patch of ours: it reaches the mpirun below
+        pytest.param("mpirun", signal.SIGTERM, "rank 1", 75, marks=pytest.mark.slow),
+        pytest.param("mpirun", signal.SIGINT, "both ranks", 75, marks=pytest.mark.slow),
+        ("gloo", signal.SIGTERM, "rank 1", 75),
+        ("starter", signal.SIGTERM, "the launcher", 75),
+        pytest.param("starter", signal.SIGINT, "rank 1", 75, marks=pytest.mark.slow),
+    ],
+)
+def test_stop_signals_save_the_same_step_and_leave(launcher, number, whom, code, tmp_path):
+    job = new_job()
+    process = start(launcher, tmp_path, job)
+    try:
+        ranks = [rank["pid"] for rank in events(tmp_path, "start")[0]["ranks"]]
+        targets = {"the launcher": [process.pid], "rank 1": ranks[1:], "both ranks": ranks}[whom]
+        for pid in targets:
+            os.kill(pid, number)
+        signalled = time.time()
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == code, output
+        (stop,) = events(tmp_path, "stop")
+        assert stop["time"] - signalled < 60  # it would train for hours
+        assert stop["reason"].startswith(f"{number.name} on rank"), stop
+        assert events(tmp_path, "checkpoint")[-1]["step"] == stop["step"]
+        assert f"saved after step {stop['step']}: start me again" in output
+        assert remaining(job) == []
+    finally:
+        kill(job)
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_leaves_at_once(tmp_path):
+    """Also where the first can never be obeyed, because a rank hangs and the time-out is long."""
+    job = new_job()
+    process = start("mpirun", tmp_path, job, "--step-timeout 1000")
+    try:
+        ranks = [rank["pid"] for rank in events(tmp_path, "start")[0]["ranks"]]
+        os.kill(ranks[1], signal.SIGSTOP)
+        time.sleep(1)
+        for _ in range(20):  # two, but of two that come before it gets a turn it sees one
+            os.kill(ranks[0], signal.SIGINT)
+            time.sleep(0.5)
+            if process.poll() is not None:
+                break
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 130, output
+    finally:
+        kill(job)
+
+
+@pytest.mark.slow
+def test_ranks_with_different_flags_are_refused():
+    command = f"{PYTHON} -m hvdtrain.mnist --dataset digits --lr"
+    done = launch(f"mpirun --oversubscribe -np 1 {command} 0.1 : -np 1 {command} 0.2", timeout=120)
+    assert done.code == 2, done
+    assert (
+        "ranks 0 and 1 have different flags (--lr 0.1 and 0.2): start every rank with the same command" in done.stderr
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_to_the_start_ends_the_job():
+    body = "import sys, time; from hvdtrain import mnist; from hvdtrain.engines import launchers; "
+    body += "from hvdtrain.engines.exit_codes import run; from hvdtrain.training.resilience import starting; "
+    body += "starting.SAY_SECONDS = 1.0; starting.PHASE_SECONDS['start-up'] = 3.0; "
+    body += "launchers.announced().rank and time.sleep(1000); run(mnist.main)"
+    start = LAUNCHERS["mpirun"].format(ranks=2)
+    done = launch(f'{start} {PYTHON} -c "{body}" --dataset digits --no-progress', timeout=120)
+    assert done.code == 1, done
+    said = r"rank 0 on .* waits for the other ranks to start the engine, at horovod.py:\d+, __init__"
+    assert re.search(rf"warning: {said}, since 1 s", done.stderr), done
+    assert re.search(rf"hvdtrain: error: {said}; start-up was not over after 3 s", done.stderr), done

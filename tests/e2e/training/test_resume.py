@@ -1,0 +1,96 @@
+"""A run that was killed, started again: the same bits as one that was not; and what stands in the way of a restart."""
+
+import random
+import socket
+
+import pytest
+import torch
+
+from hvdtrain.training import checkpoint
+from tests.chaos.damages import damages
+from tests.chaos.lineage import attacked, results, seconds_lost, struck_at, tally
+from tests.chaos.schedule import schedule
+from tests.e2e.launchers import events, summary
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The directory of a run that nothing disturbed."""
+    directory = tmp_path_factory.mktemp("whole")
+    done = attacked(directory)
+    assert done.code == 0, done
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("launcher", "attack"),
+    [
+        ("mpirun", dict(rank=1, point="backward", count=5, kind="kill")),
+        ("starter", dict(rank=1, point="backward", count=5, kind="kill")),
+        # with half a checkpoint written
+        pytest.param("mpirun", dict(rank=0, point="half", count=4, kind="kill"), marks=pytest.mark.slow),
+    ],
+    ids=["mpirun", "starter", "half a checkpoint"],
+)
+def test_a_killed_run_ends_as_if_nothing_had_been(launcher, attack, whole, tmp_path):
+    killed = attacked(tmp_path, attack=attack, launcher=launcher)
+    assert killed.code not in (0, 2, 75), killed
+    assert killed.left_behind == 0, killed
+    if launcher == "starter":
+        assert killed.code == 137, killed
+        assert f"rank 1 on {socket.gethostname()} was killed by SIGKILL" in killed.stderr, killed
+    struck = struck_at(tmp_path)
+    assert struck, killed
+    done = attacked(tmp_path, launcher=launcher)
+    assert done.code == 0, done
+    assert results(tmp_path) == results(whole)
+    assert tally(tmp_path) == (0, 0)  # samples lost, samples repeated
+    (resumed,) = events(tmp_path, "resume")
+    assert 0 < resumed["step"] < 16
+    assert 0 <= seconds_lost(tmp_path, [struck]) < killed.seconds
+    lines = events(tmp_path)
+    assert [line["event"] for line in lines][0 :: len(lines) - 1] == ["start", "end"]  # one record of both parts
+    assert not [path for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_on_other_ranks_the_global_batch_and_every_sample_stay(tmp_path):
+    """Two ranks, then three, on which the global batch of 64 cannot be dealt out evenly."""
+    flags = "--model convnet-nonorm"
+    for directory, parts in (("apart", ((2, 5), (3, None))), ("whole", ((2, None),))):
+        for ranks, until in parts:
+            attack = dict(rank=0, point="update", count=until, kind="term") if until else None
+            done = attacked(tmp_path / directory, ranks=ranks, flags=flags, attack=attack)
+            assert done.code == (75 if until else 0), done
+            if ranks == 3:
+                assert "global batch kept at 64: it began on 2 ranks; now up to 22 per rank" in done.stdout, done
+    apart, together = (summary(tmp_path / name) for name in ("apart", "whole"))
+    assert tally(tmp_path / "apart") == (0, 0)
+    assert (apart["steps"], apart["samples"]) == (together["steps"], together["samples"])
+    assert apart["test_loss"] == pytest.approx(together["test_loss"], rel=1e-3)
+    weights = [checkpoint.read(checkpoint.listed(tmp_path / name / "checkpoints")[0])[1] for name in ("apart", "whole")]
+    for name in weights[0]:
+        if name.startswith("model."):
+            torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_said_and_training_goes_on(whole, tmp_path):
+    done = attacked(tmp_path, attack=dict(rank=0, point="fsync", count=3, kind="full"))
+    assert done.code == 0, done
+    assert "No space left on device): training goes on; the last good one is step-00000003" in done.stderr, done
+    assert events(tmp_path, "error")[0]["kind"] == "checkpoint"
+    assert results(tmp_path) == results(whole)
+
+
+def test_damaged_checkpoints_of_a_real_run_are_rejected_and_the_one_before_is_taken(whole, tmp_path):
+    outcomes = list(damages(whole, tmp_path, 60, random.Random(2)))
+    assert len(outcomes) == 60
+    assert [str(outcome) for outcome in outcomes if not outcome.good] == []
+
+
+@pytest.mark.slow
+def test_ranks_that_change_between_kills(tmp_path):
+    outcome = schedule((2, 1, 2), tmp_path, random.Random(1))
+    assert outcome.good, outcome
+    assert outcome.seconds_lost > 0

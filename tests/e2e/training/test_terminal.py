@@ -1,0 +1,129 @@
+"""What ranks show, as a terminal gets it from each launcher; what a file and a pipe get instead."""
+
+import os
+import pty
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import termios
+import time
+import uuid
+
+import pytest
+
+from tests.e2e.launchers import LAUNCHERS, MARK, ROOT, TORCHRUN, environment, kill, launch
+
+TRAIN = f"{sys.executable} -m hvdtrain.mnist --dataset digits --model convnet --epochs 1 --log-steps 2"
+BAR = re.compile(r"\repoch \d+/\d+ +\d+% \[#*\.*\] \d+/\d+  loss [^\r\n]*\x1b\[K")
+LINE = re.compile(r"epoch \d+/\d+  step \d+/\d+  loss ")
+
+
+def on_a_terminal(command: str, columns: int, timeout: float = 120, into: str = "") -> str:
+    """Run a command line on a terminal, and return what that shows. `into`: a file for its standard output."""
+    job = uuid.uuid4().hex
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (24, columns))
+    shell = f"exec {command}" + (f" > {shlex.quote(into)} 2>&1" if into else "")
+    process = subprocess.Popen(
+        ["bash", "-c", shell], cwd=ROOT, env=environment(**{MARK: job}), stdin=its, stdout=its, stderr=its,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(its)
+    os.set_blocking(ours, False)
+    until, shown = time.monotonic() + timeout, b""
+    try:
+        while process.poll() is None or process.returncode is None:
+            assert time.monotonic() < until, f"not over after {timeout:.0f} s: {command}\n{shown.decode()}"
+            shown += _waiting(ours)
+            time.sleep(0.05)
+        shown += _waiting(ours)
+    finally:
+        kill(job)
+        process.wait()
+        os.close(ours)
+    assert process.returncode == 0, shown.decode()
+    return shown.decode().replace("\r\n", "\n")
+
+
+def _waiting(terminal: int) -> bytes:
+    """Return what there is to read; at the end reading is an error."""
+    found = b""
+    try:
+        while part := os.read(terminal, 65536):
+            found += part
+    except OSError:
+        pass
+    return found
+
+
+def command(launcher: str) -> str:
+    if launcher == "torchrun":
+        return f"{TORCHRUN.format(ranks=2)} {TRAIN.partition(' ')[2]} --engine ddp"
+    return f"{LAUNCHERS[launcher].format(ranks=2)} {TRAIN}"
+
+
+@pytest.mark.timeout(180)
+# Without a launcher it is as under torchrun.
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_bar_where_what_is_written_arrives_as_it_is(launcher):
+    shown = on_a_terminal(command(launcher), 100)
+    assert BAR.search(shown), shown
+    bars = [text.split("\x1b[K")[0] for text in re.split(r"[\r\n]", shown) if "] " in text and "\x1b[K" in text]
+    assert max(map(len, bars)) < 100
+    assert shown.rstrip("\n").endswith("\r\x1b[K"), repr(shown[-300:])  # taken away at the end
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_lines_where_the_launcher_writes_before_each(launcher):
+    shown = on_a_terminal(command(launcher), 100)
+    assert "\x1b" not in shown
+    lines = [line for line in shown.splitlines() if LINE.search(line)]
+    assert lines, shown
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_file_gets_neither_bar_nor_warnings_also_from_a_terminal(launcher, tmp_path):
+    assert on_a_terminal(command(launcher), 100, into=str(tmp_path / "log")) == ""
+    written = (tmp_path / "log").read_text()
+    assert "epoch 1/1  train loss" in written
+    assert "\x1b" not in written
+    assert "Warning" not in written  # DDP compares the gradients' strides with the weights'
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_open_mpi_tags_whole_lines():
+    start = f"mpirun --tag-output --oversubscribe -np 2 {TRAIN} --no-progress"
+    done = launch(start, PYTHONUNBUFFERED="1")
+    assert done.code == 0, done
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert len(lines) == 4, done
+    assert all(re.fullmatch(r"\[1,0\]<stdout>:[a-z0-9][^<]*", line) for line in lines), done
+
+
+@pytest.mark.timeout(180)
+def test_each_line_is_one_write():
+    # What Open MPI tags depends on when it looks; a socket that keeps messages apart shows each write.
+    job = uuid.uuid4().hex
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(120)
+    process = subprocess.Popen(
+        shlex.split(f"{TRAIN} --engine serial --no-progress"), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=its, stderr=its,
+        env=environment(**{MARK: job}, PYTHONUNBUFFERED="1"), start_new_session=True,
+    )  # fmt: skip
+    its.close()
+    try:
+        writes = list(iter(lambda: ours.recv(65536).decode(), ""))
+        assert process.wait(30) == 0, writes
+    finally:
+        kill(job)
+        process.wait()
+        ours.close()
+    assert len(writes) == 4, writes
+    assert all(write.endswith("\n") and len(write) > 1 for write in writes), writes
