@@ -5,7 +5,9 @@ python -m tests.flaky tests/single tests/e2e/commands/test_mnist.py --one-core  
 python -m tests.flaky tests/e2e/training/test_guard.py -- -k hung -m slow        what follows -- is pytest's
 
 Each run is in another order of files and tests (its number is the seed). What a failed run said is
-printed; exit code 1 where any failed.
+printed; exit code 1 where any failed. All tests once in another order, several files at a time:
+
+HVDTRAIN_SHUFFLE=1 make test TEST="-p tests.flaky -n 3 --dist loadfile --no-loadscope-reorder"
 """
 
 import argparse
@@ -22,19 +24,20 @@ from collections.abc import Iterator
 import pytest
 
 
-class Shuffled:
-    """A plugin: files in another order, and the tests of each, but module by module, whose fixtures are set up once."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `pytest -p tests.flaky`: put files, and the tests of each, into the order that HVDTRAIN_SHUFFLE seeds.
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        chance = random.Random(int(os.environ["HVDTRAIN_SHUFFLE"]))
-        modules: dict[str, list[pytest.Item]] = {}
-        for item in items:
-            modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
-        names = list(modules)
-        chance.shuffle(names)
-        for name in names:
-            chance.shuffle(modules[name])
-        items[:] = [item for name in names for item in modules[name]]
+    The tests of a module stay together: its fixtures are set up once.
+    """
+    chance = random.Random(int(os.environ["HVDTRAIN_SHUFFLE"]))
+    modules: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    names = list(modules)
+    chance.shuffle(names)
+    for name in names:
+        chance.shuffle(modules[name])
+    items[:] = [item for name in names for item in modules[name]]
 
 
 @contextlib.contextmanager
@@ -51,8 +54,8 @@ def busy(loops: int) -> Iterator[None]:
 
 def once(arguments: list[str], seed: int) -> tuple[bool, float, str]:
     """Return whether all passed, in how many seconds, and what pytest said."""
-    program = "import sys, pytest; from tests.flaky import Shuffled; sys.exit(pytest.main(sys.argv[1:], [Shuffled()]))"
-    command = [sys.executable, "-c", program, "-q", "--color=no", "-p", "no:cacheprovider", "--durations=0", *arguments]
+    options = ["-q", "--color=no", "-p", "tests.flaky", "-p", "no:cacheprovider", "--durations=0"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     began = time.monotonic()
     done = subprocess.run(command, env=os.environ | {"HVDTRAIN_SHUFFLE": str(seed)}, capture_output=True, text=True)
     return done.returncode == 0, time.monotonic() - began, done.stdout + done.stderr
