@@ -1,4 +1,4 @@
-"""Data-parallel training with Horovod. README.md says what is where; `hvdtrain.training` is for programs of your own."""
+"""Data-parallel training with Horovod. README.md shows the layout; `hvdtrain.training` is the library for your programs."""
 
 import gc
 import sys
@@ -6,12 +6,12 @@ from importlib.machinery import ModuleSpec
 
 __version__ = "0.1.0"
 
-# As `python -m hvdtrain.NAME`: sys.argv[0] is "-m" until the module is found. While torch is imported, the collector takes a
-# sixth of the time and finds nothing (docs/network.md); `engines.exit_codes.run` turns it on again.
+# Under `python -m hvdtrain.NAME`, sys.argv[0] is "-m" until the module is found. Garbage collection would take a sixth of
+# the time to import torch and free nothing (docs/network.md). `engines.exit_codes.run` enables it again.
 if sys.argv[:1] == ["-m"]:
     gc.disable()
 
-# Modules of the first layout, and where they went. Remove with 0.2.
+# Old module names and their replacements. Remove with 0.2.
 _MOVED = {
     "allocation": "engines.malloc", "board": "training.records.tensorboard", "checkpoint": "training.checkpoint",
     "clock": "training.records.clock", "convnet": "models.convnet", "display": "training.records.progress",
@@ -27,7 +27,7 @@ _MOVED = {
 
 
 class _Moved:
-    """An import finder that says where a module went."""
+    """An import finder that raises ModuleNotFoundError with the new name of a moved module."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:

@@ -6,8 +6,8 @@ mpirun -np 2 python -m hvdtrain.benchmark --model convnet --batch-size 64 --outp
 torchrun --nproc-per-node 2 -m hvdtrain.benchmark --engine ddp --no-communication
 
 --model gpt-small             a language model: windows of 256 bytes instead of images, with tokens per second
---input synthetic (default)   random uint8 images on the device, gathered and scaled to each batch; or random tokens
---input mock                  the same prepared batch each time: compute and communication alone
+--input synthetic (default)   random uint8 images on the device, gathered and scaled for each batch; or random tokens
+--input mock                  the same prepared batch in every step: compute and communication only
 --input real                  the files in --data-dir: MNIST for convnet, image folders for torchvision's models
 
 Samples per second: the samples of all ranks over the time of the slowest rank. docs/benchmarks.md describes the method.
@@ -46,7 +46,7 @@ from hvdtrain.training.records.telemetry import versions
 
 
 class Repeat(NamedTuple):
-    """What one rank measured in one repeat. Seconds of the phases are per sample of this rank."""
+    """Measurements of one rank in one repeat. `loading`, `compute` and `communication`: seconds per sample of this rank."""
 
     seconds: float
     cpu_seconds: float  # of all threads
@@ -57,6 +57,7 @@ class Repeat(NamedTuple):
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
+    """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.benchmark", __doc__)
     parser.add_argument(
         "--model",
@@ -111,11 +112,10 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
 
 
 def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int | None:
-    """Return the floating-point operations of forward and backward for one sample of `shape` and `dtype`: an image
-    (channels, side, side), or int64 tokens (context,).
+    """Return the floating-point operations of forward and backward for one sample, or None if they cannot be counted.
 
-    A multiplication and an addition are two. Counted by torch.utils.flop_counter on meta tensors, which compute nothing; it
-    knows convolutions, matrix products and attention, not the rest. None where the model cannot be counted.
+    shape: (channels, side, side) of an image, or (context,) of int64 tokens. A multiplication and an addition count as two.
+    torch.utils.flop_counter counts convolutions, matrix products and attention only, on meta tensors.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -123,7 +123,7 @@ def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = tor
         model = copy.deepcopy(model).to("meta")
         with FlopCounterMode(display=False) as counter:
             samples = torch.empty(2, *shape, dtype=dtype, device="meta")
-            model(samples).sum().backward()  # two: batch norm wants more than one value
+            model(samples).sum().backward()  # two samples: batch norm needs more than one value per channel
     except (RuntimeError, NotImplementedError):
         return None
     return counter.get_total_flops() // 2 or None
@@ -132,8 +132,8 @@ def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = tor
 def measure(
     flags: Namespace, engine: Engine, model: nn.Module, batches: Batches
 ) -> tuple[list[list[Repeat]], int, dict]:
-    """Train; return, per repeat and rank, what was measured; the number of steps in each repeat; the energy of all repeats
-    (`energy_per_sample`). A collective."""
+    """Train, and return the measurements by repeat and rank, the number of steps per repeat, and the energy of all repeats
+    (see `energy_per_sample`). A collective."""
     others: Engine = engine
     if flags.no_communication:
         others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
@@ -147,7 +147,7 @@ def measure(
     scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
 
     def repeat(steps: int, apart: bool) -> Repeat:
-        """Train `steps` steps. apart: wait for the device after each phase, so that its work is booked where it was done."""
+        """Train `steps` steps. apart: synchronize with the device after each phase, to attribute its work to that phase."""
         engine.barrier()
         measuring.settle(engine.device)
         clock = Clock()
@@ -189,7 +189,7 @@ def measure(
         steps = max(
             1, round(1 / max(engine.all_gather_object(trial, "trial")))
         )  # the slowest rank's value, so the same on all
-    # A GPU works on while the host goes on: there the phases are measured in separate repeats, which do not count.
+    # A GPU runs asynchronously: its phases are measured in separate repeats, which do not count for the throughput.
     phases_apart = engine.device.type == "cuda"
     meter = Meter(engine)
     timed = []
@@ -208,7 +208,7 @@ def measure(
 
 
 def throughput(repeat: Sequence[Repeat]) -> float:
-    """Return the samples per second of all ranks: the sum of their samples over the slowest rank's time."""
+    """Return samples per second: the samples of all ranks divided by the time of the slowest rank."""
     return sum(rank.samples for rank in repeat) / max(rank.seconds for rank in repeat)
 
 
@@ -226,7 +226,7 @@ def cpu_seconds(repeats: Sequence[Repeat]) -> float:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the most bytes of memory that this process had: resident, and allocated on the GPU."""
+    """Return the peak memory of this process in bytes: resident, and allocated on the GPU."""
     peak = {"resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # Linux counts in KiB
     if device.type == "cuda":
         peak["cuda_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
@@ -234,7 +234,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def energy_per_sample(meter: Meter, used: Energy | None, samples: int) -> dict:
-    """Return benchmark.json's `energy`: joules per sample over all repeats and ranks, None where nothing is measured."""
+    """Return `energy` of benchmark.json: joules per sample over all repeats and ranks; None if energy is not measured."""
     found = {} if used is None else used.fields("all") | {"per_sample_joules": (used.cpu + used.gpu) / samples}
     return {"per_sample_joules": None} | found | meter.about
 
@@ -248,7 +248,7 @@ def summarize(
     gradient_bytes: int,
     energy: dict,
 ) -> dict:
-    """Return benchmark.json's content. A collective."""
+    """Return the content of benchmark.json. A collective."""
     facts = dict(
         rank=engine.rank, host=socket.gethostname(), device=str(engine.device), threads=torch.get_num_threads()
     )
@@ -269,7 +269,7 @@ def summarize(
         tokens_per_sample=gpt.SIZES[flags.model].context if flags.model in gpt.SIZES else None,
         seconds_per_sample=phases([one for repeat in repeats for one in repeat]),
         cpu_seconds_per_sample=cpu_seconds([one for repeat in repeats for one in repeat]),
-        gradient_bytes=gradient_bytes,  # of a step, in the parameters' own type: what is reduced before any compression
+        gradient_bytes=gradient_bytes,  # per step, in the parameters' dtype, before any compression
         energy=energy,
         flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
         peak={name: max(rank["peak"][name] for rank in ranks) for name in ranks[0]["peak"]},
@@ -278,7 +278,7 @@ def summarize(
 
 
 def block(result: dict) -> str:
-    """Return the result as people read it."""
+    """Return the result as text for the terminal."""
     size, rate, peak = result["world_size"], result["samples_per_second"], result["peak"]
     how = [result["amp"] if result["amp"] != "off" else "float32"]
     how += [name for name in ("channels_last", "compile") if result[name]]
@@ -305,7 +305,7 @@ def block(result: dict) -> str:
     memory = f"{peak['resident_bytes'] / 2**20:,.0f} MiB resident"
     if "cuda_allocated_bytes" in peak:
         memory += f", {peak['cuda_allocated_bytes'] / 2**20:,.0f} MiB on the GPU"
-    lines.append(f"  peak memory      {memory}, on the rank that had most")
+    lines.append(f"  peak memory      {memory}, on the rank with the most")
     if result["energy"]["per_sample_joules"] is not None:
         least = "at least " * ("all_incomplete" in result["energy"])
         lines.append(
@@ -346,7 +346,7 @@ def main() -> int:
             if not small and sizes is None:
                 require_torchvision()
             torch.manual_seed(flags.seed)
-            # The weights stay contiguous whatever the images are: Horovod refuses gradients in channels_last.
+            # The weights stay contiguous, whatever the memory format of the images: Horovod refuses channels_last gradients.
             model: torch.nn.Module
             if sizes is not None:
                 model = gpt.GPT(sizes, classes)

@@ -1,7 +1,7 @@
-"""Find problems with this machine, this build and this launch; print each with its reason and what to type.
+"""Find problems with this machine, this build and this launch; print each with its cause and remedy.
 
 python -m hvdtrain.doctor                                     this machine alone
-horovodrun -np 2 python -m hvdtrain.doctor                    this launch: the doctor in place of the training
+horovodrun -np 2 python -m hvdtrain.doctor                    this launch: the doctor instead of the training
 launch/mpirun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.doctor --output-dir OUT --data-dir DIR
 
 Exit codes: 0 no problem (there may be warnings), 1 a problem, 2 bad input.
@@ -37,14 +37,14 @@ from hvdtrain.engines.tuning import own_script
 from hvdtrain.training.records import energy
 
 LEVELS = ("ok", "warning", "problem")
-LEAST_SHARED_MEMORY = 256 * 2**20  # bytes; containers get 64 MiB
+LEAST_SHARED_MEMORY = 256 * 2**20  # bytes; the default in containers is 64 MiB
 LEAST_SCRATCH = 2**30  # bytes
 SLOW_INTERFACE = 1000  # Mbit/s
 SMALL, LARGE = 1, 4 * 2**20  # float32 elements: 4 B shows the latency, 16 MiB the bandwidth
 
 
 class Findings:
-    """What this rank found; each entry can be expressed in JSON."""
+    """The findings of this rank. Each entry can be serialized as JSON."""
 
     def __init__(self) -> None:
         self.all: list[dict[str, str]] = []
@@ -59,11 +59,12 @@ class Findings:
         self.all.append(dict(level="problem", what=what, why=why, do=do))
 
     def worst(self) -> str:
+        """Return the highest level among the findings."""
         return max((finding["level"] for finding in self.all), key=LEVELS.index, default="ok")
 
     @contextlib.contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """Turn whatever goes wrong inside into a finding: one broken check must not hide the others."""
+        """Turn an exception inside into a finding: a check that fails must not hide the others."""
         try:
             yield
         except UserError as error:
@@ -73,11 +74,11 @@ class Findings:
             self.problem(f"{name}: {type(error).__name__}: {error}", "training would fail here too", "see the message")
 
 
-# ------------------------------------------------------------------------------------- before any rank meets another
+# ------------------------------------------------------------------------------------ checks of each rank on its own
 
 
 def check_build(found: Findings, engine_name: str) -> dict[str, str]:
-    """Return the versions that must be the same on every rank."""
+    """Check torch and Horovod, and return the versions that must be the same on every rank."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
     if torch.cuda.is_available():
         versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
@@ -87,11 +88,8 @@ def check_build(found: Findings, engine_name: str) -> dict[str, str]:
     try:
         import horovod.torch as hvd
     except ImportError as error:
-        found.problem(
-            f"Horovod cannot be imported: {error}",
-            "--engine horovod needs it",
-            "make setup, or launch/build_horovod.py",
-        )
+        do = "make setup, or launch/build_horovod.py"
+        found.problem(f"Horovod cannot be imported: {error}", "--engine horovod needs it", do)
         return versions
     built = {"MPI": hvd.mpi_built(), "Gloo": hvd.gloo_built(), "NCCL": bool(hvd.nccl_built())}
     versions |= {"horovod": metadata.version("horovod"), "built with": ", ".join(name for name in built if built[name])}
@@ -106,11 +104,12 @@ def check_build(found: Findings, engine_name: str) -> dict[str, str]:
     found.ok(f"torch {versions['torch']}, Horovod {versions['horovod']} with {versions['built with']}")
     if torch.cuda.is_available() and not built["NCCL"]:
         do = "make setup SETUP=--gpu"
-        found.problem("a GPU is here, but Horovod was built without NCCL", "training would leave the GPU idle", do)
+        found.problem("there is a GPU, but Horovod was built without NCCL", "training would leave the GPU idle", do)
     return versions
 
 
 def check_launcher(found: Findings) -> None:
+    """Report what started this process, or which launchers are on PATH."""
     told = announced()
     if told.launcher != "none":
         found.ok(f"started by {told.launcher}: {told.size} ranks")
@@ -123,7 +122,7 @@ def check_launcher(found: Findings) -> None:
 
 
 def check_names(found: Findings) -> str:
-    """Return this host's own address, "" where its name has none."""
+    """Check that this host's name resolves, and return its address; "" if it has none."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -136,6 +135,7 @@ def check_names(found: Findings) -> str:
 
 
 def check_interface(found: Findings) -> None:
+    """Check that the named network interfaces exist, and report the speed of each that is up."""
     import psutil
 
     here, states = psutil.net_if_addrs(), psutil.net_if_stats()
@@ -159,6 +159,7 @@ def check_interface(found: Findings) -> None:
 
 
 def check_memory_and_disk(found: Findings) -> None:
+    """Check the sizes of /dev/shm and of the scratch directory."""
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     if shared is None or shared.total < LEAST_SHARED_MEMORY:
         size = "missing" if shared is None else f"{shared.total / 2**20:.0f} MiB"
@@ -174,28 +175,25 @@ def check_memory_and_disk(found: Findings) -> None:
         found.problem(f"{scratch} cannot be written: {error.strerror}", "MPI and torch need it", do)
         return
     if free < LEAST_SCRATCH:
-        found.warning(
-            f"{scratch} has {free / 2**20:.0f} MiB left", "MPI and torch keep files there", "set TMPDIR elsewhere"
-        )
+        what = f"{scratch} has {free / 2**20:.0f} MiB left"
+        found.warning(what, "MPI and torch keep files there", "set TMPDIR to a directory with more space")
     else:
         found.ok(f"scratch {scratch}: {free / 2**30:.0f} GiB free")
 
 
-# ------------------------------------------------------------------------------------------- with all ranks together
+# ------------------------------------------------------------------------------------------- checks of all ranks
 
 
 def check_ranks(found: Findings, engine: Engine) -> None:
-    """Places and devices: each rank's own, on every rank."""
-    rows = engine.all_gather_object(
-        [socket.gethostname(), engine.local_rank, engine.local_size, str(engine.device)], "places"
-    )
+    """Check that each rank has its own local rank and device. A collective."""
+    place = [socket.gethostname(), engine.local_rank, engine.local_size, str(engine.device)]
+    rows = engine.all_gather_object(place, "places")
     on_host = Counter(host for host, *_ in rows)
     for rank, (host, local_rank, local_size, device) in enumerate(rows):
         if local_size != on_host[host] or not 0 <= local_rank < local_size:
             what = f"rank {rank} is told {local_rank} of {local_size} on {host}, which has {on_host[host]} ranks"
-            found.problem(
-                what, "ranks would share a GPU, or look for one too many", "give every host a name of its own"
-            )
+            why = "ranks would share a GPU, or look for one that is not there"
+            found.problem(what, why, "give every host its own name")
         twins = [other for other, row in enumerate(rows) if other < rank and row[0] == host and row[3] == device]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         if twins and device.startswith("cuda") and "," in visible:
@@ -205,6 +203,7 @@ def check_ranks(found: Findings, engine: Engine) -> None:
 
 
 def check_alike(found: Findings, engine: Engine, versions: dict[str, str]) -> None:
+    """Check that every rank has the same versions. A collective."""
     rows = engine.all_gather_object(versions, "versions")
     for name in sorted({name for row in rows for name in row}):
         values = [row.get(name, "none") for row in rows]
@@ -218,6 +217,7 @@ def check_alike(found: Findings, engine: Engine, versions: dict[str, str]) -> No
 
 
 def check_neighbours(found: Findings, engine: Engine, own_address: str) -> None:
+    """Check that the hosts of the job resolve each other's names. A collective."""
     rows = engine.all_gather_object([socket.gethostname(), own_address], "addresses")
     hosts = dict(rows)
     if len(hosts) == 1:
@@ -230,19 +230,19 @@ def check_neighbours(found: Findings, engine: Engine, own_address: str) -> None:
             socket.gethostbyname(host)
         except OSError as error:
             do = f"add {host} to /etc/hosts on {socket.gethostname()}, or to DNS"
-            found.problem(
-                f"{host} does not resolve on {socket.gethostname()} ({error})", "ranks must find each other", do
-            )
+            what = f"{host} does not resolve on {socket.gethostname()} ({error})"
+            found.problem(what, "ranks must find each other", do)
 
 
 def check_cores(found: Findings, engine: Engine) -> None:
+    """Check that the threads of this host's ranks fit its cores, and report how energy is measured."""
     cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     have = min(cores, quota)
     threads = torch.get_num_threads()
     line = f"cores: {have:g}; ranks on this host: {engine.local_size}; torch threads per rank: {threads}"
     if engine.local_size * threads > have:
         do = "fewer ranks, OMP_NUM_THREADS=1 (--threads 1), or more cores (--cpus-per-task, --bind-to none)"
-        found.warning(line, "threads take turns: every rank waits for the slowest", do)
+        found.warning(line, "threads compete for cores, and every rank waits for the slowest", do)
     else:
         found.ok(line)
     found.ok(f"energy: {energy.said(energy.Meter(engine).about)}")
@@ -251,7 +251,7 @@ def check_cores(found: Findings, engine: Engine) -> None:
 
 
 def check_output(found: Findings, engine: Engine, directory: Path | None) -> None:
-    """Rank 0 writes a file; every rank must see it."""
+    """Check that rank 0 can write a file in `directory` and that every rank sees it. A collective."""
     if directory is None:
         return
     name = engine.broadcast_object(f".doctor-{uuid.uuid4().hex}", "probe")
@@ -262,9 +262,8 @@ def check_output(found: Findings, engine: Engine, directory: Path | None) -> Non
             (directory / name).write_text("x")
         except OSError as error:
             written = error.strerror or str(error)
-            found.problem(
-                f"--output-dir {directory} cannot be written: {written}", "results would be lost", "name another"
-            )
+            what = f"--output-dir {directory} cannot be written: {written}"
+            found.problem(what, "results would be lost", "name another")
     written = engine.broadcast_object(written, "written")
     sees = (directory / name).exists()
     missing = [rank for rank, seen in enumerate(engine.all_gather_object(sees, "sees")) if not seen]
@@ -273,18 +272,19 @@ def check_output(found: Findings, engine: Engine, directory: Path | None) -> Non
         if missing:
             do = "name a directory on a shared file system"
             what = f"--output-dir {directory}: ranks {missing} do not see what rank 0 writes there"
-            found.warning(what, "a run that is started again would not find its checkpoint from every host", do)
+            found.warning(what, "a restarted run would not find its checkpoint on every host", do)
         else:
             found.ok(f"--output-dir {directory} is written by rank 0 and seen by all")
 
 
 def check_data(found: Findings, data_dir: Path | None) -> None:
+    """Report where MNIST would be read from."""
     located = idx.locate("mnist" if data_dir is not None else "auto", data_dir, download=False)
     found.ok(f"data: {located.reason}")
 
 
 def check_all_reduce(found: Findings, engine: Engine) -> None:
-    """Sum known numbers, small and large, on the CPU and where training would happen."""
+    """Check and time sums of known numbers, in small and large messages, on the CPU and on the training device."""
     if engine.size == 1:
         found.ok("one rank, nothing to reduce; to try a transport: `horovodrun -np 2 python -m hvdtrain.doctor`")
         return
@@ -296,7 +296,7 @@ def check_all_reduce(found: Findings, engine: Engine) -> None:
             wanted = torch.full_like(tensor, engine.size * (engine.size + 1) / 2)
             if not torch.equal(engine.sum(tensor, name), wanted):
                 do = "make setup SETUP=--fresh; if that does not help, report a bug"
-                found.problem(f"the all-reduce on {device.type} adds up wrong", "so would gradients", do)
+                found.problem(f"the all-reduce on {device.type} gives a wrong sum", "gradients would be wrong, too", do)
             seconds = []
             for _ in range(repeats):
                 engine.barrier()
@@ -305,7 +305,7 @@ def check_all_reduce(found: Findings, engine: Engine) -> None:
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - began)
-            # The slowest rank's median: the same on every rank, so that it is shown once.
+            # The median of the slowest rank, the same on every rank, so that it is shown once.
             medians.append(max(engine.all_gather_object(statistics.median(seconds), f"{name}.seconds")))
         carried = engine.description if device == engine.device else f"{engine.name}, CPU tensors"
         bandwidth = LARGE * 4 / medians[1] / 1e9
@@ -316,7 +316,7 @@ def check_all_reduce(found: Findings, engine: Engine) -> None:
 
 
 def merged(rows: list[list[dict[str, str]]], first: int = 0) -> list[dict[str, object]]:
-    """Return each finding once, with the ranks that have it; worst last, so that a terminal shows it."""
+    """Return each finding once, with its ranks, and the worst last, where a terminal shows it."""
     ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, findings in enumerate(rows, first):
         for finding in findings:
@@ -328,13 +328,11 @@ def merged(rows: list[list[dict[str, str]]], first: int = 0) -> list[dict[str, o
 
 
 def show(findings: list[dict[str, object]], size: int, as_json: bool) -> None:
+    """Print the findings of `size` ranks, as text or as JSON."""
     counts = Counter(finding["level"] for finding in findings)
     if as_json:
-        print(
-            json.dumps(
-                {"world_size": size, **{level: counts[level] for level in LEVELS}, "findings": findings}, indent=2
-            )
-        )
+        levels = {level: counts[level] for level in LEVELS}
+        print(json.dumps({"world_size": size, **levels, "findings": findings}, indent=2))
         return
     for finding in findings:
         ranks = finding["ranks"]
@@ -348,12 +346,13 @@ def show(findings: list[dict[str, object]], size: int, as_json: bool) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
+    """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.doctor", __doc__)
     parser.add_argument("--engine", choices=ENGINES, default="horovod")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--data-dir", type=Path, help="where MNIST's files should be")
     parser.add_argument("--output-dir", type=Path, help="where training would write; checks whether all hosts share it")
-    parser.add_argument("--json", action="store_true", help="the findings as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the findings as one JSON object")
     return parser.parse(argv)
 
 
@@ -375,11 +374,11 @@ def main() -> int:
     with found.check("data"):
         check_data(found, flags.data_dir)
     engine = None
-    if found.worst() != "problem":  # else the engine would hang or abort on it
+    if found.worst() != "problem":  # else the engine would hang or abort
         with found.check("start"):
             engine = start(flags.engine, device=flags.device)
     if engine is None:
-        time.sleep(LINGER_SECONDS if announced().rank else 0)  # one voice first: mpirun ends the others soon after
+        time.sleep(LINGER_SECONDS if announced().rank else 0)  # rank 0 prints first; mpirun then ends the others
         show(merged([found.all], announced().rank), 1, flags.json)
         return 1
     with engine:

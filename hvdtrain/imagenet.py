@@ -33,7 +33,7 @@ from hvdtrain.training.flags import Flags, add_optimization
 
 # Without --lr: 0.1 for every 256 images of the global batch (arXiv:1706.02677, section 2.1).
 RECIPES: dict[str, dict[str, object]] = {
-    # What most ResNet-50 results of today share: cosine, label smoothing.
+    # As in most current ResNet-50 results: cosine schedule, label smoothing.
     "cosine": dict(
         epochs=90, batch_size=64, lr_scaling="linear", lr_schedule="cosine", warmup_epochs=5.0,
         optimizer="sgd", momentum=0.9, weight_decay=5e-5, label_smoothing=0.1,
@@ -51,6 +51,7 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's 
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
+    """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.imagenet", __doc__, epochs=None, batch_size=None)
     parser.add_argument("--dataset", choices=("folder", "shards", "synthetic"), default="folder")
     parser.add_argument("--data-dir", type=Path, help="directory with train/ and val/, of folders or of shards")
@@ -86,13 +87,13 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
 
 
 def scaled(images: Tensor, pixels: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """uint8 [b, 3, side, side], on the host or not, to float32 of mean 0 and deviation 1 on the device of `pixels`."""
+    """Return uint8 [b, 3, side, side], from any device, as float32 with mean 0 and deviation 1 on the device of `pixels`."""
     images = images.to(pixels.device, non_blocking=True).to(torch.float32, memory_format=memory_format)
     return images.sub_(pixels[0]).div_(pixels[1])
 
 
 def open_source(flags: Flags, run: training.Run) -> Source:
-    """Return the data, on every rank the same. A collective."""
+    """Return the data, the same on every rank. A collective."""
     if flags.workers is None:
         flags.workers = default_workers(cores_of_rank(run.engine), run.device)
     with run.raising_together("torchvision"):
@@ -117,15 +118,16 @@ def open_source(flags: Flags, run: training.Run) -> Source:
 
 
 def train(flags: Flags, run: training.Run, source: Source) -> None:
+    """Train and evaluate for --epochs. A collective."""
     memory_format = getattr(torch, MEMORY_FORMATS[flags.memory_format])
     pixels = torch.tensor([MEAN, DEVIATION], device=run.device).view(2, 3, 1, 1) * 255
-    initial = run.initial  # how the run began: its rates stay, also on other ranks
+    initial = run.initial  # the run's first start: a resumed run keeps its rates, on any number of ranks
     base_rate = flags.lr or 0.1 * initial.batch_size / 256
     peak_rate = optim.scaled_rate(base_rate, flags.lr_scaling, initial.ranks, flags.reduction, initial.accumulate)
 
     torch.manual_seed(flags.seed)
-    # The weights stay contiguous, and so their gradients: Horovod refuses tensors in channels_last. The images alone decide
-    # in which format the layers compute.
+    # The weights stay contiguous, and so do their gradients: Horovod refuses channels_last tensors. The memory format of the
+    # images alone determines the format in which the layers compute.
     net = build_model(flags.model, source.classes, flags.image_size)
     optimizer = optim.build(flags.optimizer, optim.decay_groups(net), peak_rate, flags.momentum, flags.weight_decay)
     model, _ = run.prepare(net, optimizer)
@@ -140,7 +142,7 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
             step.lr = rate * optim.warmup_factor(run.epochs_done, flags.warmup_epochs, initial.ranks, flags.lr_scaling)
             for images, labels in step.batches():
                 if len(labels) == 1 < flags.batch_size:
-                    # An uneven end may leave one image, of which batch norm has no variance: twice, it has the same mean.
+                    # The last batch may have one image, which gives batch norm no variance. Repeated, it has the same mean.
                     images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)
                 logits = model(scaled(images, pixels, memory_format))
                 step.backward(F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing))

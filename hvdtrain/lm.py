@@ -5,11 +5,11 @@ horovodrun -np 2 python -m hvdtrain.lm --text book.txt    two ranks, on your tex
 mpirun -np 4 python -m hvdtrain.lm --text *.txt --tokens bytes --amp bf16 --output-dir OUT
 python -m hvdtrain.lm --sample "First Citizen:" --output-dir OUT    text from the newest checkpoint there
 
---recipe shakespeare-cpu     0.8 million parameters, 2,000 steps of 12 windows over all ranks: a minute (default)
+--recipe shakespeare-cpu     0.8 million parameters, 2,000 steps of 12 windows over all ranks: one minute (default)
 --recipe gpt2                124 million parameters, 600,000 steps of 480 windows of 1,024 byte pairs
 --layers 6 --heads 6 --width 384 --context 256 --steps 5000 --dropout 0.2    any other configuration
 
-Trains on the first 90 % of the text, in windows that are each used once per epoch; evaluates on all of the rest. docs/lm.md.
+Trains on the first 90 % of the text, using each window once per epoch, and evaluates on all of the rest. See docs/lm.md.
 """
 
 import math
@@ -35,7 +35,7 @@ from hvdtrain.training.flags import Flags
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
 RECIPES: dict[str, dict[str, object]] = {
-    # nanoGPT's configuration for a CPU.
+    # nanoGPT's CPU configuration.
     "shakespeare-cpu": dict(
         **asdict(SIZES["shakespeare-cpu"]), tokens="characters", steps=2000, warmup_steps=100, lr=1e-3, min_lr=1e-4,
         beta2=0.99, weight_decay=0.1, clip_norm=1.0, dropout=0.0,
@@ -47,11 +47,12 @@ RECIPES: dict[str, dict[str, object]] = {
     ),
 }  # fmt: skip
 GLOBAL_BATCH = {"shakespeare-cpu": 12, "gpt2": 480}  # windows in a step, over all ranks
-LARGEST_BATCH = 12  # windows that a rank takes at once
+LARGEST_BATCH = 12  # windows per rank in one forward pass
 SIZE_FLAGS = [field.name for field in fields(Sizes)]
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
+    """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.lm", __doc__, epochs=None, batch_size=None, accumulate=None)
     add = parser.add_argument
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="default: the standard library's sources")
@@ -99,7 +100,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
 
 
 def share_batch(flags: Flags, ranks: int) -> None:
-    """Where --batch-size is not given, choose it so that a step takes the recipe's windows, whatever the number of ranks."""
+    """Without --batch-size, choose it so that a step takes the recipe's windows on any number of ranks. Raises UserError."""
     if flags.batch_size is not None:
         flags.accumulate = flags.accumulate or 1
         return
@@ -118,7 +119,7 @@ def share_batch(flags: Flags, ranks: int) -> None:
 
 
 def load(flags: Flags, run: training.Run) -> text.Text:
-    """Return the text, on every rank the same. A collective."""
+    """Return the text, the same on every rank. A collective."""
     with run.raising_together("text"):
         data = text.load(flags.text, flags.tokens, flags.vocabulary_size, flags.tokenizer)
         windows, context = text.whole_windows(data.train, flags.context), flags.context
@@ -128,13 +129,13 @@ def load(flags: Flags, run: training.Run) -> text.Text:
             )
             raise UserError(f"{said}: use a longer text, or a smaller --context")
         if run.checkpoints.facts is not None and "vocabulary" in (held := run.checkpoints.facts["registered"]):
-            data.vocabulary.load_state_dict(held["vocabulary"])  # here already, to say it better than by shapes
+            data.vocabulary.load_state_dict(held["vocabulary"])  # here, as its error is clearer than one about shapes
     run.describe_data(data.name, data.reason, sha256=data.sha256, train_tokens=len(data.train))
     return data
 
 
 def learning_rate(step: int, steps: int, flags: Flags) -> float:
-    """Return the rate of `step` (from 0) of `steps`: linear warm-up, then half a cosine from --lr to --min-lr."""
+    """Return the learning rate at `step` (from 0) of `steps`: linear warm-up, then half a cosine from --lr to --min-lr."""
     if step < flags.warmup_steps:
         return flags.lr * (step + 1) / (flags.warmup_steps + 1)
     done = (step - flags.warmup_steps) / max(1, steps - flags.warmup_steps)
@@ -142,6 +143,7 @@ def learning_rate(step: int, steps: int, flags: Flags) -> float:
 
 
 def adamw(net: GPT, flags: Flags) -> torch.optim.Optimizer:
+    """Return AdamW for `net`, fused if this torch has the kernel."""
     settings = dict(lr=flags.lr, betas=(0.9, flags.beta2), weight_decay=flags.weight_decay)
     kind, groups = optim.eager(torch.optim.AdamW), optim.decay_groups(net)
     try:
@@ -151,12 +153,14 @@ def adamw(net: GPT, flags: Flags) -> torch.optim.Optimizer:
 
 
 def loss_of(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the cross-entropy of logits [b, t, v] with targets [b, t], without ignored tokens."""
     return F.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=text.IGNORED, reduction=reduction
     )
 
 
 def train(flags: Flags, run: training.Run, data: text.Text) -> None:
+    """Train and evaluate for --steps or --epochs. A collective."""
     context, state = flags.context, run.state
     windows = text.whole_windows(data.train, context)
     steps = flags.steps or flags.epochs * -(-windows // run.initial.global_batch)
@@ -204,7 +208,7 @@ def train(flags: Flags, run: training.Run, data: text.Text) -> None:
 def continuation(
     net: GPT, vocabulary: vocabularies.Vocabulary, prompt: list[int], flags: Flags, heartbeat: Callable[[], None]
 ) -> str:
-    """Return the text of --sample-tokens tokens after `prompt`."""
+    """Return --sample-tokens tokens that the model generates after `prompt`, as text."""
     drawn = []
     for token in net.continued(prompt, flags.sample_tokens, temperature=flags.temperature, seed=flags.seed):
         drawn.append(token)
@@ -213,14 +217,14 @@ def continuation(
 
 
 def printable(written: str) -> str:
-    """Return `written` with a question mark for what would move the cursor or what the terminal's encoding lacks."""
+    """Return `written` with question marks for control characters and for those that the terminal cannot encode."""
     shown = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in written)
     encoding = sys.stdout.encoding or "utf-8"
     return shown.encode(encoding, "replace").decode(encoding)
 
 
 def sample(flags: Flags) -> int:
-    """Print --sample and what a trained model makes of it."""
+    """Print --sample and its continuation by a trained model. Raises UserError without a checkpoint."""
     if announced().size > 1:
         raise UserError("--sample is one process: start it without a launcher", everywhere=True)
     named = flags.output_dir if flags.resume in ("auto", "never") else Path(flags.resume)

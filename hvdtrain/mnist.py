@@ -27,13 +27,13 @@ from hvdtrain.training.flags import Flags, add_optimization
 from hvdtrain.training.records.misclassified import record_mistakes
 
 RECIPES: dict[str, dict[str, object]] = {
-    # The quickest way to 99 %: one-cycle Adam with label smoothing. epochs: as FAST_EPOCHS has it for the data; batch_size
-    # and lr: as FAST_RATES has them for the model.
+    # The fastest to 99 %: one-cycle Adam with label smoothing. FAST_EPOCHS has epochs by data set; FAST_RATES has batch_size
+    # and lr by model.
     "fast": dict(
         model="cosinenet", epochs=None, lr_scaling="none", lr_schedule="onecycle", warmup_epochs=0.0,
         optimizer="adam", momentum=0.9, weight_decay=0.0, label_smoothing=0.05,
     ),
-    # The tutorial's: plain SGD at a constant rate.
+    # As in tutorials: plain SGD at a constant rate.
     "classic": dict(
         model="convnet", epochs=10, batch_size=100, lr=1e-4, lr_scaling="none", lr_schedule="constant", warmup_epochs=0.0,
         optimizer="sgd", momentum=0.0, weight_decay=0.0, label_smoothing=0.0,
@@ -45,13 +45,14 @@ FAST_RATES: dict[str, dict[str, object]] = {
     "convnet-nonorm": dict(batch_size=64, lr=0.01),
 }
 FAST_EPOCHS = {"mnist": 1, "fashion-mnist": 1, "digits": 10}  # digits: a fortieth of the samples
-EVALUATION_BATCH = 64  # as in training: fits into a core's cache, and into memory that the process holds already
+EVALUATION_BATCH = 64  # as in training: fits into a core's cache and into memory that is already allocated
 
 
 METRICS = {"accuracy": training.Metric("max", percent=True), "loss": training.Metric("min")}
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
+    """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.mnist", __doc__, epochs=None, batch_size=None)
     parser.add_argument(
         "--dataset", choices=idx.NAMES, default="auto", help="default: MNIST if present or downloadable, else digits"
@@ -61,10 +62,10 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     parser.add_argument("--recipe", choices=tuple(RECIPES), default="fast")
     parser.add_argument("--model", choices=tuple(MODELS), help="default: cosinenet; with --recipe classic convnet")
     add_optimization(parser)
-    # What they choose is compared as what it comes to: which data, and how many samples.
+    # On resume, the resulting data set and number of samples are compared instead of these flags.
     parser.may_change_on_resume("dataset", "data_dir", "train_samples")
     flags = parser.parse(argv, RECIPES)
-    for name, value in FAST_RATES[flags.model].items():  # the other recipe has left none of them open
+    for name, value in FAST_RATES[flags.model].items():  # the other recipe sets all of them
         if getattr(flags, name) is None:
             setattr(flags, name, value)
     return flags
@@ -73,14 +74,14 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
 def scaled(images: Tensor) -> Tensor:
     """Return uint8 [b, 1, 28, 28] as float32 in [0, 1], in channels_last.
 
-    What the model computes follows the images' memory format: on a CPU 1.5 times faster than in the contiguous one. The
-    weights stay contiguous, and so their gradients: Horovod refuses others.
+    The layers compute in the memory format of the images: on a CPU, channels_last is 1.5 times as fast as contiguous. The
+    weights stay contiguous, and so do their gradients: Horovod refuses others.
     """
     return images.to(torch.float32, memory_format=torch.channels_last).div_(255)
 
 
 def load(flags: Flags, run: training.Run) -> idx.Dataset:
-    """Return the data, on every rank the same. A collective."""
+    """Return the data, the same on every rank. A collective."""
     with run.raising_together("data"):
         dataset = idx.load(flags.dataset, flags.data_dir, say=run.say)
         flags.epochs = flags.epochs or FAST_EPOCHS[dataset.name]
@@ -92,11 +93,12 @@ def load(flags: Flags, run: training.Run) -> idx.Dataset:
 
 
 def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
+    """Train and evaluate for --epochs. A collective."""
     train_images, train_labels = run.to_device(
         dataset.train_images[: flags.train_samples], dataset.train_labels[: flags.train_samples]
     )
     test_images, test_labels = run.to_device(dataset.test_images, dataset.test_labels)
-    initial = run.initial  # how the run began: its rates stay, also on other ranks
+    initial = run.initial  # the run's first start: a resumed run keeps its rates, on any number of ranks
     peak_rate = optim.scaled_rate(flags.lr, flags.lr_scaling, initial.ranks, flags.reduction, initial.accumulate)
 
     torch.manual_seed(flags.seed)

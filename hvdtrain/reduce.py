@@ -1,12 +1,12 @@
-"""The all-reduce alone: what each rank holds before and after; or, with --sweep, its speed over size.
+"""The all-reduce alone: the value on each rank before and after, or, with --sweep, its speed by message size.
 
 mpirun -np 4 python -m hvdtrain.reduce                                each rank starts with its rank + 1: 4 ranks get 10
 horovodrun -np 4 python -m hvdtrain.reduce --reduction average --dtype float16
 torchrun --nproc-per-node 4 -m hvdtrain.reduce --engine ddp
 mpirun -np 4 python -m hvdtrain.reduce --sweep --output-dir OUT       table, reduce.json, reduce.png
 
-Bandwidths are those of nccl-tests, doc/PERFORMANCE.md: S bytes reduced in t seconds are an algorithm bandwidth of S/t. Times
-2(n-1)/n it is the bus bandwidth, which can be compared with that of the network or the memory for any n. GB: 10^9 bytes.
+Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). The algorithm bandwidth of S bytes reduced in t seconds is S/t.
+The bus bandwidth is 2(n-1)/n times that, and can be compared with the network or the memory for any n. GB: 10^9 bytes.
 """
 
 import os
@@ -33,17 +33,18 @@ DTYPES = (
     "int8", "int16", "int32", "int64", "uint8", "bool", "complex64", "complex128",
 )  # fmt: skip
 SWEPT = ("float32", "float16")
-BLOCKS = 5  # each size is timed in so many blocks; their median counts, their range shows the noise
+BLOCKS = 5  # timed blocks per size: their median is the result, their range the noise
 MOST_IN_BLOCK = 1000
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
+    """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.reduce", __doc__)
-    # dest: `--reduction` of gradients is refused by rules of its own (`refuse_foreign`).
+    # dest: `refuse_foreign` has other rules for a `reduction` of gradients.
     parser.add_argument("--reduction", dest="op", choices=REDUCTIONS, default="sum")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32; with --sweep float32 and float16")
     parser.add_argument(
-        "--sweep", action="store_true", help="time it, from --min-bytes to --max-bytes in powers of two"
+        "--sweep", action="store_true", help="measure its speed from --min-bytes to --max-bytes, in powers of two"
     )
     parser.add_argument("--min-bytes", type=cli.byte_count, default=4, help="default: 4")
     parser.add_argument("--max-bytes", type=cli.byte_count, default=256 * 2**20, help="default: 268435456 (256 MiB)")
@@ -68,19 +69,19 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
 
 
 def refusal(engine: Engine, op: str, dtype: str) -> str | None:
-    """Reduce one number for a trial; return why this engine cannot, or None. A collective."""
+    """Try to reduce one number, and return why the engine cannot, or None if it can. A collective."""
     try:
         number = torch.ones(1, device=engine.device).to(getattr(torch, dtype))
         engine.all_reduce_(number, op, f"trial.{op}.{dtype}")
     except UserError:
         raise
-    except Exception as error:  # each engine and each library under it has its own
+    except Exception as error:  # each engine, and each library below it, raises its own types
         return str(error).splitlines()[0]
     return None
 
 
 def refuse_dtype(engine: Engine, op: str, dtype: str) -> None:
-    """Raise UserError on every rank where the engine cannot reduce `dtype`, naming those that it can. A collective."""
+    """Raise UserError on every rank if the engine cannot reduce `dtype`; it names those that it can. A collective."""
     why = refusal(engine, op, dtype)
     if why is not None:
         able = ", ".join(other for other in DTYPES if refusal(engine, op, other) is None)
@@ -89,27 +90,27 @@ def refuse_dtype(engine: Engine, op: str, dtype: str) -> None:
 
 
 def text(number: torch.Tensor) -> str:
-    """Return the one element of `number` as people write it: 10, not 10.0."""
+    """Return the one element of `number` as text: 10, not 10.0."""
     value = number.item()
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def demonstrate(engine: Engine, op: str, dtype: str) -> None:
-    """Reduce rank + 1 over all ranks and print, in rank order, what each rank held before and after."""
+    """Reduce rank + 1 over all ranks, and print the value on each rank before and after, in rank order. A collective."""
     refuse_dtype(engine, op, dtype)
     number = torch.tensor([engine.rank + 1], device=engine.device).to(getattr(torch, dtype))
     before = text(number)
     engine.all_reduce_(number, op, "data")
     held = engine.all_gather_object(
         [before, text(number)], "held"
-    )  # to rank 0, which alone prints: lines of ranks would mix
+    )  # only rank 0 prints: lines of several ranks would mix
     if engine.rank == 0:
         print("\n".join(f"before {rank} data {before}" for rank, (before, _) in enumerate(held)))
         print("\n".join(f"after {rank} data {after}" for rank, (_, after) in enumerate(held)), flush=True)
 
 
 def block_seconds(engine: Engine, tensor: torch.Tensor, op: str, name: str, times: int) -> float:
-    """Return the seconds that one of `times` all-reduces took on the slowest rank."""
+    """Run `times` all-reduces, and return the seconds per all-reduce on the slowest rank. A collective."""
     engine.barrier()
     measuring.settle(engine.device)
     began = time.perf_counter()
@@ -122,23 +123,24 @@ def block_seconds(engine: Engine, tensor: torch.Tensor, op: str, name: str, time
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.element_size() == 1 else tensor  # float8 knows no comparison
+    """Return `tensor` in a dtype that supports comparison."""
+    return tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no comparison
 
 
 def measure(engine: Engine, op: str, dtype: str, count: int, seconds: float) -> dict[str, object]:
-    """Time all-reduces of `count` elements for about `seconds`; return one row of the table.
+    """Time all-reduces of `count` elements for about `seconds`, and return one row of the table. A collective.
 
-    Raises RuntimeError where the result is wrong: a fast wrong answer is no answer.
+    Raises RuntimeError if a result is wrong.
     """
     kind = getattr(torch, dtype)
     name = f"sweep.{dtype}.{count}"
     tensor = torch.full((count,), engine.rank + 1, device=engine.device, dtype=kind)
     one = tensor[:1].clone()
     engine.all_reduce_(one, op, name + ".one")
-    engine.all_reduce_(tensor, op, name)  # also the first of the warm-up
+    engine.all_reduce_(tensor, op, name)  # also the first warm-up
     if not torch.isclose(comparable(tensor), comparable(one), rtol=0.01).all():
         raise RuntimeError(f"{engine.description}: wrong {op} of {count} {dtype}")
-    tensor.zero_()  # so that sums stay finite, however often they are repeated
+    tensor.zero_()  # so that repeated sums stay finite
 
     first = max(block_seconds(engine, tensor, op, name, 1), 1e-9)
     first = max(block_seconds(engine, tensor, op, name, min(10, max(1, int(0.1 * seconds / first)))), 1e-9)
@@ -167,13 +169,14 @@ HEADER = (
 
 
 def line(row: dict) -> str:
+    """Return one row of the table as text."""
     times = " ".join(f"{row[name] * 1e6:11.2f}" for name in ("seconds", "seconds_least", "seconds_most"))
     speeds = " ".join(f"{row[f'{kind}_bytes_per_second'] / 1e9:11.4g}" for kind in ("algorithm", "bus"))
     return f"{row['bytes']:11d} {row['count']:11d} {row['dtype']:>9} {times} {row['repeats']:8d} {speeds}"
 
 
 def sweep(engine: Engine, flags: Namespace) -> None:
-    """Measure every size and dtype, print the table as it grows, and write JSON and picture to --output-dir."""
+    """Measure every size and dtype, print each row of the table, and write reduce.json and the plots. A collective."""
     with engine.raising_together("output"):
         if engine.rank == 0 and flags.output_dir is not None:
             plotting.require_matplotlib()
@@ -212,13 +215,16 @@ def sweep(engine: Engine, flags: Namespace) -> None:
 
 
 def host_cpu_seconds(engine: Engine) -> float:
-    """Return the CPU time of the ranks on this host so far. A collective."""
+    """Return the CPU seconds that the ranks on this host have used so far. A collective."""
     rows = engine.all_gather_object([socket.gethostname(), time.process_time()], "cpu")
     return sum(seconds for host, seconds in rows if host == socket.gethostname())
 
 
 def draw(about: str, rows: list[dict], path: Path, notes: tuple[str, ...] = ()) -> list[Path]:
-    """Draw time and bus bandwidth over size, one curve per dtype: the median of the blocks, bars from least to most."""
+    """Draw time and bus bandwidth over size, one curve per dtype, and return the paths.
+
+    Points are medians of the blocks; bars go from minimum to maximum.
+    """
 
     def over_size(axes, unit: str, middle: str, least: str, most: str, scale: Callable[[dict, str], float]) -> None:
         for index, dtype in enumerate(dict.fromkeys(row["dtype"] for row in rows)):
@@ -237,7 +243,7 @@ def draw(about: str, rows: list[dict], path: Path, notes: tuple[str, ...] = ()) 
         over_size(axes, "time (µs)", "seconds", "seconds_least", "seconds_most", lambda row, key: row[key] * 1e6)
 
     def bandwidth(axes) -> None:
-        # The bus bandwidth of the median; of the slowest block the least, of the fastest the most.
+        # The median block gives the point, the slowest and fastest ones the ends of the bar.
         over_size(axes, "bus bandwidth (GB/s)", "seconds", "seconds_most", "seconds_least",
                   lambda row, key: row["bus_bytes_per_second"] * row["seconds"] / max(row[key], 1e-12) / 1e9)  # fmt: skip
         axes.set_ylim(bottom=0)

@@ -1,15 +1,14 @@
-"""Make one page with plots from the output directories of runs: what they learned, where time went, how they differ.
+"""Write one page with plots from the output directories of runs: metrics, time by phase, differences between runs.
 
 python -m hvdtrain.report out                                    one run
-python -m hvdtrain.report out-1 out-2 --output-dir runs/report   several, compared; differences first
-python -m hvdtrain.report out-1 out-2 --figures svg,pdf          each plot for a paper, too: one column (85 mm) wide
-python -m hvdtrain.report out-1 out-2 --csv runs.csv             no page: a table of their numbers, for other tools
+python -m hvdtrain.report out-1 out-2 --output-dir runs/report   several runs, compared; differences first
+python -m hvdtrain.report out-1 out-2 --figures svg,pdf          also each plot for a paper, one column (85 mm) wide
+python -m hvdtrain.report out-1 out-2 --csv runs.csv             no page, but a table of all numbers for other tools
 
-DIR is the --output-dir of a run of hvdtrain.mnist, hvdtrain.imagenet or a program of your own, whatever its metrics are
-called; it may still be running, or have been killed.
-Runs that differ in their --seed alone are folded into their mean and spread, unless --each-run is given.
-The page (report.html) needs no network and no other file; each plot is also written as PNG. It shows the state at the time
-of the command: repeat it for a run that is still going.
+DIR is the --output-dir of a run of hvdtrain.mnist, hvdtrain.imagenet or your own program, with any metrics. The run may
+still be running, or have been killed. Runs that differ only in --seed are combined into their mean and spread, unless
+--each-run is given. The page (report.html) needs no network and no other file; each plot is also written as PNG. It shows
+the state at the time of the command: repeat the command to update it.
 """
 
 from argparse import Namespace
@@ -26,29 +25,30 @@ from hvdtrain.training.records import files
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
+    """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.report", __doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="--output-dir of a run")
     parser.add_argument(
         "--output-dir", type=Path, default=Path("runs/report"), help="for the page and PNGs (default: runs/report)"
     )
     parser.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write a table of all recorded numbers there, and no page"
+        "--csv", type=Path, metavar="FILE", help="write a table of all recorded numbers to FILE, and no page"
     )
     parser.add_argument(
         "--figures",
         type=cli.some_of(plotting.FORMATS),
         default=[],
         metavar="FORMATS",
-        help="svg, pdf or svg,pdf: write each plot for a paper, too, one column (85 mm) wide",
+        help="svg, pdf or svg,pdf: also write each plot for a paper, one column (85 mm) wide",
     )
     parser.add_argument(
-        "--each-run", action="store_true", help="do not fold seeds of one configuration into their mean"
+        "--each-run", action="store_true", help="do not combine the seeds of a configuration into their mean"
     )
     return parser.parse_args(argv)
 
 
 def tabulate(directories: Sequence[Path], path: Path) -> int:
-    """Write the runs' numbers as comma-separated values, and return how many rows. Raises UserError."""
+    """Write the numbers of the runs to `path` as comma-separated values, and return the number of rows. Raises UserError."""
     found = runs.read_runs(directories)
     try:
         with files.replacing(path, "wb") as file:
@@ -62,7 +62,7 @@ def tabulate(directories: Sequence[Path], path: Path) -> int:
 def make(directories: Sequence[Path], output_dir: Path, formats: Sequence[str] = (), each_run: bool = False) -> Path:
     """Read the runs, write the page and the plots, and return the page's path. Raises UserError.
 
-    formats: in which plots are written for papers. each_run: seeds of one configuration are not folded.
+    formats: file formats of the plots for papers. each_run: do not combine the seeds of a configuration.
     """
     found = seeds.fold(runs.read_runs(directories), each_run)
     try:

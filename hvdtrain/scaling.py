@@ -1,20 +1,20 @@
-"""Measure how training scales: hvdtrain.benchmark over engines and rank counts, against two bounds of the same run.
+"""Measure how training scales: hvdtrain.benchmark over engines and numbers of ranks, compared with two bounds.
 
-python -m hvdtrain.scaling                                            here: horovod and ddp, the ConvNet, 1 to all cores
+python -m hvdtrain.scaling                                            this host: horovod, ddp; the ConvNet; 1 to all cores
 python -m hvdtrain.scaling --engines horovod,ddp,horovod-gloo --ranks 1,2,4,8 --rounds 7 --output-dir OUT
 python -m hvdtrain.scaling --ranks 1,4,8 --hosts a:4,b:4              two hosts
-python -m hvdtrain.scaling -- --model resnet50 --amp bf16             what follows -- goes to hvdtrain.benchmark
+python -m hvdtrain.scaling -- --model resnet50 --amp bf16             flags after -- go to hvdtrain.benchmark
 python -m hvdtrain.scaling --model-of OUT SWEEP --bandwidth-gbit 25 --latency-us 20    measures nothing: predicts 16 to
-                                                                      4,096 ranks from what was measured (docs/predicting.md)
+                                                                      4,096 ranks from measurements (docs/predicting.md)
 
-Bounds: one rank alone, times N; and N ranks that train side by side without communicating, which share cores, caches and
-memory in the same way. Each round runs every configuration once, in a new order; ratios are taken
-within a round, so that changes on the machine affect both sides. Results are medians over rounds; minimum and maximum
-show the spread. --output-dir gets scaling.csv, scaling.json, scaling.png, its plots as SVG and PDF one column wide, and
-every run's log. Where other work took more than a tenth of the cores, the table and the plots say so.
+The bounds are one rank alone, times N; and N ranks that train at the same time without communicating, and so share cores,
+caches and memory in the same way. Each round runs every configuration once, in a new order. Ratios are taken within a
+round, so that changes on the machine affect both sides. Results are medians over rounds, with minimum and maximum.
+--output-dir gets scaling.csv, scaling.json, scaling.png, its plots as SVG and PDF one column wide, and the log of every
+run. The table and the plots say so if other work took more than a tenth of the cores.
 
-Exit codes: 1 where a configuration failed (it is said, and the others go on); 130 after Ctrl-C, which ends the running job
-and keeps what was measured.
+Exit codes: 1 if a configuration failed (it is reported, and the others continue); 130 after Ctrl-C, which ends the running
+job and keeps the measurements so far.
 """
 
 import json
@@ -36,15 +36,17 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced
 
-QUICK = ["--model", "convnet", "--repeats", "5"]  # of hvdtrain.benchmark; flags after -- come later, and win
-INTERRUPTED = 130  # as shells say it: 128 + SIGINT
+QUICK = ["--model", "convnet", "--repeats", "5"]  # of hvdtrain.benchmark; flags after -- override them
+INTERRUPTED = 130  # as in shells: 128 + SIGINT
 
 
 def rank_counts(text: str) -> list[int]:
+    """Return "1,2,4" as sorted numbers. Raises ArgumentTypeError."""
     return sorted({cli.positive_int(number) for number in text.split(",")})
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
+    """Return the parsed command line with defaults filled in. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.scaling", __doc__)
     parser.add_argument(
         "--engines",
@@ -58,7 +60,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
         help="default: 1, 2, 4, ... up to the cores or GPUs, at least 2 (--model-of: 16 to 4,096)",
     )
     parser.add_argument(
-        "--rounds", type=cli.positive_int, default=3, help="rounds, each of which runs everything once (default: 3)"
+        "--rounds", type=cli.positive_int, default=3, help="rounds; each runs every configuration once (default: 3)"
     )
     parser.add_argument("--hosts", help="NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
     parser.add_argument(
@@ -72,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--timeout", type=cli.positive, default=600, help="time limit of a run in seconds (default: 600)"
     )
-    parser.add_argument("--seed", type=cli.seed, default=1, help="seed of the order within rounds (default: 1)")
+    parser.add_argument("--seed", type=cli.seed, default=1, help="seed for the order within rounds (default: 1)")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/scaling"), help="default: runs/scaling")
     parser.add_argument("benchmark", nargs="*", metavar="-- FLAGS", help="flags of hvdtrain.benchmark")
     prediction.add_flags(parser)
@@ -96,14 +98,14 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
 
 
 def devices(cores: int) -> int:
-    """Return how many ranks this host has room for: one per GPU, or one per core."""
+    """Return the number of ranks that fit on this host: one per GPU, or else one per core."""
     import torch
 
     return torch.cuda.device_count() or cores
 
 
 def configurations(engines: Sequence[str], ranks: Sequence[int]) -> list[Configuration]:
-    """Return the bounds, then each engine at each number of ranks; an engine of one process has only one."""
+    """Return the bounds, then each engine at each number of ranks; a single-process engine at one only."""
     found = [Configuration(ALONE, 1)] + [Configuration(APART, count) for count in ranks if count > 1]
     for engine in engines:
         alone = VARIANTS[engine][0] == ""
@@ -112,18 +114,19 @@ def configurations(engines: Sequence[str], ranks: Sequence[int]) -> list[Configu
 
 
 def command_of(which: Configuration, flags: Namespace, directory: Path) -> list[str]:
+    """Return the command line that runs one configuration."""
     bound = which.name in (ALONE, APART)
-    variant = "ddp" if bound else which.name  # without communication, Gloo's threads sleep; Horovod's never do
+    variant = "ddp" if bound else which.name  # without communication, Gloo's threads sleep; Horovod's do not
     benchmark = [*QUICK, *flags.benchmark, "--threads", str(flags.threads), "--output-dir", str(directory.absolute())]
     benchmark += ["--no-communication"] * bound
     return command(variant, which.ranks, "hvdtrain.benchmark", benchmark, flags.hosts, flags.interface)
 
 
 def measure(which: Configuration, flags: Namespace, directory: Path) -> dict | str:
-    """Run one configuration once; return what benchmark.json says, or why there is none."""
+    """Run one configuration once, and return the content of benchmark.json, or why there is none."""
     directory.mkdir(parents=True, exist_ok=True)
     log, result = directory / "log", directory / "benchmark.json"
-    result.unlink(missing_ok=True)  # an earlier measurement's
+    result.unlink(missing_ok=True)  # of an earlier measurement
     before, cpu_before = other_work.look(), children_cpu_seconds()
     try:
         ended = run_job(command_of(which, flags, directory), flags.timeout, log)
@@ -133,7 +136,7 @@ def measure(which: Configuration, flags: Namespace, directory: Path) -> dict | s
     if ended.code is None:
         return f"not finished after {flags.timeout:g} s, killed; see {log}"
     if ended.code != 0:
-        # The script's own line says more than what the launcher says after it.
+        # The script's own line is more specific than the launcher's, which follows it.
         lines = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]
         return f"exit code {ended.code}{f': {lines[0].strip()}' if lines else ''}; see {log}"
     if not result.exists():
@@ -142,7 +145,7 @@ def measure(which: Configuration, flags: Namespace, directory: Path) -> dict | s
 
 
 def children_cpu_seconds() -> float:
-    """Return the CPU time of all processes that this one has waited for, and of those that they have waited for."""
+    """Return the CPU seconds of this process's terminated children and of their descendants."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -150,7 +153,7 @@ def children_cpu_seconds() -> float:
 def measure_all(
     flags: Namespace, planned: list[Configuration], rounds: Rounds, failed: dict[Configuration, str]
 ) -> None:
-    """Fill `rounds` and `failed`, run by run, so that an interruption loses nothing. What failed once is not tried again."""
+    """Fill `rounds` and `failed` after each run, so that an interruption loses nothing. What failed is not run again."""
     order = random.Random(flags.seed)
     for number in range(flags.rounds):
         rounds.append({})
@@ -169,25 +172,26 @@ def measure_all(
 
 
 def interrupt(number: int, frame: object) -> None:
+    """Signal handler: raise KeyboardInterrupt."""
     raise KeyboardInterrupt
 
 
 def main() -> int:
     flags = parse()
     if announced().size > 1:
-        raise UserError("hvdtrain.scaling starts the launchers by itself: start it without one")
+        raise UserError("hvdtrain.scaling starts the launchers itself: start it without one")
     if flags.model_of:
         return prediction.predict(flags)
     plotting.require_matplotlib()
     measuring.make_directory(flags.output_dir)
-    signal.signal(signal.SIGTERM, interrupt)  # a batch system's end is an end like Ctrl-C
+    signal.signal(signal.SIGTERM, interrupt)  # batch systems end jobs with SIGTERM: treat it like Ctrl-C
     planned = configurations(flags.engines, flags.ranks)
     names = "; ".join(str(which) for which in planned)
     threads = f"{flags.threads} torch thread{'s'[: flags.threads > 1]} per rank"
     print(f"{len(planned)} configurations, {flags.rounds} rounds, {threads}: {names}", flush=True)
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 4:
-        print(f"this machine is busy (load average {load:.1f}, {cores} cores): expect wide spreads", flush=True)
+        print(f"this machine is busy (load average {load:.1f}, {cores} cores): expect a wide spread", flush=True)
     rounds: Rounds = []
     failed: dict[Configuration, str] = {}
     code = 0
@@ -195,7 +199,7 @@ def main() -> int:
         measure_all(flags, planned, rounds, failed)
     except KeyboardInterrupt:
         code = INTERRUPTED
-        print("interrupted: the running job was ended, what was measured is kept", file=sys.stderr, flush=True)
+        print("interrupted: ended the running job, kept the measurements so far", file=sys.stderr, flush=True)
     rows = summarize(rounds, planned)
     if rows:
         write(flags, rows, rounds, failed)

@@ -1,17 +1,18 @@
-"""Bring up Horovod over Gloo (on GPUs: NCCL): all ranks of a host from one process, or one process per rank. No ssh, no MPI.
+"""Start Horovod over Gloo (on GPUs: NCCL) without ssh or MPI: all ranks of a host from one process, or a process per rank.
 
 python -m hvdtrain.starter --local-ranks 8 -m hvdtrain.mnist                                 eight ranks on this machine
 srun --ntasks-per-node=1 python -m hvdtrain.starter --local-ranks 8 -m hvdtrain.mnist        eight on each host, by Slurm
 MASTER_ADDR=a MASTER_PORT=9000 WORLD_SIZE=2 RANK=0 python -m hvdtrain.starter --local-ranks 8 -m hvdtrain.mnist  on host a
 MASTER_ADDR=a MASTER_PORT=9000 WORLD_SIZE=2 RANK=1 python -m hvdtrain.starter --local-ranks 8 -m hvdtrain.mnist  on host b
 
---local-ranks: this process imports torch, Horovod and what the program imports, once, and forks the ranks; WORLD_SIZE and
-RANK count hosts. Signals go on to the ranks. The first rank that fails ends the others, and its exit code is the starter's.
+With --local-ranks, this process imports torch, Horovod and the program's modules once, then forks the ranks; WORLD_SIZE and
+RANK count hosts. Signals are forwarded to the ranks. If a rank fails, the others are ended, and the starter exits with the
+code of the first that failed.
 
 srun --ntasks 8 python -m hvdtrain.starter -m hvdtrain.mnist                                 a process per rank, by Slurm
 MASTER_ADDR=a MASTER_PORT=9000 WORLD_SIZE=2 RANK=0 python -m hvdtrain.starter -m hvdtrain.mnist         on host a
 
-Without it, this process becomes the rank. Exit codes and signals are the program's own.
+Without it, this process becomes the rank: exit codes and signals are those of the program.
 """
 
 import argparse
@@ -38,43 +39,45 @@ from hvdtrain.engines.meeting import (
 )
 from hvdtrain.engines.rendezvous import meeting_point
 
-COME_SECONDS = 10.0  # for a host whose import has failed to reach the others, which would wait for it
+COME_SECONDS = 10.0  # how long a host whose import failed tries to tell the others, which would wait for it
 VALUELESS = ("--oversubscribe", "--help")
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the starter's own options, and the rest: what to run."""
+    """Return the starter's own options, and the program to run with its arguments. Raises UserError on bad input."""
     parser = Parser("hvdtrain.starter", __doc__)
     parser.usage = "hvdtrain.starter [OPTIONS] (-m MODULE | FILE) ARGUMENTS"
     parser.add_argument(
-        "--local-ranks", type=positive_int, metavar="N", help="ranks of this host, from one process that imports once"
+        "--local-ranks", type=positive_int, metavar="N", help="start N ranks on this host from one import"
     )
     parser.add_argument(
-        "--oversubscribe", action="store_true", help="with --local-ranks: more than there are cores or GPUs"
+        "--oversubscribe", action="store_true", help="with --local-ranks: allow more ranks than cores or GPUs"
     )
     parser.add_argument(
         "--import", dest="imports", metavar="MODULES", default="",
-        help="with --local-ranks: import these once, too (a,b.c; they must start no thread, MPI or CUDA)",
+        help="with --local-ranks: also import these once (a,b.c; they must not start threads, MPI or CUDA)",
     )  # fmt: skip
-    parser.add_argument("--interface", help="of the job (default: the one that leads to rank 0)")
-    parser.add_argument("--port", type=positive_int, help="of the meeting point (default: MASTER_PORT, or by the job)")
-    parser.add_argument("--wait", type=positive, default=120.0, help="seconds for all to come (default: 120)")
+    parser.add_argument("--interface", help="network interface of the job (default: the one with the route to rank 0)")
+    parser.add_argument(
+        "--port", type=positive_int, help="port of rank 0 (default: MASTER_PORT, or derived from the job)"
+    )
+    parser.add_argument("--wait", type=positive, default=120.0, help="seconds to wait for all ranks (default: 120)")
     end = 0
     while end < len(argv) and argv[end].startswith("--"):
         end += 1 if "=" in argv[end] or argv[end] in VALUELESS else 2
     options = parser.parse_args(argv[:end])
     if options.local_ranks is None and (options.oversubscribe or options.imports):
-        parser.error("--oversubscribe and --import go with --local-ranks")
+        parser.error("--oversubscribe and --import need --local-ranks")
     words = list(argv[end:])
     if words and re.fullmatch(
         r"python[0-9.]*", Path(words[0]).name
-    ):  # as other launchers want it: it is this one anyway
+    ):  # other launchers need the interpreter; here it is this one
         words = words[1:]
     return options, words
 
 
 def meeting_of(options: argparse.Namespace, told: Announced) -> tuple[Meeting, str]:
-    """Return the meeting that this process takes part in, and the interface of the job."""
+    """Return the rendezvous of this process and the network interface of the job. Raises UserError."""
     if told.size == 1:
         interface = options.interface or "lo"
         return Meeting(0, 1, address_of(interface), options.port or 0, options.wait), interface
@@ -92,7 +95,7 @@ def meeting_of(options: argparse.Namespace, told: Announced) -> tuple[Meeting, s
 
 
 def start_one(options: argparse.Namespace, told: Announced, words: list[str]) -> program.Program:
-    """Meet the other ranks, where there are any; return the program for this process to become."""
+    """Connect to the other ranks, if there are any, and return the program that this process is to run."""
     if told.size > 1:
         meeting, interface = meeting_of(options, told)
         meeting.come(1)
@@ -102,18 +105,18 @@ def start_one(options: argparse.Namespace, told: Announced, words: list[str]) ->
 
 
 def start_all(options: argparse.Namespace, told: Announced, words: list[str]) -> int:
-    """Start all ranks of this host, and return their exit code. A rank does not return from here."""
+    """Start all ranks of this host, and return their exit code. In a rank, this function does not return."""
     from hvdtrain.engines.cores import share_of_host
     from hvdtrain.engines.forking import fitting, importer, leaving
     from hvdtrain.engines.forking.supervisor import Supervisor, say
 
     ranks = options.local_ranks
-    if bound_by_default(os.environ):  # by mpirun, which knows of one process here
+    if bound_by_default(os.environ):  # by mpirun, which knows of only one process here
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     cores = fitting.cores_here(os.environ, told)
     if not options.oversubscribe:
         fitting.refuse_too_many_for_cores(ranks, cores, told.launcher)
-    # OpenMP reads it once, when torch is imported: before that, each rank's share must stand here.
+    # OpenMP reads this once, when torch is imported, so each rank's share must be set before.
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_host(ranks, cores)[0]))
     imports = [name for name in options.imports.split(",") if name]
     started = importer.start(words, ranks, imports, options.oversubscribe)
@@ -122,7 +125,7 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
         leaving.run_and_leave(
             rank.program, rank.shared, lambda code: os.write(rank.reports, b"[%d, %d]\n" % (rank.local_rank, code))
         )
-    meetings: list[Meeting] = []  # one, once this host has come to it
+    meetings: list[Meeting] = []  # one, once this host has connected
     came = threading.Event()
 
     def meet(imported: threading.Event) -> importer.Orders:

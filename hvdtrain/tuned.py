@@ -1,12 +1,12 @@
 """Run any Horovod script, unmodified, with the settings that make Horovod fast on this machine.
 
-horovodrun -np 8 python -m hvdtrain.tuned train.py --epochs 3         in place of `... python train.py --epochs 3`
+horovodrun -np 8 python -m hvdtrain.tuned train.py --epochs 3         instead of `... python train.py --epochs 3`
 mpirun -np 8 python -m hvdtrain.tuned -m package.train --epochs 3     a module
 launch/horovodrun.sh -np 8 -- python -m hvdtrain.tuned train.py
 
-Before torch is imported, it sets what your environment does not: OMP_NUM_THREADS, from the cores available to each rank;
-settings that keep Horovod's and MPI's threads from taking cores from computation; malloc. The script is the main program:
-arguments, exit code, signals, tracebacks and worker processes are as without hvdtrain.tuned.
+Before torch is imported, it sets, unless your environment already does: OMP_NUM_THREADS, from the cores available to each
+rank; settings that keep the threads of Horovod and MPI from competing with computation; malloc options. The script is the
+main program: arguments, exit code, signals, tracebacks and worker processes are the same as without hvdtrain.tuned.
 """
 
 import argparse
@@ -35,6 +35,7 @@ VALUELESS = ("--repeatable", "--help", "-h")
 
 
 def seconds(text: str) -> float | str:
+    """Return "auto" or a number of seconds. Raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
@@ -45,7 +46,7 @@ def seconds(text: str) -> float | str:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Return our own options, and the rest: what to run, from the first word that is no option."""
+    """Return the options of hvdtrain.tuned, and the script to run with its arguments. Raises UserError on bad input."""
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(NAME, __doc__)
     parser.usage = f"LAUNCHER python -m {NAME} [OPTIONS] (FILE | -m MODULE) ARGUMENTS..."
@@ -67,27 +68,27 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
 
 
 def tune(told: Announced, repeatable: bool) -> str:
-    """Set what this process's environment does not set itself, before torch is imported; return what was done, in words."""
+    """Set what the environment does not set yet, before torch is imported, and return a description. Raises UserError."""
     notes = []
     if bound_by_default(os.environ):
-        # The kernel cuts the set down to what the job's own limits allow.
+        # The kernel reduces the set to the cores that the job is allowed.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         notes.append("mpirun's default binding to one core undone")
     ranks = ranks_on_host(os.environ, told)
     threads, cores = share_of_host(ranks, min(cpu_quota(), cores_of_job(os.environ, told)))
     settings = tuned_environment(os.environ, {"OMP_NUM_THREADS": str(threads)} | FAST)
     if told.launcher == "none":
-        # Open MPI 4 would first start a daemon, which takes time and which a relocated MPI cannot find.
+        # Open MPI 4 would start a daemon first, which takes time, and which a relocated MPI cannot find.
         settings |= tuned_environment(os.environ, {"OMPI_MCA_ess_singleton_isolated": "1"})
     if repeatable:
         settings |= tuned_environment(os.environ, FIXED_SUMS)
         if os.environ.get("HOROVOD_DISABLE_GROUP_FUSION", "1") != "1":
             raise UserError("--repeatable needs HOROVOD_DISABLE_GROUP_FUSION=1: unset yours", everywhere=True)
     os.environ.update(settings)
-    if "torch" in sys.modules and "OMP_NUM_THREADS" in settings:  # a starter has imported it: too late for the variable
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in settings:  # a starter imported it: too late for the variable
         sys.modules["torch"].set_num_threads(threads)
     notes += [f"{name}={value}" for name, value in settings.items()]
-    if not Path("/dev/nvidiactl").exists():  # where a GPU computes, little of a step's memory is the host's
+    if not Path("/dev/nvidiactl").exists():  # on a GPU, a step uses little host memory
         from hvdtrain.engines.malloc import keep_freed_memory
 
         if keep_freed_memory(os.environ):
@@ -100,17 +101,18 @@ def tune(told: Announced, repeatable: bool) -> str:
 
 
 def refuse_torchrun(told: Announced) -> None:
+    """Raise UserError under torchrun."""
     if told.launcher == "torchrun":
         how = "start with horovodrun or mpirun"
         raise UserError(f"Horovod cannot see the ranks that torchrun starts: {how}", everywhere=True)
 
 
 def attach(flags: argparse.Namespace, told: Announced, words: list[str], done: str) -> list["Listener"]:
-    """Arrange for what is to happen once the script imports Horovod; return, by then, who listens to it."""
+    """Hook into the script's import of Horovod, and return the list to which its listeners are then added."""
     listeners: list[Listener] = []
 
     def arrived(hvd: ModuleType) -> None:
-        # Imported here: before the script, torch is not ours to import.
+        # Imported here, because torch must not be imported before the script does it.
         from hvdtrain.engines import foreign
 
         if flags.output_dir is not None:
@@ -128,6 +130,7 @@ def attach(flags: argparse.Namespace, told: Announced, words: list[str], done: s
 
 
 def script_of(words: list[str]) -> str:
+    """Return the script or `-m MODULE`, without arguments."""
     return " ".join(words[: 1 + (words[0] == "-m")])
 
 
@@ -142,7 +145,7 @@ def main() -> None:
         listeners = attach(flags, told, words, done)
     except UserError as error:
         end_with(error)
-    except Exception:  # the script's syntax, or what its package raises
+    except Exception:  # a syntax error in the script, or an exception of its package
         program.show_from(None)
         raise
     if told.rank == 0:
@@ -159,7 +162,7 @@ def main() -> None:
         failed = raised
         raise
     finally:
-        if os.getpid() == mine:  # a child that the script has forked says nothing
+        if os.getpid() == mine:  # not in a child that the script forked
             for listener in listeners:
                 listener.end(failed, code)
             if failed is None and not code:
@@ -167,7 +170,7 @@ def main() -> None:
 
 
 def unused(told: Announced, words: list[str]) -> None:
-    """Say at the end of a script that it never asked for Horovod."""
+    """Print a warning if the script never imported Horovod."""
     if told.rank == 0 and not any(name.split(".")[0] == "horovod" for name in sys.modules):
         alone = f": its {told.size} ranks each ran alone" if told.size > 1 else ""
         print(f"{NAME}: warning: {script_of(words)} never imported Horovod{alone}", file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
-"""Write the launch scripts, container recipes and what they need from an installed hvdtrain.
+"""Write the launch scripts, the container recipes and the files they need from an installed hvdtrain.
 
-python -m hvdtrain.unpack DIR                  launch/, containers/, docs/, the package itself, and how to build it
+python -m hvdtrain.unpack DIR                  launch/, containers/, docs/, the package itself and its build files
 python -m hvdtrain.unpack DIR --overwrite      also replace files that differ: edited, or of another version
 
 DIR is then like a fresh clone, without tests: DIR/launch/mpirun.sh and sbatch DIR/launch/slurm.sbatch start training,
-`make -C DIR setup` creates an environment, and containers are built in DIR. Existing files that are the same are left alone;
-if one differs, nothing is written.
+`make -C DIR setup` creates an environment, and containers are built in DIR. Identical files are left as they are; if an
+existing file differs, nothing is written.
 """
 
 import shutil
@@ -24,6 +24,7 @@ BESIDE = PACKAGE / "_checkout"  # setup.py puts it into the wheel
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
+    """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.unpack", __doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="directory to write to; it need not exist")
     parser.add_argument("--overwrite", action="store_true", help="replace files that differ, and list them")
@@ -31,7 +32,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
 
 
 def packed() -> Iterator[tuple[Path, Path]]:
-    """Yield each file that the wheel brought, and its place in DIR."""
+    """Yield each file of the wheel and its path relative to DIR."""
     for root, place in ((BESIDE, Path()), (PACKAGE, Path(PACKAGE.name))):
         for path in sorted(root.rglob("*")):
             inside = path.relative_to(root)
@@ -44,7 +45,7 @@ def packed() -> Iterator[tuple[Path, Path]]:
 
 
 def unpack(directory: Path, overwrite: bool) -> tuple[int, list[Path]]:
-    """Write the files; return how many, and which of them replaced another. Raises UserError before anything is written."""
+    """Write the files, and return their number and those that were replaced. Raises UserError before anything is written."""
     if not BESIDE.is_dir():
         raise UserError(f"this hvdtrain runs from a checkout, which has launch/ and containers/: {PACKAGE.parent}")
     wanted = []

@@ -1,10 +1,10 @@
-"""`source .venv/bin/activate`: only a complete environment can be activated, and root may start mpirun in it."""
+"""Controls `source .venv/bin/activate`: only a complete environment can be activated, and root may start mpirun in it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# Open MPI refuses root unless told twice. In a container everybody is root; set for this environment only.
+# Open MPI refuses root unless two variables allow it. Users in containers are often root. Set for this environment only.
 _ALLOW = """
 # Set by hvdtrain (launch/activation.py).
 if [ "$(id -u)" = 0 ] && [ -z "${OMPI_ALLOW_RUN_AS_ROOT:-}${OMPI_ALLOW_RUN_AS_ROOT_CONFIRM:-}" ] ; then
@@ -26,13 +26,13 @@ _FORBID = """    if [ -n "${_HVDTRAIN_ALLOWED_ROOT:-}" ] ; then
 
 
 def withhold(venv: Path) -> None:
-    """Put the scripts that activate aside: what is not complete is not used."""
+    """Move the activate scripts aside, so that an incomplete environment is not used."""
     for script in (venv / "bin").glob("activate*"):
         script.replace(script.with_name(f".{script.name}"))
 
 
 def release(venv: Path) -> None:
-    """Put them back, `activate` (sh, bash, zsh) with what root needs. Doing it twice is fine."""
+    """Move the activate scripts back, and add to `activate` (sh, bash, zsh) what root needs. Idempotent."""
     for script in (venv / "bin").glob(".activate*"):
         script.replace(script.with_name(script.name[1:]))
     path = venv / "bin" / "activate"

@@ -1,4 +1,4 @@
-"""What a failed build says: its first errors, and what to do about them."""
+"""Explains a failed build: its first errors and the remedy."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ REMEDIES = (
     ),
     (
         r"(You need C\+\+|requires? C\+\+|must be compiled with C\+\+)\D*\d\d",
-        "this torch wants another C++ standard: see docs/installing.md",
+        "this torch needs another C++ standard: see docs/installing.md",
     ),
 )
 
 
 def explain_failure(log: Path) -> str:
-    """The first errors (the later ones follow from them), then what to do."""
+    """Return the first errors of a build log (later ones follow from them) and the remedy; keep the log in TMPDIR."""
     text = log.read_text(errors="replace")
     lines = text.splitlines()
     errors = [

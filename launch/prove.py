@@ -1,7 +1,7 @@
-"""Prove the Horovod of this interpreter: `python launch/prove.py`.
+"""Test the Horovod of this interpreter: `python launch/prove.py`.
 
-The extension loads, says what it was built with, and two ranks add up right under each launcher there is. Every launch
-has a time limit: a broken transport usually hangs.
+Loads the extension, shows what it was built with, and checks an all-reduce on two ranks under each launcher. Every launch
+has a time limit, because a broken transport usually hangs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ print(json.dumps({"MPI": hvd.mpi_built(), "Gloo": hvd.gloo_built(),
                   "gpus": torch.cuda.device_count() if hvd.cuda_built() else 0}))
 """
 
-# Integers, so that the sum is exact; sizes below and above Horovod's and MPI's switch-over points.
+# Integers, so that the sum is exact; sizes below and above the thresholds of Horovod's and MPI's algorithms.
 RANK = """
 import sys, torch, horovod.torch as hvd
 hvd.init()
@@ -43,15 +43,16 @@ for n in (1, 1000, 1_000_000):
 hvd.shutdown()
 """
 
-SECONDS = 180  # per launch: some seconds here; importing torch from a cold network file system takes minutes
+SECONDS = 180  # per launch: usually a few seconds, but minutes if torch is imported from a cold network file system
 
 
 def environment() -> dict[str, str]:
+    """Return the environment of the ranks."""
     env = dict(os.environ)
-    # The launchers of this interpreter, also when its environment is not activated.
+    # The launchers of this interpreter, even if its environment is not activated.
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     env["OMP_NUM_THREADS"] = "1"
-    # Two ranks on one core are fine for a proof: Open MPI 4, then 5.
+    # Allow two ranks on one core: Open MPI 4, then 5.
     env["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     env["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     if os.geteuid() == 0:
@@ -60,14 +61,14 @@ def environment() -> dict[str, str]:
 
 
 def launch(title: str, command: list[str]) -> str:
-    """Standard output of `command`, or a BuildFailure with the lines that matter."""
+    """Return the standard output of `command`. Raises BuildFailure with the relevant lines."""
     with (
         stage(title),
         tempfile.TemporaryDirectory() as elsewhere,
         subprocess.Popen(
             command,
             env=environment(),
-            cwd=elsewhere,  # not the checkout: a directory named horovod/ there would be imported instead
+            cwd=elsewhere,  # not the checkout, where a directory named horovod/ would be imported
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -92,7 +93,10 @@ def launch(title: str, command: list[str]) -> str:
 
 
 def prove(mpi: bool = False, gpu: bool = False) -> dict[str, object]:
-    """Check all that can be checked here; `mpi` and `gpu` say what must be in it. Returns what the extension lists."""
+    """Run all checks that are possible on this machine, and return what the extension was built with.
+
+    mpi, gpu: whether it must have been built with them. Raises BuildFailure.
+    """
     built = json.loads(launch("load Horovod's extension", [sys.executable, "-c", INSPECT]).strip().splitlines()[-1])
     listed = ", ".join(name for name in ("MPI", "Gloo", "NCCL", "CUDA") if built[name])
     print(f"    built with {listed}", flush=True)
@@ -118,9 +122,9 @@ def prove(mpi: bool = False, gpu: bool = False) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prove the Horovod of this interpreter with two ranks.")
-    parser.add_argument("--mpi", action="store_true", help="it must have been built with MPI")
-    parser.add_argument("--gpu", action="store_true", help="it must have been built with NCCL")
+    parser = argparse.ArgumentParser(description="Test the Horovod of this interpreter with two ranks.")
+    parser.add_argument("--mpi", action="store_true", help="fail unless it was built with MPI")
+    parser.add_argument("--gpu", action="store_true", help="fail unless it was built with NCCL")
     options = parser.parse_args()
     prove(options.mpi, options.gpu)
 

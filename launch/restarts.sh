@@ -1,11 +1,11 @@
 # --restarts N for horovodrun.sh and mpirun.sh: start the job again after a failure. Sourced by both.
 # shellcheck shell=bash disable=SC2154  # variables that options.sh sets
 
-# What is no failure: done, bad input, target not reached, stopped on request (`stop` saved: who asked decides what is next).
+# Exit codes that are not retried: done, bad input, target not reached, stopped on request or by a signal.
 final='^(0|2|3|75|129|130|143)$'
 most_pause=60 # seconds between two tries without progress, after 1, 2, 4, ...
 
-newest_checkpoint() { # its name, or nothing: --output-dir stands among the program's own arguments
+newest_checkpoint() { # prints its name, or nothing; --output-dir is an argument of the program
     local i directory='' files
     for ((i = 0; i < ${#program[@]}; i++)); do
         case ${program[i]} in
@@ -15,7 +15,7 @@ newest_checkpoint() { # its name, or nothing: --output-dir stands among the prog
     done
     [[ -n $directory ]] || return 0
     shopt -s nullglob
-    files=("$directory"/checkpoints/step-*.safetensors) # numbers of eight digits: sorted by name is sorted by step
+    files=("$directory"/checkpoints/step-*.safetensors) # numbers have eight digits, so the order by name is that by step
     ((${#files[@]} == 0)) || printf '%s\n' "${files[-1]##*/}"
 }
 
@@ -35,18 +35,18 @@ hosts_that_answer() { # sets answering (as for -H) and answering_slots; without 
     done
 }
 
-ask_to_stop() { # PID: Open MPI's mpirun (horovodrun over MPI becomes it) follows SIGTERM up with SIGKILL, but hands SIGUSR1 on
+ask_to_stop() { # PID: Open MPI's mpirun (also under horovodrun) sends SIGKILL after SIGTERM, but forwards SIGUSR1
     local name='' signal=TERM
     { read -r name <"/proc/$1/comm"; } 2>/dev/null || :
-    [[ ! $name =~ ^(mpirun|orterun|prterun)(_wrapper|\.real)?$ ]] || ((stopped)) || signal=USR1 # asked again: at once
+    [[ ! $name =~ ^(mpirun|orterun|prterun)(_wrapper|\.real)?$ ]] || ((stopped)) || signal=USR1 # the second request: SIGTERM
     stopped=1
     kill "-$signal" "$1" 2>/dev/null
 }
 
-serve_imports() { # sets `started`: the program, whose ranks a fork server forks where it can (hvdtrain/engines/forking/server.py)
+serve_imports() { # sets `started`: the program, with ranks from a fork server if possible (hvdtrain/engines/forking/server.py)
     local name='' dropped_here=() answers
     started=("${program[@]}")
-    # On this host only; not where each rank's process has a part of its own in the start.
+    # On this host only, and not if hvdtrain.starter or hvdtrain.tuned must run first in each rank's process.
     ((!remote)) && [[ $transport == auto || $transport == mpi || ${0##*/} == horovodrun.sh ]] || return 0
     [[ ${#program[@]} -gt 1 && ${program[0]} =~ (^|/)python[0-9.]*$ ]] || return 0
     case ${program[1]} in
@@ -67,11 +67,11 @@ serve_imports() { # sets `started`: the program, whose ranks a fork server forks
 
 say() { printf '%s: %s\n' "${0##*/}" "$1" >&2; }
 
-run_again_and_again() { # OPTIONS...: those of this wrapper, without -np, -H, --restarts and --min-np
+run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restarts and --min-np
     local tries=0 pause=1 code before after now_ranks=$ranks child where started stopped=0
     answering=$hosts
-    # Open MPI ends the other ranks of a failed job with SIGCONT, SIGTERM and SIGKILL, this many seconds apart. They have
-    # nothing left to do: without the dead one, no step can be finished. (PRTE: of Open MPI 5.)
+    # Open MPI ends the other ranks of a failed job with SIGCONT, SIGTERM and SIGKILL, this many seconds apart. Without the
+    # failed rank they cannot complete a step, so there is no reason to wait. (PRTE: Open MPI 5.)
     export OMPI_MCA_odls_base_sigkill_timeout=${OMPI_MCA_odls_base_sigkill_timeout-0}
     export PRTE_MCA_odls_base_sigkill_timeout=${PRTE_MCA_odls_base_sigkill_timeout-0}
     serve_imports
@@ -79,7 +79,7 @@ run_again_and_again() { # OPTIONS...: those of this wrapper, without -np, -H, --
         where=()
         [[ -z $answering ]] || where=(-H "$answering")
         before=$(newest_checkpoint)
-        # In a session of its own: Ctrl-C reaches this shell alone, which asks as for SIGTERM.
+        # In a new session, so that Ctrl-C reaches only this shell, which then asks the job to stop, as for SIGTERM.
         setsid "$0" "$@" -np "$now_ranks" "${where[@]}" -- "${started[@]}" &
         child=$!
         # shellcheck disable=SC2064  # this child
@@ -101,7 +101,7 @@ run_again_and_again() { # OPTIONS...: those of this wrapper, without -np, -H, --
             return "$code"
         fi
         ((++tries))
-        if [[ $before != "$after" ]]; then # the job has made progress: there is nothing to wait for
+        if [[ $before != "$after" ]]; then # the job has made progress: restart without a pause
             pause=1
             say "exit code $code; starting again, restart $tries of $restarts, from $after"
         else
@@ -115,6 +115,6 @@ run_again_and_again() { # OPTIONS...: those of this wrapper, without -np, -H, --
             say "only $now_ranks ranks could start, and --min-np is ${min_ranks:-$ranks}: giving up"
             return "$code"
         }
-        ((now_ranks == ranks)) || say "going on with $now_ranks ranks${answering:+ on $answering}"
+        ((now_ranks == ranks)) || say "continuing with $now_ranks ranks${answering:+ on $answering}"
     done
 }

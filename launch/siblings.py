@@ -1,4 +1,4 @@
-"""Complete environments of other clones on this machine, by links in the cache: what a new clone can take over."""
+"""Finds complete environments of other clones on this machine, by links in the cache, for a new clone to reuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAME = ("python", "requirements", "options", "horovod")
 
 
 def announce(cache: Path, venv: Path) -> None:
-    """Let later set-ups know of a complete environment."""
+    """Register a complete environment for later set-ups."""
     with contextlib.suppress(OSError):  # no cache: the next clone installs for itself
         (cache / "environments").mkdir(parents=True, exist_ok=True)
         link = cache / "environments" / hashlib.sha256(os.fsencode(venv)).hexdigest()[:16]
@@ -24,7 +24,7 @@ def announce(cache: Path, venv: Path) -> None:
 
 
 def find(cache: Path, venv: Path, wanted: dict[str, object]) -> Path | None:
-    """A complete environment, other than `venv`, with exactly what is wanted and what its set-up left there."""
+    """Return a complete environment, other than `venv`, with what is wanted, unmodified since its set-up; or None."""
     for link in sorted((cache / "environments").glob("*")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = link.readlink()

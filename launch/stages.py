@@ -1,6 +1,6 @@
-"""What the set-up programs show: one stage after another, each with what it is at, how far it is and its seconds.
+"""Progress output of the set-up programs: one stage after another, with its current step, progress and seconds.
 
-A terminal has one running line with a bar; a log has one line, and where a stage takes longer one more every 15 seconds.
+On a terminal, each stage is one line with a progress bar. In a log, it is one line, and another every 15 seconds.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-TERMINAL_SECONDS, LOG_SECONDS = 0.5, 15.0  # between two looks at a stage
+TERMINAL_SECONDS, LOG_SECONDS = 0.5, 15.0  # between two updates
 BAR = 20  # characters
 
 
 class Stage:
-    """One line per stage, kept up to date by a thread of its own: also while nothing is heard from what is done."""
+    """Shows one stage, updated by a thread, so that the time advances even without output from the command."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.started = time.monotonic()
         self.terminal = sys.stdout.isatty()
-        self.poll: Callable[[], None] = lambda: None  # called before each line: looks how far things are
+        self.poll: Callable[[], None] = lambda: None  # called before each update, to set the progress
         self._fraction: float | None = None
         self._note = ""
-        self._broken = False  # in a log: lines have been written since the text
+        self._broken = False  # in a log: whether lines were written since the text
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep_showing, daemon=True)
         if self.terminal:
@@ -36,17 +36,19 @@ class Stage:
         self._thread.start()
 
     def seconds(self) -> float:
+        """Return the seconds since the start of the stage."""
         return time.monotonic() - self.started
 
     def progress(self, fraction: float, note: str = "") -> None:
-        """How far it is, 0 to 1."""
+        """Set the progress, 0 to 1."""
         self._fraction, self._note = fraction, note
 
     def note(self, text: str) -> None:
-        """What it is at now."""
+        """Set the current step."""
         self._note = text or self._note
 
     def finish(self, result: str) -> None:
+        """End the stage and show its result."""
         self._over.set()
         self._thread.join()
         if self.terminal:
@@ -82,6 +84,7 @@ def _write(text: str) -> None:
 
 @contextmanager
 def stage(text: str) -> Iterator[Stage]:
+    """Show a stage during the block, and then its seconds."""
     current = Stage(text)
     try:
         yield current

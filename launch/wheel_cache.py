@@ -1,4 +1,4 @@
-"""Built wheels, kept between environments: one directory per target, complete entries only."""
+"""The cache of built wheels: one directory per target, with complete entries only."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from target import Target
 
 
 def default_cache() -> Path:
+    """Return the default cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
 
 
 def cached_wheel(entry: Path) -> Path | None:
-    """The wheel of a complete and undamaged cache entry."""
+    """Return the wheel of a cache entry, or None if the entry is incomplete or damaged."""
     try:
         record = json.loads((entry / "entry.json").read_text())
         wheel = entry / record["wheel"]
@@ -30,7 +31,7 @@ def cached_wheel(entry: Path) -> Path | None:
 
 
 def store_wheel(entry: Path, wheel: Path, target: Target) -> Path:
-    """Wheel first, record last, each under its final name only when complete."""
+    """Store a wheel and return its path. Each file gets its final name when it is complete, the record last."""
     record = {
         "wheel": wheel.name,
         "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
@@ -49,7 +50,7 @@ def store_wheel(entry: Path, wheel: Path, target: Target) -> Path:
 
 @contextmanager
 def only_one(directory: Path, what: str) -> Iterator[None]:
-    """A second builder of the same thing waits for the first; the kernel drops the lock with its holder."""
+    """Hold a lock, so that concurrent builds of a wheel wait for each other. The kernel releases it with its holder."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as lock:
         try:
@@ -58,5 +59,5 @@ def only_one(directory: Path, what: str) -> Iterator[None]:
             with stage(f"wait for the other build of {what}"):
                 fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
-            pass  # a file system without locks: both build, and the renames keep the result whole
+            pass  # a file system without locks: both build, and atomic renames keep the result valid
         yield

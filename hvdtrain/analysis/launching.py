@@ -1,4 +1,4 @@
-"""Start N ranks of a module as a user would, with a hard time limit, and clean up afterwards."""
+"""Start N ranks of a module as a user would, with a hard time limit, and clean up after them."""
 
 import contextlib
 import os
@@ -16,10 +16,10 @@ from typing import NamedTuple
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import LAUNCHERS
 
-MARK = "HVDTRAIN_JOB"  # every process of a job carries it in its environment, wherever its launcher puts it
-TERM_SECONDS = 10.0  # what a launcher gets to end its ranks, here and on other hosts
+MARK = "HVDTRAIN_JOB"  # environment variable of every process of a job, however its launcher starts it
+TERM_SECONDS = 10.0  # time for a launcher to end its ranks, on this host and others
 
-# Ways to train: what starts the ranks, and the flags that every script knows.
+# By name: the launcher, and flags that every script accepts.
 VARIANTS = {
     "horovod": ("horovodrun", ["--engine", "horovod"]),
     "horovod-gloo": ("horovodrun --gloo", ["--engine", "horovod"]),
@@ -32,14 +32,14 @@ VARIANTS = {
 
 
 class Ended(NamedTuple):
-    """How a job ended. code: the launcher's exit code; None where it ran past its time and was killed."""
+    """How a job ended. code: exit code of the launcher; None if the job exceeded its time limit and was killed."""
 
     code: int | None
     seconds: float
 
 
 def slots(hosts: str) -> int:
-    """Return how many ranks "a:4,b:4" takes. Raises UserError where it is not written so."""
+    """Return the total number of slots of hosts given as "a:4,b:4". Raises UserError for other formats."""
     total = 0
     for host in hosts.split(","):
         name, _, number = host.rpartition(":")
@@ -52,11 +52,11 @@ def slots(hosts: str) -> int:
 def command(
     variant: str, ranks: int, module: str, flags: Sequence[str], hosts: str | None = None, interface: str | None = None
 ) -> list[str]:
-    """Return the command line that starts `ranks` ranks of `module` by `variant`, on `hosts` ("a:4,b:4") or here.
+    """Return the command line that starts `ranks` ranks of `module` as `variant`, on `hosts` ("a:4,b:4") or on this host.
 
-    interface: the network interface that joins the hosts (default: the launcher looks for it).
-    On several hosts mpirun starts ddp's ranks, because torchrun wants to be started on each; and Horovod's over MPI, because
-    horovodrun would call an mpirun that does not find itself where ssh gives no PATH.
+    interface: network interface that connects the hosts (default: the launcher searches for it). On several hosts, mpirun
+    starts the ranks: torchrun would have to be started on each host, and horovodrun would call an mpirun that is not found
+    on other hosts if ssh sets no PATH. Raises UserError if the launcher is not installed.
     """
     launcher, engine = VARIANTS[variant]
     python = [sys.executable, "-m", module]
@@ -64,7 +64,7 @@ def command(
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         return [*start, "-m", module, *engine, *flags]
     if launcher in ("torchrun", "horovodrun") and hosts is not None:
-        # Over ssh a rank has none of this shell's environment; horovodrun --gloo carries it by itself.
+        # Over ssh, a rank has none of this shell's environment; horovodrun --gloo passes it on by itself.
         carried = [
             part for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ for part in ("-x", name)
         ]
@@ -89,13 +89,13 @@ def program(name: str) -> str:
 
 
 def run_job(arguments: Sequence[str], seconds: float, log: Path) -> Ended:
-    """Run a command line to its end, its output into `log`; past its `seconds` it is killed, with all that it started.
+    """Run a command line with its output in `log`, and return how it ended.
 
-    So it is where this process is interrupted: no rank outlives the call.
+    After `seconds`, or if this process is interrupted, the job and all its processes are killed: no rank outlives the call.
     """
     job = uuid.uuid4().hex
     environment = {**os.environ, MARK: job}
-    if not is_launcher(arguments):  # what a batch system says of its own job is not said to one process
+    if not is_launcher(arguments):  # a single process must not see the variables of an enclosing batch job
         for _, *names in LAUNCHERS:
             for name in names:
                 environment.pop(name, None)
@@ -103,7 +103,7 @@ def run_job(arguments: Sequence[str], seconds: float, log: Path) -> Ended:
     with log.open("w") as output:
         process = subprocess.Popen(
             arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
-            start_new_session=True,  # Ctrl-C is ours to pass on: else launchers and ranks answer it all at once
+            start_new_session=True,  # else Ctrl-C would reach the launcher and all ranks at the same time
         )  # fmt: skip
         try:
             code: int | None = process.wait(timeout=seconds)
@@ -116,12 +116,13 @@ def run_job(arguments: Sequence[str], seconds: float, log: Path) -> Ended:
 
 
 def is_launcher(arguments: Sequence[str]) -> bool:
+    """Tell whether a command line starts a launcher."""
     return Path(arguments[0]).name in ("horovodrun", "mpirun") or "torch.distributed.run" in arguments
 
 
 @contextlib.contextmanager
 def interrupts_deferred():
-    """Ctrl-C and SIGTERM wait until this ends: they must neither stop the cleaning up nor be lost."""
+    """Defer Ctrl-C and SIGTERM until the end of the block, so that they neither interrupt the clean-up nor get lost."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -134,7 +135,7 @@ def interrupts_deferred():
 
 
 def end(process: subprocess.Popen, job: str) -> None:
-    """Ask the launcher to end its ranks, which it alone can do on other hosts; then kill what is left on this one."""
+    """Ask the launcher to end its ranks, as only it can on other hosts; then kill what is left on this host."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -144,14 +145,14 @@ def end(process: subprocess.Popen, job: str) -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.poll()  # takes note of its end, lest it stay as a zombie
+        process.poll()  # reaps it, so that no zombie is left
         if time.monotonic() > deadline:
             return
         time.sleep(0.05)
 
 
 def members(job: str) -> list[int]:
-    """Return the live processes of `job` on this host, found by their environment."""
+    """Return the process ids of `job` on this host, found by their environment."""
     needle, found = f"{MARK}={job}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What all measurements share: waiting for the device, means with their intervals, the hardware's name, files of results."""
+"""Functions for all measurements: device synchronization, means with intervals, hardware, result files."""
 
 import json
 import os
@@ -22,7 +22,7 @@ STUDENT_T = (
 
 
 class Mean(NamedTuple):
-    """The mean of n repeats, and the 95 % confidence interval of the true mean, as far as repeats are independent."""
+    """The mean of n repeats, and the 95 % confidence interval of the true mean if the repeats are independent."""
 
     mean: float
     low: float | None
@@ -31,26 +31,26 @@ class Mean(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Return the mean of `values` and its 95 % interval; of one value, nobody knows it: None."""
+    """Return the mean of `values` and its 95 % interval, which is None for a single value."""
     middle, n = statistics.fmean(values), len(values)
     if n < 2:
         return Mean(middle, None, None, n)
-    # Beyond 30 degrees of freedom that of 30: a little too wide, never too narrow.
+    # Beyond 30 degrees of freedom, use the value for 30: the interval is slightly too wide, never too narrow.
     half = STUDENT_T[min(n - 1, len(STUDENT_T)) - 1] * statistics.stdev(values) / n**0.5
     return Mean(middle, middle - half, middle + half, n)
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has done what was queued: only then does the clock tell what it took."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def matrix_product_rate(device: torch.device, dtype: torch.dtype, side: int = 1024) -> torch.Tensor:
-    """Return the floating-point operations per second that `device` reaches now in a matrix product, as float64 []."""
+    """Return the FLOP/s that `device` reaches in a product of two [side, side] matrices of `dtype`, as float64 []."""
     a, b = torch.randn(2, side, side, device=device).to(dtype)
     best = float("inf")
-    for _ in range(4):  # the first one warms up
+    for _ in range(4):  # the first is a warm-up
         settle(device)
         began = time.perf_counter()
         a @ b
@@ -60,7 +60,7 @@ def matrix_product_rate(device: torch.device, dtype: torch.dtype, side: int = 10
 
 
 def hardware() -> dict[str, object]:
-    """Return what this process runs on: processor, the cores it may use, memory in bytes, GPU, and how busy it is."""
+    """Return the hardware of this process: processor, cores it may use, memory in bytes, GPU, load average."""
     names = [
         line.partition(":")[2].strip() for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")
     ]
@@ -68,7 +68,7 @@ def hardware() -> dict[str, object]:
         processor=names[0] if names else platform.processor(),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        load_average=os.getloadavg()[0],  # of the last minute: processes that ran, or would have
+        load_average=os.getloadavg()[0],  # of the last minute: runnable processes
     )
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
@@ -76,6 +76,7 @@ def hardware() -> dict[str, object]:
 
 
 def read(path: str) -> str:
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -83,7 +84,7 @@ def read(path: str) -> str:
 
 
 def make_directory(directory: Path) -> None:
-    """Make `directory`; raise UserError where nothing can be written there: before anything is measured, not after."""
+    """Create `directory`. Raises UserError if it is not writable, so that this is known before measuring."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         trial = directory / f".trial.{os.getpid()}"
@@ -95,6 +96,6 @@ def make_directory(directory: Path) -> None:
 
 
 def write_json(path: Path, result: dict[str, object]) -> None:
-    """Write `result`, complete or not at all; what JSON does not know becomes text."""
+    """Write `result` to `path` atomically. Values that JSON does not support are written as text."""
     with files.replacing(path) as file:
         file.write(json.dumps(result, indent=2, default=str) + "\n")

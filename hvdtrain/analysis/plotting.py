@@ -1,4 +1,4 @@
-"""What all plots share: one style for the screen and one for papers, and matplotlib imported only when needed."""
+"""The styles of all plots, for the screen and for papers. Imports matplotlib only when it draws."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records import files
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart (jfly.uni-koeln.de/color).
+# Okabe and Ito's palette, which is safe for colour-blind readers (jfly.uni-koeln.de/color).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP"
-# In greyscale, colours are gone: lines differ in their strokes, too.
+# Lines also differ in their dashes, for greyscale prints.
 STYLES: Any = ("-", (0, (5, 1.5)), (0, (2, 1.2)), (0, (7, 2, 1.5, 2)), (0, (10, 2)), (0, (4, 1, 1, 1, 1, 1)))
 
 FORMATS = ("svg", "pdf")  # for papers
 COLUMN = 3.35  # inches: 85 mm, one column of a paper with two
-# matplotlib's settings for a figure of that width, which is printed as it is: letters of 7 and 7.5 points.
+# matplotlib's settings for a figure of that width, printed without scaling: fonts of 7 and 7.5 points.
 PAPER: Any = {
     "font.size": 7.5, "axes.labelsize": 7.5, "axes.titlesize": 7.5, "figure.titlesize": 7, "legend.fontsize": 7,
     "xtick.labelsize": 7, "ytick.labelsize": 7, "axes.linewidth": 0.5, "grid.linewidth": 0.4, "xtick.major.width": 0.5,
@@ -29,14 +29,17 @@ COMMON: Any = {
     "legend.frameon": False, "errorbar.capsize": 2.0,
     "text.parse_math": False,  # a name may hold dollar signs
 }  # fmt: skip
-LETTERS_IN_COLUMN = 66  # of 7 points
+LETTERS_IN_COLUMN = 66  # at 7 points
 
 
 class Panel(NamedTuple):
-    """One plot of a picture. draw: takes matplotlib's axes. notes: what a reader must know to read it. height: in inches, in
-    a column, without legend and notes."""
+    """One plot of a picture.
 
-    name: str  # of its file, after the picture's
+    draw: called with matplotlib's axes. notes: shown above the plot. height: in inches, in a paper's column, without legend
+    and notes.
+    """
+
+    name: str  # suffix of its file name
     title: str
     draw: Callable[[Any], None]
     notes: tuple[str, ...] = ()
@@ -44,18 +47,18 @@ class Panel(NamedTuple):
 
 
 def require_matplotlib(otherwise: str = ", or leave out --output-dir") -> None:
-    """Raise UserError where there is no matplotlib: before anything is measured, not after."""
+    """Raise UserError if matplotlib is not installed, so that this is known before measuring."""
     if find_spec("matplotlib") is None:
         raise UserError(f"the picture needs matplotlib: pip install 'hvdtrain[plot]'{otherwise}")
 
 
 def write(path: Path, about: str, panels: Sequence[Panel], *, width: float = 5.5, height: float = 4.2) -> list[Path]:
-    """Write the panels side by side as `path`, a PNG; and each as SVG and PDF beside it, one column wide, without a title.
+    """Write the panels side by side to `path`, a PNG, and each as SVG and PDF, one column wide; return the paths.
 
-    width, height: of one panel on the screen, in inches. Returns the paths. Notes stand on all of them.
+    width, height: of one panel in the PNG, in inches. Notes are on all of them; SVG and PDF have no title.
     """
     import matplotlib
-    from matplotlib.figure import Figure  # not pyplot: no window system is looked for
+    from matplotlib.figure import Figure  # not pyplot, which would search for a window system
 
     notes = list(dict.fromkeys(note for panel in panels for note in panel.notes))
     with matplotlib.rc_context(COMMON):
@@ -78,7 +81,7 @@ def write(path: Path, about: str, panels: Sequence[Panel], *, width: float = 5.5
 
 
 def column(panel: Panel):
-    """Return a figure of one column's width: what the caption of a paper says is left out, notes are not."""
+    """Return a figure one column wide, with the notes, but without a title, which belongs in a paper's caption."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -95,24 +98,24 @@ def column(panel: Panel):
 
 
 def legend_below(figure) -> int:
-    """Put the legend of the first axes below the figure, in as many columns as fit, and return its rows."""
+    """Put the legend of the first axes below the figure, in as many columns as fit, and return its number of rows."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if not labels:
         return 0
-    wide = 0.36 + 0.055 * max(map(len, labels))  # inches of one entry: the line, and letters of 7 points
+    wide = 0.36 + 0.055 * max(map(len, labels))  # inches of one entry: the line, and text at 7 points
     columns = max(1, min(len(labels), int(COLUMN / wide)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.0)
     return -(-len(labels) // columns)
 
 
 def above_one(ranges: Sequence[tuple[float, float]], what: str = "rounds") -> tuple[str, ...]:
-    """Return why shares are drawn above 1, where some are. ranges: least and most of each."""
+    """Return a note that explains shares above 1; () if there are none. ranges: minimum and maximum of each share."""
     above = [(least, most) for least, most in ranges if most > 1]
     if not above:
         return ()
     if all(least <= 1 for least, _ in above):
         return (f"above 1: within the spread of the {what}; the bound itself was measured at another moment",)
-    return (f"above 1: the bound was slower in all {what}, so here it bounds nothing (noise, or other work)",)
+    return (f"above 1: the bound was slower in all {what}, so it is not a bound here (noise, or other work)",)
 
 
 def byte_axis(axes, sizes: list[int]) -> None:
@@ -135,10 +138,10 @@ def bytes_text(size: float) -> str:
 
 
 def save(figure, path: Path, title: str = "") -> None:
-    """Write `figure` as PNG, SVG or PDF, by the name's ending; under its name only when it is complete.
+    """Write `figure` to `path` atomically, as PNG, SVG or PDF according to its suffix.
 
-    The same figure gives the same bytes: no file has a date or a random name in it. Letters stay letters: SVG as text, PDF
-    with its fonts as TrueType, which publishers ask for.
+    The same figure gives the same bytes: files contain no date and no random id. Text remains text: SVG has text elements,
+    PDF has TrueType fonts, as publishers require.
     """
     import matplotlib
 

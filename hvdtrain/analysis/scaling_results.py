@@ -1,4 +1,4 @@
-"""What hvdtrain.scaling measured: the bounds, speed-up and efficiency over rounds, as a table, as files, as a plot."""
+"""Results of hvdtrain.scaling: bounds, speed-up and efficiency over rounds, as a table, files and plots."""
 
 import csv
 import os
@@ -16,7 +16,7 @@ ALONE, APART = "alone", "apart"  # the bounds
 
 
 class Configuration(NamedTuple):
-    """What is measured together: `name` is an engine's variant or a bound."""
+    """One configuration to measure. name: a variant of an engine, or a bound."""
 
     name: str
     ranks: int
@@ -25,11 +25,11 @@ class Configuration(NamedTuple):
         return f"{self.name}, {self.ranks} rank{'s'[: self.ranks > 1]}"
 
 
-Rounds = list[dict[Configuration, dict]]  # per round, what benchmark.json says of each configuration that succeeded
+Rounds = list[dict[Configuration, dict]]  # by round: the benchmark.json of each configuration that succeeded
 
 
 class Spread(NamedTuple):
-    """Over rounds."""
+    """Median, minimum and maximum over rounds."""
 
     median: float
     least: float
@@ -37,23 +37,25 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread | None:
+    """Return median, minimum and maximum; None without values."""
     return Spread(statistics.median(values), min(values), max(values)) if values else None
 
 
 def rate(result: dict) -> float:
+    """Return the samples per second of a benchmark.json."""
     return result["samples_per_second"]["mean"]
 
 
 def joules(result: dict) -> float | None:
-    """Return the energy per sample; None where the machine does not tell it."""
+    """Return the joules per sample of a benchmark.json; None if they were not measured."""
     return result.get("energy", {}).get("per_sample_joules")
 
 
 def summarize(rounds: Rounds, planned: list[Configuration]) -> list[dict]:
     """Return one row per configuration that succeeded at least once.
 
-    speed_up: over one rank alone; efficiency_alone: that over N; efficiency_apart: over N ranks that do not communicate.
-    Each is taken within a round, and None where no round has both.
+    speed_up: relative to one rank alone; efficiency_alone: that divided by N; efficiency_apart: relative to N ranks that do
+    not communicate. Each is taken within a round, and None if no round has both.
     """
     rows = []
     for which in planned:
@@ -85,14 +87,14 @@ def summarize(rounds: Rounds, planned: list[Configuration]) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Return the rows as a Markdown table: median, and least to most."""
+    """Return the rows as a Markdown table: median (minimum to maximum)."""
 
     def cell(value: Spread | None, pattern: str) -> str:
         if value is None:
             return "-"
         return f"{value.median:{pattern}} ({value.least:{pattern}} to {value.most:{pattern}})"
 
-    measured = any(row["joules_per_sample"] is not None for row in rows)  # nothing is shown where nothing is known
+    measured = any(row["joules_per_sample"] is not None for row in rows)  # no column if energy was not measured
     lines = [
         "| | ranks | samples/s | speed-up | of one alone x N | of N apart | communication |" + " J/sample |" * measured,
         "|---|---:|---:|---:|---:|---:|---:|" + "---:|" * measured,
@@ -114,7 +116,7 @@ def table(rows: list[dict]) -> str:
 
 
 def write(flags: Namespace, rows: list[dict], rounds: Rounds, failed: dict[Configuration, str]) -> None:
-    """Write scaling.csv, scaling.json, scaling.png, and its plots as SVG and PDF."""
+    """Write scaling.csv, scaling.json, scaling.png, and its plots as SVG and PDF to --output-dir."""
     spreads = ("samples_per_second", "speed_up", "efficiency_alone", "efficiency_apart", "joules_per_sample")
     with files.replacing(flags.output_dir / "scaling.csv") as file:
         flat = [
@@ -139,6 +141,7 @@ def write(flags: Namespace, rows: list[dict], rounds: Rounds, failed: dict[Confi
 
 
 def title(rounds: Rounds) -> str:
+    """Return the title of the plots: model, batch size, device, threads, rounds."""
     result = next(result for results in rounds for result in results.values())
     rank = result["ranks"][0]
     how = f"{result['model']}, batch {result['batch_size_per_rank']} per rank, {rank['device'].split(':')[0]}"
@@ -146,13 +149,13 @@ def title(rounds: Rounds) -> str:
 
 
 def busy(rounds: Rounds) -> tuple[str, ...]:
-    """Return what must be said of other work on this machine during the runs."""
+    """Return the note on other work on this machine during the runs; () if there was little."""
     others = [result.get("other_cores") for results in rounds for result in results.values()]
     return other_work.said(others, len(os.sched_getaffinity(0)))
 
 
 def draw(rows: list[dict], about: str, path: Path, notes: tuple[str, ...] = ()) -> list[Path]:
-    """Draw throughput and the share of the second bound over ranks; bars from least to most. notes: said on both."""
+    """Draw throughput and efficiency over ranks, and return the paths. Bars go from minimum to maximum."""
     counts = sorted({row["ranks"] for row in rows})
     names = [name for name in dict.fromkeys(row["name"] for row in rows) if name not in (ALONE, APART)]
 
@@ -190,6 +193,7 @@ def draw(rows: list[dict], about: str, path: Path, notes: tuple[str, ...] = ()) 
 
 
 def bars(axes, rows: list[dict], key: str, **style: object) -> None:
+    """Draw the medians of `key` over ranks, with bars from minimum to maximum."""
     drawn = [row for row in rows if row[key] is not None]
     middle = [row[key].median for row in drawn]
     below = [row[key].median - row[key].least for row in drawn]

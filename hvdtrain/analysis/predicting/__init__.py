@@ -1,1 +1,1 @@
-"""What more ranks would give: runs of one host, fitted, and extrapolated over a wire (`hvdtrain.scaling --model-of`)."""
+"""Predicts training on more ranks by a model fitted to runs on one host (`hvdtrain.scaling --model-of`)."""

@@ -1,4 +1,4 @@
-"""`hvdtrain.scaling --model-of DIR...`: its flags, and what it does."""
+"""The flags and the command `hvdtrain.scaling --model-of DIR...`."""
 
 import re
 from argparse import Namespace
@@ -12,17 +12,18 @@ from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 
 RANKS = [2**power for power in range(4, 13)]  # 16 to 4,096
-# A full Ethernet frame takes 1,538 bytes (IEEE 802.3: preamble, header, checksum, gap), of which TCP with time stamps over
-# IPv4 has 1,448.
+# A full Ethernet frame takes 1,538 bytes on the wire (IEEE 802.3: preamble, header, checksum, gap). With TCP time stamps
+# over IPv4, 1,448 of them are payload.
 PAYLOAD = 1448 / 1538
-ONLY = ("bandwidth_gbit", "latency_us", "ranks_per_host", "compression", "payload", "measured")  # with --model-of
+ONLY = ("bandwidth_gbit", "latency_us", "ranks_per_host", "compression", "payload", "measured")  # need --model-of
 
 
 def add_flags(parser: cli.Parser) -> None:
+    """Add the flags of the prediction."""
     group = parser.add_argument_group("predict instead of measuring")
     group.add_argument(
         "--model-of", type=Path, nargs="+", metavar="DIR",
-        help="--output-dir of runs on one host: hvdtrain.scaling, and best also hvdtrain.reduce --sweep",
+        help="--output-dir of runs on one host: hvdtrain.scaling, and preferably also hvdtrain.reduce --sweep",
     )  # fmt: skip
     group.add_argument(
         "--bandwidth-gbit", type=cli.positive, help="bandwidth of each host's network, Gbit/s in each direction"
@@ -31,10 +32,10 @@ def add_flags(parser: cli.Parser) -> None:
         "--latency-us", type=cli.non_negative, help="latency of the network, one way: half of what ping reports"
     )
     group.add_argument("--ranks-per-host", type=cli.positive_int, help="default: the most measured on one host")
-    group.add_argument("--compression", choices=tuple(WIRE_DTYPES), help="on the wire (default: none)")
+    group.add_argument("--compression", choices=tuple(WIRE_DTYPES), help="compression of gradients (default: none)")
     group.add_argument(
         "--payload", type=cli.positive,
-        help=f"what is not headers, of the wire's bandwidth (default: {PAYLOAD:.3f}, TCP in frames of 1,500 bytes)",
+        help=f"share of the bandwidth without headers (default: {PAYLOAD:.3f}, TCP with an MTU of 1,500 bytes)",
     )  # fmt: skip
     group.add_argument(
         "--measured", type=Path, nargs="+", metavar="DIR", help="runs over that network, to compare with the prediction"
@@ -42,23 +43,23 @@ def add_flags(parser: cli.Parser) -> None:
 
 
 def check(flags: Namespace) -> None:
-    """Fill in defaults. Raise UserError where the wire is not said, or is said to a measurement."""
+    """Fill in defaults. Raises UserError if the network is not given, or if such flags are given without --model-of."""
     told = [name for name in ONLY if getattr(flags, name) is not None]
     if not flags.model_of:
         if told:
             name = told[0].replace("_", "-")
-            raise UserError(f"--{name} goes with --model-of DIR (a flag of hvdtrain.benchmark goes after --)")
+            raise UserError(f"--{name} needs --model-of DIR (flags of hvdtrain.benchmark follow --)")
         return
     if not {"bandwidth_gbit", "latency_us"} <= set(told):
-        raise UserError("--model-of needs the wire: --bandwidth-gbit 25 --latency-us 20, for instance")
+        raise UserError("--model-of needs the network: give, for example, --bandwidth-gbit 25 --latency-us 20")
     flags.compression, flags.payload = flags.compression or "none", flags.payload or PAYLOAD
     flags.measured = flags.measured or []
     if flags.payload > 1:
-        raise UserError(f"--payload {flags.payload:g}: it is a share, from above 0 to 1")
+        raise UserError(f"--payload {flags.payload:g}: give a share above 0, at most 1")
 
 
 def predict(flags: Namespace) -> int:
-    """Fit, predict, compare; print tables, and write prediction.json and one picture per engine. Raises UserError."""
+    """Fit, predict and compare; print tables; write prediction.json and one picture per engine. Raises UserError."""
     plotting.require_matplotlib()
     measured, checked = read(flags.model_of), read(flags.measured)
     require_alike([*measured.steps, *checked.steps])
@@ -74,7 +75,7 @@ def predict(flags: Namespace) -> int:
     counts = flags.ranks or RANKS
     for count in counts:
         if count % per_host:
-            raise UserError(f"--ranks {count} are not whole hosts of {per_host}: use multiples, or --ranks-per-host")
+            raise UserError(f"--ranks {count} does not fill hosts of {per_host}: use multiples, or --ranks-per-host")
     measuring.make_directory(flags.output_dir)
     kept = []
     for model in found:
@@ -84,7 +85,7 @@ def predict(flags: Namespace) -> int:
             for name in ALGORITHMS
         ]
         checks = prediction.compare(model, measured) + prediction.compare(model, checked)
-        title = f"{model.engine}, gradients {'halved' if model.compression == 'fp16' else 'as they are'}"
+        title = f"{model.engine}, gradients {'in fp16' if model.compression == 'fp16' else 'uncompressed'}"
         print(f"\n{title}\n{showing.about(model)}\n\n{showing.table(model, rows)}", flush=True)
         if checks:
             print(f"\n{showing.check_table(checks)}", flush=True)

@@ -1,4 +1,4 @@
-"""Latency and bandwidth from measured all-reduces: least squares that never go negative."""
+"""Latency and bandwidth from measured all-reduces, by non-negative least squares."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ import torch
 
 from hvdtrain.engines.errors import UserError
 
-FEWEST = 3  # points; of fewer, two unknowns leave no residual to tell how good the fit is
+FEWEST = 3  # points: with fewer, two unknowns leave no residual to judge the fit by
 
 
 class Point(NamedTuple):
-    """One measured all-reduce. scale: what an error is compared with, in seconds; 1/scale is the point's weight."""
+    """One measured all-reduce. scale: seconds to which an error is relative; the weight of the point is 1/scale."""
 
     ranks: int
     bytes: float
@@ -23,20 +23,20 @@ class Point(NamedTuple):
 class Fit(NamedTuple):
     """seconds = overhead + 2(n-1) latency + 2(n-1)/n bytes/bandwidth, on one host.
 
-    overhead is paid once per all-reduce, latency at every step of the ring. Measured at one number of ranks, one cannot tell
-    the two apart: then `latency` is None, and overhead holds their sum.
+    The overhead occurs once per all-reduce, the latency at every step of the ring. Measurements at a single number of ranks
+    cannot separate the two: then `latency` is None, and `overhead` is their sum.
     """
 
     overhead: float
     latency: float | None
-    bandwidth: float  # bytes per second; infinite where size made no difference
-    residual: float  # root mean square of (fitted - measured) / measured, with the points' weights
+    bandwidth: float  # bytes per second; infinite if the size made no difference
+    residual: float  # root mean square of (fitted - measured) / measured, weighted
     points: int
     ranks: tuple[int, ...]  # numbers of ranks that were measured
 
 
 def fit(points: Sequence[Point], what: str) -> Fit:
-    """Return the fit to `points`, which `what` names. Raises UserError where they cannot tell latency from bandwidth."""
+    """Return the fit to `points`. Raises UserError, which names `what`, if they cannot separate latency from bandwidth."""
     counts = tuple(sorted({point.ranks for point in points}))
     different = len({(point.ranks, point.bytes) for point in points})
     sizes = len({point.bytes for point in points})
@@ -57,7 +57,7 @@ def fit(points: Sequence[Point], what: str) -> Fit:
 
 
 def least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return x [k] >= 0 that brings matrix [m, k] @ x nearest to target [m]: the best over all choices of zeros."""
+    """Return x [k] >= 0 that minimizes |matrix [m, k] @ x - target [m]|: the best over all choices of zeros."""
     scale = matrix.norm(dim=0).clamp_min(1e-300)
     best, least = torch.zeros(matrix.shape[1], dtype=matrix.dtype), target.square().sum()
     for count in range(1, matrix.shape[1] + 1):

@@ -1,9 +1,8 @@
-"""From measured runs and a wire to the time of a step on any number of ranks, as a range; and a check against measured ones.
+"""Predicts the time of a step on any number of ranks, as a range, and compares it with measurements.
 
-A range goes from least to most over what is not known: the spread of the computing over rounds; the fit's residual; whether
-a host's own work on a message is hidden behind the wire (bandwidth: the lesser of the two) or comes on top (1/b = 1/host +
-1/wire); and, where only one number of ranks was measured, whether what an all-reduce of nothing takes is paid once or at
-every step.
+A range covers what is not known: the spread of the compute time over rounds; the residual of the fit; whether a host's work
+on a message overlaps with the network (bandwidth: the lower of the two) or adds to it (1/b = 1/host + 1/network); and, if
+only one number of ranks was measured, whether the fixed cost of an all-reduce occurs once or at every step.
 """
 
 import math
@@ -17,35 +16,38 @@ from hvdtrain.analysis.predicting.runs import WIRE_DTYPES, Measured, Step, point
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.horovod import bucket_bytes
 
-# Backward computes two products of the size of forward's one: gradients of the inputs, and of the weights.
+# Backward computes two products, the gradients of inputs and of weights, for each one of forward.
 BACKWARD_SHARE = 2 / 3
 
 
 class Band(NamedTuple):
+    """A range: minimum, middle value and maximum."""
+
     least: float
     middle: float
     most: float
 
 
 class Model(NamedTuple):
-    """What the runs of one engine say. Seconds and bytes; per step and rank."""
+    """The model fitted to the runs of one engine, in seconds and bytes per step and rank."""
 
     engine: str
     compression: str
     fit: Fit
-    wire: Link  # latency of one message beyond what it takes within a host; payload's bandwidth
-    size: float  # bytes that a step reduces
+    wire: Link  # latency of one message in addition to that within a host; bandwidth of the payload
+    size: float  # bytes reduced per step
     buckets: int
     batch_size: int
-    computing: dict[Ranks, tuple[Band, float]]  # without communication: a step; the part of it that is backward
+    computing: dict[Ranks, tuple[Band, float]]  # without communication: seconds of a step, and of its backward part
 
 
 def band(values: Sequence[float]) -> Band:
+    """Return minimum, median and maximum."""
     return Band(min(values), statistics.median(values), max(values))
 
 
 def computing(steps: Sequence[Step]) -> dict[Ranks, tuple[Band, float]]:
-    """Return the seconds of a step without communication, and of its backward part, by the placement of ranks."""
+    """Return, by placement of ranks, the seconds of a step without communication and of its backward part."""
     silent = [step for step in steps if not step.communicates]
     return {
         ranks: (
@@ -59,11 +61,11 @@ def computing(steps: Sequence[Step]) -> dict[Ranks, tuple[Band, float]]:
 def models(measured: Measured, checks: Measured, wire: Link, compression: str) -> tuple[list[Model], list[str]]:
     """Return one model per engine that communicated on one host, and why others have none.
 
-    Raises UserError where there is too little to fit for any of them.
+    Raises UserError if there are too few measurements for any model.
     """
     alone = computing(measured.steps)
     if not alone:
-        raise UserError("no run without communication: name the --output-dir of hvdtrain.scaling, which measures alone")
+        raise UserError("no run without communication: name the --output-dir of hvdtrain.scaling, which has such runs")
     engines = {one.engine for one in measured.sums if one.ranks.total > 1 and one.ranks.hosts == 1}
     engines |= {one.engine for one in measured.steps if one.communicates and one.ranks.hosts == 1}
     usable = {engine: found for engine in sorted(engines) if (found := points(measured, engine, compression))}
@@ -86,8 +88,8 @@ def models(measured: Measured, checks: Measured, wire: Link, compression: str) -
             engine=engine, compression=compression, fit=fitted, wire=wire,
             size=wire_bytes(full, compression), buckets=math.ceil(full / bucket_bytes(full)),
             batch_size=measured.steps[0].batch_size,
-            # A check that also has runs without communication is held against its own computing: two hosts of a test
-            # may be one machine.
+            # If the runs to check also include ones without communication, those give the compute time: two hosts of a
+            # test may be one machine.
             computing=alone | {ranks: took for ranks, took in computing(checks.steps).items() if ranks.hosts > 1},
         )
         for engine, fitted in fits.items()
@@ -96,13 +98,13 @@ def models(measured: Measured, checks: Measured, wire: Link, compression: str) -
 
 
 def reduction(model: Model, ranks: Ranks, algorithm: str, size: float, times: int = 1) -> Band:
-    """Return the seconds that `size` bytes, reduced `times` pieces one after another, take."""
+    """Return the seconds to reduce `size` bytes in `times` pieces, one after another."""
     formula, fitted = ALGORITHMS[algorithm], model.fit
     if ranks.total == 1:
         return Band(0.0, 0.0, 0.0)
     off = 1 + fitted.residual
     known = fitted.latency is not None
-    shared = fitted.overhead / (2 * (fitted.ranks[0] - 1))  # all of it paid at every step of the ring
+    shared = fitted.overhead / (2 * (fitted.ranks[0] - 1))  # as if all of it were latency of the ring's steps
 
     def seconds(overhead: float, latency: float, bandwidth: float) -> float:
         inside = Link(latency, fitted.bandwidth)
@@ -114,29 +116,31 @@ def reduction(model: Model, ranks: Ranks, algorithm: str, size: float, times: in
     per_step = fitted.latency or 0.0
     least = seconds(fitted.overhead, per_step, hidden)
     most = seconds(fitted.overhead if known else 0.0, per_step if known else shared, on_top)
-    least, most = sorted((least, most))  # a tree of few ranks has fewer steps than the ring that was fitted
+    least, most = sorted((least, most))  # a small tree has fewer steps than the fitted ring
     return Band(least / off, math.sqrt(least * most), most * off)
 
 
 class Prediction(NamedTuple):
+    """The predicted times of a step on `ranks`."""
+
     ranks: Ranks
     algorithm: str
     communication: Band  # seconds
-    plain: Band  # a step, seconds: first compute, then communicate
-    overlapped: Band  # buckets travel while backward goes on
-    computing: float  # a step that does not communicate, seconds
+    plain: Band  # seconds of a step that computes first, then communicates
+    overlapped: Band  # seconds of a step that reduces buckets during backward
+    computing: float  # seconds of a step that does not communicate
 
     def share(self, step: float) -> float:
-        """Return the efficiency: throughput over that of as many ranks that do not communicate."""
+        """Return the efficiency: throughput relative to the same number of ranks that do not communicate."""
         return self.computing / step
 
 
 def predict(model: Model, ranks: Ranks, algorithm: str) -> Prediction:
-    """Return what `ranks` take. Raises UserError where nothing was measured with as many ranks on a host."""
+    """Return the prediction for `ranks`. Raises UserError if that number of ranks per host was not measured."""
     found = model.computing.get(ranks) or model.computing.get(Ranks(1, ranks.per_host))
     if found is None:
         able = ", ".join(str(one.per_host) for one in model.computing if one.hosts == 1)
-        raise UserError(f"--ranks-per-host {ranks.per_host} was not measured: use {able}, or measure --ranks so many")
+        raise UserError(f"--ranks-per-host {ranks.per_host} was not measured: use {able}, or measure that number first")
     took, backward = found
     travel = reduction(model, ranks, algorithm, model.size, model.buckets)
     plain = Band(*(one + other for one, other in zip(took, travel, strict=True)))
@@ -153,15 +157,16 @@ class Check(NamedTuple):
     bytes: float
     measured: Band
     predicted: Band
-    share: Band | None = None  # measured efficiency, where the same rounds ran without communication, too
+    share: Band | None = None  # measured efficiency, if the same rounds also ran without communication
 
     @property
     def ratio(self) -> float:
+        """Return predicted over measured seconds."""
         return self.predicted.middle / self.measured.middle
 
 
 def compare(model: Model, measured: Measured) -> list[Check]:
-    """Return every measured step and all-reduce of the model's engine and compression, with its prediction."""
+    """Return every measured step and all-reduce of the model's engine and compression with its prediction."""
     checks = []
     steps = [one for one in measured.steps if one.communicates and one.engine == model.engine]
     steps = [one for one in steps if one.compression == model.compression]

@@ -1,6 +1,6 @@
-"""Measured runs in the form that the prediction needs: training steps, and all-reduces alone.
+"""Reads measured training steps and all-reduces for the prediction.
 
-A directory holds scaling.json (hvdtrain.scaling), benchmark.json (.benchmark) or reduce.json (.reduce --sweep).
+A directory has scaling.json, benchmark.json, or reduce.json of `hvdtrain.reduce --sweep`.
 """
 
 import json
@@ -16,22 +16,22 @@ WIRE_DTYPES = {"none": "float32", "fp16": "float16"}  # by --compression
 
 
 class Step(NamedTuple):
-    """One run of the benchmark: a mean step, on the slowest rank."""
+    """One run of hvdtrain.benchmark: the mean step on the slowest rank."""
 
-    engine: str  # what carried the gradients: "horovod over Gloo"
+    engine: str  # with its transport, as "horovod over Gloo"
     communicates: bool
     ranks: Ranks
-    round: object  # of hvdtrain.scaling: runs of one round can be compared; or where the run lies
+    round: object  # runs with the same value can be compared: the directory, and the round of hvdtrain.scaling
     compression: str
     batch_size: int  # per rank
-    gradient_bytes: int  # in the parameters' own type
+    gradient_bytes: int  # in the parameters' dtype
     seconds: float
     compute_seconds: float
-    trained: str  # what all runs of one prediction must have in common
+    trained: str  # model, batch, precision, ...: must be the same in all runs of a prediction
 
 
 class Sum(NamedTuple):
-    """One size of a sweep."""
+    """One size of a sweep; seconds per all-reduce."""
 
     engine: str
     ranks: Ranks
@@ -43,12 +43,14 @@ class Sum(NamedTuple):
 
 
 class Measured(NamedTuple):
+    """All measured steps and all-reduces."""
+
     steps: list[Step]
     sums: list[Sum]
 
 
 def read(directories: Sequence[Path]) -> Measured:
-    """Read all `directories`. Raises UserError where one has nothing that can be read."""
+    """Return the measurements in all `directories`. Raises UserError if one has none, or has damaged ones."""
     steps: list[Step] = []
     sums: list[Sum] = []
     for directory in directories:
@@ -67,14 +69,14 @@ def read(directories: Sequence[Path]) -> Measured:
 
 
 def require_alike(steps: Sequence[Step]) -> None:
-    """Raise UserError where `steps` are not all of the same training."""
+    """Raise UserError unless all `steps` are of the same training."""
     trained = sorted({step.trained for step in steps})
     if len(trained) > 1:
         raise UserError(f"these runs cannot be compared: {trained[0]}; {trained[1]}: name runs that trained the same")
 
 
 def load(path: Path) -> dict:
-    """Return the JSON object in `path`; empty where there is no such file. Raises UserError where it is not JSON."""
+    """Return the JSON object in `path`; {} if there is no such file. Raises UserError if it is not a JSON object."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -87,16 +89,19 @@ def load(path: Path) -> dict:
 
 
 def name_of(result: dict) -> str:
+    """Return the engine of a result, with its transport."""
     return result["description"] + ", untuned" * (result["config"].get("tuning") == "off")
 
 
 def placed(size: int, hosts: int) -> Ranks:
+    """Return the placement of `size` ranks. Raises ValueError if they do not fill `hosts` equally."""
     if size < 1 or hosts < 1 or size % hosts:
         raise ValueError(f"{size} ranks on {hosts} hosts")
     return Ranks(hosts, size // hosts)
 
 
 def step(run: dict, which: object) -> Step:
+    """Return the step of a benchmark.json. Raises KeyError, TypeError or ValueError if it is damaged."""
     size, batch = run["world_size"], run["batch_size_per_rank"]
     how = [run["model"], f"batch {batch} per rank", f"image size {run['config'].get('image_size')}", run["amp"]]
     how += [run["ranks"][0]["device"].split(":")[0], f"threads {run['ranks'][0]['threads']}"]
@@ -109,15 +114,17 @@ def step(run: dict, which: object) -> Step:
 
 
 def summed(sweep: dict, row: dict) -> Sum:
+    """Return one row of a reduce.json. Raises KeyError, TypeError or ValueError if it is damaged."""
     ranks = placed(sweep["world_size"], sweep["hosts"])
     times = [float(row[name]) for name in ("seconds", "seconds_least", "seconds_most")]
     return Sum(name_of(sweep), ranks, row["dtype"], row["bytes"], *times)
 
 
 def points(measured: Measured, engine: str, compression: str) -> list[Point]:
-    """Return the all-reduces of `engine` on one host: those of a sweep; without one, what steps took more than apart ones.
+    """Return the all-reduces of `engine` on one host.
 
-    The second are differences of two noisy numbers: their errors are compared with the whole step.
+    They come from a sweep or, without one, from the differences between steps with and without communication. As these are
+    differences of two noisy numbers, their errors are relative to the whole step.
     """
     swept = [one for one in measured.sums if one.engine == engine and one.ranks.hosts == 1 and one.ranks.total > 1]
     swept = [one for one in swept if one.dtype == WIRE_DTYPES[compression]]
@@ -135,4 +142,5 @@ def points(measured: Measured, engine: str, compression: str) -> list[Point]:
 
 
 def wire_bytes(gradient_bytes: int, compression: str) -> float:
+    """Return the bytes of the gradients after compression."""
     return gradient_bytes / (2 if compression == "fp16" else 1)

@@ -1,4 +1,4 @@
-"""A prediction for readers: tables in Markdown, and a plot of predicted and measured values."""
+"""Shows a prediction: Markdown tables, and plots of predicted and measured values."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,10 @@ DRAWN = ("ring", "halving")
 
 
 def about(model: Model) -> str:
-    """Return what was fitted, in three lines."""
+    """Return the fit, the network and the step in three lines of text."""
     fitted = model.fit
     if fitted.latency is None:
-        delay = (
-            f"{fitted.overhead * 1e6:,.0f} us of fixed cost (once or at every step: one number of ranks cannot tell)"
-        )
+        delay = f"{fitted.overhead * 1e6:,.0f} us fixed cost (once or at every step: unknown from one number of ranks)"
     else:
         delay = f"{fitted.overhead * 1e6:,.0f} us once, {fitted.latency * 1e6:,.1f} us per step of the ring"
     counts = ", ".join(map(str, fitted.ranks))
@@ -32,15 +30,17 @@ def about(model: Model) -> str:
 
 
 def milliseconds(span: Band) -> str:
+    """Return a range of seconds as text in milliseconds."""
     return f"{span.middle * 1e3:,.4g} ({span.least * 1e3:,.4g} to {span.most * 1e3:,.4g})"
 
 
 def shares(one: Prediction, steps: Band) -> str:
+    """Return the efficiency for a range of step times as text."""
     return f"{one.share(steps.middle):.2f} ({one.share(steps.most):.2f} to {one.share(steps.least):.2f})"
 
 
 def table(model: Model, predictions: Sequence[Prediction]) -> str:
-    """Return one row per number of ranks and algorithm: milliseconds, and shares of ranks that do not communicate."""
+    """Return a Markdown table with one row per number of ranks and algorithm."""
     lines = [
         "| ranks | hosts | | all-reduce, ms | efficiency, no overlap | with overlap | samples/s, with overlap |",
         "|---:|---:|---|---:|---:|---:|---:|",
@@ -56,7 +56,7 @@ def table(model: Model, predictions: Sequence[Prediction]) -> str:
 
 
 def check_table(checks: Sequence[Check]) -> str:
-    """Return a row per step, and per size of a sweep in powers of 16 (prediction.json has all of them)."""
+    """Return a Markdown table with one row per step, and per power of 16 in a sweep (prediction.json has all sizes)."""
     lines = [
         "| | ranks | hosts | measured, ms | predicted, ms | predicted / measured |",
         "|---|---:|---:|---:|---:|---:|",
@@ -74,7 +74,7 @@ def check_table(checks: Sequence[Check]) -> str:
 
 
 def draw(model: Model, predictions: Sequence[Prediction], checks: Sequence[Check], path: Path) -> list[Path]:
-    """Draw efficiency over ranks, predicted as bands and measured as points; and every check: predicted over measured."""
+    """Draw efficiency over ranks (predictions as bands, measurements as points) and the checks; return the paths."""
     shown = [check for check in checks if check.share is not None and check.ranks.hosts == 1]
     above = plotting.above_one([(check.share.least, check.share.most) for check in shown if check.share])
     panels = [plotting.Panel("efficiency", "share of ranks that do not communicate",
@@ -90,6 +90,7 @@ def draw(model: Model, predictions: Sequence[Prediction], checks: Sequence[Check
 
 
 def draw_shares(axes, model: Model, predictions: Sequence[Prediction], shown: Sequence[Check]) -> None:
+    """Draw predicted and measured efficiency over ranks."""
     for index, name in enumerate(ALGORITHMS):
         mine = [one for one in predictions if one.algorithm == name]
         if name not in DRAWN or not mine:
@@ -97,7 +98,7 @@ def draw_shares(axes, model: Model, predictions: Sequence[Prediction], shown: Se
         counts, colour = [one.ranks.total for one in mine], plotting.COLOURS[index]
         for kind, line in (("plain", ":"), ("overlapped", "-")):
             if kind == "overlapped" and model.buckets == 1:
-                continue  # one bucket cannot overlap: it would be the same line
+                continue  # one bucket cannot overlap: the line would be the same
             steps: list[Band] = [getattr(one, kind) for one in mine]
             middle, least, most = (
                 [one.share(getattr(step, which)) for one, step in zip(mine, steps, strict=True)]
@@ -120,6 +121,7 @@ def draw_shares(axes, model: Model, predictions: Sequence[Prediction], shown: Se
 
 
 def draw_checks(axes, checks: Sequence[Check]) -> None:
+    """Draw predicted over measured seconds of all checks."""
     for index, what in enumerate(dict.fromkeys(check.what for check in checks)):
         mine = [check for check in checks if check.what == what]
         x, y = [check.measured.middle for check in mine], [check.predicted.middle for check in mine]

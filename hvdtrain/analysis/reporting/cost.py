@@ -1,4 +1,4 @@
-"""What a run cost in energy, for the page: in all, per sample, and per percent of accuracy."""
+"""The energy of a run for the page: in total, per sample, and per percent of accuracy."""
 
 from hvdtrain.analysis.reporting.runs import Run, results
 from hvdtrain.training.records.energy import said
@@ -15,7 +15,7 @@ def joules(value: float) -> str:
 
 
 def figures(run: Run) -> dict[str, tuple[str, str]]:
-    """Return the energy by name: the figure, and what qualifies it. {} where none was measured."""
+    """Return the energy by name, as a figure and a qualification; {} if none was measured."""
     whole = run.energy.get("energy_joules")
     if whole is None:
         return {}
@@ -32,7 +32,7 @@ def figures(run: Run) -> dict[str, tuple[str, str]]:
 
 
 def per_percent(run: Run) -> tuple[str, float] | None:
-    """Return the first result that is a percentage to be maximized, and its value (0 to 1)."""
+    """Return label and value (0 to 1) of the first result that is a percentage to be maximized; None without one."""
     for result in results(run):
         if (
             result.metric is not None
@@ -45,7 +45,7 @@ def per_percent(run: Run) -> tuple[str, float] | None:
 
 
 def counted(run: Run) -> str:
-    """Say what the energy is of."""
+    """Return which devices and starts of the run the energy covers, as text."""
     parts = [
         f"{name} {joules(run.energy[key])}"
         for key, name in (("energy_cpu_joules", "CPU packages"), ("energy_gpu_joules", "GPUs"))
@@ -59,5 +59,5 @@ def counted(run: Run) -> str:
 
 
 def source(run: Run) -> str:
-    """Return what was measured, or why nothing was; "" where the record does not say."""
+    """Return what was measured, or why nothing was; "" if it is not recorded."""
     return said(run.start.get("energy"))

@@ -1,4 +1,4 @@
-"""Curves of named values over samples, steps or seconds: training as lines, evaluations as dots."""
+"""Draws named values over samples, steps or seconds: training as lines, evaluations as dots."""
 
 from collections.abc import Sequence
 from math import isfinite, nan
@@ -10,45 +10,49 @@ from hvdtrain.analysis.reporting.seeds import Figure, Group, mean_dots, mean_lin
 from hvdtrain.training.records.named import Series, number
 from hvdtrain.training.state import Metric
 
-SMOOTH_FROM = 40  # recorded steps: with more, the line is their running mean, and they themselves are drawn faintly
-MOST_VALUES = 12  # that are drawn
+SMOOTH_FROM = 40  # recorded steps: with more, they are drawn faintly, with their running mean as the line
+MOST_VALUES = 12  # limit for drawn values
 POSITION = {"samples": "samples", "steps": "step", "seconds": "seconds"}  # axis: key of an event
 LABELS = {"samples": "samples", "steps": "steps", "seconds": "time (s)"}
 DATA = {"test": "test set", "validation": "validation set", "val": "validation set", "": "evaluations"}
 
-Point = tuple[dict, float]  # an event, and the value that it has; nan where that is not finite: a gap in the line
+Point = tuple[dict, float]  # an event and its value; nan, a gap in the line, if that is not finite
 
 
 def trained(run: Run, name: str) -> list[Point]:
+    """Return the points of training that have the value `name`."""
     return [(event, gap(event["values"][name])) for event in run.train if name in event["values"]]
 
 
 def tested(run: Run, series: Series) -> list[Point]:
+    """Return the points of evaluations that have the value `series`."""
     return [(event, gap(event["values"][series])) for event in run.evaluations if series in event["values"]]
 
 
 def rates(run: Run, rate: str) -> list[Point]:
+    """Return the points of training that have the rate `rate`."""
     return [(event, gap(value)) for event in run.train if (value := number(event.get(rate))) is not None]
 
 
 def gap(value: float) -> float:
+    """Return `value`, or nan if it is not finite."""
     return value if isfinite(value) else nan
 
 
 def prefixes(runs: Sequence[Run], name: str) -> list[str]:
-    """Return on which data the runs evaluated `name`."""
+    """Return the data sets on which the runs evaluated `name`."""
     found = [series for run in runs for event in run.evaluations for series in event["values"]]
     return list(dict.fromkeys(series.prefix for series in found if series.name == name))
 
 
 def metric_of(runs: Sequence[Run], name: str) -> Metric | None:
-    """Return what the first script that said something of `name` said."""
+    """Return the metric that the first of the scripts declared for `name`; None if none did."""
     known = [run.metric(Series(prefix, name)) for run in runs for prefix in ("", *prefixes([run], name))]
     return next((metric for metric in known if metric is not None), None)
 
 
 def names_to_draw(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
-    """Return the values that are drawn, and those beyond `MOST_VALUES`: the loss first, then as the scripts name them."""
+    """Return the names to draw, and those beyond `MOST_VALUES`: the loss first, then in the order of the scripts."""
     named = [name for run in runs for name in run.metrics]
     seen = [name for run in runs for event in run.train for name in event["values"]]
     seen += [series.name for run in runs for event in run.evaluations for series in event["values"]]
@@ -58,7 +62,7 @@ def names_to_draw(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
 
 
 def see(runs: Sequence[Run], name: str) -> str:
-    """Return what is drawn how, for a caption."""
+    """Return the caption that explains lines and dots."""
     data = [DATA.get(prefix, prefix) for prefix in prefixes(runs, name)]
     dots = ", hollow: ".join([data[0], ", ".join(data[1:])] if len(data) > 1 else data)
     if not any(trained(run, name) for run in runs):
@@ -67,23 +71,25 @@ def see(runs: Sequence[Run], name: str) -> str:
 
 
 def style_of(place: int) -> dict[str, Any]:
+    """Return the line style of the group at `place`."""
     colours = plotting.COLOURS
     return dict(color=colours[place % len(colours)], linestyle=plotting.STYLES[place % len(plotting.STYLES)])
 
 
 def short(name: str) -> str:
-    """Return a name that fits a legend."""
+    """Return `name`, shortened to fit a legend."""
     name = "".join(c if c.isprintable() else "?" for c in name)
     return name if len(name) <= 28 else f"{name[:12]}…{name[-15:]}"
 
 
 def titled(name: str) -> str:
+    """Return a name as a title: without underscores, capitalized."""
     words = short(name.replace("_", " "))
     return words[:1].upper() + words[1:]
 
 
 def running_mean(numbers: Sequence[float], width: int) -> list[float]:
-    """Return the mean over the `width` newest numbers, gaps left out; at the beginning over those that there are."""
+    """Return the mean over the last `width` numbers at each place, without gaps; over fewer at the beginning."""
     import numpy
 
     known = ~numpy.isnan(numbers)
@@ -93,8 +99,10 @@ def running_mean(numbers: Sequence[float], width: int) -> list[float]:
 
 
 def curves(figure, groups: Sequence[Group], name: str, axis: str) -> None:
-    """Lines of the training steps, dots of the evaluations; below, restarts (broken line) and checkpoints (ticks). Of
-    several seeds, the mean, with the standard deviation as a band and as bars."""
+    """Draw training steps as lines, evaluations as dots, restarts as dashed lines and checkpoints as ticks.
+
+    Several seeds are drawn as their mean, with the standard deviation as a band and as bars.
+    """
     axes = figure.subplots()
     runs = [run for group in groups for run in group.runs]
     everywhere, alone = prefixes(runs, name), len(groups) == 1
@@ -123,7 +131,7 @@ def curves(figure, groups: Sequence[Group], name: str, axis: str) -> None:
 
 
 def throughput(figure, groups: Sequence[Group], rate: str, axis: str) -> None:
-    """Lines of what was taken per second."""
+    """Draw `rate` (samples or steps per second) as lines."""
     axes = figure.subplots()
     for place, group in enumerate(groups):
         draw_line(axes, group, place, [rates(run, rate) for run in group.runs], axis)
@@ -134,7 +142,7 @@ def throughput(figure, groups: Sequence[Group], rate: str, axis: str) -> None:
 
 
 def over_seeds(figure, groups: Sequence[Group], found: Sequence[Figure], percent: bool) -> None:
-    """Each seed as a hollow dot, and their mean with its 95 % interval as bars."""
+    """Draw each seed as a hollow dot, and the mean with its 95 % interval as bars."""
     axes = figure.subplots()
     for place, each in enumerate(found):
         middle, style = each.mean, style_of(place)
@@ -152,17 +160,19 @@ def over_seeds(figure, groups: Sequence[Group], found: Sequence[Figure], percent
 
 
 def place_of(points: Sequence[Point], axis: str) -> tuple[list[float], list[float]]:
+    """Return the points as x and y."""
     return [event[POSITION[axis]] for event, _ in points], [value for _, value in points]
 
 
 def dots_of(group: Group, dots: Sequence[Sequence[Point]], axis: str) -> tuple[Any, Any, Any]:
+    """Return x, y and standard deviation (None for one run) of evaluations."""
     if not group.folded:
         return *place_of(dots[0], axis), None
     return mean_dots([place_of(points, axis) for points in dots])
 
 
 def draw_line(axes, group: Group, place: int, lines: Sequence[Sequence[Point]], axis: str, label: str = "") -> bool:
-    """Draw a line, where it has many points their running mean; tell whether there was something to draw."""
+    """Draw a line, or its running mean if it has many points; return whether there were any."""
     style, drawn = style_of(place), []
     for points in lines:
         x, y = place_of(points, axis)
@@ -182,6 +192,7 @@ def draw_line(axes, group: Group, place: int, lines: Sequence[Sequence[Point]], 
 
 
 def finish_axes(figure, axes, count: int, axis: str) -> None:
+    """Set the labels, the limits and the legend of the x axis."""
     axes.set_xlabel(LABELS[axis])
     axes.xaxis.set_major_formatter(lambda value, _: thousands(value))
     axes.set_xlim(left=0)
@@ -190,14 +201,14 @@ def finish_axes(figure, axes, count: int, axis: str) -> None:
 
 
 def values_of(runs: Sequence[Run], name: str, after: float = 0.0) -> list[float]:
-    """Return the finite numbers of training (from step `after` on) and of evaluations."""
+    """Return the finite values of training, from step `after` on, and of evaluations."""
     points = [point for run in runs for point in trained(run, name) if point[0]["step"] >= after]
     points += [p for run in runs for prefix in prefixes([run], name) for p in tested(run, Series(prefix, name))]
     return [value for _, value in points if value == value]
 
 
 def scale_loss(axes, runs: Sequence[Run], name: str) -> None:
-    """Where the first values would leave the others no room, make the axis logarithmic."""
+    """Make the y axis logarithmic if the first values would leave no room for the others."""
     losses = values_of(runs, name)
     if losses and 0 < 8 * min(losses) < max(losses):
         from matplotlib.ticker import LogLocator, NullLocator
@@ -205,14 +216,14 @@ def scale_loss(axes, runs: Sequence[Run], name: str) -> None:
         axes.set_yscale("log")
         axes.set_ylim(
             bottom=0.8 * min(losses)
-        )  # a mean less its deviation may be below 0, for which a log axis has no place
+        )  # a mean minus its deviation may be below 0, which a log axis cannot show
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def scale_percent(axes, runs: Sequence[Run], name: str, direction: str) -> None:
-    """Leave the room to what follows the first tenth of training: the curves may come into the picture from outside."""
+    """Fit the y axis to the values after the first tenth of training; earlier ones may lie outside of the plot."""
     end = max((event["step"] for run in runs for event in run.train), default=0.0)
     later = values_of(runs, name, after=end / 10)
     if later and min(later) >= 0 and max(later) <= 1:
@@ -224,7 +235,7 @@ def scale_percent(axes, runs: Sequence[Run], name: str, direction: str) -> None:
 
 
 def thousands(value: float) -> str:
-    """Return 60000 as "60k": short enough for a phone."""
+    """Return 60000 as "60k", short enough for narrow screens."""
     for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.4g}{letter}"
@@ -232,7 +243,7 @@ def thousands(value: float) -> str:
 
 
 def marks(axes, group: Group, axis: str, place: int) -> None:
-    """Mark restarts by a dashed line and checkpoints by ticks on the axis; of one run, not of a mean."""
+    """Mark restarts by dashed lines and checkpoints by ticks on the axis, unless the group is a mean of seeds."""
     if group.folded:
         return
     (run,) = group.runs

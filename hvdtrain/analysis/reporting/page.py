@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else. No script; every text from a run passes `text`, which escapes it."""
+"""Writes the page: one self-contained HTML file without scripts. `text` escapes every text from a run."""
 
 import base64
 import time
@@ -19,17 +19,17 @@ from hvdtrain.analysis.reporting.seeds import figures as figures_over_seeds
 from hvdtrain.training.records.named import number
 from hvdtrain.training.state import Metric
 
-# Nothing is fetched and nothing is run, whatever a run's names may hold.
+# The browser fetches and runs nothing, whatever the names in a run contain.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def text(value: object) -> str:
-    """Return what may stand inside the page, as text or in a quoted attribute."""
+    """Return `value` escaped, for use as text or in a quoted attribute."""
     return escape("".join(c if c.isprintable() else "?" for c in str(value)))
 
 
 def build(groups: Sequence[Group], pictures: Sequence[Picture]) -> str:
-    """Return the page: the results first, then the pictures, then how it came about."""
+    """Return the page as HTML: the results, then the pictures, then the history and configuration of the runs."""
     runs = [run for group in groups for run in group.runs]
     by_name = {picture.name: picture for picture in pictures}
     learning = [picture for picture in pictures if picture.part == "learning"]
@@ -57,15 +57,18 @@ def build(groups: Sequence[Group], pictures: Sequence[Picture]) -> str:
 
 
 def style() -> str:
+    """Return the style sheet."""
     return files("hvdtrain.analysis.reporting").joinpath("page.css").read_text()
 
 
 def subtitle(runs: Sequence[Run]) -> str:
+    """Return the data sets of the runs, as HTML."""
     data = dict.fromkeys(str(said) for run in runs if (said := run.start.get("reason") or run.start.get("dataset")))
     return f'<p class="soft">{text("; ".join(data))}</p>'
 
 
 def moment(seconds: float) -> str:
+    """Return seconds since the epoch as local date and time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
@@ -73,6 +76,7 @@ def moment(seconds: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
+    """Return seconds as text, in minutes or hours if they are many."""
     if seconds is None or not isfinite(seconds):
         return "-"
     if seconds < 120:
@@ -82,9 +86,9 @@ def duration(seconds: float | None) -> str:
 
 
 def figures(run: Run) -> dict[str, tuple[str, str]]:
-    """Return the results by name: the figure, and what qualifies it. Of a run without an end, what it had come to."""
+    """Return the results by name, as a figure and a qualification; for a run that has not ended, the results so far."""
     found = {result.label: (written(result.value, result.metric), qualified(result)) for result in results(run)}
-    if len(run.attempts) > 1:  # total_seconds is the last one's alone, train_seconds of all
+    if len(run.attempts) > 1:  # total_seconds is of the last attempt, train_seconds of all
         more = f"{duration(run.seconds)} with evaluation and checkpoints"
     else:
         whole = number(run.summary.get("total_seconds"))
@@ -92,7 +96,7 @@ def figures(run: Run) -> dict[str, tuple[str, str]]:
     spent = number(run.summary.get("train_seconds"))
     if spent is None and run.counts_samples:
         found["training"] = ("-", more)
-    elif spent is None:  # a record of steps and times alone
+    elif spent is None:  # the record has only steps and times
         found["time"] = (duration(run.seconds), "")
     else:
         found["training"] = (duration(spent), more)
@@ -106,14 +110,14 @@ def figures(run: Run) -> dict[str, tuple[str, str]]:
 
 
 def written(value: float, metric: Metric | None) -> str:
-    """Return a value as the script's own lines show it; small and large ones shorter."""
+    """Return a value as the script prints it; very small and very large ones shorter."""
     if (metric is not None and metric.percent) or value == 0 or 1e-3 <= abs(value) < 1e5:
         return (metric or Metric("min")).show(value)
     return f"{value:.4g}"
 
 
 def qualified(result: Result) -> str:
-    """Say what a result is of, and which was better where another evaluation was."""
+    """Return the number of samples of a result, and the best evaluation if it was not the last."""
     if result.training:
         return "at the last recorded step"
     parts = [f"of {result.samples:,.0f} samples"] if result.samples and isfinite(result.samples) else []
@@ -124,14 +128,14 @@ def qualified(result: Result) -> str:
 
 
 def outdone(result: Result | None) -> bool:
-    """Tell whether another evaluation than the last was better."""
+    """Tell whether an earlier evaluation was better than the last."""
     if result is None or result.metric is None or result.best is None:
         return False
     return result.metric.better(result.best, result.value) or isnan(result.value)
 
 
 def throughput(run: Run) -> tuple[str, str]:
-    """Return samples per second where they are counted, else steps per second between the recorded steps."""
+    """Return samples per second if they are counted, else steps per second between the recorded steps."""
     rate = number(run.summary.get("samples_per_second"))
     if rate is None and run.train:
         rate = number(run.train[-1].get("samples_per_second"))
@@ -145,12 +149,13 @@ def throughput(run: Run) -> tuple[str, str]:
 
 
 def restarts(run: Run) -> str:
+    """Return the number of restarts as text; "" if there were none."""
     again = len(run.attempts) - 1
     return "" if not again else f"{again} restart{'s'[: again > 1]}"
 
 
 def facts(run: Run) -> str:
-    """The results of one run, side by side."""
+    """Return the results of one run side by side, as HTML."""
     hosts = f"{len(run.hosts)} host{'s'[: len(run.hosts) > 1]}" if run.hosts else ""
     engine = "" if run.engine == "?" else run.engine
     shape = {"ranks": (str(run.ranks), ", ".join(filter(None, (engine, hosts))))}
@@ -163,11 +168,12 @@ def facts(run: Run) -> str:
 
 
 def dot(place: int) -> str:
+    """Return a dot in the colour of the group at `place`, as HTML."""
     return f'<span class="dot" style="background: var(--c{place % len(plotting.COLOURS)})"></span>'
 
 
 class Row(NamedTuple):
-    """Of a table with a column per run."""
+    """One row of a table with a column per run."""
 
     name: str
     cells: Sequence[str]
@@ -176,12 +182,12 @@ class Row(NamedTuple):
 
 
 def table(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    """One column per run, under the colour of its group."""
+    """Return a table as HTML, with a column per run, marked by the colour of its group."""
     return columns([f"{dot(run.place)}{text(run.name)}" for run in runs], rows)
 
 
 def columns(names: Sequence[str], rows: Sequence[Row]) -> str:
-    """names: HTML, of the columns."""
+    """Return a table as HTML. names: column heads, as HTML."""
     heads = "".join(f"<th>{name}</th>" for name in names)
     body = ""
     for row in rows:
@@ -196,7 +202,7 @@ def columns(names: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def over_seeds(groups: Sequence[Group]) -> str:
-    """A column per configuration: what its seeds came to on average. What differs stands first, as in `comparison`."""
+    """Return a table as HTML, with the means over seeds in a column per configuration, and the differences first."""
     names = [f"{dot(place)}{text(group.name)}" for place, group in enumerate(groups)]
     firsts = [group.runs[0] for group in groups]
     rows = [Row(name, [run.config.get(name, "-") for run in firsts], "differs")
@@ -222,7 +228,7 @@ def over_seeds(groups: Sequence[Group]) -> str:
 
 
 def comparison(runs: Sequence[Run]) -> str:
-    """What differs first, then the results, and which run has the best."""
+    """Return a table as HTML: the differences between the runs, then the results, with the best ones marked."""
     rows = [Row(name, [run.config.get(name, "-") for run in runs], "differs") for name in differing(runs)]
     found = [{result.label: result for result in results(run)} for run in runs]
     told = [figures(run) for run in runs]
@@ -245,7 +251,7 @@ def comparison(runs: Sequence[Run]) -> str:
 
 
 def first_of(values: Sequence[float | None], metric: Metric | None) -> list[bool]:
-    """Tell for each value whether it is the best: none is if the metric has no direction, or all values are equal."""
+    """Return for each value whether it is the best; none is if the metric has no direction or all values are equal."""
     known = [value for value in values if value is not None]
     if metric is None:
         return [False] * len(values)
@@ -254,17 +260,18 @@ def first_of(values: Sequence[float | None], metric: Metric | None) -> list[bool
 
 
 def configuration(runs: Sequence[Run]) -> str:
+    """Return a table of all flags and facts as HTML, differences first."""
     unlike = differing(runs)
     names = [*unlike, *(name for name in dict.fromkeys(n for run in runs for n in run.config) if name not in unlike)]
     rows = [
         Row(name, [run.config.get(name, "-") for run in runs], "differs" if name in unlike else "") for name in names
     ]
-    first = ": what differs first" if unlike else ""
+    first = ": differences first" if unlike else ""
     return f'<details class="card"><summary>Configuration{first}</summary>{table(runs, rows)}</details>'
 
 
 def notes(runs: Sequence[Run]) -> str:
-    """What a reader has to know before trusting the pictures."""
+    """Return the notes on damaged or incomplete records, as HTML."""
     lines = []
     for run in runs:
         whose = f"<b>{text(run.name)}</b>: " if len(runs) > 1 else ""
@@ -273,7 +280,7 @@ def notes(runs: Sequence[Run]) -> str:
 
 
 def key(groups: Sequence[Group]) -> str:
-    """Explain the marks, if there are any, and say what is not drawn."""
+    """Return text that explains the marks in the plots and names the values that are not drawn."""
     marked = [run for group in groups if not group.folded for run in group.runs]
     said = ["ticks on the axis: checkpoints"] if any(run.checkpoints for run in marked) else []
     said += ["dashed vertical line: restart"] if any(len(run.attempts) > 1 for run in marked) else []
@@ -283,6 +290,7 @@ def key(groups: Sequence[Group]) -> str:
 
 
 def section(title: str, pictures: Sequence[Picture], more: str = "") -> str:
+    """Return a heading with pictures as HTML; "" without pictures."""
     if not pictures:
         return ""
     cards = "".join(card(picture) for picture in pictures)
@@ -291,6 +299,7 @@ def section(title: str, pictures: Sequence[Picture], more: str = "") -> str:
 
 
 def card(picture: Picture) -> str:
+    """Return one picture with title and caption as HTML."""
     return (
         f'<figure class="card"><h3>{text(picture.title)}</h3><figcaption>{text(picture.see)}</figcaption>'
         f"{picture.svg}</figure>"
@@ -298,7 +307,7 @@ def card(picture: Picture) -> str:
 
 
 def mistakes(run: Run, place: int, pictures: dict[str, Picture], mark: str) -> str:
-    """The confusion matrix, and next to it the worst mistakes as images."""
+    """Return the confusion matrix and the images of the worst mistakes, as HTML."""
     if run.record is None:
         return ""
     cards = [card(pictures[name]) for name in (f"confusion-{place}",) if name in pictures]
@@ -319,7 +328,7 @@ def mistakes(run: Run, place: int, pictures: dict[str, Picture], mark: str) -> s
 
 
 def history(run: Run) -> str:
-    """When it started, was interrupted, ended; where it went on; what it ran on; which checkpoints are there."""
+    """Return a table as HTML: starts, restarts, pauses, checkpoints, hosts, energy, automatic choices."""
     rows = []
     for place, attempt in enumerate(run.attempts):
         ranks = f"{attempt.ranks} rank{'s'[: attempt.ranks > 1]}"
@@ -329,11 +338,11 @@ def history(run: Run) -> str:
                      f"{ranks}{since}; ran {duration(attempt.ran)}"))  # fmt: skip
     pause = sum(max(0.0, after.began - before.ended) for before, after in pairwise(run.attempts))
     if pause:
-        rows.append(("not running in between", f"{duration(pause)}; left out of every picture"))
+        rows.append(("not running in between", f"{duration(pause)}; not shown in any plot"))
     if run.lost:
-        rows.append(("recorded steps taken again", f"{len(run.lost)}, lost with their attempt"))
+        rows.append(("recorded steps repeated", f"{len(run.lost)}, lost with an earlier attempt"))
     if run.kept:
-        rows.append(("checkpoints there", shown(run.kept)))
+        rows.append(("checkpoints", shown(run.kept)))
     rows.append(("hosts", shown(run.hosts) or "?"))
     if measured := cost.source(run):
         rows.append(("energy", measured))

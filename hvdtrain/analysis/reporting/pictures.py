@@ -1,5 +1,4 @@
-"""The plots of a report, each as a PNG file and as SVG inside the page, with the page's colours and fonts; for papers as SVG
-and PDF one column wide."""
+"""Draws the plots of a report: PNG files, SVG in the page's colours and fonts, and one-column SVG and PDF for papers."""
 
 import io
 import re
@@ -16,20 +15,20 @@ from hvdtrain.analysis.reporting.reading import Record
 from hvdtrain.analysis.reporting.runs import time_shares
 from hvdtrain.analysis.reporting.seeds import Group
 
-# Letters, lines, letters on bars; replaced by the page's own in the SVG.
+# Colours of text, of lines and of text on bars; replaced by the page's own in the SVG.
 INK, FAINT, ON = "#24292f", "#d8dee4", "#fefefe"
 PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
 LETTERS_ON = {"loading": "#1a1a1a", "compute": ON, "communication": ON, "other": ON}
-# On the page: a variable of its style sheet, which has another value in the dark.
+# Colours and the style sheet's variables that replace them on the page; these have other values in dark mode.
 VARIABLES = {INK: "--ink", FAINT: "--line", "#8c959f": "--grey", "#ffffff": "--paper", ON: "--on"} | {
     colour: f"--c{place}" for place, colour in enumerate(plotting.COLOURS)
 }
-SIZE = (4.0, 2.8)  # inches: letters of 9 points can still be read at a phone's width
-LETTERS_IN_TITLE = 58  # of 9 points, in the width of a PNG
-MOST_RANKS = 16  # bars of one run
-MOST_RESULTS = 4  # that are drawn over seeds
+SIZE = (4.0, 2.8)  # inches: text at 9 points is still legible on a phone
+LETTERS_IN_TITLE = 58  # at 9 points, in the width of a PNG
+MOST_RANKS = 16  # bars per run
+MOST_RESULTS = 4  # results drawn over seeds
 COLUMNS = 8  # of the picture of mistakes
-# The first of these that a run has is drawn.
+# The first one that a run has is drawn.
 RATES = {"samples_per_second": "samples per second, over all ranks", "steps_per_second": "steps per second"}
 UNITS = {"samples_per_second": "samples/s, all ranks", "steps_per_second": "steps/s"}
 HATCHES = {
@@ -37,7 +36,7 @@ HATCHES = {
     "compute": "",
     "communication": "////",
     "other": "....",
-}  # what greyscale leaves of the colours
+}  # for greyscale prints
 LETTERS: Any = {
     "font.size": 9, "legend.fontsize": 8, "axes.titlesize": 8, "hatch.linewidth": 0.6, "lines.linewidth": 1.5,
     "errorbar.capsize": 1.5, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
@@ -49,7 +48,7 @@ LETTERS: Any = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A title, what to see in it, and its SVG. part: of the page, "learning", "time" or ""."""
+    """A plot for the page. see: caption. part: section of the page, "learning", "time" or ""."""
 
     name: str
     title: str
@@ -59,9 +58,9 @@ class Picture:
 
 
 def draw_all(groups: Sequence[Group], directory: Path, formats: Sequence[str] = ()) -> Iterator[Picture]:
-    """Draw what the runs have to show; write each picture to `directory`, and yield it for the page.
+    """Draw all pictures of the runs, write each to `directory`, and yield it for the page.
 
-    formats: of `plotting.FORMATS`; in each of them, the pictures are written for a paper, too.
+    formats: also write the pictures for papers in each of these `plotting.FORMATS`.
     """
     import matplotlib
 
@@ -116,7 +115,7 @@ def draw_all(groups: Sequence[Group], directory: Path, formats: Sequence[str] = 
 
 
 def compared(groups: Sequence[Group]) -> list[tuple[str, list[seeds.Figure], bool]]:
-    """Return what evaluations of all groups came to: its name, its figures by group, whether it is a percentage."""
+    """Return the results that all groups have: name, figures by group, and whether it is a percentage."""
     by_group = [{f.label: f for f in seeds.figures(group, lambda value, result: f"{value:g}")} for group in groups]
     found = []
     for label, figure in by_group[0].items():
@@ -127,7 +126,7 @@ def compared(groups: Sequence[Group]) -> list[tuple[str, list[seeds.Figure], boo
 
 
 def file_name(name: str, taken: set[str]) -> str:
-    """Return what a value's pictures are called: letters and digits, and no name twice."""
+    """Return a unique file name of letters, digits and hyphens for `name`, and add it to `taken`."""
     word = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "value"
     found, number = word, 1
     while found in taken:
@@ -147,7 +146,7 @@ def for_paper(
     size,
     unit: str,
 ) -> None:
-    """Write a picture one column wide, without its title, which a paper's caption says; with a unit at its y axis."""
+    """Write a picture for a paper: one column wide, with a unit at its y axis, without a title (a paper has captions)."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -168,14 +167,14 @@ def for_paper(
 
 
 def finish(directory: Path, name: str, title: str, see: str, draw: Callable[..., None], *what: Any, size) -> str:
-    """Draw on a figure of its own, write it as PNG, and return its SVG for the page."""
+    """Draw on a new figure, write it as PNG, and return its SVG for the page."""
     import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
     draw(figure, *what)
     text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):  # marks and clips of two pictures must not share their ids
+    with matplotlib.rc_context({"svg.hashsalt": name}):  # ids of markers and clips must differ between pictures
         figure.savefig(text, format="svg", transparent=True)
     figure.suptitle(textwrap.fill(f"{title} ({see})", LETTERS_IN_TITLE) if title else "", fontsize=9)
     plotting.save(figure, directory / f"{name}.png")
@@ -183,7 +182,7 @@ def finish(directory: Path, name: str, title: str, see: str, draw: Callable[...,
 
 
 def for_page(svg: str, said: str) -> str:
-    """Return an SVG for inside a page: its own head cut off, colours and letters those of the page."""
+    """Return an SVG to embed in the page, without its head, in the colours and fonts of the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style type=.*?</style>|<!--.*?-->", "", svg, flags=re.S)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
@@ -197,7 +196,7 @@ def for_page(svg: str, said: str) -> str:
 
 
 def shares(figure, groups: Sequence[Group]) -> None:
-    """One bar per run and rank, from 0 to 100 %; of several seeds, one bar over all ranks."""
+    """Draw one bar per run and rank, from 0 to 100 %; for several seeds, one bar over all ranks."""
     axes = figure.subplots()
     bars: list[tuple[str, dict[str, seeds.Share]]] = []
     for group in groups:
@@ -233,7 +232,7 @@ def shares(figure, groups: Sequence[Group]) -> None:
 
 
 def confusion(figure, record: Record) -> None:
-    """Every sample of the test set in its cell. Right answers are tinted by share of their class, wrong ones stronger."""
+    """Draw the confusion matrix. Correct answers are tinted by their share of the class, wrong ones more strongly."""
     from matplotlib.patches import Rectangle
 
     axes = figure.subplots()
@@ -275,7 +274,7 @@ def png(record: Record, mistake: dict) -> bytes:
 
 
 def montage(figure, record: Record) -> None:
-    """The worst mistakes side by side."""
+    """Draw the worst mistakes side by side."""
     rows = -(-len(record.mistakes) // COLUMNS)
     for axes in figure.subplots(rows, COLUMNS, squeeze=False).flat:
         axes.axis("off")

@@ -1,4 +1,4 @@
-"""The files of an --output-dir, even if damaged: usable lines of metrics.jsonl, summary.json, mistakes.json."""
+"""Reads the files of an --output-dir, even if damaged: metrics.jsonl, summary.json, mistakes.json."""
 
 import base64
 import binascii
@@ -13,22 +13,22 @@ from hvdtrain.training.records import files
 from hvdtrain.training.records.misclassified import FILE as MISTAKES
 from hvdtrain.training.records.named import number
 
-COUNTABLE = 2**53  # from here on not every whole number is a float
+COUNTABLE = 2**53  # floats represent every integer below this
 NEEDED = {"train": ("step",), "resume": ("step",)}
-IF_THERE = {"train": ("samples", "loss"), "resume": ("samples",), "evaluate": ("step", "samples")}  # or null
+IF_THERE = {"train": ("samples", "loss"), "resume": ("samples",), "evaluate": ("step", "samples")}  # may be null
 
 
 @dataclass
 class Record:
-    """What mistakes.json says."""
+    """The content of mistakes.json."""
 
-    confusion: list[list[int]]  # [class][taken for]
+    confusion: list[list[int]]  # [label][prediction]
     shape: tuple[int, int]  # height, width
     mistakes: list[dict]  # index, label, predicted, loss, pixels (bytes)
 
 
 def read_events(directory: Path, notes: list[str]) -> list[dict]:
-    """Return the lines of metrics.jsonl that can be used; note how many cannot. Raises UserError."""
+    """Return the usable lines of metrics.jsonl, and note the others. Raises UserError if there is no readable file."""
     try:
         if not directory.is_dir():
             raise UserError(f"{directory} is not a directory: name the --output-dir of a run")
@@ -45,16 +45,16 @@ def read_events(directory: Path, notes: list[str]) -> list[dict]:
             event = None
         if usable(event):
             events.append(event)
-        elif line.strip() and place < len(lines):  # behind the last line's end: one that is just being written
+        elif line.strip() and place < len(lines):  # without a line end: a line that is just being written
             damaged.append(place)
     if damaged:
         which = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
-        notes.append(f"metrics.jsonl: left out what cannot be read (line {which})")
+        notes.append(f"metrics.jsonl: left out unreadable lines (line {which})")
     return events
 
 
 def usable(event: object) -> bool:
-    """Tell whether `event` can be taken as it stands: its time, its place in the run. Kinds that are not known can."""
+    """Tell whether `event` has a valid time and position in the run. Unknown kinds of events are valid."""
     if not isinstance(event, dict) or not abs(number(event.get("time")) or math.nan) < COUNTABLE:
         return False
     name = event.get("event")
@@ -66,14 +66,14 @@ def usable(event: object) -> bool:
         if (said := event.get(key)) is None and key not in NEEDED.get(name, ()):
             continue
         value = number(said)
-        # A loss may be nan or inf; a step and a number of samples may not.
+        # A loss may be nan or inf, but not a step or a number of samples.
         if value is None or (key in ("step", "samples") and not 0 <= value < COUNTABLE):
             return False
     return True
 
 
 def read_json(directory: Path, name: str, notes: list[str]) -> dict:
-    """Return the object in a file; {} where there is none, with a note where it is damaged."""
+    """Return the JSON object in a file; {} if there is none, with a note if the file is damaged."""
     try:
         value = json.loads(files.read_text(directory / name))
     except FileNotFoundError:
@@ -87,7 +87,7 @@ def read_json(directory: Path, name: str, notes: list[str]) -> dict:
 
 
 def read_record(directory: Path, since: float, notes: list[str]) -> Record | None:
-    """Return what the last evaluation left in mistakes.json, if it is sound and not older than `since` (another run's)."""
+    """Return mistakes.json, if it is valid and not older than `since` (then it is of another run); else None."""
     found = read_json(directory, MISTAKES, notes)
     if not found or (number(found.get("time")) or 0) < since:
         return None
@@ -99,7 +99,7 @@ def read_record(directory: Path, since: float, notes: list[str]) -> Record | Non
 
 
 def sound_record(found: dict) -> Record:
-    """Return the record. Raises KeyError, TypeError, ValueError, OverflowError where it is none."""
+    """Return the record. Raises KeyError, TypeError, ValueError or OverflowError if it is invalid."""
     height, width = (_below(side, COUNTABLE) for side in found["shape"])
     confusion = [[_below(count, COUNTABLE) for count in row] for row in found["confusion"]]
     classes = len(confusion)
@@ -117,7 +117,7 @@ def sound_record(found: dict) -> Record:
 
 
 def _below(value: Any, limit: int) -> int:
-    """Return a whole number from 0 to `limit` - 1. Raises ValueError: what is larger, nothing can be drawn with."""
+    """Return `value` as an integer from 0 to `limit` - 1. Raises ValueError if it is not one."""
     if not 0 <= (whole := int(value)) < limit:
         raise ValueError
     return whole

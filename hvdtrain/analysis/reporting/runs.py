@@ -1,9 +1,8 @@
-"""What a run's output directory says: metrics.jsonl, event by event, however the run ended.
+"""Reads runs from their output directories: metrics.jsonl, event by event, however the run ended.
 
-A run may have been killed and started again. Then its record has several parts (attempts), each from a `start` event on.
-Steps that a killed attempt took after the checkpoint that the next one went on from are counted as lost. Seconds are those
-in which an attempt ran: the pause between two attempts is left out. They are those of the monotonic clock (`elapsed`)
-where the record has it, else of the clock on the wall.
+If a run was killed and restarted, its record has several attempts, each beginning with a `start` event. Steps of an attempt
+after the checkpoint from which the next one resumed are counted as lost. Seconds are those in which an attempt ran, without
+the pauses between attempts. They are from the monotonic clock (`elapsed`) if it is recorded, else from the wall clock.
 """
 
 import math
@@ -19,35 +18,35 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records.named import UNNAMED, Series, named_values, number, recorded_metrics, series_of
 from hvdtrain.training.state import Metric
 
-UNTOLD = {"output_dir", "resume", "no_progress", "verbose"}  # flags that say nothing about what a run does
-GOES_ON = ("checkpoint", "record")  # kinds of errors that end no run: something could not be written
+UNTOLD = {"output_dir", "resume", "no_progress", "verbose"}  # flags that do not affect training
+GOES_ON = ("checkpoint", "record")  # kinds of errors that do not end a run: a file could not be written
 ENERGY = ("energy_joules", "energy_cpu_joules", "energy_gpu_joules")
 PHASES = ("loading", "compute", "communication")
 
 
 class Result(NamedTuple):
-    """A value that the run came to."""
+    """A result of a run."""
 
     label: str
-    metric: Metric | None  # None: no direction is known
+    metric: Metric | None  # None if its direction is not known
     value: float
-    samples: float | None  # that it is of
+    samples: float | None  # number of samples evaluated
     best: float | None  # of all evaluations; None if the metric has no direction
     best_epoch: float | None
-    training: bool = False  # there is no evaluation: from the last recorded step that has it
+    training: bool = False  # True if there is no evaluation: the value is from training
 
 
 @dataclass
 class Attempt:
-    """One start of the run, up to its end or to whatever ended it."""
+    """One start of the run, until it ended or was killed."""
 
     began: float  # seconds since the epoch
     ended: float  # of its last event
     before: float  # seconds that earlier attempts ran
     ranks: int
-    clock: float | None  # monotonic seconds at its start; None where the record has only times of the day
+    clock: float | None  # monotonic seconds at its start; None if the record has only wall-clock times
     ran: float = 0.0  # seconds, up to its last event
-    step: float = 0.0  # where it went on from
+    step: float = 0.0  # from which it resumed
     samples: float | None = 0.0
     energy: dict[str, float] = field(default_factory=dict)  # joules by ENERGY, up to its last event that has them
     energy_complete: bool = True
@@ -55,36 +54,39 @@ class Attempt:
 
 @dataclass
 class Run:
+    """A run, as its output directory records it."""
+
     directory: Path
     name: str
     start: dict = field(default_factory=dict)  # the newest `start` event
     attempts: list[Attempt] = field(default_factory=list)
-    # These and the next have `seconds`, `step` and `samples` (None where the record does not count them) added, and
-    # `values`: of training by name, of evaluations by series.
+    # `train` and `evaluations` have added keys: `seconds`, `step`, `samples` (None if they are not recorded), and `values`,
+    # by name in training and by series in evaluations.
     train: list[dict] = field(default_factory=list)
     evaluations: list[dict] = field(default_factory=list)
     checkpoints: list[dict] = field(default_factory=list)
     rank_times: list[dict] = field(default_factory=list)  # `ranks` events: seconds by phase, a list over ranks
-    lost: list[dict] = field(default_factory=list)  # train events that a later attempt took again
+    lost: list[dict] = field(default_factory=list)  # train events that a later attempt repeated
     kept: list[str] = field(default_factory=list)  # names in checkpoints/, oldest first
     summary: dict = field(default_factory=dict)
     record: Record | None = None
     notes: list[str] = field(default_factory=list)
     state: str = "not ended"  # ended, stopped, failed
-    place: int = 0  # of its group among those that are shown: its colour
+    place: int = 0  # index of its group, which determines its colour
 
     @property
     def ranks(self) -> int:
+        """The number of ranks of the last attempt."""
         return self.attempts[-1].ranks
 
     @property
     def seconds(self) -> float:
-        """How long all attempts ran."""
+        """The seconds that all attempts ran."""
         return self.attempts[-1].before + self.attempts[-1].ran
 
     @property
     def energy(self) -> dict[str, float]:
-        """Joules of all attempts, whose lost steps were paid for, too; {} where none was measured."""
+        """Joules of all attempts, including lost steps; {} if none were measured."""
         return {
             key: sum(attempt.energy.get(key, 0.0) for attempt in self.attempts)
             for key in ENERGY
@@ -93,20 +95,22 @@ class Run:
 
     @property
     def engine(self) -> str:
+        """The name of the engine; "?" if it is not recorded."""
         return str(self.start.get("engine", "?"))
 
     @property
     def counts_samples(self) -> bool:
+        """Whether every train event has a number of samples."""
         return all(event["samples"] is not None for event in self.train)
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """What the script named, the most important first."""
+        """The metrics that the script declared, the most important first."""
         named = recorded_metrics(self.start)
         return UNNAMED if named is None else named
 
     def metric(self, series: Series) -> Metric | None:
-        """Return what the script said of a value, if anything; it may name it with its data (validation_loss) or without."""
+        """Return the metric that the script declared for a value, with its data (validation_loss) or without; or None."""
         metrics = self.metrics
         if metrics is UNNAMED and series.name.startswith("accuracy"):  # accuracy_top5, too
             return UNNAMED["accuracy"]
@@ -114,7 +118,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, str]:
-        """Every flag and what else tells runs apart, as text."""
+        """All flags and other facts that distinguish runs, as text."""
         config, versions = self.start.get("config"), self.start.get("versions")
         told = {"ranks": str(self.ranks), "engine": self.engine, "dataset": str(self.start.get("dataset", "?"))}
         if isinstance(config, dict):
@@ -126,13 +130,14 @@ class Run:
 
     @property
     def hosts(self) -> list[str]:
+        """The names of the hosts, without duplicates."""
         ranks = self.start.get("ranks")
         named = [str(rank.get("host")) for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
         return list(dict.fromkeys(named))
 
 
 def shown(value: object) -> str:
-    """Return a flag's value as a person writes it."""
+    """Return a flag's value as text."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -143,7 +148,7 @@ def shown(value: object) -> str:
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """Read every directory. Raises UserError where one holds no run at all."""
+    """Return the runs in the directories, one in each. Raises UserError if a directory has no run."""
     names = [Path(os.path.realpath(path)).name for path in directories]
     return [
         read(path, name if names.count(name) == 1 else str(path)) for path, name in zip(directories, names, strict=True)
@@ -151,6 +156,7 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 
 
 def read(directory: Path, name: str) -> Run:
+    """Return the run in `directory`. Raises UserError if it has none."""
     run = Run(directory, name)
     events = read_events(directory, run.notes)
     for event in events:
@@ -159,18 +165,18 @@ def read(directory: Path, name: str) -> Run:
         how = "name the --output-dir of a run"
         raise UserError(f"{directory}/metrics.jsonl has no run in it (no line with a start event): {how}")
     if run.state == "not ended" and (summary := read_json(directory, "summary.json", run.notes)):
-        # A start removes what an earlier run left, so this one came to its end: only the record's last line is lost.
+        # A start removes the summary of an earlier run, so this run ended: only the last line of the record is lost.
         run.summary, run.state = summary, "ended"
-        run.notes.append("the record breaks off before the run's end: the results are those of summary.json")
+        run.notes.append("the record stops before the end of the run: the results are from summary.json")
     run.record = read_record(directory, min(event["time"] for event in events), run.notes)
     run.kept = sorted(path.name for path in (directory / "checkpoints").glob("step-*.safetensors"))
     add_rates(run.train)
     if run.state == "not ended":
-        run.notes.append("the record has no end: the run was killed, or still goes on")
+        run.notes.append("the record has no end: the run was killed, or is still running")
     if not run.train:
         run.notes.append("no step was recorded")
     elif not run.evaluations and run.state != "ended" and any(event["values"] for event in run.train):
-        run.notes.append("no evaluation yet: all that is shown was measured in training")
+        run.notes.append("no evaluation yet: all values were measured in training")
     return run
 
 
@@ -197,7 +203,7 @@ def take(run: Run, event: dict) -> None:
         attempt.step, attempt.samples = event["step"], event.get("samples")
         go_back(run, event["step"])
     elif name == "train":
-        go_back(run, event["step"] - 1)  # a start that had nothing to resume takes all of it again
+        go_back(run, event["step"] - 1)  # an attempt without a checkpoint repeats all steps
         run.train.append(event | dict(samples=event.get("samples"), values=named_values(event, run.metrics),
                                       attempt=len(run.attempts)))  # fmt: skip
     elif name == "evaluate":
@@ -212,21 +218,19 @@ def take(run: Run, event: dict) -> None:
         run.state, run.summary = "ended", event
     elif name == "stop":
         run.state = "stopped"
-        run.notes.append(
-            f"stopped on request ({event.get('reason', '?')}); typed again, the command goes on from there"
-        )
+        run.notes.append(f"stopped on request ({event.get('reason', '?')}); the same command resumes the run")
     elif name == "error":
         run.state = run.state if event.get("kind") in GOES_ON else "failed"
         run.notes.append(f"error: {event.get('message', '?')}")
 
 
 def finite(value: object) -> float | None:
+    """Return `value` as a float; None if it is not a finite number."""
     return known if (known := number(value)) is not None and math.isfinite(known) else None
 
 
 def since(attempt: Attempt, event: dict) -> float:
-    """Return the seconds from an attempt's start to an event. A clock that is set meanwhile does not matter where the
-    record has the monotonic one."""
+    """Return the seconds from an attempt's start to an event, by the monotonic clock if it is recorded."""
     if attempt.clock is None:
         return max(0.0, event["time"] - attempt.began)
     elapsed = finite(event.get("elapsed"))
@@ -234,8 +238,8 @@ def since(attempt: Attempt, event: dict) -> float:
 
 
 def evaluated(run: Run, event: dict) -> dict[Series, float]:
-    """Return an evaluation's values by series. Where nothing says on which data: on the test set, in records of scripts
-    that named no metrics."""
+    """Return an evaluation's values by series. Without a recorded prefix, the data is the test set if the script declared
+    no metrics."""
     prefix = event.get("prefix")
     if not isinstance(prefix, str):
         prefix = "test" if recorded_metrics(run.start) is None else ""
@@ -243,7 +247,7 @@ def evaluated(run: Run, event: dict) -> dict[Series, float]:
 
 
 def go_back(run: Run, step: float) -> None:
-    """Count as lost what was recorded beyond `step`."""
+    """Move the train events after `step` to `run.lost`, and drop the evaluations after it."""
     while run.train and run.train[-1]["step"] > step:
         run.lost.append(run.train.pop())
     while run.evaluations and run.evaluations[-1]["step"] > step:
@@ -251,7 +255,7 @@ def go_back(run: Run, step: float) -> None:
 
 
 def add_rates(train: Sequence[dict]) -> None:
-    """Give each train event without `steps_per_second` that since the one before it, in the same attempt."""
+    """Add `steps_per_second`, since the previous event of the same attempt, to train events without it."""
     for before, event in pairwise(train):
         seconds = event["seconds"] - before["seconds"]
         if event["attempt"] == before["attempt"] and seconds > 0 and number(event.get("steps_per_second")) is None:
@@ -259,7 +263,7 @@ def add_rates(train: Sequence[dict]) -> None:
 
 
 def results(run: Run) -> list[Result]:
-    """Return what evaluations came to, the most important first; of a run without any, what training came to."""
+    """Return the results of evaluations, the most important first; for a run without evaluations, those of training."""
     found = []
     names = [Series(prefix, name) for name in run.metrics for prefix in ("test", "validation", "")]
     told = [series_of(*series) for series in names if number(run.summary.get(series.whole)) is not None]
@@ -287,7 +291,7 @@ def results(run: Run) -> list[Result]:
 
 
 def in_order(run: Run, found: Iterable[Series]) -> list[Series]:
-    """Return the values in the order in which the script named its metrics, then the others."""
+    """Return the values in the order in which the script declared its metrics, then the others."""
     order = list(run.metrics)
     rank = {name: place for place, name in enumerate(order)}
     return sorted(found, key=lambda each: min(rank.get(each.whole, len(order)), rank.get(each.name, len(order))))
@@ -301,7 +305,7 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 
 def time_shares(run: Run) -> list[tuple[str, dict[str, float]]]:
-    """Return, by rank, each phase's share (0 to 1) of the time spent training; only rank 0's where no more was recorded."""
+    """Return each phase's share (0 to 1) of the training time by rank; only of rank 0 if no others are recorded."""
     totals: dict[int, dict[str, float]] = {}
     for event in run.rank_times:
         lists = [event.get(f"{phase}_seconds") for phase in (*PHASES, "elapsed")]
@@ -328,7 +332,7 @@ def time_shares(run: Run) -> list[tuple[str, dict[str, float]]]:
 
 
 def samples_at(run: Run, steps: Sequence[float]) -> list[float]:
-    """Return how many samples had been taken after each of `steps`, from the recorded steps on both sides of it."""
+    """Return the number of samples used up to each of `steps`, interpolated between recorded steps."""
     import numpy
 
     known = [event for event in run.train if event["samples"] is not None]

@@ -1,7 +1,7 @@
-"""Several seeds of one configuration as one: mean and spread.
+"""Combines several seeds of one configuration into their mean and spread.
 
-The spread that is drawn is the standard deviation over seeds (with n - 1); tables have the 95 % interval of the mean by
-Student's t, too (`measuring.mean` has the source).
+Plots show the standard deviation over seeds (with n - 1). Tables also have the 95 % interval of the mean by Student's t
+(source: `measuring.mean`).
 """
 
 import re
@@ -18,26 +18,27 @@ from hvdtrain.analysis.reporting.runs import PHASES, UNTOLD, Result, Run, result
 from hvdtrain.training.records.named import number
 
 APART = UNTOLD | {"seed"}  # flags in which runs of one group may differ
-POINTS = 200  # of a mean curve whose runs were not recorded at the same places
+POINTS = 200  # of a mean curve, if the runs were not recorded at the same x
 
 
 @dataclass
 class Group:
-    """Runs that differ in their seeds alone; or one run."""
+    """One run, or several that differ only in their seeds."""
 
     name: str
     runs: list[Run]
 
     @property
     def folded(self) -> bool:
+        """Whether the group has several runs."""
         return len(self.runs) > 1
 
 
 def fold(runs: Sequence[Run], each_run: bool = False) -> list[Group]:
-    """Return the runs in groups, in the order in which their first ones stand. each_run: one run in each.
+    """Return the runs in groups, in the order of their first runs. each_run: make one group per run.
 
-    A run joins a group if its flags, ranks, number of hosts, data and versions are the same, its seed is another than theirs
-    all, and it ended: half a run would bend the mean, and a repeated seed is not independent.
+    A run joins a group if it has the same flags, ranks, number of hosts, data and versions, a seed that the group does not
+    have yet, and has ended: an incomplete run would bias the mean, and a repeated seed is not independent.
     """
     groups: list[Group] = []
     for run in runs:
@@ -56,6 +57,7 @@ def fold(runs: Sequence[Run], each_run: bool = False) -> list[Group]:
 
 
 def joins(run: Run, group: Group) -> bool:
+    """Tell whether `run` belongs to `group`."""
     first = group.runs[0]
     ended = run.state == first.state == "ended"
     another = seed(run) is not None and seed(run) not in map(seed, group.runs)
@@ -63,24 +65,26 @@ def joins(run: Run, group: Group) -> bool:
 
 
 def seed(run: Run) -> object:
+    """Return the seed of a run; None if it is not recorded."""
     config = run.start.get("config")
     return config.get("seed") if isinstance(config, dict) else None
 
 
 def alike(run: Run) -> dict[str, str]:
-    """Return what must be the same in all runs of a group."""
+    """Return the facts that must be equal in all runs of a group."""
     told = {name: value for name, value in run.config.items() if name not in APART}
     return told | {"hosts": str(len(run.hosts))}
 
 
 def common(names: Sequence[str]) -> str:
-    """Return what the names begin with, without the beginning of what tells the seeds apart."""
+    """Return the common beginning of the names, without a trailing "seed" or similar."""
     unlike = (place for place, letters in enumerate(zip(*names, strict=False)) if len(set(letters)) > 1)
     prefix = names[0][: next(unlike, min(map(len, names)))]
     return re.sub(r"[-_. =/]*(seed|s|run)?[-_. =/]*\d*$", "", prefix) or names[0]
 
 
 def free(name: str, taken: set[str]) -> str:
+    """Return `name`, with a number if it is in `taken`, and add it there."""
     number, found = 1, name
     while found in taken:
         number += 1
@@ -90,7 +94,7 @@ def free(name: str, taken: set[str]) -> str:
 
 
 class Line(NamedTuple):
-    """A mean over runs. spread: the standard deviation at each place."""
+    """A mean over runs. spread: the standard deviation at each x."""
 
     x: list[float]
     y: list[float]
@@ -98,13 +102,15 @@ class Line(NamedTuple):
 
 
 def mean_line(lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Line:
-    """Return the mean of curves (x, y) where all of them have values; nan in one is nan in the mean."""
+    """Return the mean of curves (x, y) over the range that all of them cover. A nan in one curve is a nan in the mean."""
     import numpy
 
     if not all(len(x) for x, _ in lines):
         return Line([], [], [])
     first = list(lines[0][0])
-    if any(list(x) != first for x, _ in lines):  # seconds, always; samples, where evaluations were not at the same ones
+    if any(
+        list(x) != first for x, _ in lines
+    ):  # always for seconds; for samples, if evaluations were at different ones
         start, end = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
         if start > end:
             return Line([], [], [])
@@ -114,7 +120,7 @@ def mean_line(lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Line:
 
 
 def mean_dots(lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Line:
-    """Return the mean of curves point by point, the first with the first, as many as all of them have."""
+    """Return the mean of curves point by point, for as many points as all of them have."""
     count = min(len(x) for x, _ in lines)
     x = [statistics.fmean(line[0][place] for line in lines) for place in range(count)]
     values = [[line[1][place] for line in lines] for place in range(count)]
@@ -127,19 +133,21 @@ def mean_dots(lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Line:
 
 
 class Figure(NamedTuple):
-    """One figure of all runs of a group. values: of the runs that have it, in their order."""
+    """One figure over the runs of a group. values: of the runs that have it, in their order."""
 
     label: str
     values: list[float]
     show: Callable[[float], str]
-    result: Result | None = None  # what an evaluation came to
+    result: Result | None = None  # of an evaluation
 
     @property
     def mean(self) -> Mean:
+        """The mean over the runs, with its 95 % interval."""
         return mean(self.values)
 
     @property
     def deviation(self) -> float | None:
+        """The standard deviation over the runs; None for one run."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
@@ -151,7 +159,7 @@ OTHERS: tuple[tuple[str, Callable[[Run], float | None], Callable[[float], str]],
 
 
 def figures(group: Group, written: Callable[..., str]) -> list[Figure]:
-    """Return what the runs came to, the most important first. written: `written(value, result=...)` shows a value."""
+    """Return the results of the runs, the most important first. written: `written(value, result=...)` formats a value."""
     found: dict[str, Figure] = {}
     for run in group.runs:
         for each in results(run):
@@ -175,14 +183,14 @@ def summary(figure: Figure) -> str:
 
 
 class Share(NamedTuple):
-    """A phase's share of the time (0 to 1), over ranks and seeds. spread: over seeds; None of one run."""
+    """A phase's mean share of the time (0 to 1) over ranks and seeds. spread: over seeds; None for one run."""
 
     mean: float
     spread: float | None
 
 
 def shares(group: Group) -> dict[str, Share]:
-    """Return each phase's share over the ranks of each run, then over runs. {} where none was recorded."""
+    """Return each phase's share, averaged over the ranks of each run, then over runs; {} if none are recorded."""
     rows = []
     for run in group.runs:
         ranks = [share for _, share in time_shares(run)]

@@ -1,4 +1,4 @@
-"""The numbers of runs as comma-separated values, a row per value: what is tidy for pandas, R and plotting libraries."""
+"""Writes the numbers of runs as comma-separated values, one row per value (tidy data for pandas, R and others)."""
 
 import csv
 import io
@@ -8,14 +8,14 @@ from hvdtrain.analysis.reporting.runs import Run
 from hvdtrain.analysis.reporting.seeds import fold, seed
 from hvdtrain.training.records.named import number
 
-# docs/report.md says what each is; scripts of users read them by these names.
+# Documented in docs/report.md. Users' scripts rely on these names.
 COLUMNS = ("run", "group", "seed", "event", "epoch", "step", "samples", "seconds", "data", "metric", "value")
-PLACES = ("epoch", "step", "samples")  # where a value stands, in columns of their own
+PLACES = ("epoch", "step", "samples")  # the position of a value, in separate columns
 LEFT_OUT = {"time", "elapsed", "attempt", "seconds", *PLACES}
 
 
 def comma_separated(runs: Sequence[Run]) -> tuple[str, int]:
-    """Return the table with its head, and the number of rows below it."""
+    """Return the table with its header, and the number of rows without it."""
     groups = {id(run): group.name for group in fold(runs) for run in group.runs}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -31,7 +31,7 @@ def comma_separated(runs: Sequence[Run]) -> tuple[str, int]:
 
 
 def rows(run: Run) -> Iterator[list[object]]:
-    """Yield the columns from `event` on, in the order of time; steps that were lost and taken again, once. Then the end."""
+    """Yield the columns from `event` on, ordered by time, without lost steps; then those of the summary."""
     for event in sorted(run.train + run.evaluations + run.checkpoints, key=lambda event: event["seconds"]):
         places = [known if (known := number(event.get(name))) is not None else "" for name in PLACES]
         where = [event["event"], *map(whole, places), round(event["seconds"], 6)]
@@ -48,9 +48,10 @@ def rows(run: Run) -> Iterator[list[object]]:
 
 
 def whole(value: object) -> object:
-    """Return 4.0 as 4: steps and samples are whole numbers."""
+    """Return 4.0 as 4: steps and samples are integers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def printable(text: str) -> str:
+    """Return `text` with question marks for control characters."""
     return "".join(c if c.isprintable() else "?" for c in text)

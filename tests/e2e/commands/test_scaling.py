@@ -66,4 +66,4 @@ def test_ctrl_c_leaves_no_process_and_keeps_what_was_measured(tmp_path):
 def test_it_is_not_for_many_ranks():
     done = launch(f"{PYTHON} -m hvdtrain.scaling", timeout=120, RANK="0", WORLD_SIZE="2")
     assert done.code == 2, done
-    assert "starts the launchers by itself" in done.stderr
+    assert "starts the launchers itself" in done.stderr

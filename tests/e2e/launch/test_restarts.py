@@ -132,7 +132,7 @@ def test_a_host_that_is_gone_is_left_out_where_fewer_ranks_are_allowed(tmp_path)
     (tmp_path / "second").unlink()
     done = wrapper("mpirun", *options, "--min-np", "1", "true", env=env, timeout=120)
     assert done.code == 0, done
-    assert "going on with 1 ranks on localhost:1" in done.stderr
+    assert "continuing with 1 ranks on localhost:1" in done.stderr
     first, second = (tmp_path / "started").read_text().splitlines()[-2:]
     assert "-np 2 -H localhost:1,nowhere:1" in first
     assert "-np 1 -H localhost:1 " in second

@@ -128,7 +128,7 @@ def test_a_failure_requeues_as_long_as_checkpoints_come(cluster, tmp_path):
     edits = {r"^output=\S+": f"output={tmp_path}/out", PROGRAM: f"program=(python {program} {tmp_path}/out)"}
     state, log = cluster.batch(edited(tmp_path, edits | {HOW: "how=pmix"}), 120)
     assert state == "FAILED", log
-    assert log.count("going on from") == 2, log
+    assert log.count("continuing from") == 2, log
     assert log.count("not started again") == 1, log
 
 

@@ -214,7 +214,7 @@ def test_a_range_is_in_order_and_time_grows_with_the_ranks(name, counts, leave):
         ({"scaling": rounds(0.5), "reduce": sweep(points=range(2, 4))}, "", "too few points to fit"),
         ({"scaling": rounds(0.5), "reduce": sweep()}, "--compression fp16", "no run of several ranks of one host"),
         ({"scaling": rounds(0.5), "reduce": sweep()}, "--ranks-per-host 4", "was not measured: use 1, 2, or measure"),
-        ({"scaling": rounds(0.5), "reduce": sweep()}, "--ranks 17", "--ranks 17 are not whole hosts of 2"),
+        ({"scaling": rounds(0.5), "reduce": sweep()}, "--ranks 17", "--ranks 17 does not fill hosts of 2"),
         ({"scaling": rounds(0.5), "reduce": sweep(hosts=2)}, "", "--model-of takes runs on one host, not on 2"),
         ({"scaling": rounds(0.5), "benchmark": benchmark(2, 0.5, model="alexnet")}, "", "cannot be compared: alexnet"),
     ],
@@ -229,11 +229,11 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(files, flags, complaint
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        ("--model-of a", "needs the wire: --bandwidth-gbit 25"),
-        ("--model-of a --bandwidth-gbit 25", "needs the wire"),
+        ("--model-of a", "needs the network: give, for example, --bandwidth-gbit 25"),
+        ("--model-of a --bandwidth-gbit 25", "needs the network"),
         (f"--model-of a {WIRE} --payload 2", "it is a share"),
-        ("--bandwidth-gbit 25", "--bandwidth-gbit goes with --model-of DIR"),
-        ("--compression fp16", "--compression goes with --model-of DIR (a flag of hvdtrain.benchmark goes after --)"),
+        ("--bandwidth-gbit 25", "--bandwidth-gbit needs --model-of DIR"),
+        ("--compression fp16", "--compression needs --model-of DIR (flags of hvdtrain.benchmark follow --)"),
     ],
 )
 def test_bad_flags(flags, complaint):

@@ -249,7 +249,7 @@ def test_a_run_that_was_watched_and_restarted(leave):
 def test_an_evaluation_is_missed_only_where_one_may_come(leave):
     (gan,), (watched,) = (read_runs([leave(name, *lines[:-1])]) for name, lines in (("gan", GAN), ("watched", WATCHED)))
     assert any("no evaluation yet" in note for note in gan.notes)
-    assert watched.notes == ["the record has no end: the run was killed, or still goes on"]
+    assert watched.notes == ["the record has no end: the run was killed, or is still running"]
 
 
 def test_numbers_as_a_table(leave, tmp_path, monkeypatch, capsys):
@@ -291,7 +291,7 @@ def test_a_record_without_its_last_line_has_the_summary(leave):
     (run,) = read_runs([there])
     assert run.state == "ended"
     assert page.figures(run)["test accuracy"] == ("91.00%", "of 500 samples")
-    assert run.notes == ["the record breaks off before the run's end: the results are those of summary.json"]
+    assert run.notes == ["the record stops before the end of the run: the results are from summary.json"]
 
 
 @tried(40)

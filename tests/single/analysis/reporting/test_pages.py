@@ -151,10 +151,10 @@ def test_a_start_with_nothing_to_resume_takes_every_step_again(leave):
 @pytest.mark.parametrize(
     ("lines", "note"),
     [
-        (WHOLE[:-1], "the record has no end: the run was killed, or still goes on"),
+        (WHOLE[:-1], "the record has no end: the run was killed, or is still running"),
         (WHOLE[:1], "no step was recorded"),
         (WHOLE[:3], "no evaluation yet"),
-        ([*WHOLE[:3], '{"event": "tra', *WHOLE[3:]], "left out what cannot be read (line 4)"),
+        ([*WHOLE[:3], '{"event": "tra', *WHOLE[3:]], "left out unreadable lines (line 4)"),
         ([*WHOLE[:3], "[" * 100_000, "[1]", "\x00\xff", '{"event": ["train"], "time": 1}', *WHOLE[3:]], "(line 4, 5, 6, 7)"),
         ([*WHOLE[:3], step(104.0, 3, loss="low"), *WHOLE[3:]], "(line 4)"),
         ([*WHOLE[:3], step(104.0, 10**400), *WHOLE[3:]], "(line 4)"),
@@ -320,7 +320,7 @@ def test_a_line_that_is_just_being_written_is_no_damage(leave):
     with (there / "metrics.jsonl").open("a") as file:
         file.write('{"event": "train", "ti')
     (run,) = read_runs([there])
-    assert run.notes[0] == "the record has no end: the run was killed, or still goes on"
+    assert run.notes[0] == "the record has no end: the run was killed, or is still running"
 
 
 def test_a_clock_that_is_set_meanwhile_changes_no_duration(leave):
