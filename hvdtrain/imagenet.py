@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     parser = training.parser("hvdtrain.imagenet", __doc__, epochs=None, batch_size=None)
     parser.add_argument("--dataset", choices=("folder", "shards", "synthetic"), default="folder")
     parser.add_argument("--data-dir", type=Path, help="directory with train/ and val/, of folders or of shards")
-    parser.add_argument("--train-shards", help="a glob, a brace pattern, a URL or pipe:COMMAND, in place of --data-dir")
+    parser.add_argument("--train-shards", help="a glob, a brace pattern, a URL or pipe:COMMAND, instead of --data-dir")
     parser.add_argument("--test-shards", help="the same for the test set")
     parser.add_argument("--train-samples", type=training.positive_int, help="samples per epoch (default: all)")
     parser.add_argument(
@@ -146,7 +146,7 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
                     images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)
                 logits = model(scaled(images, pixels, memory_format))
                 step.backward(F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing))
-                if step.logged:  # the loss without smoothing, as it is evaluated
+                if step.logged:  # the loss without smoothing, as in evaluations
                     step.record(loss=F.cross_entropy(logits, labels), accuracy=logits.argmax(1) == labels)
             step.update()
 

@@ -116,7 +116,7 @@ def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
             for images, labels in step.batches():
                 logits = model(scaled(images))
                 step.backward(F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing))
-                if step.logged:  # the loss without smoothing, as it is evaluated
+                if step.logged:  # the loss without smoothing, as in evaluations
                     step.record(loss=F.cross_entropy(logits, labels), accuracy=logits.argmax(1) == labels)
             step.update()
 

@@ -84,7 +84,7 @@ def program(name: str) -> str:
     beside = Path(sys.executable).parent
     found = shutil.which(name, path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:
-        raise UserError(f"{name} is neither beside {sys.executable} nor on PATH: run `make setup`, or load its module")
+        raise UserError(f"{name} is neither next to {sys.executable} nor on PATH: run `make setup`, or load its module")
     return found
 
 

@@ -48,7 +48,7 @@ def test_hosts_that_are_not_name_and_slots(hosts):
 
 
 def test_a_missing_launcher_is_one_line():
-    with pytest.raises(UserError, match="horovodrum is neither beside"):
+    with pytest.raises(UserError, match="horovodrum is neither next to"):
         launching.program("horovodrum")
 
 

@@ -231,7 +231,7 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(files, flags, complaint
     [
         ("--model-of a", "needs the network: give, for example, --bandwidth-gbit 25"),
         ("--model-of a --bandwidth-gbit 25", "needs the network"),
-        (f"--model-of a {WIRE} --payload 2", "it is a share"),
+        (f"--model-of a {WIRE} --payload 2", "give a share above 0"),
         ("--bandwidth-gbit 25", "--bandwidth-gbit needs --model-of DIR"),
         ("--compression fp16", "--compression needs --model-of DIR (flags of hvdtrain.benchmark follow --)"),
     ],
