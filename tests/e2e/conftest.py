@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -22,6 +23,8 @@ from .launchers import GRACE_SECONDS, MARK, kill, members
 
 LIMIT, SLOW_LIMIT = 400, 900  # seconds; a launch has less, and says more when it is over (`launch`)
 FAILED = pytest.StashKey[bool]()
+# A shell that runs pytest in the background has it ignore SIGINT; so would each job here, and never stop on one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 TORCHS_OWN = ("torchinductor_", "torchelastic_")  # its cache; the empty log folders that torchrun never removes
 
 

@@ -1,6 +1,7 @@
 """hvdtrain.tuned under real launchers: a plain script, watched, recorded, repeatable, and otherwise as without it."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -63,7 +64,7 @@ def run(name, tmp_path, launcher="mpirun", ranks=2, flags="", **options):
 
 def hash_of(done) -> str:
     assert done.code == 0, done
-    return next(line for line in done.stdout.splitlines() if "parameters" in line)
+    return re.search(r"parameters [0-9a-f]{64}", done.stdout)[0]
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", *SLOWLY])
