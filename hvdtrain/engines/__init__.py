@@ -1,1 +1,1 @@
-"""One file per way of running data-parallel training; each offers one `Engine`."""
+"""The engines. Each runs data-parallel training in a different way and implements `Engine`."""

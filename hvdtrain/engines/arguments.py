@@ -1,4 +1,4 @@
-"""What every command line shares: errors in one line, and checked number types. Imports no torch."""
+"""Command-line parsing shared by all commands: one-line errors and validated number types. Does not import torch."""
 
 import argparse
 import re
@@ -7,11 +7,11 @@ from typing import NoReturn
 
 from hvdtrain.engines.errors import UserError
 
-LARGEST = 1e38  # of flags with a fraction: they meet weights in float32, which ends at 3.4e38
+LARGEST = 1e38  # upper limit of floating-point flags: they are combined with float32 weights, whose maximum is 3.4e38
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are UserErrors: one line, not a usage page from every rank."""
+    """An ArgumentParser that raises UserError on invalid input: one line instead of the usage text from every rank."""
 
     def __init__(self, name: str, description: str | None):
         super().__init__(
@@ -26,7 +26,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def some_of(able: Collection[str]) -> Callable[[str], list[str]]:
-    """Return the type of a flag that takes some of `able`, with commas in between; each is kept once."""
+    """Return an argparse type for a comma-separated list of names from `able`. Duplicates are removed.
+
+    The returned function raises ArgumentTypeError for a name that is not in `able`.
+    """
 
     def parse(text: str) -> list[str]:
         names = text.split(",")
@@ -39,59 +42,63 @@ def some_of(able: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def positive_int(text: str) -> int:
-    """Return `text` as a whole number from 1. Raises ArgumentTypeError."""
+    """Return `text` as an int of at least 1. Raises ArgumentTypeError."""
     return _whole(text, 1, 2**31 - 1)
 
 
 def count(text: str) -> int:
-    """Return `text` as a whole number from 0. Raises ArgumentTypeError."""
+    """Return `text` as an int of at least 0. Raises ArgumentTypeError."""
     return _whole(text, 0, 2**31 - 1)
 
 
 def byte_count(text: str) -> int:
+    """Return `text` as a number of bytes from 1 to 2**50. Raises ArgumentTypeError."""
     return _whole(text, 1, 2**50)
 
 
 def seed(text: str) -> int:
+    """Return `text` as a random seed from 0 to 2**63 - 1. Raises ArgumentTypeError."""
     return _whole(text, 0, 2**63 - 1)
 
 
 def threads(text: str) -> int:
-    return _whole(text, 1, 1024)  # torch would start as many as are asked for
+    """Return `text` as a number of threads from 1 to 1024. Raises ArgumentTypeError."""
+    return _whole(text, 1, 1024)  # torch itself has no limit
 
 
 def non_negative(text: str) -> float:
-    """Return `text` as a number from 0. Raises ArgumentTypeError."""
+    """Return `text` as a float of at least 0. Raises ArgumentTypeError."""
     return _number(text, least=0.0, open_end=False)
 
 
 def positive(text: str) -> float:
-    """Return `text` as a number above 0. Raises ArgumentTypeError."""
+    """Return `text` as a float greater than 0. Raises ArgumentTypeError."""
     return _number(text, least=0.0, open_end=True)
 
 
 def accuracy(text: str) -> float:
+    """Return `text` as a float greater than 0 and at most 1. Raises ArgumentTypeError."""
     value = _number(text, least=0.0, open_end=True)
     if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from above 0 to 1 (99 % is 0.99)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1 (99 % is 0.99)")
     return value
 
 
 def fraction(text: str) -> float:
-    """Return `text` as a number from 0 to below 1. Raises ArgumentTypeError."""
+    """Return `text` as a float of at least 0 and less than 1. Raises ArgumentTypeError."""
     value = _number(text, least=0.0, open_end=False)
     if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
     return value
 
 
 def _whole(text: str, least: int, most: int) -> int:
-    # int() alone takes 1_000 too, and says in words of its own that it takes no more than 4,300 digits.
+    # int() also accepts 1_000, and raises a different error for more than 4,300 digits.
     value = int(text) if re.fullmatch("[+-]?[0-9]{1,4000}", text) else least - 1
     if value < least:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number of at least {least}")
     if value > most:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is more than {most}, the most that it may be")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is more than {most}, the largest value allowed")
     return value
 
 
@@ -103,5 +110,5 @@ def _number(text: str, *, least: float, open_end: bool) -> float:
     if not (least < value if open_end else least <= value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {'above' if open_end else 'of at least'} {least:g}")
     if value > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than {LARGEST:g}, the most that it may be")
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {LARGEST:g}, the largest value allowed")
     return value

@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 class Arrival(MetaPathFinder):
-    """Calls `then(module)` right after the first import of the module called `name`; here it may be imported already."""
+    """Calls `then(module)` right after the first import of the module `name`, or at once if it is already imported."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]):
         self.name, self.then = name, then

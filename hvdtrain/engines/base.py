@@ -1,7 +1,7 @@
-"""What every engine offers: `Engine`, the ranks of one run and the collectives over them.
+"""`Engine`, the interface of all engines: the ranks of one run and the collectives over them.
 
-An engine supplies the abstract methods; what can be built from them stands here once. Every rank calls every collective, in
-the same order.
+An engine implements the abstract methods; the other methods are built from them here. Every rank must call every
+collective, in the same order.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from hvdtrain.engines.errors import UserError
 
 
 def computes_in_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether `device` multiplies in bfloat16 by itself: NVIDIA from capability 8.0 on; AVX512-BF16, AMX, Arm's BF16."""
+    """Return whether `device` has bfloat16 instructions: NVIDIA of compute capability 8.0 or higher; CPUs with AVX512-BF16,
+    AMX or Arm BF16."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     try:
@@ -33,17 +34,17 @@ def computes_in_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")
 
 
 class Reduction(NamedTuple):
-    """How gradients become those of the global batch."""
+    """How the gradients of all ranks are combined into those of the global batch."""
 
-    compression: str = "none"  # "none" or "fp16", on the wire
-    predivide: float = 1.0  # gradients are divided by it before they are summed, and multiplied back after
+    compression: str = "none"  # "none" or "fp16": type of the gradients on the network
+    predivide: float = 1.0  # gradients are divided by this before the sum, and multiplied by it afterwards
     reduction: str = "average"  # "average", "sum" or "adasum"
-    accumulate: int = 1  # micro-batches per step, at most
-    find_unused_parameters: bool = False  # a step may leave parameters without a gradient, others on each rank
+    accumulate: int = 1  # maximum number of micro-batches per step
+    find_unused_parameters: bool = False  # a step may leave parameters without a gradient, different ones on each rank
 
 
 class Setting(str):
-    """A note on something that was only set for speed: said in full where asked for."""
+    """A note about a setting that only affects speed. It is printed only with --verbose."""
 
     __slots__ = ()
 
@@ -52,7 +53,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def collective(method: Method) -> Method:
-    """Mark a method in which this rank waits for others: `Engine.waiting_in` is its argument `name`, or its own."""
+    """Decorate a method in which this rank waits for other ranks.
+
+    While it runs, `Engine.waiting_in` is its argument `name`, or the name of the method if it has no such argument.
+    """
 
     @functools.wraps(method)
     def marked(self: "Engine", *args: Any, **kwargs: Any) -> Any:
@@ -70,21 +74,22 @@ def collective(method: Method) -> Method:
 class Engine(ABC):
     """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
-    name: str  # as --engine has it
-    description: str  # the engine and what carries its messages
+    name: str  # the value of --engine
+    description: str  # the engine and its transport, such as "horovod over MPI"
     rank: int
     size: int
-    local_rank: int  # among the ranks of this host
+    local_rank: int  # this rank's number on its host, from 0
     local_size: int
     device: torch.device
-    reductions: tuple[str, ...]  # what `all_reduce_` can do
-    lacks: ClassVar[dict[str, tuple | None]] = {}  # by flag: the values this engine cannot honour; None: any at all
-    tells_missing_gradients: ClassVar[bool] = False  # a gradient that a rank lacks becomes NaN on all
-    waiting_in: str | None = None  # the collective in which the main thread is: for the watchdog
-    notes: list[str]  # what was decided automatically, each with its reason: shown once at the start
+    reductions: tuple[str, ...]  # values of `op` that `all_reduce_` supports
+    lacks: ClassVar[dict[str, tuple | None]] = {}  # flag -> values that this engine does not support; None: all values
+    tells_missing_gradients: ClassVar[bool] = False  # a gradient missing on one rank becomes NaN on all ranks
+    waiting_in: str | None = None  # the collective that the main thread is in; read by the watchdog
+    notes: list[str]  # automatic decisions with their reasons; printed once at the start
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
-        """Join the other ranks. `rank`, `size`, `launcher`: what the launcher announced; the engine may know better."""
+        """Connect to the other ranks. `rank`, `size`, `launcher`: from the launcher's variables; the engine may correct
+        them."""
         self.notes = []
         self.tuning = tuning
         self.rank, self.size = rank, size
@@ -93,50 +98,50 @@ class Engine(ABC):
 
     @abstractmethod
     def choose_device(self, wanted: str) -> torch.device:
-        """Return this rank's device for "auto", "cpu" or "cuda". Raises UserError where `wanted` cannot be had."""
+        """Return this rank's device for "auto", "cpu" or "cuda". Raises UserError if `wanted` is not available."""
 
-    # An engine decorates its collectives with `collective`.
+    # Engines decorate their collectives with `collective`.
 
     @abstractmethod
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
-        """Replace `tensor` on every rank by its reduction over all ranks.
+        """Reduce `tensor` over all ranks, in place on every rank.
 
-        op: one of `reductions`. Shapes and dtypes agree over ranks; `name` identifies the call.
+        op: one of `reductions`. Shape and dtype must be the same on all ranks; `name` identifies the call.
         """
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
-        """Return [size, ...]: the `tensor` of each rank, which all have one shape and dtype."""
+        """Return the `tensor` of every rank, stacked as [size, ...]. Shape and dtype must be the same on all ranks."""
 
     @abstractmethod
     def broadcast_(self, tensor: Tensor, name: str) -> None:
-        """Overwrite `tensor` on every rank with rank 0's."""
+        """Copy rank 0's `tensor` to every rank, in place."""
 
     def broadcast_model(self, model: nn.Module) -> None:
-        """Give every rank the parameters and buffers of rank 0."""
+        """Copy rank 0's parameters and buffers to every rank."""
         for name, tensor in model.state_dict().items():
             self.broadcast_(tensor, name)
 
     def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Give every rank the parameters, buffers and optimizer state of rank 0, and change nothing on rank 0."""
+        """Copy rank 0's parameters, buffers and optimizer state to every rank. Rank 0 is not changed."""
         self.broadcast_model(model)
         self.broadcast_optimizer_state(optimizer)
 
     def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
-        """Return the model to train with. It may be a wrapper around `model`, with the same parameters: evaluate, save and
+        """Return the model to train with. It may be a wrapper that shares the parameters of `model`; evaluate, save and
         hash `model` itself."""
         return model
 
     def distribute_optimizer(
         self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], how: Reduction
     ) -> torch.optim.Optimizer:
-        """Return the optimizer to step, with empty state. named: at least its parameters, each under a name of its own."""
+        """Return the optimizer to step, with empty state. named: at least its parameters, each with a unique name."""
         return optimizer
 
     def distribute(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return a model and its optimizer, which together reduce gradients over all ranks. how: fields of `Reduction`."""
+        """Return a model and an optimizer that reduce gradients over all ranks. how: fields of `Reduction`."""
         reduction = Reduction(**how)
         replica = self.distribute_model(model, reduction)
         return replica, self.distribute_optimizer(optimizer, list(model.named_parameters()), reduction)
@@ -145,51 +150,52 @@ class Engine(ABC):
     def micro_batch(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], number: int, count: int
     ) -> Iterator[None]:
-        """Enclose forward and backward of micro-batch `number` (from 0) of the `count` whose gradients a step accumulates.
+        """Context manager for the forward and backward pass of micro-batch `number` (from 0) of `count` in a step.
 
-        models, optimizers: as `distribute_model` and `distribute_optimizer` returned them.
+        models, optimizers: those returned by `distribute_model` and `distribute_optimizer`.
         """
         yield
 
     def gradients_ready(self) -> float:
-        """Return when (`time.perf_counter`) this rank's own last gradient was computed; call it right after backward."""
+        """Return the time (`time.perf_counter`) at which this rank computed its last gradient. Call it right after
+        backward."""
         return time.perf_counter()
 
     def waits(self) -> bool:
-        """Tell, from any thread, whether this rank has done its part of a backward pass and may be waiting inside it."""
+        """Return whether this rank has finished its part of a backward pass and may be waiting inside it. Thread-safe."""
         return False
 
     def synchronize(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - some reduce inside backward
-        """Wait until the gradients of `optimizer` are reduced. From then on they may be inspected and changed."""
+        """Wait until the gradients of `optimizer` are reduced. They may then be read and changed."""
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
-        """Enclose `optimizer.step()` after `synchronize`."""
+        """Context manager for `optimizer.step()` after `synchronize`."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def synchronized(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Wait until the gradients are reduced; inside, they may be inspected or changed and the optimizer stepped."""
+        """Wait until the gradients are reduced. Inside, they may be read and changed, and the optimizer stepped."""
         self.synchronize(optimizer)
         with self.stepping(optimizer):
             yield
 
     @classmethod  # noqa: B027 - few engines have one
     def offer_timeline(cls) -> None:
-        """Make `start_timeline` possible; call it before the engine is made."""
+        """Prepare for `start_timeline`. Call it before the engine is created."""
 
     def start_timeline(self, path: Path) -> bool:
-        """Let the engine record what it does itself, of all ranks, into `path` on rank 0; tell whether it can."""
+        """Record the engine's own activity on all ranks to `path` on rank 0. Return whether the engine supports this."""
         return False
 
     def stop_timeline(self) -> None:  # noqa: B027
-        """Close what `start_timeline` began; then the file on rank 0 is complete."""
+        """Stop the recording of `start_timeline` and complete the file on rank 0."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Leave the job in good order. Idempotent."""
+        """Disconnect from the other ranks. Idempotent."""
 
     def choose_compression(self, asked: str) -> str:
-        """Return "none" or "fp16": what was `asked`, or, for "auto", what the topology makes the faster."""
+        """Return "none" or "fp16". For "auto", choose the faster one for this topology. A collective for "auto"."""
         if asked != "auto":
             return asked
         hosts = len(set(self.all_gather_object(socket.gethostname(), "compression")))
@@ -200,7 +206,10 @@ class Engine(ABC):
         return "none"
 
     def choose_amp(self, asked: str) -> str:
-        """Return "off", "fp16" or "bf16": what was `asked`, or, for "auto", bf16 where every rank's device has it."""
+        """Return "off", "fp16" or "bf16". For "auto": "bf16" if every rank's device supports it, else "off".
+
+        A collective for "auto".
+        """
         if asked != "auto":
             return asked
         if all(self.all_gather_object(computes_in_bf16(self.device), "amp")):
@@ -212,8 +221,11 @@ class Engine(ABC):
         return "off"
 
     def gpu_of_local_rank(self, gpus: int) -> torch.device:
-        """Return this rank's own GPU of the `gpus` that it sees, and make it torch's current one."""
-        # One GPU visible to each of several local ranks: the scheduler dealt them out already.
+        """Return this rank's GPU, one of the `gpus` visible ones, and make it torch's current device.
+
+        Raises UserError if there are several GPUs, but fewer than ranks on this host.
+        """
+        # One visible GPU with several local ranks: the scheduler has already assigned a GPU to each rank.
         if 1 < gpus < self.local_size:
             raise UserError(f"{self.local_size} ranks on this host but {gpus} GPUs: start at most one rank per GPU")
         device = torch.device("cuda", self.local_rank if gpus > 1 else 0)
@@ -227,11 +239,11 @@ class Engine(ABC):
         return result
 
     def barrier(self) -> None:
-        """Return once every rank has come here."""
+        """Return once every rank has called this."""
         self.all_reduce_(torch.zeros(1), "sum", "barrier")
 
     def all_gather_object(self, value: object, name: str) -> list:
-        """Return every rank's `value`, in rank order; it must be expressible in JSON (nothing is ever unpickled)."""
+        """Return the `value` of every rank, in rank order. It must be JSON-serializable; pickle is not used."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = self.all_gather(torch.tensor([len(text)]), name + ".length")[:, 0].tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -240,7 +252,7 @@ class Engine(ABC):
         return [json.loads(bytes(row[:length].tolist())) for row, length in zip(gathered, lengths, strict=True)]
 
     def broadcast_object(self, value: object, name: str) -> Any:
-        """Return rank 0's `value` on every rank; it must be expressible in JSON (nothing is ever unpickled)."""
+        """Return rank 0's `value` on every rank. It must be JSON-serializable; pickle is not used."""
         text = json.dumps(value).encode() if self.rank == 0 else b""
         length = torch.tensor([len(text)])
         self.broadcast_(length, name + ".length")
@@ -252,7 +264,10 @@ class Engine(ABC):
 
     @contextlib.contextmanager
     def raising_together(self, name: str) -> Iterator[None]:
-        """Run a block that may fail on some ranks only: what one rank raises, every rank raises, and none waits for ever."""
+        """Context manager for a block that may fail on some ranks only. A collective.
+
+        If any rank raises an exception, every rank raises it, so that no rank waits forever for one that has failed.
+        """
         failure: Exception | None = None
         try:
             yield
@@ -273,9 +288,9 @@ class Engine(ABC):
         raise RuntimeError(f"{where}{message}")
 
     def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give every rank rank 0's optimizer state and settings; if rank 0 has none yet, no rank gets any.
+        """Copy rank 0's optimizer state and settings to every rank. If rank 0 has no state yet, neither has any rank.
 
-        The structure travels first, as JSON, so that a rank with no state (it did not read the checkpoint) can receive it.
+        The structure is sent first, as JSON, so that ranks without state (only rank 0 reads the checkpoint) can receive it.
         """
         local = optimizer.state_dict()
         plan = {
@@ -308,7 +323,7 @@ class Engine(ABC):
             optimizer.load_state_dict({"state": received, "param_groups": groups})
 
     def require_equal(self, what: str, value: object, remedy: str) -> None:
-        """Raise UserError on every rank where `value` (JSON) is not the same on all of them."""
+        """Raise UserError on every rank if `value` (JSON-serializable) differs between ranks. A collective."""
         values = self.all_gather_object(value, f"equal.{what}")
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -316,12 +331,13 @@ class Engine(ABC):
                 raise UserError(said, everywhere=True)
 
     def mean(self, value: Tensor | float, count: int, name: str) -> float:
-        """Return the mean over all samples of all ranks, given this rank's mean `value` over its `count` samples."""
+        """Return the mean over the samples of all ranks. value: the mean over this rank's `count` samples."""
         total, samples = self.sum(torch.tensor([float(value) * count, count], dtype=torch.float64), name).tolist()
         return total / samples
 
     def average_buffers(self, model: nn.Module) -> None:
-        """Replace the floating-point buffers (batch norm's running statistics) by their mean over ranks, in one call."""
+        """Replace the floating-point buffers (batch norm's running statistics) with their mean over ranks. One
+        all-reduce."""
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         if self.size == 1 or not buffers:
             return

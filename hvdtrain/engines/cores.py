@@ -1,14 +1,17 @@
-"""The cores available to a rank: its affinity, the other ranks on the host, its control group. Does not import torch."""
+"""The CPU cores available to a rank: its affinity, the other ranks on the host, its control group (cgroup).
+
+Does not import torch.
+"""
 
 import os
 from pathlib import Path
 
 
 def threads_for(rank: int, cores: list[tuple[str, list[int]]], quota: float) -> int:
-    """Return how many threads `rank` should use: its share of the cores that it may run on, and at least one.
+    """Return how many threads `rank` should use: its share of the cores that it may run on, at least one.
 
-    `cores`: per rank its host and the cores it may run on, which other ranks of the host may share or not.
-    `quota`: cores' worth of time that the container may use (`cpu_quota`).
+    `cores`: for each rank, its host and the cores it may run on. Ranks on the same host may share cores.
+    `quota`: CPU time limit of the container, in cores (`cpu_quota`).
     """
     host, mine = cores[rank]
     neighbours = [set(theirs) for where, theirs in cores if where == host]
@@ -17,22 +20,22 @@ def threads_for(rank: int, cores: list[tuple[str, list[int]]], quota: float) -> 
 
 
 def share_of_host(ranks: int, quota: float, parent: int | None = None) -> tuple[int, float]:
-    """Return how many threads this rank should use, before any rank has met another, and the cores of them all.
+    """Return how many threads this rank should use, and the number of cores for all ranks. Needs no communication.
 
-    ranks: how many of them are on this host. quota: see `cpu_quota`. parent: the process number of what started this rank.
-    What started the ranks may run on all of the job's cores; a rank that may run on fewer was bound to its own.
+    ranks: number of ranks on this host. quota: see `cpu_quota`. parent: pid of the process that started this rank. The
+    parent may run on all of the job's cores; if this rank may run on fewer, it was bound to its own cores.
     """
     mine = len(os.sched_getaffinity(0))
     try:
         job = max(mine, len(os.sched_getaffinity(os.getppid() if parent is None else parent)))
-    except OSError:  # it has ended, or is hidden
+    except OSError:  # the parent has exited, or is not visible
         job = mine
     cores = min(job, quota)
     return max(1, int(min(mine, cores / ranks) + 1e-6)), cores
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Return the cores' worth of time that this process's control group (version 2) allows; inf where it sets no limit."""
+    """Return the CPU time limit of this process's control group (version 2), in cores; inf if there is no limit."""
     try:
         own = next(line[4:] for line in membership.read_text().splitlines() if line.startswith("0::/"))
     except (OSError, StopIteration):
@@ -49,8 +52,11 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/pro
 
 
 def seconds_without_core(tasks: Path = Path("/proc/self/task")) -> float:
-    """Return for how long the main thread of this process has been ready to run and had no core, so far; 0 where the kernel
-    does not count it (`schedstat`: nanoseconds on a core, nanoseconds waiting for one, turns)."""
+    """Return the total time in seconds that the main thread was ready to run but had no core.
+
+    Source: `schedstat` (nanoseconds on a core, nanoseconds waiting for a core, time slices). Returns 0 if the kernel does
+    not provide it.
+    """
     try:
         return int((tasks / str(os.getpid()) / "schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -1,7 +1,7 @@
-"""DistributedDataParallel: torch's own data parallelism, over Gloo on CPUs and NCCL on GPUs.
+"""The `ddp` engine: torch's DistributedDataParallel, over Gloo on CPUs and NCCL on GPUs.
 
-Started by torchrun, which says where the ranks meet, or as Horovod is, by mpirun, horovodrun, srun or hvdtrain.starter:
-there this file finds a meeting point.
+torchrun tells the ranks where to rendezvous. Under mpirun, horovodrun, srun or hvdtrain.starter, this file sets up the
+rendezvous itself.
 """
 
 import contextlib
@@ -25,21 +25,21 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.rendezvous import horovods_server, meeting_point, own_address_towards, put, wait_for
 
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
-MEETINGS = itertools.count()  # of this process, the same on every rank
+MEETINGS = itertools.count()  # number of rendezvous in this process; the same on every rank
 
 
 class GradientHook:
-    """DDP's communication hook: what happens to a bucket of gradients once this rank has computed it.
+    """A DDP communication hook: reduces a bucket of gradients over all ranks once this rank has computed it.
 
-    Divides before it sums, in the gradients' own type, and only then casts to the wire's: DDP's own fp16 hook casts first,
-    so that 100,000 becomes infinity.
+    It divides the gradients in their own type first, then casts them to the network type. DDP's own fp16 hook casts first,
+    so a gradient of 100,000 becomes infinity.
     """
 
     def __init__(self, size: int, compression: str, predivide: float, reduction: str):
         self.wire_dtype = torch.float16 if compression == "fp16" else None
         self.predivide = predivide
         self.factor_after = predivide / size if reduction == "average" else predivide
-        self.ready = 0.0  # time.perf_counter at which this rank's last gradient was there
+        self.ready = 0.0  # when this rank's last gradient was computed (time.perf_counter)
 
     def reduce(self, state, bucket) -> torch.futures.Future[Tensor]:
         if bucket.is_last():
@@ -56,10 +56,10 @@ class GradientHook:
 
 
 def give_gradients_the_weights_strides(model: nn.Module) -> None:
-    """Write gradients' strides as the weights have them, where one place in memory has two spellings.
+    """Give each gradient the strides of its weight where both describe the same memory layout.
 
-    A convolution of one channel on images in channels_last gives its gradient [16, 1, 5, 5] the strides (25, 1, 5, 1),
-    where the weight has (25, 25, 5, 1): the same bytes. DDP compares the numbers, and each rank would warn of copies.
+    With one input channel and channels_last images, the gradient of a convolution weight [16, 1, 5, 5] has the strides
+    (25, 1, 5, 1), the weight (25, 25, 5, 1): the same layout. DDP compares the numbers, and would warn on each rank.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and 1 in parameter.shape and parameter.is_contiguous():
@@ -72,6 +72,8 @@ def give_gradients_the_weights_strides(model: nn.Module) -> None:
 
 
 class DdpEngine(Engine):
+    """Trains with `torch.nn.parallel.DistributedDataParallel`. Raises UserError if the ranks cannot connect."""
+
     name = "ddp"
     reductions = ("sum", "average", "min", "max", "product")
     lacks: ClassVar[dict[str, tuple | None]] = {"reduction": ("adasum",)}
@@ -82,12 +84,12 @@ class DdpEngine(Engine):
         if not dist.is_available():
             raise UserError("this torch was built without torch.distributed: use --engine horovod or serial")
         nccl = torch.cuda.is_available() and dist.is_nccl_available()
-        # Optimizers import it. Imported later, its functions would hold the group in their default arguments for ever, and
-        # `shutdown` could not end the group's threads.
+        # Optimizers import this module. If it is imported after the group is created, its functions keep a reference to the
+        # group in their default arguments, and `shutdown` cannot end the group's threads.
         importlib.import_module("torch.distributed.nn.functional")
         try:
             dist.init_process_group(
-                # Gloo carries what lives on the CPU (counts, messages), whatever carries the gradients.
+                # Gloo always transfers CPU tensors (counts, messages); NCCL transfers gradients on GPUs.
                 "cpu:gloo,cuda:nccl" if nccl else "gloo",
                 store=self._meet(rank, size, launcher),
                 rank=rank,
@@ -103,17 +105,17 @@ class DdpEngine(Engine):
         self.local_rank = Counter(hosts[:rank])[hosts[rank]]
         self.local_size = Counter(hosts)[hosts[rank]]
         self.description = "ddp over Gloo"
-        self._hooks: list[GradientHook] = []  # one for each model
+        self._hooks: list[GradientHook] = []  # one per model
 
     @staticmethod
     def _meet(rank: int, size: int, launcher: str):
-        """Return the key-value store at which the ranks find each other; rank 0 serves it."""
+        """Return the key-value store that the ranks use to find each other. Rank 0 serves it."""
         dist = torch.distributed
         if size == 1:
             return dist.HashStore()
         if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
             host, port = meeting_point(os.environ, launcher)
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it itself
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store
                 return dist.PrefixStore("hvdtrain", dist.TCPStore(host, port, size, is_master=False))
         elif launcher.startswith("mpirun"):
             return DdpEngine._meet_over_mpi(rank, size)
@@ -127,7 +129,7 @@ class DdpEngine(Engine):
 
     @staticmethod
     def _meet_over_mpi(rank: int, size: int):
-        """Let the kernel choose a free port on rank 0, and tell the others over MPI, as text: nothing is pickled."""
+        """Serve the store on a free port of rank 0, and send its address to the other ranks over MPI, as text."""
         try:
             from mpi4py import MPI
         except ImportError as error:
@@ -151,7 +153,7 @@ class DdpEngine(Engine):
 
     @staticmethod
     def _meet_over_rendezvous(rank: int, size: int, server: tuple[str, int]):
-        """Let the kernel choose a free port on rank 0, and tell the others through the server that Horovod would use."""
+        """Serve the store on a free port of rank 0, and send its address through Horovod's rendezvous server."""
         dist = torch.distributed
         key = str(next(MEETINGS))
         if rank == 0:
@@ -172,13 +174,12 @@ class DdpEngine(Engine):
         return self.gpu_of_local_rank(gpus)
 
     def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
-        if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP refuses it
+        if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP rejects such a model
             return model
-        # Batch norm's running statistics are averaged before evaluation (`average_buffers`), not copied in every forward.
+        # Batch norm's running statistics are averaged before evaluation (`average_buffers`), not copied in every forward
+        # pass. The option was renamed in torch 2.15.
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-        sync = (
-            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        )  # renamed in torch 2.15
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {sync: False, "find_unused_parameters": how.find_unused_parameters}
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
@@ -196,7 +197,7 @@ class DdpEngine(Engine):
         for hook in self._hooks:
             hook.ready = 0.0
         with contextlib.ExitStack() as stack:
-            if number < count - 1:  # gradients travel with the last one only
+            if number < count - 1:  # only the last micro-batch reduces gradients
                 for model in models:
                     if isinstance(model, nn.parallel.DistributedDataParallel):
                         stack.enter_context(model.no_sync())
@@ -206,7 +207,7 @@ class DdpEngine(Engine):
         return any(hook.ready > 0.0 for hook in self._hooks)
 
     def gradients_ready(self) -> float:
-        # By the time backward() returns, DDP has waited for the others: what came after the last bucket was that wait.
+        # backward() returns after DDP has waited for the other ranks; the time after the last bucket is waiting.
         return max((hook.ready for hook in self._hooks), default=0.0) or time.perf_counter()
 
     @collective
@@ -214,7 +215,7 @@ class DdpEngine(Engine):
         ops = torch.distributed.ReduceOp
         kind = {"sum": ops.SUM, "average": ops.SUM, "min": ops.MIN, "max": ops.MAX, "product": ops.PRODUCT}[op]
         torch.distributed.all_reduce(tensor, op=kind)
-        if op == "average":  # Gloo has none of its own
+        if op == "average":  # Gloo does not support it
             exact = tensor.is_floating_point() or tensor.is_complex()
             tensor.div_(self.size) if exact else tensor.floor_divide_(self.size)
 
@@ -229,9 +230,9 @@ class DdpEngine(Engine):
         torch.distributed.broadcast(tensor, src=0)
 
     def shutdown(self) -> None:
-        # Trap: Gloo's threads let go of tensors and callbacks only after they have reported a sum as done. One that does so
-        # while Python is being torn down aborts the process. They are joined with the last reference to the group: DDP holds
-        # some in cycles.
+        # Trap: Gloo's threads release tensors and callbacks only after they have reported a reduction as done. If that
+        # happens during interpreter shutdown, the process aborts. The threads are joined when the last reference to the
+        # group is dropped; DDP holds references in cycles, so collect them first.
         self._hooks = []
         gc.collect()
         if torch.distributed.is_initialized():
@@ -239,9 +240,9 @@ class DdpEngine(Engine):
 
 
 def serve(host: str, port: int, size: int, *, wait_for_workers: bool):
-    """Return a key-value store served at `host`'s address; port 0: a free one. Raises OSError where it cannot be had.
+    """Return a TCPStore that listens on `host` and `port` (0: any free port). Raises OSError if the port is not available.
 
-    The store has no authentication, and would listen on every interface; so it is given a socket that listens on one.
+    TCPStore has no authentication and listens on all interfaces by default, so it is given a socket bound to one address.
     """
     listener = socket.create_server((host, port))
     return torch.distributed.TCPStore(

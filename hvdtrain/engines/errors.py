@@ -2,9 +2,9 @@
 
 
 class UserError(Exception):
-    """Bad input or a bad environment: one line that names the remedy. The process ends with exit code 2.
+    """Invalid input or environment. The message is one line that names the remedy; the exit code is 2.
 
-    everywhere: every rank is sure to raise it too (the same flags, or agreed between them), so that rank 0 alone says it.
+    everywhere: all ranks raise the same error (they have the same flags, or have agreed on it), so only rank 0 prints it.
     """
 
     exit_code = 2
@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 class Failure(Exception):
-    """Training cannot go on, and every rank knows it and raises this: rank 0 says why in one line. Exit code 1."""
+    """Training cannot continue. All ranks raise it together; rank 0 prints the reason in one line. The exit code is 1."""
 
     exit_code = 1
     everywhere = True

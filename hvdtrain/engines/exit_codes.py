@@ -12,22 +12,23 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import write_whole_lines
 
-# 0: done.
+# 0: success.
 FAILED = 1
-WRONG_INPUT = 2  # one line says what to do
+WRONG_INPUT = 2  # one line names the remedy
 TARGET_MISSED = 3
-STOPPED = (
-    75  # on request, to be started again: EX_TEMPFAIL of sysexits.h; Slurm and Kubernetes can tell it from a failure
-)
-LINGER_SECONDS = 2.0
+# Stopped on request, and can be resumed. EX_TEMPFAIL of sysexits.h: Slurm and Kubernetes can distinguish it from a failure.
+STOPPED = 75
+LINGER_SECONDS = 2.0  # how long ranks other than 0 wait before they print an error and exit
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Call `main` and exit with its code; a UserError or Failure becomes one line on standard error and its exit code."""
+    """Call `main` and exit with the code that it returns. A UserError or Failure prints one line on stderr and sets the
+    exit code."""
     write_whole_lines()
-    # What was imported stays to the end: looked through once more there, it takes torch 0.6 s of a core (docs/network.md).
+    # Imported modules stay until the end. Without this, a last collection over torch's objects takes 0.6 s of CPU time
+    # (docs/network.md).
     gc.freeze()
-    gc.enable()  # off since `import hvdtrain`
+    gc.enable()  # disabled by `import hvdtrain`
     try:
         code = main()
     except (UserError, Failure) as error:
@@ -36,17 +37,17 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def end_with(error: UserError | Failure) -> NoReturn:
-    """Say what went wrong in one line, and exit with its code."""
+    """Print `error` in one line and exit with its exit code."""
     path = Path(sys.argv[0])
     say(error, f"hvdtrain.{path.stem}" if path.parent.name == "hvdtrain" else path.stem)
     sys.exit(error.exit_code)
 
 
 def say(error: UserError | Failure, script: str) -> None:
-    """Print `error` in one line, in the name of `script`.
+    """Print `error` in one line, prefixed with `script`.
 
-    Rank 0 speaks at once. The others linger first, because mpirun ends a job at the first rank that fails: left at once, one
-    of them could end rank 0 before it has said why. Then they say what rank 0 may not know.
+    Rank 0 prints at once. The other ranks wait for LINGER_SECONDS first: mpirun ends the job when the first rank fails, and
+    would kill rank 0 before it has printed its error. They print only errors that rank 0 may not have.
     """
     try:
         rank = announced().rank
@@ -56,5 +57,5 @@ def say(error: UserError | Failure, script: str) -> None:
         time.sleep(LINGER_SECONDS)
         script += f": rank {rank} on {socket.gethostname()}"
     if rank == 0 or not error.everywhere:
-        line = " ".join(str(error).splitlines())  # one line, whatever the user typed into it
+        line = " ".join(str(error).splitlines())  # user input in the message may contain line breaks
         print(f"{script}: error: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What the flags of every command that trains share; arguments.py has the checked number types."""
+"""Flags shared by all commands that train. The number types are in arguments.py."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hvdtrain.engines import arguments
-from hvdtrain.engines.arguments import (  # noqa: F401 - for the commands: these are number types of their flags, too
+from hvdtrain.engines.arguments import (  # noqa: F401 - re-exported for the commands
     accuracy,
     byte_count,
     count,
@@ -23,14 +23,14 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import ENGINES, refuse_unsupported
 
 AMP_DTYPES = {"off": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-AMP = (*AMP_DTYPES, "auto")  # Engine.choose_amp makes one of the former of the last
+AMP = (*AMP_DTYPES, "auto")  # Engine.choose_amp resolves "auto"
 
 
 class Parser(arguments.Parser):
-    """The parser of a command that trains: its flags may name an engine."""
+    """The parser of a command that trains. It checks the flags against the engine that they choose."""
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse `argv` (default: the command line), and refuse what the chosen engine cannot do."""
+        """Parse `argv` (default: sys.argv). Raises UserError for options that the chosen engine does not support."""
         flags = self.parse_args(argv)
         if hasattr(flags, "engine"):
             refuse_unsupported(flags.engine, vars(flags))
@@ -38,7 +38,7 @@ class Parser(arguments.Parser):
 
 
 def add_engine(group: argparse.ArgumentParser) -> None:
-    """Flags that `start` takes: ranks, devices, threads."""
+    """Add the flags for the arguments of `start`: engine, device, threads, tuning."""
     group.add_argument(
         "--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)"
     )
@@ -57,7 +57,7 @@ def add_engine(group: argparse.ArgumentParser) -> None:
 
 
 def add_compression(group: argparse.ArgumentParser) -> None:
-    """Flags about how gradients travel."""
+    """Add the flags for gradient compression."""
     group.add_argument(
         "--compression",
         choices=("none", "fp16", "auto"),
@@ -70,7 +70,7 @@ def add_compression(group: argparse.ArgumentParser) -> None:
 
 
 def require_equal(engine: Engine, flags: Mapping[str, object]) -> None:
-    """Raise UserError on every rank where the ranks were given different flags. --data-dir may differ from host to host."""
+    """Raise UserError on every rank if flags differ between ranks. --data-dir may differ between hosts. A collective."""
     mine = {name: str(value) for name, value in flags.items() if name != "data_dir"}
     everyone = engine.all_gather_object(mine, "flags")
     for rank, theirs in enumerate(everyone):

@@ -1,7 +1,7 @@
-"""The Horovod of a script that does not use hvdtrain: observed and, where asked, changed, right after its import.
+"""Hooks into Horovod for a script that does not use hvdtrain. They are installed right after its import.
 
-All that a script does with Horovod passes through a few places in `horovod.torch`, whichever of its names the script has
-imported: one for the start, one for the end, one where every collective waits, one in each step of an optimizer.
+All calls of a script pass through a few functions of `horovod.torch`, whichever names the script imports: initialization,
+shutdown, the wait of every collective, and the step of each optimizer.
 """
 
 import os
@@ -24,50 +24,53 @@ program.HIDDEN.add(__file__)
 
 
 class ForeignEngine(HorovodEngine):
-    """A script's own Horovod, after its `hvd.init()`. It is the script that shuts it down."""
+    """The Horovod instance of a script, after its `hvd.init()`. The script shuts it down itself."""
 
     def __init__(self, hvd: ModuleType):
         Engine.__init__(self, tuning=True, rank=hvd.rank(), size=hvd.size(), launcher="")
         self.hvd = hvd
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self.description = f"horovod over {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
-        self.device = torch.device("cpu")  # of our own messages
+        self.device = torch.device("cpu")  # for our own messages
 
     def shutdown(self) -> None:
         pass
 
 
 class Listener:
-    """What is told of a script's Horovod; each method is called in the thread in which it happens."""
+    """Callbacks for events in a script's Horovod. Each is called in the thread in which the event happens."""
 
     def started(self, engine: ForeignEngine) -> None:
-        """`hvd.init()` is over. Every rank comes here, so that collectives are allowed."""
+        """Called after `hvd.init()` on every rank. Collectives are allowed here."""
 
     def waits(self) -> None:
-        """A collective is about to be waited for."""
+        """Called before the script waits for a collective."""
 
     def waited(self, began: float, ended: float) -> None:
-        """The collective is over. `time.perf_counter` of both."""
+        """Called after a collective. began, ended: `time.perf_counter` of the wait."""
 
     def stepped(self, optimizer: Any) -> None:
-        """A DistributedOptimizer of all ranks has taken a step."""
+        """Called after a step of a DistributedOptimizer over all ranks."""
 
     def loaded(self, began: float, ended: float, batch: object) -> None:
-        """A DataLoader has given a batch."""
+        """Called after a DataLoader has returned a batch. began, ended: `time.perf_counter`."""
 
     def left(self) -> None:
-        """`hvd.shutdown()` is about to begin."""
+        """Called before `hvd.shutdown()`."""
 
     def hung(self, headline: str) -> None:
-        """The job is about to be ended because a rank does not come; in the watchdog's thread, on rank 0."""
+        """Called before the watchdog ends the job because of a hung rank; in the watchdog's thread, on rank 0."""
 
     def end(self, error: BaseException | None, exit_code: object) -> None:
-        """The script is over: by `error`, or else with `exit_code`."""
+        """Called at the end of the script. error: the exception that ended it, if any; else `exit_code` is set."""
 
 
 def attach(hvd: ModuleType, told: Announced, listeners: Sequence[Listener], *, repeatable: bool) -> None:
-    """Have `listeners` told of the Horovod that a script has just imported, and give its optimizers fixed buckets."""
-    if not hasattr(hvd, "mpi_ops"):  # built without its extension, as it says itself
+    """Install the hooks in the Horovod module that a script has just imported.
+
+    listeners: called for each event. repeatable: use fixed gradient buckets in all optimizers.
+    """
+    if not hasattr(hvd, "mpi_ops"):  # built without its PyTorch extension; Horovod reports that itself
         return
     check_ranks(hvd, told)
     if listeners:
@@ -77,9 +80,9 @@ def attach(hvd: ModuleType, told: Announced, listeners: Sequence[Listener], *, r
 
 
 def leave(error: UserError) -> NoReturn:
-    """End this process in the middle of the script, with one line.
+    """Print `error` and exit at once, in the middle of the script.
 
-    At once: after a `hvd.shutdown` on the way out, the other ranks would be told of errors of their own, and speak first.
+    os._exit, because an `hvd.shutdown` on a normal exit would cause errors on the other ranks, which would print first.
     """
     say(error, "hvdtrain.tuned")
     sys.stdout.flush()
@@ -87,7 +90,7 @@ def leave(error: UserError) -> NoReturn:
 
 
 def check_ranks(hvd: Any, told: Announced) -> None:
-    """End with one line where Horovod sees another number of ranks than were started: each would train alone."""
+    """Exit with an error if Horovod sees fewer ranks than the launcher started: each rank would train alone."""
     basics = hvd.mpi_ops._basics
     init = basics.init
 
@@ -97,7 +100,7 @@ def check_ranks(hvd: Any, told: Announced) -> None:
         if whole and told.launcher != "none" and hvd.size() != told.size:
             how = remedy(told.launcher, "horovod")
             size = hvd.size()
-            basics.shutdown()  # this rank is alone: no other waits for it, and MPI removes its files
+            basics.shutdown()  # this rank is alone, so no other rank waits for it; MPI removes its files
             said = f"{told.launcher} announced {told.size} ranks, but {ForeignEngine.name} sees {size}: {how}"
             leave(UserError(said, everywhere=True))
 
@@ -105,11 +108,11 @@ def check_ranks(hvd: Any, told: Announced) -> None:
 
 
 def hear(hvd: Any, listeners: Sequence[Listener]) -> None:
-    """Tell `listeners`. Functions called `marked` are left out of the stacks that the watchdog shows."""
+    """Call `listeners` for each event. The watchdog hides functions named `marked` in the stacks that it prints."""
     ops, optimizers = hvd.mpi_ops, sys.modules["horovod.torch.optimizer"]
     set_up, shutdown, wait = ops._setup_process_sets, ops._basics.shutdown, ops.mpi_lib.horovod_torch_wait_and_clear
 
-    def started(basics: Any) -> None:  # `hvd.init` calls it last, whatever the name by which the script has it
+    def started(basics: Any) -> None:  # `hvd.init` calls this last, under whatever name the script imported it
         set_up(basics)
         engine = ForeignEngine(hvd)
         try:
@@ -154,7 +157,9 @@ def hear(hvd: Any, listeners: Sequence[Listener]) -> None:
 
 
 def telling(step: Callable, listeners: Sequence[Listener]) -> Callable:
-    # A function of its own: Horovod copies it into a class that it makes for each optimizer.
+    """Return `step`, wrapped so that it calls `Listener.stepped` after each step over all ranks."""
+
+    # A plain function: Horovod copies it into a class that it creates for each optimizer.
     def marked(self: Any, closure: Any = None) -> Any:
         result = step(self, closure)
         if getattr(self, "process_set", None) is None or self.process_set.process_set_id == 0:
@@ -166,7 +171,7 @@ def telling(step: Callable, listeners: Sequence[Listener]) -> Callable:
 
 
 def repeat(hvd: Any) -> None:
-    """Give every DistributedOptimizer that has no groups of its own the buckets that our engine uses."""
+    """Use the buckets of HorovodEngine in every DistributedOptimizer that was created without `groups`."""
     optimizer = sys.modules["horovod.torch.optimizer"]._DistributedOptimizer
     make, reduce = optimizer.__init__, optimizer._grouped_allreduce_grad_async
 
@@ -188,7 +193,7 @@ def repeat(hvd: Any) -> None:
 
     def join(*_: Any) -> None:
         said = "--repeatable, but the script calls hvd.join, which fixed buckets break: leave it out"
-        leave(UserError(said))  # ranks join one after the other
+        leave(UserError(said))  # not `everywhere`: ranks call join at different times
 
     optimizer.__init__, optimizer._grouped_allreduce_grad_async = make_with_buckets, reduce_dense
     hvd.mpi_ops.mpi_lib.horovod_torch_join = join

@@ -1,12 +1,12 @@
-"""Horovod, in the order of its own documentation. Read this file to learn the pattern:
+"""The `horovod` engine, in the order of Horovod's documentation. Read this file to learn the pattern:
 
-1. tune      (ours: environment variables that Horovod and MPI read once, at start)
+1. tune      (added here: environment variables that Horovod and MPI read once, at the start)
 2. hvd.init()
 3. one device per local rank
 4. hvd.DistributedOptimizer: gradients are averaged between backward() and step()
 5. hvd.broadcast_parameters: every rank starts from rank 0's weights
 
-Horovod 0.28.1; what a comment calls a trap was seen with that version.
+Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from hvdtrain.engines.base import Engine, Reduction, Setting, collective
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.tuning import tuned_environment
 
-LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is DistributedDataParallel's bucket_cap_mb
+LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the default of DDP's bucket_cap_mb
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
 
 
 def bucket_bytes(total: int) -> int:
-    """Return how many bytes of gradients travel together, of a model that has `total`: a sixteenth, within limits.
+    """Return the bucket size in bytes for `total` bytes of gradients: a sixteenth, between 1 and 25 MiB.
 
-    When the last bucket is full, backward is over, and nothing is left for it to travel behind: it had better be small
-    (docs/results.md). Below 1 MiB an all-reduce takes about as long whatever it holds.
+    The reduction of the last bucket cannot overlap with the backward pass, which has ended by then, so buckets should be
+    small (docs/results.md). Below 1 MiB, the time of an all-reduce hardly depends on its size.
     """
     return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, total // 16))
 
@@ -38,8 +38,8 @@ def bucket_bytes(total: int) -> int:
 def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> list[list[nn.Parameter]]:
     """Split the trainable `parameters` into groups of at most `limit` bytes (or one parameter), last layer first.
 
-    Backward reaches the last layer first, so its bucket travels while the layers before it are still being computed; a model
-    smaller than `limit` is one bucket. limit: None takes `bucket_bytes`.
+    The backward pass computes the last layer first, so its bucket is reduced while the earlier layers are still being
+    computed. A model smaller than `limit` is one bucket. limit: default `bucket_bytes`.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     sizes = [parameter.numel() * parameter.element_size() for parameter in trainable]
@@ -56,10 +56,10 @@ def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> lis
 
 
 class PredividedCompressor:
-    """Horovod's compressor protocol: divide, cast to the wire's type, sum; then cast back and finish the mean.
+    """A Horovod compressor: divides and casts to the network type before the sum; casts back and scales after it.
 
-    Two traps: Horovod's fp16 sums first and divides after, so that 40,000 on three ranks becomes infinity; and its
-    `gradient_predivide_factor` is silently ignored as soon as gradients are grouped. Hence the division stands here.
+    Traps: Horovod's fp16 compression sums before it divides, so 40,000 on three ranks becomes infinity. And Horovod silently
+    ignores `gradient_predivide_factor` when gradients are grouped. Therefore the division is done here.
     """
 
     def __init__(self, wire_dtype: torch.dtype | None, predivide: float, factor_after: float):
@@ -76,6 +76,8 @@ class PredividedCompressor:
 
 
 class HorovodEngine(Engine):
+    """Trains with Horovod over MPI, Gloo or NCCL. Raises UserError if Horovod cannot be imported."""
+
     name = "horovod"
     reductions = ("sum", "average", "adasum", "min", "max", "product")
     tells_missing_gradients = True
@@ -88,14 +90,14 @@ class HorovodEngine(Engine):
             self.notes.append("HOROVOD_TIMELINE=DYNAMIC (its writer keeps a core of rank 0's host busy)")
 
         try:
-            # Imported here and nowhere else: the other engines must work where Horovod is not installed.
+            # Imported only here: the other engines must work without Horovod.
             import horovod.torch as hvd
         except ImportError as error:
             raise UserError(f"Horovod cannot be imported ({error}): {REMEDY}") from error
         self.hvd = hvd
         self._hows: dict[Any, Reduction] = {}  # by optimizer
 
-        # Without a launcher, Open MPI 4 would first start a daemon, which takes time and which a relocated MPI cannot find.
+        # Without a launcher, Open MPI 4 would start a daemon first. That takes time, and fails if MPI was relocated.
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
         hvd.init()
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -103,8 +105,8 @@ class HorovodEngine(Engine):
         self.description = f"horovod over {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
 
     def _tune(self) -> None:
-        # Among them HOROVOD_DISABLE_GROUP_FUSION, for fixed sums. Trap: it is not safe where a rank calls `hvd.join()`
-        # (engines/tuning.py). This engine never does: uneven ends are weighted (`sharding.Batch`).
+        # One of them is HOROVOD_DISABLE_GROUP_FUSION, for reproducible sums. Trap: it is not safe with `hvd.join()`
+        # (engines/tuning.py). This engine never calls it: uneven last batches are weighted instead (`sharding.Batch`).
         settings = tuned_environment(os.environ)
         os.environ.update(settings)
         self.notes += [Setting(f"{name}={value}") for name, value in settings.items()]
@@ -138,16 +140,16 @@ class HorovodEngine(Engine):
             compressor = PredividedCompressor(wire_dtype, how.predivide, factor_after)
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in named if parameter in own]
-        # The wrapped optimizer starts with empty state: fill it (checkpoint, broadcast) after this line, not before.
+        # The wrapped optimizer starts with empty state: load a checkpoint and broadcast after this line, not before.
         distributed = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named,
             compression=compressor,
             op=op,
-            # Horovod adds the micro-batches up and does not average them: the weights of `sharding.Batch` do.
+            # Horovod sums the micro-batches; the weights of `sharding.Batch` turn the sum into a mean.
             backward_passes_per_step=how.accumulate,
-            # Fixed buckets: gradients are always summed in the same order, so that a run repeats to the bit. Without them
-            # they are fused as they happen to become ready, and three ranks gave three different results in three runs.
+            # Fixed buckets: gradients are always summed in the same order, so runs are bitwise reproducible. Without them,
+            # gradients are fused in the order in which they become ready: three runs on three ranks gave three results.
             groups=buckets([parameter for _, parameter in named]) if self.tuning else None,
         )
         self._hows[distributed] = how
@@ -169,18 +171,18 @@ class HorovodEngine(Engine):
     ) -> Iterator[None]:
         if number == 0:
             for optimizer in optimizers:
-                if optimizer.backward_passes_per_step != count:  # the last step of an epoch may have fewer
+                if optimizer.backward_passes_per_step != count:  # the last step of an epoch may have fewer passes
                     optimizer.set_backward_passes_per_step(count)
         yield
 
     @collective
     def broadcast_model(self, model: nn.Module) -> None:
-        # The optimizer's state goes by `broadcast_optimizer_state` of Engine. Trap: Horovod's function of that name takes a
-        # real step on fresh state, and weight decay moves the weights.
+        # Optimizer state is broadcast by `Engine.broadcast_optimizer_state`. Trap: Horovod's function of that name takes a
+        # real step if the state is empty, and weight decay changes the weights.
         self.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     def _adasum(self, optimizer: Any) -> bool:
-        """Tell whether `optimizer` reduces what it changed, inside step(), and offers no way to wait before."""
+        """Return whether `optimizer` uses Adasum. It then reduces the weight updates inside step(), not the gradients."""
         return self._hows[optimizer].reduction == "adasum" and self.size > 1
 
     @collective
@@ -197,14 +199,14 @@ class HorovodEngine(Engine):
             used = torch.tensor([parameter not in unused for parameter in parameters], dtype=torch.int32)
             self.all_reduce_(used, "max", "used_parameters")
             for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
-                if not anywhere:  # as in a single process: the optimizer leaves it alone
+                if not anywhere:  # as in a single process, the optimizer skips this parameter
                     parameter.grad = None
 
     def _complete(self, optimizer: Any) -> set[nn.Parameter]:
-        """Do for parameters whose hook did not run what it would have done; return those without a gradient.
+        """Run the hooks of parameters that got no gradient in backward. Return the parameters without a gradient.
 
-        Trap: a bucket that is complete on one rank and not on another is never reduced on either. A gradient that is
-        missing against expectation travels as NaN: so every rank learns of it, in this step, without a message of its own.
+        Trap: a bucket that is complete on one rank but not on another is never reduced. An unexpectedly missing gradient is
+        sent as NaN, so every rank notices it in this step, without an extra message.
         """
         unused = set()
         expected = not self._hows[optimizer].find_unused_parameters
@@ -252,11 +254,11 @@ class HorovodEngine(Engine):
 
     @classmethod
     def offer_timeline(cls) -> None:
-        # Trap: `hvd.init` reads it, and start_timeline refuses without it. The writer, a thread of rank 0, spins to the end.
+        # Trap: `hvd.init` reads this, and start_timeline fails without it. Its writer thread on rank 0 spins until the end.
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
 
     def start_timeline(self, path: Path) -> bool:
-        if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":  # the user's own file, which stays theirs
+        if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":  # the user has requested a timeline file: keep it
             return False
         self.hvd.start_timeline(str(path))
         return True

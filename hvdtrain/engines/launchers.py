@@ -1,6 +1,6 @@
-"""The rank that a launcher gave this process, and how it bound the process to cores. Does not import torch.
+"""The rank that the launcher assigned to this process, and its binding to cores. Does not import torch.
 
-Only this file, the engines, the starter and the doctor read the variables that launchers set; everything else asks
+Only this file, the engines, the starter and the doctor read the launchers' environment variables. All other code uses
 `engine.rank`.
 """
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from hvdtrain.engines.errors import UserError
 
-MOST_RANKS = 2**20  # announced more, it is a mistake: the largest machines have fewer GPUs
+MOST_RANKS = 2**20  # a larger number must be a mistake: the largest machines have fewer GPUs
 
 
 class Announced(NamedTuple):
-    """What a launcher told this process, before any engine was asked."""
+    """The rank and size in the launcher's environment variables, before an engine is started."""
 
     launcher: str
     rank: int
@@ -32,7 +32,7 @@ LAUNCHERS = (
 )
 
 
-# How many of the ranks are on this host.
+# Variables with the number of ranks on this host.
 LOCAL_SIZES = {
     "horovodrun": ("HOROVOD_LOCAL_SIZE",),
     "mpirun (Open MPI)": ("OMPI_COMM_WORLD_LOCAL_SIZE",),
@@ -44,15 +44,15 @@ LOCAL_SIZES = {
 
 
 def without_launcher(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for a program that a rank starts and that is no rank itself."""
+    """Return the environment for a subprocess of a rank that is not itself a rank."""
     told = {name for _, *names in LAUNCHERS for name in names}
     return {name: value for name, value in environment.items() if name not in told}
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> Announced:
-    """Return what the innermost launcher announced; alone, rank 0 of 1 by the launcher "none".
+    """Return the rank and size set by the innermost launcher. Without a launcher: rank 0 of 1, launcher "none".
 
-    Raises UserError where that is no rank of so many.
+    Raises UserError if the values are not numbers, or the rank is out of range.
     """
     for launcher, rank, size in LAUNCHERS:
         if rank not in environment or size not in environment:
@@ -63,15 +63,17 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced:
         except ValueError:
             raise UserError(f"{said}: not whole numbers; unset them") from None
         if not 0 <= told.rank < told.size <= MOST_RANKS:
-            raise UserError(f"{said}: ranks go from 0 to below their number; correct them, or unset both")
+            raise UserError(
+                f"{said}: the rank must be from 0 to the number of ranks minus 1; correct them, or unset both"
+            )
         return told
     return Announced("none", 0, 1)
 
 
 def remedy(launcher: str, engine: str) -> str:
-    """Return what to type where this launcher's ranks did not find each other."""
+    """Return advice for the case that this launcher's ranks did not find each other."""
     if engine in ("serial", "dataparallel"):
-        return "it is one process; start it without a launcher, or use --engine ddp or horovod"
+        return "this engine runs in one process; start it without a launcher, or use --engine ddp or horovod"
     if launcher == "Slurm":
         return "start with `srun --mpi=pmix` (see `srun --mpi=list`), or srun python -m hvdtrain.starter -m ..."
     if launcher == "torchrun":
@@ -80,26 +82,26 @@ def remedy(launcher: str, engine: str) -> str:
 
 
 def bound_by_default(environment: Mapping[str, str]) -> bool:
-    """Tell whether mpirun bound this rank to one core without having been asked to.
+    """Return whether mpirun (Open MPI 4) bound this rank to one core by default, not by request.
 
-    Open MPI 4 does so for up to two ranks; training, MPI and the engine's own threads then share that core. What was asked
-    for (`--bind-to`, `--map-by`) stands in the environment, and is left alone.
+    It does so for up to two ranks; training, MPI and the engine's threads then share that core. A binding requested with
+    `--bind-to` or `--map-by` appears in the environment and is kept.
     """
     asked = ("OMPI_MCA_hwloc_base_binding_policy", "OMPI_MCA_rmaps_base_mapping_policy")
     return environment.get("OMPI_MCA_orte_bound_at_launch") == "1" and not any(name in environment for name in asked)
 
 
 def bound_unexplained(environment: Mapping[str, str], mine: int, host: int) -> bool:
-    """Tell whether Open MPI 5 bound this rank to one core; `mine` and `host` count the cores of the rank and of its host.
+    """Return whether Open MPI 5 bound this rank to one core. mine, host: number of cores of the rank and of its host.
 
-    It does so for up to two ranks, unless it may oversubscribe. Whether anyone asked for it stands nowhere in the rank's
-    environment (5.0.11), so that this can be said but not undone.
+    It does so by default for up to two ranks, unless oversubscription is allowed. The environment does not show whether the
+    user requested the binding (5.0.11), so it is only reported, not undone.
     """
     return environment.get("PRTE_LAUNCHED") == "1" and mine == 1 < host
 
 
 def ranks_on_host(environment: Mapping[str, str], told: Announced) -> int:
-    """Return how many ranks this host has according to the launcher; all ranks if it does not say."""
+    """Return the number of ranks on this host according to the launcher, or the number of all ranks if it is not known."""
     for name in LOCAL_SIZES[told.launcher]:
         if (value := environment.get(name, "")).isdecimal() and 1 <= int(value) <= told.size:
             return int(value)
@@ -114,7 +116,7 @@ def ranks_on_host(environment: Mapping[str, str], told: Announced) -> int:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return Slurm's counts by node: "2(x3),1" is 2, 2, 2, 1. Empty where it is written otherwise."""
+    """Parse Slurm's number of tasks per node: "2(x3),1" gives [2, 2, 2, 1]. Returns [] for any other format."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
@@ -125,6 +127,6 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def cores_of_job(environment: Mapping[str, str], told: Announced) -> float:
-    """Return how many cores of this host Slurm gave to the job; inf where another launcher started the ranks."""
+    """Return how many cores of this host Slurm allocated to the job; inf under any other launcher."""
     value = environment.get("SLURM_CPUS_ON_NODE", "")
     return int(value) if told.launcher == "Slurm" and value.isdecimal() and int(value) > 0 else float("inf")

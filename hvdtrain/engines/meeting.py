@@ -1,6 +1,6 @@
-"""How the starters of a job find each other: each tells the first how many ranks it brings, and learns all places.
+"""The rendezvous of a job's starters: each tells the first starter how many ranks it has, and receives all hosts' ranks.
 
-A starter brings one rank, which it then becomes, or all ranks of its host. Imports no torch.
+A starter has one rank, which it becomes itself, or all ranks of its host. Does not import torch.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.rendezvous import Rendezvous, own_address_towards
 
 POLL_SECONDS = 0.1
-SAY_SECONDS = 10.0  # between two lines about who is waited for
-FAILURE_SECONDS = 5.0  # between two looks whether another host has failed
-GONE_AFTER = 20  # requests in vain to a first starter that had answered before
-MOST_NAMED = 8
-# Only straight to the first starter: a proxy variable of the site's must not send the others elsewhere.
+SAY_SECONDS = 10.0  # between two lines about missing ranks
+FAILURE_SECONDS = 5.0  # between two checks whether another host has failed
+GONE_AFTER = 20  # failed requests to a first starter that had answered before
+MOST_NAMED = 8  # ranks or hosts named in one message
+# Connects directly to the first starter, ignoring proxy variables.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Place(NamedTuple):
-    """A rank's place among the hosts, in Horovod's words: `cross` counts the hosts that have a rank of this local rank."""
+    """A rank's place among the hosts, in Horovod's terms: `cross_size` is the number of hosts that have this local rank."""
 
     local_rank: int
     local_size: int
@@ -36,25 +36,26 @@ class Place(NamedTuple):
 
 
 class Came(NamedTuple):
-    """What a starter brings to the job."""
+    """A starter's host name and number of ranks."""
 
     host: str
     ranks: int
 
 
 def place(rank: int, hosts: Sequence[str]) -> Place:
-    """Return the place of `rank`, given the host name of every rank."""
+    """Return the place of `rank`. hosts: the host name of every rank."""
     local_rank = hosts[:rank].count(hosts[rank])
     peers = [host for host, count in Counter(hosts).items() if count > local_rank]  # in order of their first ranks
     return Place(local_rank, hosts.count(hosts[rank]), peers.index(hosts[rank]), len(peers))
 
 
 def resolve(host: str, deadline: float) -> str:
-    """Return the IPv4 address of `host`; a name may take its time to appear (Kubernetes: once the pod runs)."""
+    """Return the IPv4 address of `host`. Retries until `deadline` (time.monotonic): on Kubernetes, a name resolves only once
+    the pod runs. Raises UserError."""
     while True:
         try:
             return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
-        except (OSError, UnicodeError) as error:  # UnicodeError: no name at all
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             if time.monotonic() > deadline or isinstance(error, UnicodeError):
                 raise UserError(
                     f"{host}, where rank 0 should be, has no address ({error}): check MASTER_ADDR"
@@ -63,10 +64,10 @@ def resolve(host: str, deadline: float) -> str:
 
 
 def interface_with(address: str) -> str:
-    """Return the name of this host's interface that has `address`."""
+    """Return the name of this host's network interface with `address`. Raises UserError if there is none."""
     import psutil  # Horovod's launcher needs it too
 
-    wanted = "127.0.0.1" if address.startswith("127.") else address  # Debian gives a host's own name 127.0.1.1
+    wanted = "127.0.0.1" if address.startswith("127.") else address  # Debian resolves a host's own name to 127.0.1.1
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == wanted for entry in entries):
             return name
@@ -75,7 +76,7 @@ def interface_with(address: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of this host's `interface`."""
+    """Return the IPv4 address of this host's network interface `interface`. Raises UserError if it has none."""
     import psutil
 
     for entry in psutil.net_if_addrs().get(interface, []):
@@ -85,7 +86,7 @@ def address_of(interface: str) -> str:
 
 
 def address_towards(address: str) -> str:
-    """Return this host's own IPv4 address on the way to `address`."""
+    """Return the local IPv4 address used to reach `address`. Raises UserError if it is unreachable."""
     try:
         return own_address_towards(address)
     except OSError as error:
@@ -98,7 +99,7 @@ def names(came: Sequence[Came]) -> list[str]:
 
 
 def environment(rank: int, hosts: Sequence[str], address: str, port: int, interface: str) -> dict[str, str]:
-    """Return what Horovod's launcher would have put into this rank's environment."""
+    """Return the environment variables that Horovod's launcher would set for `rank`."""
     mine = place(rank, hosts)
     return {
         "HOROVOD_HOSTNAME": hosts[rank],
@@ -118,25 +119,25 @@ def environment(rank: int, hosts: Sequence[str], address: str, port: int, interf
 
 
 class Meeting:
-    """One starter's part in it: `come`, then, once its ranks can begin, `wait`.
+    """One starter's side of the rendezvous. Call `come`, then `wait` once its ranks are ready to begin.
 
-    number, size: of this starter, and how many there are. address: of the first one; port: where it listens (0: any, where
-    it is alone). seconds: in which all must have come, and then in which all must be ready. say: takes a line about who is
-    waited for.
+    number, size: this starter's number, and the number of starters. address, port: where the first starter listens; port 0
+    (any free port) only if there is one starter. seconds: time limit for all starters to connect, and again for all to be
+    ready. say: called with a line about missing ranks.
     """
 
     def __init__(self, number: int, size: int, address: str, port: int, seconds: float,
                  say: Callable[[str], None] = lambda line: None):  # fmt: skip
         self.number, self.size, self.address, self.port = number, size, address, port
         self.seconds, self.say = seconds, say
-        self.first = 0  # once all have met: the first rank of this starter
+        self.first = 0  # the first rank of this starter; set by `wait`
         self._deadline = time.monotonic() + seconds
         self._server: Rendezvous | None = None  # on the first starter
         self._reached = False  # the first starter has answered this one
-        self._poll = max(POLL_SECONDS, size / 1000)  # seconds: a thousand requests a second in all
+        self._poll = max(POLL_SECONDS, size / 1000)  # seconds; limits the total to a thousand requests per second
 
     def come(self, ranks: int) -> None:
-        """Be there with so many ranks; the first starter begins to serve. Raises UserError."""
+        """Register this starter with `ranks` ranks; the first starter begins to listen. Raises UserError."""
         mine = json.dumps(Came(socket.gethostname(), ranks)).encode()
         if self.number == 0:
             try:
@@ -150,15 +151,14 @@ class Meeting:
             self._request("PUT", f"hosts/{self.number}", mine)
 
     def wait(self) -> list[str]:
-        """Say that this starter's ranks can begin, and return the host name of every rank once all can.
+        """Report that this starter's ranks are ready. Return the host name of every rank once all starters are ready.
 
-        Raises UserError where not all come, Failure where a host failed meanwhile.
+        Raises UserError if a starter does not connect in time, Failure if a host has failed.
         """
         if self._server is None:
             self._request("PUT", f"ready/{self.number}")
-            self._deadline = (
-                time.monotonic() + 3 * self.seconds
-            )  # the first starter gives up before, and says who is late
+            # The first starter gives up earlier, and names the missing ranks.
+            self._deadline = time.monotonic() + 3 * self.seconds
             came = json.loads(self._request("GET", "known/hosts"))
             self._request("PUT", f"met/{self.number}")
             return self._placed([Came(*each) for each in came])
@@ -174,7 +174,7 @@ class Meeting:
         server.expect(names(came))
         server.put("known", "hosts", json.dumps(came).encode())
         server.put("met", "0", b"")
-        # This process may be done before a slower starter has asked, and the server with it.
+        # Wait, because this process and its server may end before a slower starter has read the hosts.
         self._all_in(
             "met", lambda late: f"{listed([came[number].host for number in late])} connected, then stopped answering"
         )
@@ -185,7 +185,7 @@ class Meeting:
         return names(came)
 
     def fail(self, reason: str) -> None:
-        """Tell the other starters that this one's ranks have failed, as far as they still can be told."""
+        """Tell the other starters that this one's ranks have failed, if they can still be reached."""
         line = f"{socket.gethostname()}: {reason}".encode()
         if self._server is not None:
             self._server.put("failed", "any", line)
@@ -194,21 +194,21 @@ class Meeting:
                 self._once("PUT", "failed/any", line)
 
     def linger(self) -> None:
-        """On the first starter, which is about to end: stay until the others have heard that its ranks have failed."""
+        """On the first starter, at its end: if ranks have failed, wait until the other starters have noticed."""
         if self._server is not None and self.size > 1 and self.failure():
             time.sleep(FAILURE_SECONDS + 1.0)
 
     def failure(self) -> str | None:
-        """Return which other host's ranks have failed, and how; None where none are known to have."""
+        """Return which other host's ranks have failed, and how; None if none are known to have failed."""
         if self._server is not None:
             told = self._server.get("failed").get("any")
             return None if told is None else told.decode(errors="replace")
-        with contextlib.suppress(OSError):  # none is known, or the first starter has ended
+        with contextlib.suppress(OSError):  # no failure is known, or the first starter has ended
             return self._once("GET", "failed/any").decode(errors="replace")
         return None
 
     def _all_in(self, scope: str, complaint: Callable[[list[int]], str]) -> None:
-        """On the first starter: return once every starter's number is a key of `scope`."""
+        """On the first starter: return once every starter's number is a key of `scope`. Raises UserError, Failure."""
         assert self._server is not None
         began = said = time.monotonic()
         while late := [number for number in range(self.size) if str(number) not in self._server.get(scope)]:
@@ -219,27 +219,28 @@ class Meeting:
                 raise UserError(complaint(late))
             if now - said > SAY_SECONDS:
                 said = now
-                self.say(f"waits for {len(late)} of {self.size} since {now - began:.0f} s: {complaint(late)}")
+                self.say(f"waiting for {len(late)} of {self.size} for {now - began:.0f} s: {complaint(late)}")
             time.sleep(self._poll)
 
     def _request(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        """Return the first starter's answer, once it has one."""
+        """Send a request to the first starter until it succeeds, and return the answer. Raises UserError, Failure."""
         gone = 0
         while True:
             try:
                 return self._once(method, path, data)
             except OSError as error:  # HTTPError too
                 missing = getattr(error, "code", 0) == 404
-                said = "not every rank came" if missing else getattr(error, "reason", error)
+                said = "not every rank connected" if missing else getattr(error, "reason", error)
                 gone = 0 if missing or not self._reached else gone + 1
                 if time.monotonic() > self._deadline or gone > GONE_AFTER:
-                    raise UserError(f"no meeting at rank 0's {self.address}:{self.port}: {said}") from None
+                    raise UserError(f"the ranks did not meet at rank 0's {self.address}:{self.port}: {said}") from None
             if self._reached and (failed := self.failure()):
                 raise Failure(failed)
             time.sleep(self._poll)
 
     def _once(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        """Raises OSError where the first starter cannot be reached, or has no such key."""
+        """Send one request and return the answer. Raises OSError if the first starter cannot be reached or has no such
+        key."""
         body = data if data is not None or method == "GET" else b""
         what = urllib.request.Request(f"http://{self.address}:{self.port}/{path}", data=body, method=method)
         try:
@@ -252,6 +253,6 @@ class Meeting:
 
 
 def listed(late: Sequence[object]) -> str:
-    """Return the first few, in words."""
+    """Return the first few items as text, such as "1, 2 and 6 more"."""
     more = len(late) - MOST_NAMED
     return ", ".join(map(str, late[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")

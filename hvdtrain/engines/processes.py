@@ -1,4 +1,4 @@
-"""Other processes of this host, from /proc: the launcher of this rank, and the other ranks."""
+"""Other processes on this host, read from /proc: the launcher of this rank, and other ranks."""
 
 import contextlib
 import os
@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROC = Path("/proc")
-# Programs whose end must end the ranks that they started, by the name of their executable or script.
+# Launchers, by the name of their executable or script. When one of them ends, the ranks that it started must end.
 LAUNCHERS = re.compile(
     r"(mpirun|mpiexec|orterun|orted|prterun|prte|prted|prun|mpiexec\.hydra|hydra_pmi_proxy|hydra_bstrap_proxy|slurmstepd"
     r"|torchrun|horovodrun|slurm_script)(_wrapper|\.real)?"
 )
-WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # with --restarts; without, they become the launcher
+WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # only with --restarts; otherwise they exec the launcher
 MODULES = re.compile(r"torch\.distributed\.(run|launch)|hvdtrain\.(scaling|doctor|starter)|horovod\.runner\.launch")
 MOST_ANCESTORS = 30
-STARTERS: list[int] = []  # in a rank that was forked: the number of its starter
-PROXY: list[int] = []  # in a rank of a fork server: the number of the client that the launcher has started in its place
+STARTERS: list[int] = []  # in a forked rank: the pid of its starter
+PROXY: list[int] = []  # in a rank of a fork server: the pid of the client that the launcher started in its place
 
 
 class Process(NamedTuple):
-    """One process for its whole life: another may get its number later, but not its start (clock ticks since boot)."""
+    """A process, identified by pid and start time (clock ticks since boot), because pids are reused."""
 
     pid: int
     started: int
@@ -28,7 +28,7 @@ class Process(NamedTuple):
 
 
 def stat(pid: int, proc: Path = PROC) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the third (state, parent, ...); None where there is no such process."""
+    """Return the fields of /proc/PID/stat from the third on (state, parent, ...); None if there is no such process."""
     with contextlib.suppress(OSError, IndexError):
         fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
         return fields if len(fields) > 19 else None
@@ -36,25 +36,27 @@ def stat(pid: int, proc: Path = PROC) -> list[str] | None:
 
 
 def began(proc: Path = PROC) -> int:
-    """Return when this process began, in clock ticks since boot; where a starter has forked it, when that began."""
+    """Return the start time of this process, or of the starter that forked it, in clock ticks since boot."""
     fields = stat((STARTERS or PROXY or [os.getpid()])[0], proc) or stat(os.getpid(), proc)
     assert fields is not None
     return int(fields[19])
 
 
 def is_stopped(pid: int, proc: Path = PROC) -> bool:
+    """Return whether the process is stopped by a signal or a debugger."""
     fields = stat(pid, proc)
     return fields is not None and fields[0] in "Tt"
 
 
 def lives(process: Process, proc: Path = PROC) -> bool:
-    """Tell whether it has not ended. Who has, and was not waited for by its parent yet, has."""
+    """Return whether the process still runs. A zombie does not."""
     fields = stat(process.pid, proc)
     return fields is not None and fields[0] not in "ZX" and int(fields[19]) == process.started
 
 
 def launcher_name(arguments: list[str]) -> str | None:
-    """Return the launcher's name where a command line is one's: `torchrun`, `python .../torchrun`, `bash mpirun.sh`, ..."""
+    """Return the name of the launcher that a command line runs, such as `torchrun`, `python .../torchrun` or
+    `bash mpirun.sh`; None if it is not a launcher."""
     words = [Path(word.removesuffix(":")).name for word in arguments[:1]]  # slurmstepd writes "slurmstepd: [7.0]"
     words += [Path(words[0].split(":")[0]).name] if words else []
     for i, word in enumerate(arguments[1:], 1):
@@ -74,10 +76,10 @@ def launcher_name(arguments: list[str]) -> str | None:
 
 
 def launchers(pid: int | None = None, proc: Path = PROC) -> list[Process]:
-    """Return the processes from this one's parent up to its topmost launcher; none where no launcher started it.
+    """Return the processes from this one's parent up to its outermost launcher; empty if no launcher started it.
 
-    Only these: the shell above them may end in good order (nohup, setsid, a session that is closed), and so may what
-    started a process without being a launcher.
+    Processes above the launcher, such as a shell, are left out: they may end normally while the job runs (nohup, setsid, a
+    closed session).
     """
     chain: list[Process] = []
     top = 0

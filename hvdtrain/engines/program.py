@@ -1,7 +1,7 @@
-"""Run another script in this process as the interpreter would: `python FILE ...` or `python -m MODULE ...`.
+"""Run another script in this process as the interpreter would run `python FILE ...` or `python -m MODULE ...`.
 
-`__main__`, sys.argv, sys.path[0], exit code and tracebacks are the script's own; so is what multiprocessing imports in a
-worker. Imports no torch.
+`__main__`, sys.argv, sys.path[0], the exit code, tracebacks, and the main module that multiprocessing imports in workers
+are those of the script. Does not import torch.
 """
 
 import builtins
@@ -19,16 +19,18 @@ from hvdtrain.engines.errors import UserError
 
 
 class Program(NamedTuple):
+    """A script to run, and the interpreter state that it expects."""
+
     code: CodeType
     main: ModuleType  # becomes sys.modules["__main__"]
     argv: list[str]
-    directory: str | None  # becomes sys.path[0]; None: that stays
+    directory: str | None  # becomes sys.path[0]; None: sys.path[0] is not changed
 
 
 def find(words: list[str]) -> Program:
-    """Return the program that `words` name, a file or "-m" and a module, with its arguments.
+    """Return the program for `words`: a file, or "-m" and a module, followed by its arguments.
 
-    Raises UserError where there is no such program. A module's packages are imported to find it, as `python -m` does.
+    Raises UserError if there is no such program. Like `python -m`, this imports the packages that contain a module.
     """
     if not words or words == ["-m"]:
         raise UserError("nothing to run: name a file, as in `train.py`, or `-m MODULE`", everywhere=True)
@@ -38,7 +40,7 @@ def find(words: list[str]) -> Program:
 def _file(name: str, arguments: list[str]) -> Program:
     if Path(name).is_dir():
         raise UserError(f"{name} is a directory: name the script in it")
-    path = os.path.abspath(name)  # noqa: PTH100 - as the interpreter has it: links are kept
+    path = os.path.abspath(name)  # noqa: PTH100 - like the interpreter, does not resolve links
     try:
         with io.open_code(path) as file:
             code = pkgutil.read_code(file)  # a .pyc
@@ -55,7 +57,7 @@ def _file(name: str, arguments: list[str]) -> Program:
 def _module(name: str, arguments: list[str]) -> Program:
     absent = f"-m {name}: no such module here; name a module that `python -m` finds, or a file"
     spec = _spec(name, absent)
-    if spec.submodule_search_locations is not None:  # a package: what runs is in it
+    if spec.submodule_search_locations is not None:  # a package: run its __main__
         spec = _spec(f"{name}.__main__", f"-m {name}: a package without __main__; name a module in it")
     get_code = getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if get_code is not None else None
@@ -72,7 +74,7 @@ def _spec(name: str, absent: str) -> ModuleSpec:
         spec = None
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # a package's own import failed
+            raise  # an import inside the package failed
         spec = None
     if spec is None:
         raise UserError(absent)
@@ -90,7 +92,7 @@ def _main(path: str | None, loader: object, spec: ModuleSpec | None) -> ModuleTy
 
 
 def source(program: Program) -> str:
-    """Return its source; empty where there is none (a .pyc)."""
+    """Return the source code of `program`; "" if there is none (a .pyc file)."""
     loader, spec = program.main.__loader__, program.main.__spec__
     get_source = getattr(loader, "get_source", None)
     try:
@@ -100,11 +102,11 @@ def source(program: Program) -> str:
 
 
 def run(program: Program) -> None:
-    """Run it to its end. Whatever it raises passes through, and is shown without our frames."""
+    """Run `program`. Its exceptions propagate; their tracebacks are printed without frames of hvdtrain."""
     sys.argv = program.argv
     if program.directory is not None:
         sys.path[0] = program.directory
-    sys.modules["__main__"] = program.main  # for good: threads, pickles and functions at exit still look there
+    sys.modules["__main__"] = program.main  # not restored: threads, pickle and exit handlers still use it
     try:
         exec(program.code, program.main.__dict__)
     except SystemExit:
@@ -115,7 +117,7 @@ def run(program: Program) -> None:
 
 
 def show_from(code: CodeType | None) -> None:
-    """Have the interpreter show the exception that ends it from the frame of `code` on; None: no frame at all."""
+    """Make the interpreter print an uncaught exception only from the frame of `code` on; None: without any frames."""
     hook = sys.excepthook  # the script may have set its own
 
     def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -124,7 +126,7 @@ def show_from(code: CodeType | None) -> None:
         error.__traceback__ = frames
         seen: set[int] = set()
         link: BaseException | None = error
-        while link is not None and id(link) not in seen:  # and what it was raised from, or during
+        while link is not None and id(link) not in seen:  # the exceptions in __cause__ and __context__, too
             seen.add(id(link))
             link.__traceback__ = without_hidden(link.__traceback__)
             link = link.__cause__ or link.__context__
@@ -134,11 +136,11 @@ def show_from(code: CodeType | None) -> None:
     sys.excepthook = show
 
 
-HIDDEN: set[str] = set()  # files of ours whose functions the script calls without knowing
+HIDDEN: set[str] = set()  # files of hvdtrain whose functions are called from inside the script through hooks
 
 
 def without_hidden(frames: TracebackType | None) -> TracebackType | None:
-    """Return the same traceback without frames of HIDDEN files."""
+    """Return the traceback without the frames of HIDDEN files."""
     all_frames = []
     while frames is not None:
         all_frames.append(frames)

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet when no launcher brings them together."""
+"""Rendezvous of a job's ranks: the address of rank 0, and a server for Gloo."""
 
 import contextlib
 import re
@@ -12,21 +12,21 @@ from collections.abc import Mapping
 
 from hvdtrain.engines.errors import UserError
 
-BACKLOG = 4096  # connections that wait to be accepted; the kernel cuts it to net.core.somaxconn
-SILENCE_SECONDS = 30.0  # for one request
-MOST_HEAD, MOST_BODY = 2**14, 2**26  # bytes; a value is 136 bytes for each other rank
+BACKLOG = 4096  # pending connections; the kernel limits it to net.core.somaxconn
+SILENCE_SECONDS = 30.0  # time limit of one request
+MOST_HEAD, MOST_BODY = 2**14, 2**26  # bytes; a value has 136 bytes per other rank
 LENGTH = re.compile(rb"\r\nContent-Length: *([0-9]{1,9})(?=\r|$)", re.IGNORECASE)
 
 
 def own_address_towards(host: str) -> str:
-    """Return this host's IPv4 address on the way to `host`; connecting UDP sends nothing. Raises OSError."""
+    """Return the local IPv4 address used to reach `host`. Connecting a UDP socket sends nothing. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
 
 def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, int]:
-    """Return the host and port of rank 0: as told by MASTER_ADDR and MASTER_PORT, or as follows from the Slurm job."""
+    """Return the host and port of rank 0, from MASTER_ADDR and MASTER_PORT or from the Slurm job. Raises UserError."""
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if host and port:
         if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
@@ -34,23 +34,25 @@ def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, i
         return host, int(port)
     if launcher == "Slurm":
         return slurm_meeting_point(environment)
-    raise UserError(f"{launcher} does not say where ranks meet: set MASTER_ADDR and MASTER_PORT, or use torchrun")
+    raise UserError(
+        f"{launcher} does not tell the ranks where to meet: set MASTER_ADDR and MASTER_PORT, or use torchrun"
+    )
 
 
 def horovods_server(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the address of the rendezvous server that `horovodrun --gloo` or hvdtrain.starter runs, if any does."""
+    """Return host and port of the rendezvous server of `horovodrun --gloo` or hvdtrain.starter; None if there is none."""
     address = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     port = environment.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
     return (address, int(port)) if address and port.isdecimal() else None
 
 
 def put(server: tuple[str, int], scope: str, key: str, value: bytes) -> None:
-    """Store `value` under /`scope`/`key` at a rendezvous server. Raises OSError."""
+    """Store `value` under /`scope`/`key` on a rendezvous server. Raises OSError."""
     _request(server, "PUT", f"/{scope}/{key}", value)
 
 
 def wait_for(server: tuple[str, int], scope: str, key: str, seconds: float) -> bytes:
-    """Return what was stored under /`scope`/`key`, as soon as it is there. Raises OSError, after `seconds` TimeoutError."""
+    """Wait until there is a value under /`scope`/`key`, and return it. Raises OSError; TimeoutError after `seconds`."""
     until = time.monotonic() + seconds
     while (value := _request(server, "GET", f"/{scope}/{key}")) is None:
         if time.monotonic() > until:
@@ -60,8 +62,8 @@ def wait_for(server: tuple[str, int], scope: str, key: str, seconds: float) -> b
 
 
 def _request(server: tuple[str, int], method: str, path: str, body: bytes = b"") -> bytes | None:
-    """Return the answer's body; None: there is no such key. Raises OSError."""
-    import http.client  # of use to few, and not imported by torch
+    """Return the body of the answer; None if there is no such key. Raises OSError."""
+    import http.client  # rarely needed, and not imported by torch
 
     connection = http.client.HTTPConnection(*server, timeout=SILENCE_SECONDS)
     try:
@@ -69,13 +71,13 @@ def _request(server: tuple[str, int], method: str, path: str, body: bytes = b"")
         answer = connection.getresponse()
         return answer.read() if answer.status == 200 else None
     except http.client.HTTPException as error:
-        raise OSError(f"{server[0]}:{server[1]} is no rendezvous server ({error!r})") from error
+        raise OSError(f"{server[0]}:{server[1]} is not a rendezvous server ({error!r})") from error
     finally:
         connection.close()
 
 
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the first host of this job step and a port that follows from the job's number."""
+    """Return the first host of this job step, and a port derived from the job ID. Raises UserError."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
     number = environment.get("SLURM_JOB_ID", "0")
     if not re.fullmatch("[0-9]{1,20}", number):
@@ -90,14 +92,14 @@ def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 class Rendezvous:
-    """Where Gloo's ranks learn each other's sockets: as Horovod's own rendezvous server, in one thread of this process.
+    """A key-value server with the protocol of Horovod's rendezvous server, in one thread. Gloo exchanges addresses with it.
 
-    Keys and values in scopes: PUT, GET and DELETE /scope/key, one request a connection. Horovod's own is Python's
-    HTTPServer, whose listen queue holds 5, so that the ninth rank is dropped and comes again seconds later; and it starts a
-    thread for each of the 3,000 requests of 24 ranks. The protocol has no authentication: any process that reaches it can
-    misdirect the ranks of this job. So it listens on one address only, holds nothing but addresses, and unpickles nothing.
+    Requests are PUT, GET and DELETE /scope/key, one per connection. Horovod's own server is Python's HTTPServer: its listen
+    queue holds 5 connections, so the ninth rank is dropped and retries seconds later, and it starts a thread for each of the
+    3,000 requests of 24 ranks. The protocol has no authentication: any process that can connect can misdirect the ranks of
+    this job. Therefore the server listens on one address only, stores only addresses, and does not use pickle.
 
-    port: 0 takes any that is free. Raises OSError where `address` cannot be bound.
+    port: 0 for any free port. Raises OSError if `address` cannot be bound.
     """
 
     def __init__(self, address: str, port: int):
@@ -106,21 +108,25 @@ class Rendezvous:
         self.port = int(self._listener.getsockname()[1])
         self._lock = threading.Lock()
         self._scopes: dict[str, dict[str, bytes]] = {}
-        self._sizes: dict[str, int] = {}  # of scopes that are forgotten once so many have finished
+        self._sizes: dict[str, int] = {}  # scope -> number of ranks after whose DELETE the scope is removed
         self._finished: dict[str, set[str]] = {}
         threading.Thread(target=self._serve, name="rendezvous", daemon=True).start()
 
     def get(self, scope: str) -> dict[str, bytes]:
-        """Return what was put so far under /`scope`/, by key."""
+        """Return all values under /`scope`/, by key."""
         with self._lock:
             return dict(self._scopes.get(scope, {}))
 
     def put(self, scope: str, key: str, value: bytes) -> None:
+        """Store `value` under /`scope`/`key`."""
         with self._lock:
             self._scopes.setdefault(scope, {})[key] = value
 
     def expect(self, hosts: list[str]) -> None:
-        """Given the host of each rank, forget a scope once all its ranks have met: Horovod can then be started again."""
+        """Remove each scope once all its ranks are done with it, so that Horovod can be initialized again.
+
+        hosts: the host name of every rank.
+        """
         on_host = Counter(hosts)
         sizes = {"global": len(hosts)} | {f"local_{host}": count for host, count in on_host.items()}
         for local_rank in range(max(on_host.values())):
@@ -129,7 +135,7 @@ class Rendezvous:
             self._sizes.update(sizes)
 
     def _answer(self, method: str, scope: str, key: str, value: bytes) -> bytes | None:
-        """Do what a request asks for, and return the answer's body; None: there is no such key."""
+        """Execute a request. Return the body of the answer; None if there is no such key."""
         with self._lock:
             if method == "GET":
                 return self._scopes.get(scope, {}).get(key)
@@ -165,7 +171,7 @@ class Rendezvous:
                             close(caller, selector)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        with contextlib.suppress(OSError):  # the client has gone; out of open files: the others wait in the queue
+        with contextlib.suppress(OSError):  # the client is gone, or the limit of open files is reached
             while True:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
@@ -174,7 +180,7 @@ class Rendezvous:
                 self._go_on(caller, selector)
 
     def _go_on(self, caller: "Caller", selector: selectors.BaseSelector) -> None:
-        """Read or write as much as can be without waiting."""
+        """Read or write as much as possible without blocking."""
         try:
             if not caller.answer:
                 asked = caller.read()
@@ -190,13 +196,13 @@ class Rendezvous:
                 return
         except BlockingIOError:
             return
-        except (OSError, ValueError):  # gone, or no request
+        except (OSError, ValueError):  # the client is gone, or the request is invalid
             pass
         close(caller, selector)
 
 
 class Caller:
-    """One connection, which asks once."""
+    """One connection, with one request."""
 
     __slots__ = ("answer", "received", "socket", "until")
 
@@ -207,10 +213,10 @@ class Caller:
         self.until = time.monotonic() + SILENCE_SECONDS
 
     def read(self) -> tuple[str, str, str, bytes] | None:
-        """Return the request's method, scope, key and value; None where more is to come.
+        """Return method, scope, key and value of the request; None if it is not complete yet.
 
-        Raises BlockingIOError where nothing has come, another OSError where the caller is gone, ValueError for what is
-        no request.
+        Raises BlockingIOError if no data is available, another OSError if the client is gone, ValueError if the request is
+        invalid.
         """
         part = self.socket.recv(65536)
         self.received += part
@@ -231,5 +237,6 @@ class Caller:
 
 
 def close(caller: Caller, selector: selectors.BaseSelector) -> None:
+    """Unregister the connection and close it."""
     selector.unregister(caller.socket)
     caller.socket.close()

@@ -1,4 +1,4 @@
-"""One process: `serial` on one device, `dataparallel` on all GPUs of this machine."""
+"""The engines with one process: `serial` on one device, `dataparallel` on all GPUs of this machine."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from hvdtrain.engines.errors import UserError
 
 
 class SerialEngine(Engine):
-    """A engine of one rank, in which every collective returns what it was given."""
+    """An engine with one rank. Every collective returns its input."""
 
     name = "serial"
     reductions = ("sum", "average", "min", "max", "product")
@@ -50,9 +50,9 @@ class SerialEngine(Engine):
 
 
 class DataParallelEngine(SerialEngine):
-    """`nn.DataParallel`: each batch is split over the GPUs, the gradients are summed on the first.
+    """Trains with `nn.DataParallel`: each batch is split over the GPUs, and the gradients are summed on the first GPU.
 
-    `--batch-size` is that of the one rank, over all its GPUs.
+    `--batch-size` is the batch size over all GPUs.
     """
 
     name = "dataparallel"

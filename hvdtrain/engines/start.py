@@ -1,4 +1,4 @@
-"""Start an engine and check it against the launcher: the single source of truth for ranks is the engine this returns."""
+"""Start an engine and check it against the launcher. The returned engine is the only source of rank and size."""
 
 import os
 import socket
@@ -19,17 +19,17 @@ ENGINES = ("horovod", "ddp", "dataparallel", "serial")
 def start(
     name: str, *, tuning: bool = True, device: str = "auto", threads: int | None = None, timeline: bool = False
 ) -> Engine:
-    """Start the engine called `name`, and check it against what the launcher announced.
+    """Start the engine `name` and return it, after a check against rank and size in the launcher's variables.
 
-    `threads`: torch's threads on this rank; None derives them from the cores that this rank really has.
-    `timeline`: `Engine.start_timeline` will be called.
-    Raises UserError where launcher and engine disagree, or the device cannot be had.
+    `threads`: number of torch threads on this rank; None derives it from the cores available to this rank.
+    `timeline`: whether `Engine.start_timeline` will be called.
+    Raises UserError if launcher and engine disagree, or the device is not available.
     """
     write_whole_lines()
     told = announced()
     unbind = tuning and bound_by_default(os.environ)
     if unbind:
-        # The kernel cuts the set down to what the job's own limits allow.
+        # The kernel restricts the set to the cores that the job may use.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     kind = engine_class(name)
     if timeline:
@@ -56,13 +56,13 @@ def start(
 
 
 def cores_of_rank(engine: Engine) -> int:
-    """Return this rank's share of the cores that it may run on, at least one. A collective."""
+    """Return this rank's share of the cores that it may run on, at least 1. A collective."""
     cores = engine.all_gather_object([socket.gethostname(), sorted(os.sched_getaffinity(0))], "cores")
     return threads_for(engine.rank, cores, cpu_quota())
 
 
 def engine_class(name: str) -> type[Engine]:
-    """Return the class of the engine called `name`; only the chosen engine's module is imported."""
+    """Return the class of the engine `name`. Only the module of that engine is imported."""
     if name == "horovod":
         from hvdtrain.engines.horovod import HorovodEngine
 
@@ -77,7 +77,7 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def refuse_unsupported(engine_name: str, options: Mapping[str, object]) -> None:
-    """Raise UserError where `options` (flags by name; None: not given) ask for what only other engines can do."""
+    """Raise UserError if the engine does not support one of `options` (flags by name; None: not given)."""
     for name, refused in engine_class(engine_name).lacks.items():
         value = options.get(name)
         if value is not None and (refused is None or value in refused):

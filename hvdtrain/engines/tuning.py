@@ -1,37 +1,40 @@
-"""The variables that make Horovod and MPI fast, each read once in `hvd.init()`. Does not import torch."""
+"""Environment variables that make Horovod and MPI fast. They are read in `hvd.init()`. Does not import torch."""
 
 from collections.abc import Mapping
 
 from hvdtrain.engines.cores import share_of_host
 from hvdtrain.engines.launchers import bound_by_default
 
-# As released, each rank has three threads that spin or poll: MPI's progress engine, Horovod's background cycle, and the
-# one that waits for a result. On a host with as many ranks as cores they take the cores from the threads that compute
-# (docs/speed.md has the measurements).
+# With the defaults, each rank has three threads that spin or poll: MPI's progress engine, Horovod's background thread, and
+# the thread that waits for a result. On a host with as many ranks as cores, they take CPU time from the threads that
+# compute (measured in docs/speed.md).
 FAST = {
-    # MPI gives up its time slice while it polls. Open MPI reads it in MPI_Init; the others do not know it.
+    # MPI yields the core while it polls. Open MPI reads this in MPI_Init; other MPIs ignore it.
     "OMPI_MCA_mpi_yield_when_idle": "1",
-    # Our build's (launch/patches/18 and 19): waiting threads sleep until they are woken. Horovod as released ignores it,
+    # Waiting threads sleep until they are woken. Only our build of Horovod has this (launch/patches/18 and 19).
     "HOROVOD_WAKE_ON_ENQUEUE": "1",
-    # and polls, in milliseconds; its default of 1 is much of a small model's step. Ours only while others are late.
+    # Polling interval in milliseconds. The default of 1 ms is a large part of a small model's step. Our build polls only
+    # while other ranks are late.
     "HOROVOD_CYCLE_TIME": "0.1",
 }
-# Each bucket of gradients travels by itself: fused with whichever others happen to be ready, sums lose their order.
-# Trap: it makes a group of its own of every ungrouped tensor, too, and is not safe where a rank calls `hvd.join()`: what
-# a joined rank puts in for a tensor that it did not queue is fused with its neighbours there and not on the others
-# (MPI_ERR_TRUNCATE; Horovod 0.28.1 as released, its own `test_torch.py -k join_allreduce`).
+# Reduce each bucket of gradients separately. If buckets are fused with others that happen to be ready, the order of the
+# sums changes from run to run.
+# Trap: this also puts every ungrouped tensor into a group of its own, and is not safe with `hvd.join()`: the zeros that a
+# joined rank contributes for a tensor that it did not queue are fused with their neighbors on that rank, but not on the
+# others (MPI_ERR_TRUNCATE; unpatched Horovod 0.28.1, its own `test_torch.py -k join_allreduce`).
 FIXED_SUMS = {"HOROVOD_DISABLE_GROUP_FUSION": "1"}
 
 
 def tuned_environment(environment: Mapping[str, str], wanted: Mapping[str, str] = FAST | FIXED_SUMS) -> dict[str, str]:
-    """Return the `wanted` variables that `environment` does not have: to be set before `hvd.init()`."""
+    """Return the `wanted` variables that are not in `environment`. Set them before `hvd.init()`."""
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
 def own_script(environment: Mapping[str, str], ranks: int, cores: int, quota: float) -> str:
-    """Return what a Horovod script of the user's own has on this host, and what hvdtrain.tuned would give it.
+    """Return a line that compares the threads of a user's Horovod script on this host without and with hvdtrain.tuned.
 
-    ranks: of this host. cores: that each may run on, once mpirun's own binding is undone. quota: see `cpu_quota`.
+    ranks: number of ranks on this host. cores: that each may run on without mpirun's default binding. quota: see
+    `cpu_quota`.
     """
     bound, asked = bound_by_default(environment), environment.get("OMP_NUM_THREADS", "")
     have = min(cores, quota)

@@ -1,8 +1,9 @@
-"""All ranks of a host from one process that has imported everything once (`hvdtrain.starter --local-ranks`).
+"""Fork all ranks of a host from one process that has imported all modules once (`hvdtrain.starter --local-ranks`).
 
-starter (imports nothing heavy, watches: supervisor.py)
-  importer (imports everything: preload.py; forks the ranks and ends: importer.py)
-    rank 0, rank 1, ... (the starter's own children once the importer has ended)
+starter (imports no large modules, supervises the ranks: supervisor.py)
+  importer (imports all modules: preload.py; forks the ranks and exits: importer.py)
+    rank 0, rank 1, ... (children of the starter once the importer has exited)
 
-A fork copies only the thread that forks: so the importer has one thread, no MPI, no CUDA and no OpenMP region behind it.
+A fork copies only the calling thread. Therefore the importer has one thread, and uses neither MPI, CUDA nor OpenMP before
+the fork.
 """

@@ -1,10 +1,12 @@
-"""What a launcher starts in place of a rank where a fork server has the imports (server.py): it hands over its standard
-streams and its environment, the rank is forked, and the client then stands for it towards the launcher.
+"""The client of a fork server (server.py). A launcher starts it in place of a rank.
+
+It sends its standard streams and environment to the server, which forks the rank. The client then forwards signals to the
+rank and exits with its exit code.
 
 HVDTRAIN_FORK_SERVER=NAME mpirun -np 2 python -m hvdtrain.engines.forking.client -m hvdtrain.mnist ...
 
-Without a server, this process becomes the rank as if it had been started without these two words. It imports little: it is
-started for each rank and each restart.
+Without a server, this process becomes the rank itself, as if it had been started without the client. It imports few modules,
+because it is started for each rank and each restart.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import socket
 import sys
 from typing import NoReturn
 
-VARIABLE = "HVDTRAIN_FORK_SERVER"  # its name: an abstract Unix socket
+VARIABLE = "HVDTRAIN_FORK_SERVER"  # the server's name, an abstract Unix socket
 HANDED_ON = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
 )  # fmt: skip
@@ -25,13 +27,13 @@ HANDED_ON = (
 def main() -> NoReturn:
     words = sys.argv[1:]
     name = os.environ.pop(VARIABLE, None)
-    # PMI_FD: MPICH's and Intel's launcher talks to its rank over a file descriptor that the rank inherits.
+    # PMI_FD: the launchers of MPICH and Intel MPI use a file descriptor that only a child process inherits.
     if name and "PMI_FD" not in os.environ:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             try:
                 server.connect(f"\0{name}")
                 pid = hand_over(server, words)
-            except OSError:  # it has ended
+            except OSError:  # the server has ended
                 pid = None
             if pid is not None:
                 stand_for(server, pid)
@@ -39,7 +41,7 @@ def main() -> NoReturn:
 
 
 def hand_over(server: socket.socket, words: list[str]) -> int | None:
-    """Return the process number of the rank; None where the server ended before there was one. Raises OSError."""
+    """Send this process's state to the server. Return the pid of the rank; None if the server ended. Raises OSError."""
     umask = os.umask(0)
     os.umask(umask)
     place = {
@@ -58,14 +60,14 @@ def hand_over(server: socket.socket, words: list[str]) -> int | None:
 
 
 def stand_for(server: socket.socket, pid: int) -> NoReturn:
-    """Hand signals on to the rank, and end as it ends."""
+    """Forward signals to the rank, and exit as it exits: with the same code, or by the same signal."""
     for number in HANDED_ON:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: send(pid, number))
     said = server.makefile("rb", buffering=0).readline()
-    code = int(said) if said.endswith(b"\n") else 1  # else the server was killed, and its ranks stop
+    code = int(said) if said.endswith(b"\n") else 1  # 1: the server was killed, which also ends its ranks
     if code < 0:
-        # The rank has left its core dump, if there was to be one.
+        # The rank has already written a core dump, if enabled.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
@@ -74,7 +76,7 @@ def stand_for(server: socket.socket, pid: int) -> NoReturn:
 
 
 def send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # its end is about to be told
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.kill(pid, number)
 
 

@@ -1,4 +1,4 @@
-"""Whether so many ranks fit this host. Imports no torch, and touches no GPU."""
+"""Checks whether this host has enough cores and GPUs for the ranks. Does not import torch or use a GPU."""
 
 import math
 import os
@@ -14,12 +14,12 @@ ANYWAY = "or add --oversubscribe"
 
 
 def cores_here(environment: Mapping[str, str], told: Announced) -> int:
-    """Return how many cores this process may use: by its affinity, its control group, and Slurm."""
+    """Return how many cores this process may use according to its affinity, its control group and Slurm."""
     return math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota(), cores_of_job(environment, told)))
 
 
 def refuse_too_many_for_cores(ranks: int, cores: int, launcher: str) -> None:
-    """Raise UserError where ranks would have to share cores."""
+    """Raise UserError if there are more ranks than cores."""
     if ranks > cores:
         slurm = f"give the task more (srun --cpus-per-task={ranks}), " if launcher == "Slurm" else ""
         how = f"{slurm}use --local-ranks {cores}, {ANYWAY}"
@@ -27,21 +27,21 @@ def refuse_too_many_for_cores(ranks: int, cores: int, launcher: str) -> None:
 
 
 def refuse_too_many_for_gpus(ranks: int, gpus: int) -> None:
-    """Raise UserError where ranks would have to share GPUs, which NCCL refuses."""
+    """Raise UserError if there are GPUs, but fewer than ranks. NCCL does not allow ranks to share a GPU."""
     if 0 < gpus < ranks:
         how = f"use --local-ranks {gpus}, {ANYWAY} (--device cpu)"
         raise UserError(f"--local-ranks {ranks}, but {gpus} GPU{'s'[: gpus > 1]} here: {how}", everywhere=True)
 
 
 def gpus_here(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Return how many GPUs this process may use, without asking CUDA: after a fork it could not be used any more."""
+    """Return how many GPUs this process may use. Does not initialize CUDA, which would not work after a fork."""
     here = sum(1 for path in devices.glob("nvidia*") if re.fullmatch("nvidia[0-9]+", path.name))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not here:
         return here
     named = [name.strip() for name in visible.split(",")]
-    named = named[: named.index("-1")] if "-1" in named else named  # as CUDA reads it: none from there on
+    named = named[: named.index("-1")] if "-1" in named else named  # like CUDA, ignore all entries from -1 on
     named = [name for name in named if name]
-    if any(name.startswith("MIG-") for name in named):  # parts of GPUs
+    if any(name.startswith("MIG-") for name in named):  # GPU partitions
         return len(named)
     return min(here, len(named))

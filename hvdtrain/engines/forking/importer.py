@@ -1,4 +1,4 @@
-"""The process that imports everything once and forks the ranks: `start` begins it, and each rank returns from there, too."""
+"""The process that imports all modules once and forks the ranks. `start` starts it, and also returns in each rank."""
 
 import contextlib
 import ctypes
@@ -21,18 +21,18 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Importer(NamedTuple):
-    """The importer, as the starter has it."""
+    """The starter's handle of the importer."""
 
-    pid: int  # and the number of its process group, which is the ranks', too
-    orders: int  # file descriptors: `Orders` goes there as a line of JSON
-    news: int  # from there come a line "imported", and a line of JSON: the ranks' process numbers
-    reports: int  # from there comes a line of JSON for each rank whose program has failed: local rank, exit code
+    pid: int  # also the ID of its process group, to which the ranks belong
+    orders: int  # file descriptor to write `Orders` to, as a line of JSON
+    news: int  # file descriptor to read from: a line "imported", then a line of JSON with the ranks' pids
+    reports: int  # file descriptor to read from: a line of JSON per failed rank, with local rank and exit code
 
 
 class Orders(NamedTuple):
-    """What the meeting has told: where the ranks of this host stand among all."""
+    """The result of the rendezvous, which determines the ranks of this host."""
 
-    hosts: list[str]  # of every rank
+    hosts: list[str]  # host name of every rank
     first: int  # the first rank of this host
     address: str
     port: int
@@ -40,35 +40,35 @@ class Orders(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """What a rank is to become, once its environment is set."""
+    """What a forked rank needs to run its program."""
 
     program: program.Program
-    shared: frozenset[str]  # modules that were there before the fork
+    shared: frozenset[str]  # modules that were imported before the fork
     local_rank: int
-    reports: int  # the other end of the importer's
+    reports: int  # file descriptor to write to: the other end of `Importer.reports`
 
 
 def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool) -> Importer | Rank:
-    """Fork the importer. Return it in the starter, and in each rank what that is.
+    """Fork the importer. Returns an Importer in the starter, and a Rank in each rank.
 
-    words: the program, as `program.find` takes it. asked: modules to import besides those found in the program.
-    Raises, in the importer, UserError where there is no such program, or more ranks than GPUs.
+    words: the program, see `program.find`. asked: modules to import in addition to those found in the program.
+    Raises UserError in the importer if there is no such program, or there are more ranks than GPUs.
     """
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # the ranks become ours when the importer ends
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # the ranks become children of this process when the importer exits
     (orders, orders_end), (news_end, news), (reports_end, reports) = os.pipe(), os.pipe(), os.pipe()
     starter = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none may find the importer half done
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # no signals until the importer is set up
     pid = os.fork()
     if pid != 0:
-        with contextlib.suppress(OSError):  # it may have done so itself, and ended
+        with contextlib.suppress(OSError):  # the child may have done this itself, and may have exited
             os.setpgid(pid, pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(orders)
         os.close(news)
         os.close(reports)
         return Importer(pid, orders_end, news_end, reports_end)
-    # Of its own: what is typed at a terminal goes to the starter, which hands it on, and not twice to the ranks.
+    # A separate process group: signals from the terminal reach only the starter, which forwards them to the ranks once.
     os.setpgid(0, 0)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -96,11 +96,11 @@ def _import_and_fork(
     if not oversubscribe and reduces_on_gpus():
         fitting.refuse_too_many_for_gpus(ranks, fitting.gpus_here(os.environ))
     preload.forget_finalizers()
-    gc.freeze()  # the collector would write into pages that the ranks share
+    gc.freeze()  # otherwise the garbage collector writes to memory pages that the ranks share
     os.write(news, b"imported\n")
     with os.fdopen(orders) as file:
         line = file.readline()
-    if not line:  # the starter has ended
+    if not line:  # the starter has exited
         os._exit(1)
     told = Orders(*json.loads(line))
     sys.stdout.flush()
@@ -124,20 +124,20 @@ def _import_and_fork(
 
 
 def _become_rank(told: Orders, local_rank: int, starter: int, importer: int) -> None:
-    while os.getppid() == importer:  # it ends at once
+    while os.getppid() == importer:  # the importer is about to exit
         time.sleep(0.001)
-    # SIGTERM: a program that takes it for a request to stop can save a checkpoint when the starter was killed.
+    # SIGTERM when the starter is killed: a program that handles it can still save a checkpoint.
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != starter:
         os._exit(1)
-    if local_rank > 0 or os.isatty(0):  # a terminal's input is not for a process group in the background
+    if local_rank > 0 or os.isatty(0):  # a background process group cannot read from the terminal
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
     rank = told.first + local_rank
     os.environ.update(environment(rank, told.hosts, told.address, told.port, told.interface))
     for name, value in (("RANK", rank), ("WORLD_SIZE", len(told.hosts)), ("LOCAL_RANK", local_rank)):
-        if name in os.environ:  # they counted hosts
+        if name in os.environ:  # until now they counted hosts
             os.environ[name] = str(value)
     processes.STARTERS[:] = [starter]
     preload.fresh_generators()
@@ -145,10 +145,11 @@ def _become_rank(told: Orders, local_rank: int, starter: int, importer: int) -> 
 
 
 def reduces_on_gpus() -> bool:
-    """Tell whether torch and Horovod are built for GPUs, without asking for one."""
+    """Return whether torch and Horovod are built for GPUs. Does not initialize CUDA."""
     torch, hvd = sys.modules.get("torch"), sys.modules.get("horovod.torch")
     return torch is not None and torch.version.cuda is not None and hvd is not None and bool(hvd.nccl_built())
 
 
 def prctl(option: int, value: int) -> None:
+    """Call prctl(2)."""
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

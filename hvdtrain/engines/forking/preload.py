@@ -1,6 +1,7 @@
-"""What the ranks of a host import once for all: torch, Horovod, and what the program's own import statements name.
+"""Import, once for all ranks of a host, torch, Horovod and the modules in the program's import statements.
 
-Only what is known to be safe before a fork; the program itself does not run, and each rank imports the rest.
+Only modules that are known to be safe before a fork are imported. The program itself is not run; each rank imports the
+other modules.
 """
 
 import ast
@@ -16,15 +17,15 @@ from hvdtrain.engines.errors import UserError
 # Packages whose import starts no thread, and touches neither MPI nor a GPU.
 SAFE = {"PIL", "horovod", "hvdtrain", "numpy", "safetensors", "torch", "torchvision"}
 FIRST = ("torch", "horovod.torch")
-# What hvdtrain's programs import later, where they need it.
+# Modules that hvdtrain's programs import later.
 OF_HVDTRAIN = ("hvdtrain.engines.horovod", "hvdtrain.data.digits")
 KEPT: list[object] = []
 
 
 def modules_of(source: str) -> list[str]:
-    """Return the safe modules that a program's import statements may mean: those on its outermost level, in their order.
+    """Return the safe modules in the top-level import statements of `source`, in their order.
 
-    `from a import b` may mean the module a.b: that is in the list, too.
+    For `from a import b`, the list has both a and a.b, which may be a module.
     """
     found: list[str] = []
     for statement in ast.parse(source).body:
@@ -36,18 +37,18 @@ def modules_of(source: str) -> list[str]:
 
 
 def preload(source: str, asked: Sequence[str]) -> None:
-    """Import what a program of this `source` will, and what is `asked` for by name.
+    """Import the modules that a program with this `source` imports, and those in `asked`.
 
-    Raises UserError where a module that was asked for cannot be imported, or is not safe to import before a fork.
+    Raises UserError if a module in `asked` cannot be imported, or an import is not safe before a fork.
     """
     with contextlib.suppress(ImportError):
-        import numpy  # noqa: F401 - its OpenBLAS starts threads, and knows how to stop them at a fork
+        import numpy  # noqa: F401 - its OpenBLAS starts threads, and handles forks itself
     allowed = threads()
     wanted = [*FIRST, *modules_of(source)]
     if any(name.startswith("hvdtrain.") for name in wanted):
         wanted += OF_HVDTRAIN
     for name in wanted:
-        _load(name)  # what fails here, each rank will report itself
+        _load(name)  # ignore errors: each rank will report them itself
     _check(allowed, "torch or Horovod")
     for name in asked:
         if error := _load(name):
@@ -67,11 +68,12 @@ def _load(name: str) -> Exception | None:
 
 
 def threads() -> int:
+    """Return the number of threads of this process."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def _check(allowed: int, what: str) -> None:
-    """Raise UserError where importing `what` did something that does not survive a fork."""
+    """Raise UserError if importing `what` did something that does not survive a fork. allowed: number of threads."""
     done = []
     if threads() > allowed:
         done.append("starts threads")
@@ -82,20 +84,20 @@ def _check(allowed: int, what: str) -> None:
         done.append("starts MPI")
     if done:
         remedy = "leave it out" if what.startswith("--") else "leave --local-ranks out"
-        raise UserError(f"{what} {' and '.join(done)}, which cannot be forked: {remedy}", everywhere=True)
+        raise UserError(f"{what} {' and '.join(done)}, which does not survive a fork: {remedy}", everywhere=True)
 
 
 def forget_finalizers() -> None:
-    """Drop the exit handlers of objects made so far: they are the importer's, not each rank's.
+    """Remove all `weakref.finalize` exit handlers registered so far, so that the ranks do not run them.
 
-    torch has hundreds of them; carrying them out would copy 28 MB of shared pages for each rank.
+    torch registers hundreds of them; running them would copy 28 MB of shared pages in each rank.
     """
     finalizers = weakref.finalize._registry  # type: ignore[attr-defined]
-    KEPT.append(dict(finalizers))  # else each would be freed
+    KEPT.append(dict(finalizers))  # keeps the handlers alive
     finalizers.clear()
 
 
 def fresh_generators() -> None:
-    """Reseed numpy's global generator: forked ranks would all draw the same. (Python reseeds its own.)"""
+    """Reseed numpy's global generator, which would be the same in all forked ranks. (Python reseeds its own.)"""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -1,11 +1,11 @@
-"""The fork server of `launch/*.sh --restarts`: it imports everything once, and forks the ranks of every attempt.
+"""The fork server of `launch/*.sh --restarts`. It imports all modules once, and forks the ranks of every attempt.
 
 python -m hvdtrain.engines.forking.server (-m MODULE | FILE) ARGUMENTS
 
-It prints its name; the launcher starts client.py for each rank, with that name in HVDTRAIN_FORK_SERVER. A rank has its
-client's standard streams, environment and working directory, and is its own process group, as under mpirun. Where a client
-is gone, its rank is killed. The server ends with the process that started it, once no rank is left.
-Only for programs that import hvdtrain: their number of threads is set after the fork.
+The server prints its name. The launcher starts client.py for each rank, with that name in HVDTRAIN_FORK_SERVER. A rank gets
+the standard streams, environment and working directory of its client, and has its own process group, as under mpirun. If a
+client ends, its rank is killed. The server exits after the process that started it, once no rank is left.
+It supports only programs that import hvdtrain, because these set their number of threads after the fork.
 """
 
 import contextlib
@@ -25,38 +25,41 @@ from hvdtrain.engines import processes, program
 from hvdtrain.engines.forking import importer, leaving, preload
 from hvdtrain.engines.forking.client import HANDED_ON, VARIABLE
 
-LOOK_SECONDS = 1.0  # between two looks at the process that started this one
-HELLO_SECONDS = 10.0  # for a client to say what it wants, once it is connected
-MOST_BYTES = 2**26  # of a client's environment and arguments
+LOOK_SECONDS = 1.0  # between two checks whether the parent process still runs
+HELLO_SECONDS = 10.0  # time limit for a connected client to send its request
+MOST_BYTES = 2**26  # limit for a client's environment and arguments
 
 
 class Client(NamedTuple):
+    """The client of a rank. pid: of the rank."""
+
     socket: socket.socket
     pid: int
 
 
 class Place(NamedTuple):
-    """What a rank takes over from its client."""
+    """The process state that a rank takes over from its client."""
 
     words: list[str]
     environment: dict[str, str]
     directory: str
     umask: int
     cores: list[int]
-    ignored: list[int]  # signals
+    ignored: list[int]  # ignored signals
 
 
 def listen() -> socket.socket:
+    """Return a listening abstract Unix socket with a random name."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # Abstract: it has no file that could be left behind. Who connects must be the same user (`receive`).
+    # An abstract socket leaves no file behind. Only the same user may connect (`receive`).
     listener.bind(f"\0hvdtrain-{os.getpid()}-{secrets.token_hex(8)}")
     listener.listen(4096)
     return listener
 
 
 def serve(listener: socket.socket, starter: int) -> program.Program | None:
-    """Fork ranks until the starter has ended; return None then, and the program in each rank."""
-    ranks: dict[int, Client] = {}  # by process number
+    """Fork ranks until the starter has ended. Returns None in the server, and the program in each rank."""
+    ranks: dict[int, Client] = {}  # by pid
     wake, wake_end = socket.socketpair()
     wake.setblocking(False)
     wake_end.setblocking(False)
@@ -81,7 +84,7 @@ def serve(listener: socket.socket, starter: int) -> program.Program | None:
                     if client is not None:
                         ranks[client.pid] = client
                         selector.register(client.socket, selectors.EVENT_READ, client.pid)
-                elif key.data in ranks:  # its client is gone: nobody else would end it
+                elif key.data in ranks:  # the client is gone: kill its rank
                     selector.unregister(key.fileobj)
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(key.data, signal.SIGKILL)
@@ -98,7 +101,10 @@ def serve(listener: socket.socket, starter: int) -> program.Program | None:
 
 
 def fork(listener: socket.socket) -> Client | Place | None:
-    """Fork a rank for whoever is connecting: return its client; in the rank, its place; None where that was not to be."""
+    """Accept a connection and fork a rank for it.
+
+    Returns the Client in the server, the Place in the rank, and None if the request was invalid or the fork failed.
+    """
     connection, _ = listener.accept()
     streams: list[int] = []
     try:
@@ -117,7 +123,7 @@ def fork(listener: socket.socket) -> Client | Place | None:
         processes.PROXY[:] = [peer(connection)[0]]
         connection.close()
         return place
-    with contextlib.suppress(OSError):  # it may have done so itself, and ended
+    with contextlib.suppress(OSError):  # the child may have done this itself, and may have exited
         os.setpgid(pid, pid)
     for stream in streams:
         os.close(stream)
@@ -133,7 +139,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def receive(connection: socket.socket, streams: list[int]) -> Place:
-    """Return what a client says, and add its standard streams to `streams`. Raises OSError, ValueError or TypeError."""
+    """Return a client's request, and add its standard streams to `streams`. Raises OSError, ValueError or TypeError."""
     connection.settimeout(HELLO_SECONDS)
     if peer(connection)[1] != os.geteuid():
         raise PermissionError("another user")
@@ -153,7 +159,7 @@ def receive(connection: socket.socket, streams: list[int]) -> Place:
 
 
 def become_rank(place: Place, server: int) -> program.Program:
-    """Make this process what its client was, and return the program."""
+    """Take over the state of the client in this process, and return the program."""
     importer.prctl(importer.PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != server:
         os._exit(1)
@@ -178,7 +184,7 @@ def become_rank(place: Place, server: int) -> program.Program:
 
 
 def stream(number: int, unbuffered: bool, errors: str = "strict") -> io.TextIOWrapper:
-    """Return a standard stream as the interpreter makes it at its start."""
+    """Return a standard stream as the interpreter creates it at startup. number: the file descriptor."""
     made = open(number, "w", errors=errors, closefd=False)  # noqa: SIM115
     made.reconfigure(line_buffering=number == 2 or os.isatty(number), write_through=unbuffered)
     return made
@@ -186,7 +192,7 @@ def stream(number: int, unbuffered: bool, errors: str = "strict") -> io.TextIOWr
 
 def main() -> int:
     starter, words = os.getppid(), sys.argv[1:]
-    os.setpgid(0, 0)  # what is typed at a terminal is for the launcher
+    os.setpgid(0, 0)  # signals from the terminal are for the launcher
     for number in (signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     listener = listen()

@@ -1,4 +1,4 @@
-"""The starter while its ranks live: hands signals on, ends all when one has failed, and says with what code."""
+"""The starter while its ranks run: it forwards signals, ends all ranks when one has failed, and returns the exit code."""
 
 import contextlib
 import json
@@ -22,18 +22,19 @@ HANDED_ON = (
     signal.SIGWINCH,
 )  # fmt: skip
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-MOST_REQUESTS = 3  # of these in a row, typed or sent: then the ranks are no longer waited for
-# Seconds that the other ranks have to end by themselves, by the exit code of the first that ended otherwise than with 0.
-# Where all decided it together, they are about to. Whoever is killed, or failed alone, leaves the others waiting for it.
+MOST_REQUESTS = 3  # after so many of these signals, the ranks are killed
+# Seconds that the other ranks have to exit by themselves, by the first exit code other than 0. With these codes, all ranks
+# exit together. If a rank was killed or failed alone, the others would wait for it: they get no time.
 BY_THEMSELVES = {STOPPED: 60.0, TARGET_MISSED: 60.0, WRONG_INPUT: 5.0}
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
 
 class Supervisor:
-    """Ranks of one host, from their import to their end.
+    """Supervises the ranks of one host, from their import to their exit.
 
-    meet: called in a thread at once; returns the orders once all hosts are there. It is handed `imported`, an event to wait
-    for. failed(): how another host's ranks have failed, or None. told(reason): tells the other hosts that these have.
+    meet: called in a thread at the start, with an event that is set after the import; returns the Orders once all hosts have
+    connected. failed(): returns how another host's ranks have failed, or None. told(reason): tells the other hosts that
+    ranks of this host have failed.
     """
 
     def __init__(
@@ -43,26 +44,26 @@ class Supervisor:
         self._importer, self._meet, self._failed, self._told = importer, meet, failed, told
         self._imported = threading.Event()
         self._orders: Orders | None = None
-        self._error: UserError | Failure | None = None  # of the meeting
+        self._error: UserError | Failure | None = None  # of the rendezvous
         self._news = b""
-        self._ranks: dict[int, int] = {}  # rank by process number: those that live
-        self._importing = True  # the importer has not ended yet
-        self._code = 0  # of the first that ended otherwise than with 0
-        self._said_all = False  # so has its pipe
+        self._ranks: dict[int, int] = {}  # pid -> rank, of running ranks
+        self._importing = True  # the importer has not exited yet
+        self._code = 0  # the first exit code other than 0
+        self._said_all = False  # the importer's pipe was read to the end
         self._requests = 0
-        self._pressed = False  # the others were asked to end
-        self._leaving: set[int] = set()  # ranks whose program has failed, and which do what is left to be done
-        self._handed_on: set[int] = set()
-        self._until: float | None = None  # when patience with the others ends
+        self._pressed = False  # the other ranks were sent SIGTERM
+        self._leaving: set[int] = set()  # ranks whose program has failed and whose exit handlers run
+        self._handed_on: set[int] = set()  # signals forwarded so far
+        self._until: float | None = None  # time at which the other ranks are ended (time.monotonic)
         self._wake, self._wake_end = socket.socketpair()
         self._wake.setblocking(False)
         self._wake_end.setblocking(False)
 
     def run(self) -> int:
-        """Return the exit code once all ranks have ended. Raises UserError or Failure where the hosts cannot go on."""
+        """Return the exit code once all ranks have exited. Raises UserError or Failure if the rendezvous failed."""
         signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
         for number in (*HANDED_ON, signal.SIGTSTP, signal.SIGCHLD):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored signals stay ignored (nohup)
                 signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._meet_others, name="meeting", daemon=True).start()
         try:
@@ -90,11 +91,11 @@ class Supervisor:
             raise
         finally:
             if self._code:
-                self._kill()  # and input workers whose rank has died
+                self._kill()  # also ends input workers whose rank has died
         return self._code
 
     def _meet_others(self) -> None:
-        """In a thread: meet, and then listen whether another host has failed."""
+        """Thread: connect to the other hosts, then check regularly whether one of them has failed."""
         try:
             self._orders = self._meet(self._imported)
             os.write(self._importer.orders, json.dumps(self._orders).encode() + b"\n")
@@ -104,7 +105,7 @@ class Supervisor:
                     raise Failure(reason)
         except (UserError, Failure) as error:
             self._error = error
-        except OSError:  # the importer has ended
+        except OSError:  # the importer has exited
             return
         except Exception as error:
             self._error = Failure(f"the meeting failed: {type(error).__name__}: {error}")
@@ -112,7 +113,7 @@ class Supervisor:
             self._wake_end.send(b"\0")
 
     def _hear_importer(self) -> bool:
-        """Take what the importer says; tell whether there may be more."""
+        """Read messages of the importer. Return whether there may be more."""
         part = os.read(self._importer.news, 65536)
         *lines, self._news = (self._news + part).split(b"\n")
         for line in lines:
@@ -125,8 +126,8 @@ class Supervisor:
         return bool(part)
 
     def _hear_ranks(self) -> bool:
-        """Take what failed ranks say before they end; tell whether there may be more. Each line is one write."""
-        if self._importing and not self._ranks:  # the importer's message with their process numbers comes first
+        """Read reports of failed ranks. Return whether there may be more. Each line is one write."""
+        if self._importing and not self._ranks:  # read the importer's message with their pids first
             return True
         part = os.read(self._importer.reports, 65536)
         first = self._orders.first if self._orders is not None else 0
@@ -139,7 +140,7 @@ class Supervisor:
     def _hear_signals(self) -> None:
         with contextlib.suppress(BlockingIOError):
             for number in self._wake.recv(4096):
-                if number == signal.SIGTSTP:  # as typed at a terminal
+                if number == signal.SIGTSTP:  # Ctrl-Z
                     self._send_all(signal.SIGSTOP)
                     os.kill(os.getpid(), signal.SIGSTOP)
                 elif number in HANDED_ON:
@@ -148,9 +149,9 @@ class Supervisor:
     def _hand_on(self, number: signal.Signals) -> None:
         self._handed_on.add(number)
         self._requests += number in ENDING
-        if (
-            self._importing and number in (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
-        ) or self._requests >= MOST_REQUESTS:  # nothing has begun that could be saved
+        # During the import there is nothing to save.
+        unstarted = self._importing and number in (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+        if unstarted or self._requests >= MOST_REQUESTS:
             self._code = self._code or 128 + number
             self._kill()
         else:
@@ -163,16 +164,16 @@ class Supervisor:
                     os.kill(pid, number)
 
     def _kill(self) -> None:
-        """End all ranks and what they have started, at once."""
+        """Kill all ranks and their child processes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._importer.pid, signal.SIGKILL)
 
     def _press(self) -> None:
-        """Make those end that have not ended by themselves: ask, and when that was in vain, kill."""
+        """End the remaining ranks: send SIGTERM, and kill them at the next call."""
         if not self._pressed:
             self._pressed = True
             self._send_all(signal.SIGTERM, but=self._leaving)
-            self._send_all(signal.SIGCONT)  # who is stopped hears nothing else
+            self._send_all(signal.SIGCONT)  # a stopped process handles no other signal
             self._until = time.monotonic() + GRACE_SECONDS
         else:
             self._kill()
@@ -180,7 +181,7 @@ class Supervisor:
 
     def _reap(self) -> None:
         if self._importing and self._said_all:
-            # Not waited for, so that nothing else can get its number, which is also that of the ranks' process group.
+            # WNOWAIT leaves a zombie, so that its pid, which is also the ranks' process group, is not reused.
             left = os.waitid(os.P_PID, self._importer.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if left is not None:
                 self._importing = False
@@ -189,20 +190,20 @@ class Supervisor:
                     self._importer_failed(code)
         ended = []
         for pid, rank in list(self._ranks.items()):
-            with contextlib.suppress(ChildProcessError):  # it is still the importer's
+            with contextlib.suppress(ChildProcessError):  # it is still a child of the importer
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     ended.append((rank, os.waitstatus_to_exitcode(status)))
                     del self._ranks[pid]
         if not self._importing:
             self._reap_orphans()
-        # Of those that ended in one moment: first who was killed, then who failed by itself.
+        # Of ranks that exited at the same time, report one that was killed first, then one that failed.
         for rank, code in sorted(ended, key=lambda end: (end[1] >= 0, end[1] != FAILED, end[0])):
             if code != 0:
                 self._rank_failed(rank, code)
 
     def _reap_orphans(self) -> None:
-        """Wait for what ranks have started and left behind: it came to the starter when its parent ended."""
+        """Reap child processes of ranks that have exited: the starter is their subreaper."""
         with contextlib.suppress(OSError, ValueError):
             for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
                 if pid != self._importer.pid and pid not in self._ranks:
@@ -223,16 +224,18 @@ class Supervisor:
             f"was killed by {signal.Signals(-code).name}{memory(-code)}" if code < 0 else f"ended with exit code {code}"
         )
         if self._code not in BY_THEMSELVES and self._code - 128 not in self._handed_on:
-            others = ": the others are ended" if any(other != rank for other in self._ranks.values()) else ""
+            others = ": ending the other ranks" if any(other != rank for other in self._ranks.values()) else ""
             say(f"error: rank {rank} on {socket.gethostname()} {by}{others}")
             self._told(f"rank {rank} {by}")
         self._until = time.monotonic() + BY_THEMSELVES.get(self._code, 0.0)
 
 
 def memory(number: int) -> str:
+    """Return a hint if the signal is SIGKILL, which the kernel sends when memory runs out."""
     return " (out of memory?)" if number == signal.SIGKILL else ""
 
 
 def say(line: str) -> None:
+    """Print a line on stderr."""
     sys.stderr.write(f"hvdtrain.starter: {line}\n")
     sys.stderr.flush()

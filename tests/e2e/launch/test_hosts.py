@@ -141,7 +141,7 @@ def test_a_host_that_is_gone_ends_the_job(how, tmp_path):
         ({}, "--interface eth9", "--interface eth9: not on this host"),
         ({}, "", "rank 1, 2 did not connect to 10.77.0.1:9000: were all 3 started?"),
         ({"MASTER_PORT": "0x7"}, "", "MASTER_PORT='0x7' is not a port"),
-        ({"MASTER_PORT": ""}, "", "torchrun does not say where ranks meet: set MASTER_ADDR and MASTER_PORT"),
+        ({"MASTER_PORT": ""}, "", "torchrun does not tell the ranks where to meet: set MASTER_ADDR and MASTER_PORT"),
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "3"}, "", "horovodrun has started Horovod already"),
     ],
     ids=["no such host", "not rank 0's host", "no such interface", "nobody else", "no port", "no place", "horovodrun"],

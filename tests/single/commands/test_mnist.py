@@ -89,7 +89,7 @@ def test_horovods_own_flag_name_works():
         (["--epoch", "1"], "unrecognized arguments: --epoch"),
         (["--lr", "-1"], "argument --lr: '-1' is not a number above 0"),
         (["--lr", "nan"], "argument --lr: 'nan' is not a number above 0"),
-        (["--momentum", "1"], "argument --momentum: '1' is not a number from 0 to below 1"),
+        (["--momentum", "1"], "argument --momentum: '1' is not a number of at least 0 and below 1"),
         (["--batch-size", "0"], "argument --batch-size: '0' is not a whole number of at least 1"),
         (["--batch-size", "1.5"], "'1.5' is not a whole number"),
         (["--seed", "-1"], "'-1' is not a whole number of at least 0"),

@@ -109,7 +109,7 @@ def test_a_module_that_starts_a_thread_or_cannot_be_imported_is_refused(tmp_path
         preload.preload("", ["broken"])
     try:
         with pytest.raises(
-            UserError, match="--import with_thread starts threads, which cannot be forked: leave it out"
+            UserError, match="--import with_thread starts threads, which does not survive a fork: leave it out"
         ):
             preload.preload("", ["with_thread"])
     finally:
@@ -165,8 +165,8 @@ def test_each_rank_has_its_share_of_the_hosts_threads(tmp_path):
 @pytest.mark.parametrize(
     ("first", "code", "said"),
     [
-        ("raise SystemExit(5)", 5, "rank 1 on HOST ended with exit code 5: the others are ended"),
-        ("1 / 0", 1, "rank 1 on HOST ended with exit code 1: the others are ended"),
+        ("raise SystemExit(5)", 5, "rank 1 on HOST ended with exit code 5: ending the other ranks"),
+        ("1 / 0", 1, "rank 1 on HOST ended with exit code 1: ending the other ranks"),
         (
             "import os; os.kill(os.getpid(), 9)",
             137,
@@ -333,7 +333,7 @@ finally:
     script = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(4))\n" + script
     done = start(tmp_path, script, 2)
     assert done.code == 1, done
-    assert f"rank 1 on {socket.gethostname()} ended with exit code 1: the others are ended" in done.stderr, done
+    assert f"rank 1 on {socket.gethostname()} ended with exit code 1: ending the other ranks" in done.stderr, done
     assert (tmp_path / "finished").exists(), done
 
 
@@ -372,7 +372,7 @@ def test_a_signal_during_the_import_leaves_nothing(tmp_path, number):
 
 def test_a_signal_during_the_meeting_leaves_nothing(tmp_path):
     run = Running(tmp_path, SLEEP, 2, **host(0, 2, free_port()))
-    assert "waits for 1 of 2" in run.process.stderr.readline()
+    assert "waiting for 1 of 2" in run.process.stderr.readline()
     run.process.send_signal(signal.SIGINT)
     assert run.ends()[0] == 130
 

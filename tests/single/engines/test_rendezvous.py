@@ -130,6 +130,6 @@ def test_what_is_no_rendezvous_server_is_an_oserror():
     with socket.create_server(("127.0.0.1", 0)) as other:
         answer = threading.Thread(target=lambda: other.accept()[0].sendall(b"hello, who is there?\r\n\r\n"))
         answer.start()
-        with pytest.raises(OSError, match="is no rendezvous server"):
+        with pytest.raises(OSError, match="is not a rendezvous server"):
             put(other.getsockname(), "scope", "key", b"")
         answer.join()
