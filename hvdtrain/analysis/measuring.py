@@ -91,7 +91,9 @@ def make_directory(directory: Path) -> None:
         trial.touch()
         trial.unlink()
     except OSError as error:
-        said = f"--output-dir {directory} cannot be written ({error.strerror}): name another, or make room"
+        said = (
+            f"--output-dir {directory} cannot be written ({error.strerror}): name another directory, or free some space"
+        )
         raise UserError(said) from error
 
 

@@ -1,4 +1,4 @@
-"""The library for training programs of your own: `from hvdtrain import training`, then docs/script.md."""
+"""The library for your own training programs: `from hvdtrain import training`. See docs/script.md."""
 
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.exit_codes import run as main

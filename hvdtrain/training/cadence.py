@@ -1,8 +1,8 @@
-"""When a checkpoint is due that nobody asked for: as often as checkpoints take at most a hundredth of the time.
+"""Decides when an automatic checkpoint is due: as often as possible while checkpoints take at most 1 % of the time.
 
-Young's optimum for failures every M seconds is a checkpoint every sqrt(2 C M), where one costs C seconds (Daly, 2006). M is
-not known, and C is measured: at an interval of 100 C checkpoints take 1 %, and less is lost at a failure than at the optimum
-for all M above 5,000 C. Only rank 0 asks; what it decides reaches the others by `Guard.should_save`.
+For failures every M seconds and a cost of C seconds per checkpoint, Young's optimal interval is sqrt(2 C M) seconds (Daly,
+2006). C is measured, M is unknown. At an interval of 100 C, checkpoints take 1 % of the time, and for all M above 5,000 C a
+failure loses less than at the optimum. Only rank 0 decides; the other ranks learn of it by `Guard.should_save`.
 """
 
 import contextlib
@@ -12,56 +12,56 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 TIMES_COST = 100.0
-TIMES_WRITING = 10.0  # the file system is busy with us for at most a tenth of the time
+TIMES_WRITING = 10.0  # checkpoints are being written for at most a tenth of the time
 LEAST_SECONDS = 1.0
-MOST_BACKOFF = 600.0  # seconds between two attempts while none can be written
-# A guess until one was written: snapshot, checksum and copies on one core.
+MOST_BACKOFF = 600.0  # maximum number of seconds between two attempts while writing fails
+# Estimated cost until a checkpoint was written: snapshot, checksum and copies on one core.
 SECONDS_EACH, BYTES_PER_SECOND = 0.005, 200e6
 
 
 class Cadence:
-    """enabled: whether checkpoints are to be saved automatically at all."""
+    """Measures the cost of checkpoints and schedules the next one. enabled: whether automatic checkpoints are saved."""
 
     def __init__(self, enabled: bool, clock: Callable[[], float] = time.monotonic):
         self.enabled, self._clock = enabled, clock
-        self._stalls: deque[float] = deque(maxlen=3)  # seconds for which training stood still
+        self._stalls: deque[float] = deque(maxlen=3)  # seconds for which training was blocked
         self._guess = SECONDS_EACH
-        self._processor = self._writing = 0.0  # of the last one, in the background: CPU seconds, and in all
-        self._failures = 0  # in a row
-        self._saved_at: float | None = None  # or when training began
+        self._processor = self._writing = 0.0  # CPU seconds and wall seconds of the last background write
+        self._failures = 0  # consecutive failures
+        self._saved_at: float | None = None  # time of the last checkpoint, or of the beginning of training
 
     def expect(self, size: int) -> None:
-        """Guess the cost of a checkpoint of `size` bytes, until one was measured."""
+        """Estimate the cost from the checkpoint's `size` in bytes. Used until a checkpoint was measured."""
         self._guess = SECONDS_EACH + size / BYTES_PER_SECOND
 
     @property
     def cost(self) -> float:
-        """Seconds that a checkpoint takes from training."""
+        """Cost of a checkpoint in seconds: time for which training is blocked, plus CPU time in the background."""
         if not self._stalls or not self._writing:
             return self._guess
         return statistics.median(self._stalls) + self._processor
 
     @property
     def interval(self) -> float:
-        """Seconds between two."""
+        """Seconds between two automatic checkpoints."""
         seconds = max(LEAST_SECONDS, TIMES_COST * self.cost, TIMES_WRITING * self._writing)
         return min(seconds * 2**self._failures, max(seconds, MOST_BACKOFF))
 
     def due(self) -> bool:
-        """Tell whether it is time. The first call is when training begins."""
+        """Return whether a checkpoint is due. The first call marks the beginning of training."""
         if self._saved_at is None:
             self._saved_at = self._clock()
         return self.enabled and self._clock() - self._saved_at >= self.interval
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Enclose what training waits for: comparison, snapshot."""
+        """Context manager that measures the time for which training is blocked: comparison of replicas, snapshot."""
         began = self._clock()
         yield
         self._saved_at = self._clock()
         self._stalls.append(self._saved_at - began)
 
     def written(self, processor: float, seconds: float, *, failed: bool) -> None:
-        """Take what the background thread needed for one; any thread. processor: CPU seconds of that thread."""
+        """Record the time that the background thread took. Thread-safe. processor: CPU seconds; seconds: wall time."""
         self._processor, self._writing = processor, max(seconds, 1e-9)
         self._failures = min(self._failures + 1, 10) if failed else 0

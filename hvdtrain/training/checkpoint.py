@@ -1,14 +1,17 @@
-"""Checkpoints: atomic, verified, and without code. One file each, in the safetensors format:
+"""Checkpoint files. They are written atomically, verified when read, and contain no code.
+
+Each checkpoint is one file in the safetensors format:
 
     model.NAME            parameters and buffers, under their own names
-    optimizer.I.NAME      the optimizer's tensors of parameter I
-    buffers               [ranks, n]: each rank's own floating-point buffers (batch norm's running statistics), flattened
-    metadata "facts"      JSON: where training stands, the flags, what is no tensor; "sha256": of all of the above
+    optimizer.I.NAME      the optimizer's tensors for parameter I
+    buffers               [ranks, n]: each rank's floating-point buffers (batch norm's running statistics), flattened
+    metadata "facts"      JSON: position in training, flags, all state that is not a tensor
+    metadata "sha256"     checksum of all of the above
 
-The learning rate needs no state: it follows from the position. Nor does randomness: it follows from seed, position and rank.
+Learning rates and random number generators need no state: they are derived from the position, the seed and the rank.
 
-python -m hvdtrain.training.checkpoint FILE                       verify it, and print where training stood
-python -m hvdtrain.training.checkpoint FILE --export W.safetensors    only the model's weights, for use elsewhere
+python -m hvdtrain.training.checkpoint FILE                           verify FILE and print its facts
+python -m hvdtrain.training.checkpoint FILE --export W.safetensors    also write the model's weights to a file
 """
 
 import contextlib
@@ -33,21 +36,22 @@ from hvdtrain.training.records import files
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
 FORMAT = 2
-PATIENCE_SECONDS = 600.0
-SPARE = 2  # of the newest: should one be damaged, the one before is nearly as new
+PATIENCE_SECONDS = 600.0  # how long `Writer.flush` waits for a file system that hangs
+SPARE = 2  # newest checkpoints to keep in any case: if one is damaged, the previous one is nearly as recent
 TEMPORARY = re.compile(r"\.step-\d{8,}\.safetensors\.\d+")
 
 
 class Damaged(Exception):
-    """This file is not a complete, unaltered checkpoint. The message is one clause without the file's name."""
+    """The file is not a complete, unmodified checkpoint. The message is one clause without the name of the file."""
 
 
 def name_of(step: int) -> str:
+    """Return the file name of the checkpoint after `step` steps."""
     return f"step-{step:08d}.safetensors"
 
 
 def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of the facts and of every tensor's name, type, shape and bytes."""
+    """Return the SHA-256 of the facts and of each tensor's name, dtype, shape and bytes."""
     total = hashlib.sha256(facts.encode())
     for name, tensor in sorted(tensors.items()):
         total.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
@@ -56,9 +60,10 @@ def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write(path: Path, facts: dict, tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint so that `path` is complete or absent, whatever fails in between. Raises OSError.
+    """Write a checkpoint atomically: after a failure, `path` is either complete or absent. Raises OSError.
 
-    The file reaches the disk before its name does, and the name before this returns; a power cut leaves either.
+    The data are synced to the disk before the file is renamed to `path`, and the directory before this returns, so this also
+    holds after a power failure.
     """
     import safetensors.torch
 
@@ -73,6 +78,7 @@ def write(path: Path, facts: dict, tensors: Mapping[str, Tensor]) -> None:
 
 
 def sync_directory(directory: Path) -> None:
+    """Call fsync on `directory`, so that a new file name in it is on the disk. Raises OSError."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -81,9 +87,10 @@ def sync_directory(directory: Path) -> None:
 
 
 def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """Return the facts and the tensors (on the CPU). Raises Damaged, or OSError where the file cannot be read.
+    """Return the facts and the tensors (on the CPU). Raises Damaged, or OSError if the file cannot be read.
 
-    Memory stays near the file's size: safetensors refuses tensors that do not fill the file, and we too many of them.
+    Memory use is about the size of the file, even for malicious files: safetensors rejects tensors that do not match the
+    size of the file, and this function rejects files with too many tensors.
     """
     import safetensors
 
@@ -100,7 +107,7 @@ def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
         raise
     except KeyError as error:
         raise Damaged(f"it has no {error} in its header") from error
-    except Exception as error:  # safetensors raises its own kind, and several of torch's for types it does not know
+    except Exception as error:  # SafetensorError, or several of torch's exceptions for unknown dtypes
         raise Damaged(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
     if not isinstance(facts, dict) or facts.get("format") not in (1, FORMAT):
         raise Damaged(f"it was not written by this program's formats 1 to {FORMAT}")
@@ -121,7 +128,7 @@ def read_facts(path: Path) -> dict:
 
 
 def listed(directory: Path) -> list[Path]:
-    """Return the checkpoints of `directory`, newest first; temporary files are none."""
+    """Return the checkpoints in `directory`, newest first, without temporary files."""
     try:
         found = [(int(match[1]), path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name))]
     except OSError:
@@ -130,12 +137,12 @@ def listed(directory: Path) -> list[Path]:
 
 
 def newest(directory: Path, warn: Callable[[str], None]) -> tuple[dict, dict[str, Tensor]] | None:
-    """Return facts and tensors of the newest sound checkpoint; `warn` of each damaged one, and set it aside."""
+    """Return facts and tensors of the newest valid checkpoint, or None. Damaged files are renamed and reported to `warn`."""
     for path in listed(directory):
         try:
             return read(path)
-        except OSError as error:  # perhaps only for now
-            warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the one before")
+        except OSError as error:  # may be temporary: do not rename the file
+            warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
         except Damaged as error:
             aside = path.with_name(path.name + ".damaged")
             try:
@@ -143,32 +150,33 @@ def newest(directory: Path, warn: Callable[[str], None]) -> tuple[dict, dict[str
                 where = f"kept as {aside.name}"
             except OSError:
                 where = "left where it is"
-            warn(f"checkpoint {path} is damaged ({error}): {where}; trying the one before")
+            warn(f"checkpoint {path} is damaged ({error}): {where}; trying the previous one")
     return None
 
 
 def find(path: Path, label: str, warn: Callable[[str], None]) -> tuple[dict, dict[str, Tensor]]:
-    """Return facts and tensors of the checkpoint `path`, or of the newest sound one of that run or directory.
+    """Return facts and tensors of the checkpoint `path`, or of the newest valid one if `path` is a directory or a run.
 
-    label: how the user named it, for messages. Raises UserError where there is none.
+    label: the user's input, for messages. Raises UserError if there is no valid checkpoint.
     """
     if os.path.isdir(path):  # noqa: PTH112 (Path's own raises where the name is too long)
         inner = path / "checkpoints"
         found = newest(inner if os.path.isdir(inner) else path, warn)  # noqa: PTH112
         if found is None:
-            raise UserError(f"{label}: no sound checkpoint in it: name a step-*.safetensors, auto or never")
+            raise UserError(f"{label}: it has no valid checkpoint: name a step-*.safetensors, auto or never")
         return found
     try:
         return read(path)
     except (Damaged, OSError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise UserError(f"{label}: {reason}: name a sound checkpoint, or auto or never") from error
+        raise UserError(f"{label}: {reason}: name a valid checkpoint, auto or never") from error
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Remove checkpoints, but not the `keep` newest of those that were asked for, the SPARE newest of all, and the best.
+    """Remove old checkpoints. Keeps the `keep` newest requested ones, the SPARE newest of all, and the best one.
 
-    keep: fewer than SPARE is the number of all. The best: by evaluation, of equals the newest.
+    keep: if it is less than SPARE, only `keep` newest ones are kept. The best one is determined by the evaluation; of equal
+    ones, the newest.
     """
     found = listed(directory)
     if len(found) <= min(keep, SPARE):
@@ -183,7 +191,7 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def best_of(facts: Mapping[Path, dict]) -> Path | None:
-    """Return the checkpoint with the best evaluation, by the metric and direction that it names; of equals the first."""
+    """Return the checkpoint with the best value of its metric; of equal ones, the first. None if none has a value."""
     best: tuple[float, Path] | None = None
     for path, held in facts.items():
         score = held.get("best")
@@ -199,7 +207,7 @@ def best_of(facts: Mapping[Path, dict]) -> Path | None:
 
 
 def remove_temporaries(directory: Path) -> None:
-    """Remove what a writer that was killed has left."""
+    """Remove temporary files left by a killed writer."""
     with contextlib.suppress(OSError):
         for path in list(directory.iterdir()):
             if TEMPORARY.fullmatch(path.name):
@@ -207,15 +215,15 @@ def remove_temporaries(directory: Path) -> None:
 
 
 class Writer:
-    """Writes snapshots in the background, one at a time; of those that wait, only the newest is written.
+    """Writes snapshots in a background thread, one at a time. A newer snapshot replaces one that is still waiting.
 
-    `done(path, error)` is called in the writer's thread after each, with None or the OSError that it failed with;
-    `processor` and `seconds` are then the CPU seconds and the seconds that this one took.
+    After each attempt, `done(path, error)` is called in the writer's thread; error is None or an OSError. `processor` and
+    `seconds` are then the CPU seconds and the wall seconds of this attempt.
     """
 
     def __init__(self, directory: Path, keep: int, done: Callable[[Path, OSError | None], None]):
         self.directory, self.keep, self.done = directory, keep, done
-        self.failed: OSError | None = None  # of the newest attempt
+        self.failed: OSError | None = None  # error of the last attempt
         self.processor = self.seconds = 0.0
         self._waiting: tuple[dict, dict[str, Tensor]] | None = None
         self._condition = threading.Condition()
@@ -223,15 +231,15 @@ class Writer:
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
     def put(self, facts: dict, tensors: dict[str, Tensor]) -> None:
-        """Hand over a snapshot, which must not be changed any more."""
+        """Queue a snapshot for writing. The caller must not modify it afterwards."""
         with self._condition:
             self._waiting = facts, tensors
             self._condition.notify_all()
 
     def flush(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Return once nothing waits or is being written; `heartbeat` is called about once a second meanwhile.
+        """Wait until all snapshots are written. `heartbeat` is called about once a second.
 
-        A file system that hangs is waited for no longer than PATIENCE_SECONDS: then `failed` says so.
+        If that takes more than PATIENCE_SECONDS, return and set `failed`.
         """
         until = time.monotonic() + PATIENCE_SECONDS
         with self._condition:
@@ -263,14 +271,17 @@ class Writer:
             prune(self.directory, self.keep)
         except OSError as error:
             self.failed = error
-        except Exception as error:  # whatever the library makes of it: this thread must not end in silence
+        except Exception as error:  # any error of the library: the thread must not end silently
             self.failed = OSError(repr(error))
         self.seconds, self.processor = time.monotonic() - began, time.thread_time() - processor
         self.done(path, self.failed)
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
-    parser = Parser("hvdtrain.training.checkpoint", "Verify a checkpoint; export its weights.")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns its exit code. Raises UserError."""
+    parser = argparse.ArgumentParser(
+        prog="hvdtrain.training.checkpoint", description="Verify a checkpoint; export its weights."
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("--export", type=Path, metavar="W.safetensors", help="write the model's weights there")
     return parser.parse_args(argv)

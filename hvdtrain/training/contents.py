@@ -1,8 +1,8 @@
-"""The content of a checkpoint, to and from models, optimizers and other state: tensors, and everything else as JSON.
+"""Conversion between the state of models, optimizers and other objects and the content of a checkpoint: tensors and JSON.
 
-model.NAME, or models.K.NAME               parameters and buffers of the one model, or of model K of several
-optimizer.I.NAME, or optimizers.K.I.NAME   the optimizer's tensors of parameter I
-registered.NAME.N                          tensor N of what `Run.register` was given under NAME
+model.NAME, or models.K.NAME               parameters and buffers of the single model, or of model K of several
+optimizer.I.NAME, or optimizers.K.I.NAME   the optimizer's tensors for parameter I
+registered.NAME.N                          tensor N of the object registered under NAME (`Run.register`)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +16,11 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.training.state import Initial, TrainState
 
 Facts = dict[str, Any]
-TENSOR = "__tensor__"  # key of a JSON object that stands for a tensor: its number, shape and dtype
+TENSOR = "__tensor__"  # key of a JSON object that describes a tensor: number, shape and dtype
 
 
 def require_whole(facts: Facts, tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError where facts are not as `save` writes them: another version's, with its own right checksum."""
+    """Raise UserError if the facts do not have the expected form, as in a checkpoint of another version."""
     try:
         initial, state = Initial(**facts["initial"]), TrainState(**facts["state"])
         counts = (*initial, state.epoch, state.samples_of_epoch, state.samples, state.step, state.skipped)
@@ -46,7 +46,7 @@ def require_whole(facts: Facts, tensors: Mapping[str, Tensor]) -> None:
 
 
 def upgraded(facts: Facts) -> Facts:
-    """Return facts of format 1 as those of format 2: one model, one optimizer, `accuracy` as the one metric."""
+    """Convert facts of format 1 to format 2: one model, one optimizer, and `accuracy` as the only metric."""
     if facts.get("format") != 1:
         return facts
     renamed = {"taken": "samples_of_epoch"}
@@ -70,25 +70,26 @@ def upgraded(facts: Facts) -> Facts:
 
 
 def plain(value: object) -> object:
-    """Return `value` as JSON gives it back: paths and the like as text, tuples as lists."""
+    """Return `value` as it would be read back from JSON: tuples become lists, other objects such as paths become strings."""
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
 def snapshot(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy of `tensor` on the CPU."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def prefixes(kind: str, count: int) -> list[str]:
-    """Return the prefix of each of `count` objects: of one without a number, as in every checkpoint of a single model."""
+    """Return the name prefix of each of `count` objects. A single object has no number."""
     return [f"{kind}."] if count == 1 else [f"{kind}s.{number}." for number in range(count)]
 
 
 def collect(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]
 ) -> tuple[Facts, dict[str, Tensor]]:
-    """Return copies of what they hold: what is no tensor, and the tensors."""
+    """Return a snapshot of all state: the facts (JSON), and the tensors by name, copied to the CPU."""
     tensors: dict[str, Tensor] = {}
     for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
         tensors |= {f"{prefix}{name}": snapshot(tensor) for name, tensor in model.state_dict().items()}
@@ -106,9 +107,9 @@ def collect(
 
 
 def pack(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON; its tensors go into `tensors`, as PREFIX.0, PREFIX.1, ... Keys of dictionaries become text.
+    """Return `value` as JSON. Its tensors are added to `tensors` as PREFIX.0, PREFIX.1, ...
 
-    Raises UserError for what JSON cannot hold.
+    Raises UserError for objects that JSON cannot represent.
     """
     if isinstance(value, Tensor):
         number = sum(name.startswith(f"{prefix}.") for name in tensors)
@@ -124,13 +125,13 @@ def pack(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
         return value
     name = prefix.partition(".")[2]
     raise UserError(
-        f"run.register({name}=...): its state_dict holds a {type(value).__name__}, which a checkpoint cannot: "
-        "leave it out, or register an object whose state_dict has numbers, texts and tensors"
+        f"run.register({name}=...): its state_dict holds a {type(value).__name__}, which a checkpoint cannot store: "
+        "leave it out, or register an object whose state_dict has only numbers, strings and tensors"
     )
 
 
 def unpack(engine: Engine, value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what `pack` was given; rank 0 alone has the `tensors`. A collective."""
+    """Return the value that was given to `pack`, on every rank. Only rank 0 needs `tensors`. A collective."""
     if isinstance(value, dict) and TENSOR in value:
         tensor = torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]))
         if engine.rank == 0:
@@ -147,18 +148,20 @@ def unpack(engine: Engine, value: Any, prefix: str, tensors: Mapping[str, Tensor
 
 
 def flatten(models: Sequence[nn.Module]) -> Tensor:
-    """Return this rank's floating-point buffers as one float32 [n] on the CPU."""
+    """Return this rank's floating-point buffers as one float32 tensor [n] on the CPU."""
     parts = [buffer.detach().reshape(-1).float().cpu() for buffer in floating_buffers(models)]
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
 def unflatten(flat: Tensor, models: Sequence[nn.Module]) -> None:
+    """Copy `flat`, as returned by `flatten`, into the floating-point buffers of `models`."""
     buffers = list(floating_buffers(models))
     for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
         buffer.copy_(part.view_as(buffer))
 
 
 def floating_buffers(models: Sequence[nn.Module]) -> Iterable[Tensor]:
+    """Return the floating-point buffers of all models, in order."""
     return (buffer for model in models for buffer in model.buffers() if buffer.is_floating_point())
 
 
@@ -168,12 +171,15 @@ def load(
     optimizers: Sequence[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler,
 ) -> None:
-    """Fill them from what was read. Raises UserError where it does not fit."""
+    """Load a checkpoint into models, optimizers and scaler. Raises UserError if it does not match.
+
+    found: facts and tensors, as returned by `checkpoint.read`.
+    """
     facts, tensors = found
     several = sum(name.startswith("models.") for name in tensors) > 0
     for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
         if several != prefix.startswith("models."):
-            raise UserError("the checkpoint does not match: it holds another number of models: check the script")
+            raise UserError("the checkpoint does not match: it has a different number of models: check the script")
         load_model(model, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
     try:
         for optimizer, prefix, held in zip(
@@ -189,9 +195,10 @@ def load(
 
 
 def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load a state_dict into `model`. Raises UserError if names or shapes do not match."""
     expected = model.state_dict()
     for name in sorted(set(state) ^ set(expected)):
-        raise UserError(f"the checkpoint does not match the model: {name} is in one of them only: check --model")
+        raise UserError(f"the checkpoint does not match the model: {name} is in only one of them: check --model")
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             shapes = f"{tuple(tensor.shape)} in the file, {tuple(expected[name].shape)} in the model"
@@ -200,7 +207,7 @@ def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], held: Facts) -> None:
-    """tensors: by I.NAME."""
+    """Load state into `optimizer`. tensors: by I.NAME (I: the parameter's index). held: its other values and settings."""
     state: dict[int, dict[str, object]] = {int(index): dict(values) for index, values in held["values"].items()}
     for name, tensor in tensors.items():
         index, _, key = name.partition(".")

@@ -1,4 +1,4 @@
-"""One evaluation: this rank's part of a test set, and sums that become means over all ranks' samples."""
+"""One evaluation: this rank's part of a test set, and means over the samples of all ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,11 +15,14 @@ from hvdtrain.training.inputs import Batch, evaluation_batches, to_device
 
 
 class CutShort(BaseException):
-    """An evaluation that ends early on this rank, because a stop was asked for: `evaluating` catches it."""
+    """Raised to end an evaluation early on this rank after a stop request. `Run.evaluating` catches it."""
 
 
 class Evaluation:
-    """data: as `Run.evaluating` takes it. heartbeat: called for each batch."""
+    """The state of one `Run.evaluating` block.
+
+    data: see `Run.evaluating`. heartbeat: called for each batch. Raises UserError for unsupported data.
+    """
 
     def __init__(self, engine: Engine, data: Any, seed: int, heartbeat: Callable[[], None]):
         if isinstance(data, bool) or not isinstance(data, (int, DataLoader, Source)):
@@ -27,11 +30,11 @@ class Evaluation:
             raise UserError(f"run.evaluating() got a {kind}: give it a number of samples, or a DataLoader")
         self._engine, self._data, self._seed, self._heartbeat = engine, data, seed, heartbeat
         self._sums: dict[str, Tensor] = {}
-        self._counts: Tensor | float | None = None  # sum of `count`, where it was given
-        self._samples = 0  # of this rank, in batches that were yielded
+        self._counts: Tensor | float | None = None  # sum of `count`, if given
+        self._samples = 0  # of this rank, in the batches yielded so far
 
     def mine(self) -> Any:
-        """Return this rank's part: a slice, or an iterator over batches."""
+        """Return this rank's part of the data: a slice, or an iterator over batches."""
         if isinstance(self._data, int):
             return shard(self._data, self._engine.rank, self._engine.size)
         return self._batches()
@@ -54,7 +57,7 @@ class Evaluation:
                 yield Batch((loaded.images, labels), torch.empty(0, dtype=torch.int64), loaded.samples)
 
     def add(self, values: Mapping[str, Tensor | float], count: Tensor | float | None) -> None:
-        """Add sums over samples, or a value for each sample."""
+        """Add values: sums over samples, or one value per sample."""
         self._heartbeat()
         for name, value in values.items():
             total = torch.as_tensor(value).detach().to(torch.float64).sum()
@@ -63,8 +66,8 @@ class Evaluation:
             self._counts = count if self._counts is None else self._counts + count
 
     def means(self) -> dict[str, float]:
-        """Return the means over all ranks' samples, and `count`. A collective. Raises UserError on every rank."""
-        # A rank without a sample has recorded nothing: the names are those of all ranks.
+        """Return the means over the samples of all ranks, and `count`. A collective. Raises UserError on every rank."""
+        # A rank without samples has recorded nothing, so collect the names from all ranks.
         mine = [list(self._sums), self._counts is not None]
         everyone = self._engine.all_gather_object(mine, "evaluate.names")
         names = list(dict.fromkeys(name for theirs, _ in everyone for name in theirs))
@@ -77,5 +80,5 @@ class Evaluation:
         if isinstance(self._data, int) and not counted:
             total = float(self._data)
         if total <= 0:
-            raise UserError("the test set has no readable sample: see --test-shards, --data-dir", everywhere=True)
+            raise UserError("the test set has no readable samples: see --test-shards, --data-dir", everywhere=True)
         return {name: value / total for name, value in zip(names, sums, strict=True)} | {"count": total}

@@ -1,4 +1,4 @@
-"""Flags that mean the same in every training script."""
+"""Flags shared by all training scripts."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import optim
 
-# Flags that may change between two parts of one run: where and how it runs, what it shows, when it ends early.
+# Flags that may change when a run is resumed: where and how it runs, its output, and when it ends early.
 MAY_CHANGE = frozenset({
     *("check_steps", "checkpoint_steps", "compression", "device", "engine", "gradient_predivide_factor", "keep"),
     *("log_steps", "max_skipped", "no_progress", "output_dir", "profile", "resume", "step_timeout", "tensorboard"),
@@ -19,7 +19,7 @@ Recipes = dict[str, dict[str, object]]
 
 
 class Flags(argparse.Namespace):
-    """Parsed flags of `program`. `may_change`: names of those that may change when a run is resumed."""
+    """The parsed flags of `program`. `may_change`: names of the flags that may change when a run is resumed."""
 
     def __init__(self, program: str, may_change: frozenset[str]):
         super().__init__()
@@ -34,34 +34,37 @@ class Flags(argparse.Namespace):
         return self._may_change
 
     def given(self) -> dict[str, object]:
-        """Return the flags by name, as a record and a checkpoint hold them."""
+        """Return the flags by name, as stored in records and checkpoints."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 
 class TrainingParser(cli.Parser):
-    """A parser that has every flag of `parser` below; a script adds its own with `add_argument`."""
+    """The parser returned by `parser`. Scripts add their own flags with `add_argument`."""
 
     def __init__(self, name: str, description: str | None):
         super().__init__(name, description)
         self._may_change = MAY_CHANGE
 
     def may_change_on_resume(self, *names: str) -> None:
-        """Say which of the script's own flags do not change what is trained: a run that goes on may be given others."""
+        """Declare flags of the script that may change when a run is resumed, because they do not affect training."""
         self._may_change |= {name.lstrip("-").replace("-", "_") for name in names}
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Flags:  # type: ignore[override]
-        """As argparse has it: the same as `parse`."""
+        """The same as `parse`, under argparse's name."""
         return self.parse(args)
 
     def parse(self, argv: Sequence[str] | None = None, recipes: Recipes | None = None) -> Flags:
-        """Parse, then fill every flag left at None from the recipe that --recipe chose."""
+        """Parse `argv` (default: sys.argv) and set each flag that is None from the recipe chosen by --recipe.
+
+        Raises UserError for invalid flags and unsupported combinations.
+        """
         flags = super().parse_args(argv, Flags(self.prog, self._may_change))
         for name, value in (recipes or {}).get(getattr(flags, "recipe", ""), {}).items():
             if getattr(flags, name) is None:
                 setattr(flags, name, value)
         cli.refuse_unsupported(flags.engine, flags.given())
         if (flags.amp, flags.reduction) == ("fp16", "adasum"):
-            # It steps inside backward(), on gradients that are still scaled and that each rank judges for itself.
+            # Adasum steps inside backward(), on scaled gradients, and ranks would detect overflows independently.
             raise UserError("--amp fp16 cannot go with --reduction adasum: use --amp bf16", everywhere=True)
         for name in ("checkpoint_steps", "profile", "tensorboard", "track"):
             if getattr(flags, name) and flags.output_dir is None:
@@ -73,7 +76,7 @@ class TrainingParser(cli.Parser):
 def parser(name: str, description: str | None, **defaults: object) -> TrainingParser:
     """Return a parser with the flags of every training run.
 
-    name: of the program, for its messages. defaults: of these flags, such as `epochs=20, batch_size=64`.
+    name: of the program, used in messages. defaults: default values of these flags, such as `epochs=20, batch_size=64`.
     """
     made = TrainingParser(name, description)
     add_run(made)
@@ -83,7 +86,7 @@ def parser(name: str, description: str | None, **defaults: object) -> TrainingPa
 
 
 def add_run(group: TrainingParser) -> None:
-    """How long and on how many samples a step trains, where, and what it shows."""
+    """Add the flags for the length of training, batches, precision, devices and output."""
     group.add_argument("--epochs", type=cli.positive_int, default=10)
     group.add_argument("--batch-size", type=cli.positive_int, default=32, help="samples per rank and micro-batch")
     group.add_argument(
@@ -148,7 +151,7 @@ def add_run(group: TrainingParser) -> None:
 
 
 def add_fault_tolerance(group: TrainingParser) -> None:
-    """Checkpoints, restarts, and what ends a run (docs/surviving.md)."""
+    """Add the flags for checkpoints, restarts and failures (docs/surviving.md)."""
     group.add_argument(
         "--checkpoint-steps",
         type=cli.count,
@@ -190,7 +193,7 @@ def add_fault_tolerance(group: TrainingParser) -> None:
 
 
 def add_optimization(group: TrainingParser) -> None:
-    """For classifiers with recipes: those left out come from the recipe."""
+    """Add the optimization flags of classifiers. Those not given are set from the recipe."""
     group.add_argument("--lr", type=cli.positive, help="peak learning rate, before scaling")
     group.add_argument(
         "--lr-scaling", choices=("none", "linear"), help="linear: multiply the rate by the number of ranks"

@@ -1,7 +1,7 @@
-"""Where a step's samples come from: indices, tensors, a DataLoader, or our own image loaders, all in one order.
+"""The sources of a step's samples: indices, tensors, a DataLoader, or hvdtrain's image loaders, all in the same order.
 
-The order, the position in it and the seed of each sample are given from outside (`loading.Plan`), so that they depend on
-neither the number of ranks nor that of input workers.
+The order, the position in it and the seed of each sample are determined by `loading.Plan`. They depend neither on the number
+of ranks nor on the number of input workers.
 """
 
 import contextlib
@@ -29,12 +29,13 @@ from hvdtrain.training.state import Initial, TrainState
 
 @dataclass(slots=True)
 class Batch:
-    """What one rank takes in one forward and backward pass. Iterating over it gives the parts of `data`."""
+    """The samples of one rank for one forward and backward pass. Iterating over it yields the parts of `data`."""
 
-    data: Any  # what was loaded, on the device; None where `Run.steps` was given a number
-    indices: Tensor  # int64 [b], 1 <= b <= batch_size: which samples of the data set
-    count: int  # how many of them count: b, less those that cannot be read; 0 where the data left this rank without one
-    weight: float = 1.0  # factor for their mean loss: summed over micro-batches, averaged over ranks, the step's mean
+    data: Any  # the loaded data, on the device; None if `Run.steps` was given a number
+    indices: Tensor  # int64 [b], 1 <= b <= batch_size: indices in the data set
+    count: int  # number of valid samples: b minus unreadable ones; 0 if there is no sample left for this rank
+    # Factor for the mean loss of these samples, so that the sum over micro-batches, averaged over ranks, is the step's mean.
+    weight: float = 1.0
 
     def __iter__(self) -> Iterator[Any]:
         if self.data is None:
@@ -47,10 +48,10 @@ class Batch:
 class Input(ABC):
     """The samples of one `for step in run.steps(...)`, over all epochs."""
 
-    samples: int  # in all
+    samples: int  # number of samples in the data set
     shuffle = True
-    order: Callable[[int, int], Tensor] | None = None  # of seed and epoch; None: `sharding.epoch_order`
-    per_epoch: int | None = None  # None: all
+    order: Callable[[int, int], Tensor] | None = None  # (seed, epoch) -> indices; None: `sharding.epoch_order`
+    per_epoch: int | None = None  # samples per epoch; None: all
 
     @abstractmethod
     def load(self, planned: Planned) -> Batch:
@@ -59,7 +60,7 @@ class Input(ABC):
     def plan(
         self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int | None, steps: int | None
     ) -> Plan:
-        """Return which samples this rank takes from here on. epochs, or steps: in all. Raises UserError where there are too
+        """Return the plan of this rank's remaining samples. epochs or steps: total number. Raises UserError if there are too
         few samples."""
         count = min(self.per_epoch or self.samples, self.samples)
         if count < engine.size:
@@ -77,20 +78,20 @@ class Input(ABC):
             initial.global_batch, state.epoch, state.samples_of_epoch, self.shuffle, engine.device, self.order,
         )  # fmt: skip
 
-    def begin(self, plan: Plan) -> None:  # noqa: B027 - what needs no reading ahead
-        """Called before the first micro-batch of `plan`."""
+    def begin(self, plan: Plan) -> None:  # noqa: B027 - not all inputs read ahead
+        """Prepare for loading. Called before the first micro-batch of `plan`."""
 
     def settle(self) -> dict[str, object]:
-        """Tell all ranks what happened since the last call; return what the record should say. A collective."""
+        """Exchange events since the last call between ranks. Return fields for the record. A collective."""
         return {}
 
     def summary(self) -> dict[str, object]:
-        """Return what summary.json should say."""
+        """Return fields for summary.json."""
         return {}
 
 
 class Indices(Input):
-    """A number of samples: the script gathers them itself."""
+    """A number of samples; the script loads them itself by index."""
 
     def __init__(self, samples: int):
         self.samples = samples
@@ -100,21 +101,24 @@ class Indices(Input):
 
 
 class Tensors(Input):
-    """Tensors of equal length, [n, ...] each, gathered where they are (best on the device, by `Run.to_device`)."""
+    """Tensors of equal length, each [n, ...]. Batches are gathered on the tensors' device; use `Run.to_device` before."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device):
         self.tensors, self._device = tensors, device
         self.samples = len(tensors[0])
 
     def load(self, planned: Planned) -> Batch:
-        # Several times faster than tensor[indices], whose kernel goes value by value.
+        # Several times faster than tensor[indices], which copies value by value.
         rows = (tensor.index_select(0, planned.indices.to(tensor.device)) for tensor in self.tensors)
         data = tuple(to_device(part, self._device) for part in rows)
         return Batch(data, planned.indices, planned.local_count, planned.weight)
 
 
 class Loader(Input):
-    """A DataLoader over a map-style data set: its collate function and workers are kept, its sampler is replaced."""
+    """A DataLoader over a map-style data set. Its collate function and workers are used; its sampler is replaced.
+
+    Raises UserError for a DataLoader whose order cannot be controlled.
+    """
 
     def __init__(self, engine: Engine, given: DataLoader, seed: int, batch_size: int):
         self._engine, self._given, self._seed = engine, given, seed
@@ -142,7 +146,7 @@ class Loader(Input):
 
 
 class Images(Input):
-    """Our own folders and shards, which skip samples that cannot be read."""
+    """hvdtrain's image folders and shards, which skip unreadable samples."""
 
     def __init__(self, engine: Engine, source: Source, say: Any):
         self._engine, self._source, self._telemetry = engine, source, say
@@ -156,7 +160,7 @@ class Images(Input):
         assert self._batches is not None
         loaded = next(self._batches)
         self._source.corrupt.note(loaded.corrupt)
-        # Unreadable samples add nothing: the others keep their weight.
+        # Unreadable samples contribute nothing; the other samples keep their weight.
         count = min(planned.local_count, loaded.samples)
         weight = planned.weight * count / max(planned.local_count, 1)
         return Batch((loaded.images, to_device(loaded.labels, self._engine.device)), planned.indices, count, weight)
@@ -170,7 +174,7 @@ class Images(Input):
 
 
 def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int, telemetry: Any) -> Input:
-    """Return the input for what `run.steps` was given. Raises UserError for what it cannot take."""
+    """Return the input for the arguments of `run.steps`. Raises UserError for unsupported data."""
     what = data[0] if len(data) == 1 else data
     if isinstance(what, int) and not isinstance(what, bool):
         return Indices(what)
@@ -189,14 +193,14 @@ def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int
 
 
 def same_data(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Tell whether `run.steps` was given the same again: the same objects, or the same number."""
+    """Return whether `run.steps` was given the same arguments again: the same objects, or the same number."""
     if len(one) != len(other):
         return False
     return all(a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True))
 
 
 def require_ordinary(given: DataLoader) -> None:
-    """Raise UserError where the order of samples is not ours to give."""
+    """Raise UserError if the DataLoader does not allow its sampler to be replaced."""
     if isinstance(given.dataset, IterableDataset):
         raise UserError("a DataLoader over an IterableDataset has no agreed order: use a map-style Dataset")
     if given.batch_size is None:
@@ -209,10 +213,10 @@ def require_ordinary(given: DataLoader) -> None:
 
 
 class Samples(Dataset):
-    """Whole batches of a map-style data set: item (epoch, indices) is what the collate function makes of those samples.
+    """Batches of a map-style data set: item (epoch, indices) is the collated batch of those samples.
 
-    Before each sample, torch's, Python's and numpy's generators are seeded with seed, epoch and index: the same random
-    augmentation, whichever worker of whichever rank makes it.
+    Before each sample, the generators of torch, Python and numpy are seeded from seed, epoch and index. Random augmentation
+    therefore does not depend on the worker or rank that loads the sample.
     """
 
     def __init__(self, given: DataLoader, seed: int):
@@ -228,10 +232,10 @@ class Samples(Dataset):
 
 
 def iterate(engine: Engine, given: DataLoader, seed: int, jobs: Iterator[tuple[int, list[int]]]) -> Iterator[Any]:
-    """Return the batches of `jobs` (epoch, indices), loaded by as many workers as `given` has."""
+    """Return an iterator over the batches of `jobs` (epoch, indices), with the workers of `given`. Raises UserError."""
     options: dict[str, Any] = {"timeout": given.timeout}
     if given.num_workers:
-        loading.start_workers_early(["__main__"])  # the script: it has the data set's class
+        loading.start_workers_early(["__main__"])  # the script defines the class of the data set
         options |= {"prefetch_factor": given.prefetch_factor, "worker_init": given.worker_init_fn}
     try:
         return iter(loading.loader(Samples(given, seed), given.num_workers, engine.device, jobs, **options))
@@ -243,7 +247,7 @@ def iterate(engine: Engine, given: DataLoader, seed: int, jobs: Iterator[tuple[i
 
 
 def evaluation_batches(engine: Engine, given: DataLoader, seed: int) -> Iterator[Batch]:
-    """Yield this rank's part of a test set, each sample once over all ranks."""
+    """Yield this rank's batches of a test set. Over all ranks, each sample is yielded once."""
     require_ordinary(given)
     assert given.batch_size is not None
     count = len(given.dataset)  # type: ignore[arg-type]
@@ -257,7 +261,7 @@ def evaluation_batches(engine: Engine, given: DataLoader, seed: int) -> Iterator
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Return nested tuples, lists and dictionaries with their tensors on `device`."""
+    """Return `data` with all tensors in nested tuples, lists and dictionaries moved to `device`."""
     if isinstance(data, Tensor):
         return data.to(device, non_blocking=True)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -270,19 +274,19 @@ def to_device(data: Any, device: torch.device) -> Any:
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed what scripts draw from: torch's generators of the CPU and of `device`, Python's and numpy's."""
-    # Not torch.manual_seed, which asks every kind of accelerator: hundreds of microseconds, here in every step.
+    """Seed the global generators of torch (CPU and `device`), Python and numpy."""
+    # Not torch.manual_seed, which queries every accelerator backend: hundreds of microseconds, and this runs in every step.
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         torch.cuda.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:  # else nothing draws from it
+    if "numpy" in sys.modules:  # otherwise it is not used
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
 @contextlib.contextmanager
 def own_randomness(workers: int) -> Iterator[None]:
-    """Without workers, samples are made in this process: keep their seeds out of the generators of training."""
+    """Restore the global generators after the block. Without workers, loading samples in this process reseeds them."""
     if workers:
         yield
         return

@@ -1,4 +1,4 @@
-"""Records and prints a run's steps, epochs and evaluations, under the names that the script gave."""
+"""Records and prints the steps, epochs and evaluations of a run, with the metric names of the script."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,27 +15,28 @@ from hvdtrain.training.step import Step
 
 
 class Journal:
-    """Puts figures of all ranks together; rank 0 writes and shows them."""
+    """Reduces values over all ranks; rank 0 writes and prints them."""
 
     def __init__(self, engine: Engine, telemetry: Telemetry, metrics: Mapping[str, Metric], state: TrainState):
         self._engine, self._telemetry, self._metrics, self._state = engine, telemetry, metrics, state
-        self.epochs: int | None = None  # planned; None: as many as the planned steps take
-        self.steps = 0  # planned
-        self._unwritten = False  # an evaluation whose event is still to be written
-        self.energy = energy.Meter(engine)  # from here on: when the ranks have met, before data is read
+        self.epochs: int | None = None  # planned epochs; None: determined by `steps`
+        self.steps = 0  # planned steps
+        self._unwritten = False  # whether there is an evaluation that is not recorded yet
+        self.energy = energy.Meter(engine)  # measures from here on: after start-up, before data is read
 
     def start(self, dataset: str, reason: str, config: dict[str, object]) -> None:
-        """Say and record what is about to run, and why. A collective."""
+        """Print and record data set, configuration and environment at the start of the run. A collective."""
         self._telemetry.start(self._engine, dataset, reason, config, self._metrics, self.energy.about)
 
     def show(self, name: str, value: float) -> str:
+        """Return the value of metric `name`, formatted for display."""
         return self._metrics.get(name, Metric("min")).show(value)
 
     def _epoch(self) -> str:
         return f"epoch {self._state.epoch + 1}" + (f"/{self.epochs}" if self.epochs is not None else "")
 
     def step(self, step: Step, source: Input, clock: Clock) -> None:
-        """Record a step that is over. A collective."""
+        """Record a finished step. A collective."""
         state, extra = self._state, source.settle()
         names = list(step.sums.values)
         mine = [[float(step.sums.values[name]), float(step.sums.counts[name])] for name in names]
@@ -45,7 +46,7 @@ class Journal:
         means = {name: value / count if count else float("nan") for name, (value, count) in pairs}
         window = clock.measure(self._engine)
         trained_on = means.pop("loss")
-        # A script may report another loss than it trains on: without label smoothing, to compare it with the test's.
+        # A script may report a different loss than it trains on, such as one without label smoothing.
         reported = "reported_loss" if "reported_loss" in means else "loss"
         state.train = {"loss": means.pop(reported, trained_on), **means}
         if reported != "loss":
@@ -59,7 +60,7 @@ class Journal:
             epoch=state.epoch + 1,
             step=state.step,
             samples=state.samples,
-            **(cost | state.train),  # where a script has a value of that name, its own counts
+            **(cost | state.train),  # the script's values take precedence
             loss_rank0=value / max(count, 1),
             learning_rate=step.lr,
             **extra,
@@ -69,22 +70,22 @@ class Journal:
         self._telemetry.progress(self._epoch(), state.step, self.steps, figures, window)
 
     def ranks(self, clock: Clock) -> None:
-        """Record where each rank's time went in this epoch."""
+        """Record the time that each rank spent in each phase of this epoch."""
         self._telemetry.event("ranks", epoch=self._state.epoch + 1, **clock.per_rank())
 
     def evaluated(self, means: dict[str, float], prefix: str) -> None:
-        """Take an evaluation, to which `amend` may add before it is recorded."""
+        """Store an evaluation. `amend` may add values before it is recorded."""
         self._state.evaluation, self._state.prefix = means, prefix
         self._unwritten = True
 
     def amend(self, values: Mapping[str, float]) -> bool:
-        """Add values to the evaluation that was just made; tell whether there is one."""
+        """Add values to the last evaluation. Return False if there is none, or it is already recorded."""
         if self._unwritten:
             self._state.evaluation |= values
         return self._unwritten
 
     def evaluation(self, source: Input | None) -> None:
-        """Record the evaluation that was just made, if there is one. A collective."""
+        """Record the last evaluation, if it is not recorded yet. A collective."""
         if not self._unwritten:
             return
         self._unwritten = False
@@ -97,7 +98,7 @@ class Journal:
         self._telemetry.event("evaluate", epoch=state.epoch + 1, step=state.step, **fields)
 
     def epoch(self) -> str:
-        """Return the line about a finished epoch: training and evaluation values of one metric next to each other."""
+        """Return the line that is printed after an epoch, with training and evaluation values."""
         state, parts = self._state, [self._epoch()]
         if "loss" in state.train:
             parts.append(f"train loss {self.show('loss', state.train['loss'])}")
@@ -109,8 +110,8 @@ class Journal:
         return "  ".join([*parts, f"{state.samples / max(state.train_seconds, 1e-9):,.0f} samples/s"])
 
     def end(self, dataset: str | None, models: Sequence[nn.Module], extra: Mapping[str, object]) -> None:
-        """Write summary.json and the `end` event: the state, the last evaluation, the models' hash, the energy of this
-        start, what the script adds. A collective."""
+        """Write summary.json and the `end` event: position, last evaluation, hash of the models, energy used since the
+        start, and the fields in `extra`. A collective."""
         state, engine = self._state, self._engine
         prefix = f"{state.prefix}_" if state.prefix else ""
         fields: dict[str, object] = dict(dataset=dataset, engine=engine.name, world_size=engine.size)

@@ -1,7 +1,7 @@
-"""Learning-rate schedules and scaling as pure functions of the position in training, and the choice of optimizer.
+"""Learning-rate schedules and scaling, as pure functions of the position in training, and a choice of optimizers.
 
-A rate that depends only on the position can be computed afresh at any step, on any number of ranks, after any restart:
-a schedule has no state to save.
+A rate that depends only on the position can be computed at any step, on any number of ranks, after any restart. Schedules
+have no state to save.
 """
 
 import inspect
@@ -17,11 +17,11 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
 def scaled_rate(rate: float, scaling: str, size: int, reduction: str = "average", accumulate: int = 1) -> float:
-    """Return the peak rate for `size` ranks: `linear` multiplies it by the growth of the global batch.
+    """Return the peak learning rate for `size` ranks. scaling: "linear" scales it with the global batch; or "none".
 
-    Source: the linear scaling rule, arXiv:1706.02677, section 2.1. With `sum` the gradient itself has grown `size` times
-    already, and Adasum adapts how the ranks' updates add up (arXiv:2006.02924): there only the passes that accumulate count,
-    as in Horovod's own Adasum examples.
+    Source: the linear scaling rule, arXiv:1706.02677, section 2.1. With reduction "sum", the gradient is already `size`
+    times as large; Adasum adapts the sum of the ranks' updates itself (arXiv:2006.02924). For these, the rate is only
+    multiplied by `accumulate`, as in Horovod's Adasum examples.
     """
     if scaling == "none":
         return rate
@@ -29,10 +29,10 @@ def scaled_rate(rate: float, scaling: str, size: int, reduction: str = "average"
 
 
 def warmup_factor(progress_epochs: float, warmup_epochs: float, size: int, scaling: str) -> float:
-    """Return the factor on the scaled rate after `progress_epochs` (fractional): from 1/size (or 0) up to 1.
+    """Return the factor for the scaled rate after `progress_epochs` (fractional): rises from 1/size (or 0) to 1.
 
-    Linear, per step; with linear scaling it starts from the single-device rate (arXiv:1706.02677, section 2.2: gradual
-    warm-up), else from zero.
+    The warm-up is linear. With linear scaling it starts from the single-device rate (gradual warm-up, arXiv:1706.02677,
+    section 2.2), otherwise from zero.
     """
     if progress_epochs >= warmup_epochs:
         return 1.0
@@ -41,11 +41,11 @@ def warmup_factor(progress_epochs: float, warmup_epochs: float, size: int, scali
 
 
 def schedule_factor(schedule: str, progress: float) -> float:
-    """Return the factor on the peak rate at `progress` (0 to 1, the share of all samples already taken).
+    """Return the factor for the peak rate at `progress` (0 to 1: the fraction of all samples already processed).
 
     `onecycle`: cosine from 1/25 up to 1 at 30 %, cosine down to 1/250000 (arXiv:1708.07120; the constants of
-    `torch.optim.lr_scheduler.OneCycleLR`). `cosine`: half a cosine from 1 to 0 (arXiv:1608.03983). `step`: a
-    tenth of it after 30, 60 and 80 of 90 epochs (arXiv:1706.02677, section 5.1).
+    `torch.optim.lr_scheduler.OneCycleLR`). `cosine`: half a cosine from 1 to 0 (arXiv:1608.03983). `step`: divided by 10
+    after 30/90, 60/90 and 80/90 of training (arXiv:1706.02677, section 5.1).
     """
     if schedule == "constant":
         return 1.0
@@ -63,12 +63,13 @@ def _cosine(start: float, end: float, progress: float) -> float:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, object]]:
-    """Return the model's parameters for `build`: matrices and kernels decay; biases and norms, which are vectors, do not.
+    """Return parameter groups for `build`, with weight decay for matrices and kernels, and none for biases and norms.
 
     Source: arXiv:1706.02677, section 5.1, for batch norm; biases as arXiv:1812.01187, section 3.1.
     """
@@ -79,10 +80,10 @@ def decay_groups(model: nn.Module) -> list[dict[str, object]]:
 
 
 def eager(kind: type[Kind]) -> type[Kind]:
-    """Return the same optimizer without its import of torch.compile's machinery: 1.6 s at the start of every process.
+    """Return a subclass of the optimizer that does not import torch.compile, which takes 1.6 s per process.
 
-    These methods ask torch.compile to leave them out, or to break its graph, and import all of it to ask (torch 2.15.0:
-    torch/_compile.py, `_use_grad` in torch/optim/optimizer.py). Here nothing compiles an optimizer.
+    The decorators of these methods exclude them from torch.compile, and import all of it to do so (torch 2.15.0:
+    torch/_compile.py, `_use_grad` in torch/optim/optimizer.py). hvdtrain never compiles an optimizer.
     """
     methods = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     plain = {name: inspect.unwrap(getattr(kind, name)) for name in methods}
@@ -90,7 +91,7 @@ def eager(kind: type[Kind]) -> type[Kind]:
 
 
 def build(name: str, parameters, rate: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Return the optimizer `name` over `parameters`; for adam and adamw `momentum` is beta 1."""
+    """Return an optimizer: `name` is "sgd", "adam" or "adamw". For adam and adamw, `momentum` is beta 1."""
     if name == "sgd":
         return eager(torch.optim.SGD)(parameters, lr=rate, momentum=momentum, weight_decay=weight_decay)
     kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW

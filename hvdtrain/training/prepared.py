@@ -1,4 +1,4 @@
-"""Models and optimizers, wrapped by the engine, equal on all ranks, with the loss scaler of --amp."""
+"""Models and optimizers wrapped by the engine and synchronized over all ranks, with the loss scaler of --amp."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +14,9 @@ from hvdtrain.training.resilience.guard import named_parameters
 
 
 class Prepared:
-    """Made from what the script built: a collective. Restoring a checkpoint comes after it, training after that.
+    """The prepared models and optimizers. Creating it is a collective. Restore a checkpoint after it, before training.
 
-    micro_batches: per step, at most. find_unused_parameters: in some steps some parameters get no gradient.
+    micro_batches: maximum number per step. find_unused_parameters: some parameters may get no gradient in some steps.
     """
 
     def __init__(
@@ -39,21 +39,21 @@ class Prepared:
         for optimizer in optimizers:
             if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
                 raise UserError(
-                    "run.prepare(): an optimizer has parameters of a model that is not there: give that, too"
+                    "run.prepare(): an optimizer has parameters of a model that was not given: pass that model, too"
                 )
         how = Reduction(
             flags.compression, flags.gradient_predivide_factor, flags.reduction, micro_batches, find_unused_parameters
         )
-        self.models = models  # as the script made them: to save, to hash, to look into
-        self.replicas = [engine.distribute_model(model, how) for model in models]  # to train with
+        self.models = models  # as created by the script; for checkpoints, hashes and inspection
+        self.replicas = [engine.distribute_model(model, how) for model in models]  # for training
         self.optimizers = [engine.distribute_optimizer(optimizer, named, how) for optimizer in optimizers]
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
         self._parameters: dict[torch.optim.Optimizer, list[tuple[str, nn.Parameter]]] = {}
         for optimizer in self.optimizers:
             own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             self._parameters[optimizer] = [(name, p) for name, p in named if p in own and p.requires_grad]
-        self._missing: list[str] = []  # parameters of this rank that got no gradient in this step
-        # Adasum looks at what the optimizer changed, and takes no gradient for zero.
+        self._missing: list[str] = []  # parameters that got no gradient on this rank in this step
+        # Adasum reduces weight updates; a missing gradient counts as zero.
         self._zero_for_missing = find_unused_parameters or flags.reduction == "adasum"
         for model in models:
             engine.broadcast_model(model)
@@ -61,13 +61,13 @@ class Prepared:
             engine.broadcast_optimizer_state(optimizer)
 
     def in_order_of(self, parts: Sequence[Any]) -> Any:
-        """Return what to train with in place of `parts`: one, or a tuple of several."""
+        """Return the wrapped objects in the order of `parts`: a single object, or a tuple."""
         of_models, of_optimizers = iter(self.replicas), iter(self.optimizers)
         ready = tuple(next(of_models) if isinstance(part, nn.Module) else next(of_optimizers) for part in parts)
         return ready[0] if len(ready) == 1 else ready
 
     def own(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return `optimizer` where it is one that `run.prepare` returned. Raises UserError."""
+        """Return `optimizer`. Raises UserError if it was not returned by `run.prepare`."""
         if optimizer not in self._parameters:
             raise UserError("this optimizer did not come from run.prepare(): use the one that it returned")
         return optimizer
@@ -77,17 +77,18 @@ class Prepared:
         return [parameter for optimizer in optimizers for _, parameter in self._parameters[optimizer]]
 
     def named(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[str, nn.Parameter]]:
+        """Return the trainable parameters of `optimizers` with their names."""
         return [named for optimizer in optimizers for named in self._parameters[optimizer]]
 
     def note_missing_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember which parameters got none. Raises UserError where other ranks cannot learn of it from the gradients."""
+        """Record which parameters got no gradient. Raises UserError if the engine cannot signal that to other ranks."""
         self._missing = [name for name, parameter in self._parameters[optimizer] if parameter.grad is None]
         told = self._engine.tells_missing_gradients and self._engine.size > 1
         if self._missing and not self._zero_for_missing and not told:
             raise UserError(self._about_missing(self._missing))
 
     def raise_where_gradients_are_missing(self) -> None:
-        """Raise UserError on every rank where one of them has parameters without a gradient. A collective."""
+        """Raise UserError on every rank if any rank has parameters without a gradient. A collective."""
         if self._zero_for_missing:
             return
         for rank, names in enumerate(self._engine.all_gather_object(self._missing, "missing_gradients")):
@@ -97,6 +98,6 @@ class Prepared:
     @staticmethod
     def _about_missing(names: list[str]) -> str:
         return (
-            f"{names[0]} got no gradient in this step: freeze it (requires_grad_(False)), or where that is meant, "
+            f"{names[0]} got no gradient in this step: freeze it (requires_grad_(False)), or if this is intended, "
             "run.prepare(..., find_unused_parameters=True)"
         )

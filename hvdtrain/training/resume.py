@@ -1,6 +1,6 @@
-"""A run's own checkpoints: which one it continues, whether that one fits, and what is saved when.
+"""The checkpoints of a run: finds the one to resume from, checks that it matches, and saves new ones.
 
-Rank 0 alone reads and writes; the others receive what it read over the engine.
+Only rank 0 reads and writes files. It broadcasts what it has read to the other ranks.
 """
 
 import fcntl
@@ -23,15 +23,15 @@ from hvdtrain.training.flags import Flags
 from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.state import Initial, Metric, TrainState
 
-LOCK_SECONDS = 10.0  # how long the run before may take to die
-MOST_NAMED = 3  # differences in one message
+LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
+MOST_NAMED = 3  # differences listed in one message
 Facts = dict[str, Any]
 
 
 class Checkpoints:
-    """Finds the checkpoint to continue, restores it, saves new ones. Making one raises UserError (on rank 0 alone).
+    """Finds the checkpoint to resume from, restores it, and saves new ones. The constructor raises UserError on rank 0 only.
 
-    metrics: by name; the first decides which checkpoint is the best.
+    metrics: by name; the first one determines the best checkpoint.
     """
 
     def __init__(self, engine: Engine, flags: Flags, metrics: Mapping[str, Metric], telemetry: Telemetry):
@@ -41,8 +41,8 @@ class Checkpoints:
         self.directory: Path | None = flags.output_dir / "checkpoints" if self.writes else None
         self.initial = Initial(engine.size, flags.batch_size, flags.accumulate)
         self.cadence = Cadence(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
-        self.continues = False  # on rank 0: the run in --output-dir goes on, and so do its files
-        self.facts: Facts | None = None  # of the checkpoint to continue, on every rank once `begin` was called
+        self.continues = False  # on rank 0: the run in --output-dir is resumed, and its files are appended to
+        self.facts: Facts | None = None  # of the checkpoint to resume from; on every rank after `begin`
         self._config: Facts = {}
         self._data: Facts = {}
         self._warnings: list[str] = []
@@ -62,8 +62,8 @@ class Checkpoints:
     def _open(self) -> None:
         resume = self._flags.resume
         if self.directory is not None and os.path.islink(self.directory):  # noqa: PTH114 (see `checkpoint.find`)
-            said = f"{self.directory} is a link, and output stays in --output-dir: name the place itself with it"
-            raise UserError(said)
+            how = "give the real directory with --output-dir"
+            raise UserError(f"{self.directory} is a symbolic link, which is not followed: {how}")
         if self.directory is not None:
             self._lock(self.directory.parent)
             checkpoint.remove_temporaries(self.directory)
@@ -75,16 +75,16 @@ class Checkpoints:
         if self._found is not None:
             contents.require_whole(*self._found)
         elif self._warnings:
-            self._warn("no checkpoint is sound: training starts from the beginning")
+            self._warn("no checkpoint is valid: training starts from the beginning")
 
     def _lock(self, directory: Path) -> None:
-        """Hold the directory until this process ends: two runs in one place would mix. The kernel drops it with us."""
+        """Lock the directory, so that no other run writes to it. The kernel releases the lock when this process ends."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock_handle = os.open(directory, os.O_RDONLY)
         except OSError as error:
-            message = f"--output-dir {directory} cannot be written ({error.strerror}): name another, or make room"
-            raise UserError(message) from error
+            how = "name another directory, or free some space"
+            raise UserError(f"--output-dir {directory} cannot be written ({error.strerror}): {how}") from error
         until = time.monotonic() + LOCK_SECONDS
         while True:
             try:
@@ -95,11 +95,11 @@ class Checkpoints:
                     said = f"another run writes to {directory}: wait for it, or name another --output-dir"
                     raise UserError(said) from None
                 time.sleep(0.2)
-            except OSError:  # a file system without locks
+            except OSError:  # the file system does not support locks
                 return
 
     def release(self) -> None:
-        """Let another run write to the directory: this one is over, however it ended."""
+        """Release the lock on the output directory, at the end of the run."""
         self._unlock()
 
     def _unlock(self) -> None:
@@ -112,7 +112,7 @@ class Checkpoints:
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
     def begin(self) -> TrainState:
-        """Return where training stands, on every rank. A collective."""
+        """Return the position in training, on every rank. A collective."""
         shared = self._found[0] if self._found is not None else None
         self.facts = self.engine.broadcast_object(shared, "checkpoint.facts")
         if self.facts is None:
@@ -121,22 +121,26 @@ class Checkpoints:
         return TrainState(**self.facts["state"])
 
     def require_fit(self, config: Mapping[str, object], data: Mapping[str, object]) -> None:
-        """On rank 0: compare flags and data with those of the checkpoint. Raises UserError where the run in --output-dir was
-        another one; warns where --resume named it. Then the place for this run's own checkpoints is made."""
+        """On rank 0, compare flags and data with those of the checkpoint, then start the writer of new checkpoints.
+
+        If they differ, raises UserError for a run in --output-dir, and prints a warning for a checkpoint given by --resume.
+        """
         self._config = {name: contents.plain(value) for name, value in config.items()}
         self._data = {name: contents.plain(value) for name, value in data.items()}
         if self.engine.rank != 0:
             return
         if self.facts is not None and (unlike := self._unlike(self.facts)):
-            listed = "; ".join(f"{name}: {there} there, {here} now" for name, there, here in unlike[:MOST_NAMED])
-            listed = " ".join(listed.splitlines())  # a name there may be anything
-            if len(unlike) > MOST_NAMED:  # a thousand shards, say
+            listed = "; ".join(
+                f"{name}: {there} in the checkpoint, {here} now" for name, there, here in unlike[:MOST_NAMED]
+            )
+            listed = " ".join(listed.splitlines())  # names may contain line breaks
+            if len(unlike) > MOST_NAMED:  # there may be a thousand shards
                 listed += f"; and {len(unlike) - MOST_NAMED:,} more"
             if self.continues:
                 self._unlock()
                 how = "give the same, or another --output-dir, or --resume never"
-                raise UserError(f"{self.directory} holds a run with other flags ({listed}): {how}")
-            self._warn(f"the checkpoint was written with other flags ({listed}): continued with those given now")
+                raise UserError(f"{self.directory} holds a run with different flags ({listed}): {how}")
+            self._warn(f"the checkpoint was written with different flags ({listed}): continued with those given now")
         if not self.continues and self.directory is not None and checkpoint.listed(self.directory):
             self._move_aside(self.directory)
         if self.directory is not None:
@@ -145,7 +149,7 @@ class Checkpoints:
     def _unlike(self, facts: Facts) -> list[tuple[str, object, object]]:
         theirs, began = facts["config"], Initial(**facts["initial"])
         now = Initial(self.engine.size, self._flags.batch_size, self._flags.accumulate)
-        # The same global batch, dealt out otherwise: the user has done the arithmetic for the new number of ranks.
+        # The same global batch, divided differently: the user has adapted --batch-size to the new number of ranks.
         batch_fits = now.global_batch == began.global_batch
         unlike = []
         for name, mine in self._config.items():
@@ -153,10 +157,10 @@ class Checkpoints:
                 continue
             if batch_fits and name in ("batch_size", "accumulate"):
                 continue
-            if mine is None and "derived" in facts:  # format 1 held values that a script had derived from others
+            if mine is None and "derived" in facts:  # format 1 stored values that were derived from other flags
                 continue
             unlike.append((f"--{name.replace('_', '-')}", theirs[name], mine))
-        unlike.sort(key=lambda one: one[0] != "--model")  # first what others may follow from, as a recipe's rate does
+        unlike.sort(key=lambda one: one[0] != "--model")  # --model first: it may be the cause of the other differences
         for name, there in facts["data"].items():
             if there != self._data.get(name):
                 unlike.append((name, there, self._data.get(name)))
@@ -176,7 +180,7 @@ class Checkpoints:
             ) from error
 
     def announce(self, state: TrainState) -> None:
-        """Say, and record, from where the run goes on."""
+        """Print and record the step from which the run is resumed."""
         for warning in self._warnings:
             self.telemetry.event("error", kind="checkpoint", message=warning)
         if self.facts is None:
@@ -185,7 +189,8 @@ class Checkpoints:
         if began.global_batch != now.global_batch:
             per_rank = -(-began.global_batch // self.engine.size)
             self.telemetry.say(
-                f"global batch kept at {began.global_batch}: it began on {began.ranks} ranks; now up to {per_rank} per rank"
+                f"global batch kept at {began.global_batch}: the run began on {began.ranks} ranks; "
+                f"now up to {per_rank} per rank"
             )
         epoch = state.epoch + (state.samples_of_epoch > 0)
         self.telemetry.say(f"resumed after step {state.step} and {state.samples:,} samples, in epoch {epoch}")
@@ -199,9 +204,9 @@ class Checkpoints:
     def restore(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler
     ) -> None:
-        """Fill models, optimizers and loss scaler on every rank from the checkpoint, if one is continued. A collective."""
+        """Restore models, optimizers and loss scaler on every rank, if the run is resumed. A collective."""
         trained = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
-        self.cadence.expect(3 * trained)  # with two values of the optimizer's for each, as Adam has
+        self.cadence.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
         if self.facts is None:
             return
         rows = torch.zeros(self.facts["buffers"], dtype=torch.float32)
@@ -209,7 +214,7 @@ class Checkpoints:
             if self._found is not None:
                 contents.load(self._found, models, optimizers, scaler)
                 if rows.shape[1:] != contents.flatten(models).shape:
-                    raise UserError("the checkpoint does not match the model: it has other buffers: check --model")
+                    raise UserError("the checkpoint does not match the model: it has different buffers: check --model")
                 rows.copy_(self._found[1]["buffers"])
         for model in models:
             self.engine.broadcast_model(model)
@@ -217,28 +222,28 @@ class Checkpoints:
             self.engine.broadcast_optimizer_state(optimizer)
         if rows.numel():
             self.engine.broadcast_(rows, "checkpoint.buffers")
-            # Each rank's own batch statistics; on another number of ranks, their mean.
+            # Each rank's own batch statistics; with a different number of ranks, their mean.
             mine = rows[self.engine.rank] if len(rows) == self.engine.size else rows.mean(0)
             contents.unflatten(mine, models)
         if self.facts["scaler"]:
             scaler.load_state_dict(self.facts["scaler"])
 
     def restore_registered(self, registered: Mapping[str, Any]) -> None:
-        """Fill what `Run.register` was given, on every rank. A collective."""
+        """Restore the objects given to `Run.register`, on every rank. A collective."""
         if self.facts is None:
             return
         for name, what in registered.items():
             held = self.facts["registered"]
             if name not in held:
                 raise UserError(
-                    f"the checkpoint has no {name!r}: register the same as when it was written, or --resume never",
+                    f"the checkpoint has no {name!r}: register the same objects as when it was written, or --resume never",
                     everywhere=True,
                 )
             tensors = self._found[1] if self._found is not None else {}
             what.load_state_dict(contents.unpack(self.engine, held[name], f"registered.{name}", tensors))
 
     def forget(self) -> None:
-        """Training begins: what was read is no longer needed."""
+        """Free the loaded checkpoint. Called when training begins."""
         self._found = None
 
     def save(
@@ -251,9 +256,9 @@ class Checkpoints:
         *,
         automatic: bool = False,
     ) -> None:
-        """Take a snapshot and return; rank 0 writes it in the background. A collective.
+        """Take a snapshot and return. Rank 0 writes it in the background. A collective.
 
-        automatic: nobody asked for this one; the next of its kind replaces it.
+        automatic: not requested by the user; the next automatic checkpoint replaces it.
         """
         if not self.writes:
             return
@@ -277,7 +282,7 @@ class Checkpoints:
         self._writer.put(facts, {**tensors, "buffers": buffers})
 
     def _score(self, state: TrainState) -> Facts | None:
-        """Return by what this checkpoint may be the best, where an epoch has just been evaluated."""
+        """Return metric, direction and value of this checkpoint, if it follows the evaluation of an epoch."""
         for name, metric in self._metrics.items():
             if state.samples_of_epoch == 0 and name in state.evaluation:
                 return {"metric": name, "direction": metric.direction, "value": state.evaluation[name]}
@@ -290,18 +295,21 @@ class Checkpoints:
             self._last_good, step = path.name, int(path.stem.removeprefix("step-"))
             self.telemetry.event("checkpoint", file=path.name, step=step, cost_seconds=round(self.cadence.cost, 6))
             return
-        last = f"the last good one is {self._last_good}" if self._last_good else "there is none before it"
-        line = f"checkpoint {path} not written ({error.strerror or error}): training goes on; {last}"
+        last = f"the last good one is {self._last_good}" if self._last_good else "there is no earlier one"
+        line = f"checkpoint {path} not written ({error.strerror or error}): training continues; {last}"
         print(f"warning: {line}", file=sys.stderr, flush=True)
         self.telemetry.event("error", kind="checkpoint", message=line)
 
     def close(self, heartbeat: Callable[[], None] = lambda: None) -> str | None:
-        """Wait until the last snapshot is on the disk; return, on every rank, why it could not be written, if so."""
+        """Wait until the last snapshot is on the disk. Return an error message if that failed, else None, on every rank. A
+        collective."""
         message = None
         if self._writer is not None:
             self._writer.flush(heartbeat)
             if self._writer.failed is not None:
                 reason = self._writer.failed.strerror or self._writer.failed
-                message = f"the last checkpoint could not be written to {self.directory} ({reason}): make room there"
+                message = (
+                    f"the last checkpoint could not be written to {self.directory} ({reason}): free some space there"
+                )
         self._unlock()
         return self.engine.broadcast_object(message, "checkpoint.close")

@@ -1,6 +1,7 @@
-"""One training run: everything that is easy to get wrong, driven by `for` and `with`. The script writes the loop.
+"""`Run`, the object that a training script uses. The script writes the loop; `Run` handles distribution and restarts.
 
-What is left out, called twice or called elsewhere is a UserError that says what to write. docs/script.md has whole programs.
+A call that is missing, repeated or in the wrong place raises a UserError with the correct call. docs/script.md has complete
+programs.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from hvdtrain.training.step import Shared, Step
 
 
 class Run:
-    """What `training.start` gives. Attributes that scripts read: engine, rank, size, device, state, initial, evaluation."""
+    """One training run, created by `training.start`. Attributes: engine, rank, size, device, state, initial, evaluation."""
 
     def __init__(
         self, engine: Engine, flags: Flags, asked: Mapping[str, object], metrics: Mapping[str, Metric], telemetry: Telemetry,
@@ -42,8 +43,8 @@ class Run:
         self.engine, self.flags, self.metrics = engine, flags, metrics
         self.rank, self.size, self.device, self.seed = engine.rank, engine.size, engine.device, flags.seed
         self.telemetry, self.checkpoints, self.guard, self.profile = telemetry, checkpoints, guard, profile
-        self.state = state  # where training stands; the same object until the end
-        self.initial: Initial = checkpoints.initial  # rates follow from this, also where a run goes on with other ranks
+        self.state = state  # the position in training; always the same object
+        self.initial: Initial = checkpoints.initial  # derive learning rates from this; unchanged by a resume
         self.exit_code = 0
         self.clock = Clock()
         self.journal = Journal(engine, telemetry, metrics, state)
@@ -52,18 +53,18 @@ class Run:
         self._dataset: str | None = None
         self._registered: dict[str, Any] = {}
         self._summary: dict[str, object] = {}
-        self._opened: tuple[tuple[Any, ...], Input, Plan] | None = None  # what `steps` was given
+        self._opened: tuple[tuple[Any, ...], Input, Plan] | None = None  # the arguments of `steps`, opened
         self._epochs: int | None = None
         self._step_limit: int | None = None
         self._goals: dict[str, float] = {}
         self._in_epoch = self._in_steps = self._had_steps = False
-        self._evaluation: Evaluation | None = None  # inside `evaluating`
+        self._evaluation: Evaluation | None = None  # the current one, inside `evaluating`
 
     # ---- before training
 
     @property
     def output_dir(self) -> Path | None:
-        """--output-dir on rank 0, None elsewhere: one rank writes."""
+        """--output-dir on rank 0, None on other ranks: only rank 0 writes files."""
         return self.telemetry.output_dir
 
     def say(self, line: str) -> None:
@@ -71,36 +72,37 @@ class Run:
         self.telemetry.say(line)
 
     def event(self, name: str, **fields: object) -> None:
-        """Append an event to metrics.jsonl, on rank 0."""
+        """Append an event to metrics.jsonl on rank 0."""
         self.telemetry.event(name, **fields)
 
     def heartbeat(self) -> None:
-        """Tell the watchdog that this rank makes progress, in something long that is no step."""
+        """Tell the watchdog that this rank makes progress. Call it during long operations outside of steps."""
         self.guard.heartbeat()
 
     def raising_together(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Run a block that may fail on some ranks only: what one rank raises, every rank raises."""
+        """Context manager for a block that may fail on some ranks. If one rank raises, every rank raises. A collective."""
         return self.engine.raising_together(name)
 
     def to_device(self, *tensors: Tensor) -> Any:
-        """Return the tensors on this rank's device: one, or a tuple of several."""
+        """Return the tensors on this rank's device: a single tensor, or a tuple."""
         moved = tuple(to_device(tensor, self.device) for tensor in tensors)
         return moved[0] if len(moved) == 1 else moved
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The precision of --amp. `step.batches` and `evaluating` enter it themselves."""
+        """Return an autocast context manager for --amp. `step.batches` and `evaluating` enter it automatically."""
         if self.flags.amp == "off":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, cli.AMP_DTYPES[self.flags.amp])
 
     def describe_data(self, name: str, reason: str, **facts: object) -> None:
-        """Say which data this is and why, and refuse to go on with a run on other data. A collective; at most once.
+        """Print and record which data is used. Raises UserError if the run to resume used other data.
 
-        facts: what identifies the data, in numbers and texts: the same on all ranks, and in a run that goes on.
+        A collective; call it at most once. reason: which data this is and why it was chosen, in one line. facts: numbers and
+        strings that identify the data; they must be the same on all ranks, and when the run is resumed.
         """
         if self._dataset is not None:
             raise UserError(
-                "run.describe_data() was called before (run.prepare calls it, too): once, before run.prepare"
+                "run.describe_data() was already called (run.prepare calls it, too): call it once, before run.prepare"
             )
         self._dataset = name
         data = {"dataset": name, **facts}
@@ -114,10 +116,10 @@ class Run:
         self.checkpoints.announce(self.state)
 
     def prepare(self, *parts: Any, find_unused_parameters: bool = False) -> Any:
-        """Return models and optimizers to train with, in the order given; on every rank the same, from the checkpoint if one
-        is continued. A collective; once, before training.
+        """Return the models and optimizers to train with, in the order given. They are the same on every rank, and restored
+        from the checkpoint if the run is resumed. A collective; call it once, before training.
 
-        find_unused_parameters: in some steps some parameters get no gradient (at the cost of one small message per step).
+        find_unused_parameters: some parameters may get no gradient in some steps (costs one small message per step).
         """
         if self._prepared is not None:
             raise UserError("run.prepare() was called twice: give it all models and optimizers at once")
@@ -131,9 +133,9 @@ class Run:
         return prepared.in_order_of(parts)
 
     def register(self, **objects: Any) -> None:
-        """Save these with every checkpoint, and fill them now from the one that is continued. A collective; after `prepare`.
+        """Save objects in every checkpoint, and restore them now if the run is resumed. A collective; after `prepare`.
 
-        objects: anything with `state_dict` and `load_state_dict`, such as a scheduler of torch's, or averaged weights.
+        objects: with `state_dict` and `load_state_dict`, such as a torch scheduler or averaged weights.
         """
         prepared = self.prepared("run.register()")
         for name, what in objects.items():
@@ -142,13 +144,13 @@ class Run:
         self._registered |= objects
         self.checkpoints.restore_registered(objects)
         if self.checkpoints.facts is not None:
-            # A scheduler of torch's sets the rate when it is made: here what was saved counts.
+            # A torch scheduler sets the learning rate when it is created. Restore the saved one.
             for optimizer, held in zip(prepared.optimizers, self.checkpoints.facts["optimizers"], strict=True):
                 for group, saved in zip(optimizer.param_groups, held["groups"], strict=True):
                     group.update(saved)
 
     def graph(self, model: torch.nn.Module, example: Tensor) -> None:
-        """Show TensorBoard the model, by running it once on `example`; nothing without --tensorboard."""
+        """Write the graph of `model` for TensorBoard, by running it once on `example`. No effect without --tensorboard."""
         if self.flags.tensorboard:
             self.telemetry.graph(model, example)
 
@@ -156,14 +158,14 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """How much of training is done, 0 to 1."""
+        """The fraction of training that is done, 0 to 1."""
         if self._step_limit is not None:
             return min(1.0, self.state.step / self._step_limit)
         return self.epochs_done / self._epochs if self._epochs else 0.0
 
     @property
     def epochs_done(self) -> float:
-        """Epochs that are done, with the fraction of the one under way."""
+        """The number of epochs done, including the fraction of the current one."""
         if self._opened is None:
             return float(self.state.epoch)
         return self.state.samples / self._opened[2].per_epoch
@@ -171,10 +173,10 @@ class Run:
     def epochs(
         self, count: int | None = None, *, steps: int | None = None, stop_at: Mapping[str, float | None] | None = None
     ) -> Iterator[int]:
-        """Yield the number of each epoch that is left, from 0; after each, a checkpoint is saved.
+        """Yield the number (from 0) of each remaining epoch. A checkpoint is saved after each epoch.
 
-        count: epochs in all; or steps: steps in all. stop_at: stop after the epoch in which an evaluation reached all of
-        these metrics; None is none. Where they are never reached, the exit code is 3.
+        count: total number of epochs; or steps: total number of steps. stop_at: stop after an epoch whose evaluation has
+        reached all of these values (None: no target). If they are not reached by the end, the exit code is 3.
         """
         self.prepared("run.epochs()")
         if (count is None) == (steps is None):
@@ -202,15 +204,15 @@ class Run:
         return all(name in held and self.metrics[name].reached(held[name], goal) for name, goal in self._goals.items())
 
     def steps(self, *data: Any) -> Iterator[Step]:
-        """Yield the steps of this epoch that are left: each sample once over all ranks, from where a checkpoint stood.
+        """Yield the remaining steps of this epoch. Over all ranks, each sample is used once per epoch, also after a resume.
 
-        data: tensors of equal length; or a number of samples, for their indices; or a DataLoader; or a source of ours.
+        data: tensors of equal length; or a number of samples, to get their indices; or a DataLoader; or a `Source`.
         """
         self.prepared("run.steps()")
         if not self._in_epoch:
             raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
         if self._in_steps or self._had_steps:
-            raise UserError("run.steps() was called twice in one epoch: one loop of steps in each")
+            raise UserError("run.steps() was called twice in one epoch: use one loop of steps per epoch")
         self._in_steps = True
         return self._steps(*self._open(data))
 
@@ -275,7 +277,7 @@ class Run:
     def _save(self, *, automatic: bool = False) -> None:
         what = self.prepared()
         with self.guard.phase("checkpoint"), self.checkpoints.cadence.saving():
-            self.guard.compare_replicas(self.state, what.models)  # no checkpoint of weights that one rank has alone
+            self.guard.compare_replicas(self.state, what.models)  # do not save weights that differ between ranks
             parts = what.models, what.optimizers, what.scaler, self._registered
             self.checkpoints.save(self.state, *parts, automatic=automatic)
 
@@ -300,11 +302,11 @@ class Run:
 
     @contextlib.contextmanager
     def evaluating(self, data: Any, *, prefix: str = "") -> Iterator[Any]:
-        """Give this rank's part of a test set: each sample once over all ranks. Models are in evaluation mode, with batch
-        norm's running statistics averaged over ranks, and without gradients. A collective.
+        """Context manager for an evaluation. Yields this rank's part of a test set. A collective.
 
-        data: a number of samples, for a slice of them; or a DataLoader, or a source of ours, for an iterator over batches.
-        prefix: of the names in summary.json and on the screen, such as "test".
+        Inside, models are in evaluation mode, without gradients; batch norm's running statistics are averaged over ranks.
+        data: a number of samples (yields a slice); or a DataLoader or a `Source` (yields an iterator over batches). prefix:
+        for the names in summary.json and in the output, such as "test".
         """
         prepared = self.prepared("run.evaluating()")
         if self._evaluation is not None:
@@ -327,8 +329,8 @@ class Run:
             self._evaluation = None
             for module, training in modes:
                 module.training = training
-        # Between steps, what was evaluated so far is not recorded: it is done again. Within one, the position is behind the
-        # weights, and nothing may be saved before the step has ended.
+        # Stopped between steps: save, and do not record the partial evaluation, which is repeated after the resume. Within a
+        # step, the position does not match the weights yet, so nothing is saved before the step has ended.
         if not self._in_steps and self.guard.stops_here("evaluate.stop"):
             self._save()
             raise Stopped
@@ -336,7 +338,7 @@ class Run:
         self.clock.leave_out(time.perf_counter() - began)
 
     def _go_on_evaluating(self) -> None:
-        """Called for each batch: ranks may leave an evaluation between two steps wherever they are."""
+        """Called for each batch. After a stop request, ranks leave an evaluation at any batch, except inside a step."""
         self.guard.heartbeat()
         self.journal.energy.keep()
         if self.guard.stop_requested and not self._in_steps:
@@ -344,13 +346,16 @@ class Run:
 
     @property
     def evaluation(self) -> dict[str, float]:
-        """The last evaluation: its metrics by name, and `count`."""
+        """Metrics of the last evaluation by name, and `count`."""
         return self.state.evaluation
 
     def record(self, *, count: Tensor | float | None = None, **values: Tensor | float) -> None:
-        """Inside `evaluating`: add sums over samples of this rank (or a value for each). They are summed over ranks and
-        divided by the number of samples; count: by the sum of these instead, as for tokens.
-        After it: add values to that evaluation as they are, which are the same on all ranks."""
+        """Record values of an evaluation.
+
+        Inside `evaluating`: sums over this rank's samples, or one value per sample. They are summed over ranks and divided
+        by the number of samples, or by the sum of `count`, for instance a number of tokens.
+        After `evaluating`: values that are added to the evaluation unchanged. They must be the same on all ranks.
+        """
         require_free(values)
         if not values:
             raise UserError("run.record() got nothing: write run.record(loss=...)")
@@ -369,8 +374,8 @@ class Run:
         self._summary |= fields
 
     def finish(self) -> None:
-        """Wait for the last checkpoint, write the summary. Called at the end of `training.start`."""
-        if self._in_epoch:  # the script has left `run.epochs` early
+        """Wait for the last checkpoint and write the summary. Called at the end of `training.start`."""
+        if self._in_epoch:  # the script left the loop over `run.epochs` early
             self._close_epoch()
         with self.guard.phase("checkpoint"):
             unsaved = self.checkpoints.close(self.guard.heartbeat)
@@ -385,7 +390,7 @@ class Run:
             self.exit_code = TARGET_MISSED
 
     def prepared(self, what: str = "training") -> Prepared:
-        """Return what `prepare` made. Raises UserError before it; what: that asks for it."""
+        """Return the prepared models and optimizers. Raises UserError before `prepare`. what: name of the caller."""
         if self._prepared is None:
             raise UserError(
                 f"{what} before run.prepare(): write `model, optimizer = run.prepare(model, optimizer)` first"

@@ -1,4 +1,4 @@
-"""The start and the end of a training run, in the only order that works."""
+"""The start and the end of a training run, in the required order."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -22,18 +22,18 @@ from hvdtrain.training.state import Metric, metrics_of
 
 @contextlib.contextmanager
 def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) -> Iterator[Run]:
-    """Start the engine, find the checkpoint to continue, and watch over the ranks until the block ends.
+    """Start the engine, find the checkpoint to resume from, and monitor the ranks until the block ends.
 
-    flags: what `training.parser(...).parse()` returned. metrics: those that evaluations record, each with the direction in
-    which it is better, "min" or "max" (default: loss, min); the first one decides which checkpoint is the best.
-    Raises UserError, on every rank.
+    flags: the result of `training.parser(...).parse()`. metrics: the metrics that evaluations record, each with "min" or
+    "max", whichever is better (default: loss, "min"); the first one determines the best checkpoint. Raises UserError on
+    every rank.
     """
     if not isinstance(flags, Flags):
         raise UserError("training.start() takes what training.parser(...).parse() returned", everywhere=True)
     directions = metrics_of({"loss": "min"} if metrics is None else dict(metrics))
     tuning, timeline = flags.tuning == "auto", flags.profile is not None
     with contextlib.ExitStack() as stack:
-        with limited_start(flags.step_timeout) as starting:  # from then on the ranks watch each other
+        with limited_start(flags.step_timeout) as starting:  # afterwards, the watchdog monitors the ranks
             engine = start_engine(
                 flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline
             )
@@ -44,7 +44,7 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
 
 @contextlib.contextmanager
 def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iterator[Run]:
-    """Do what `start` does, on an engine that is there."""
+    """Do the same as `start`, with an engine that is already running."""
     asked = flags.given()
     cli.require_equal(engine, asked)
     flags.compression = engine.choose_compression(flags.compression)

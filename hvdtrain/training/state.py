@@ -1,4 +1,4 @@
-"""The position in training, its initial state, and the directions of its metrics: plain data, the same on all ranks."""
+"""The position in training, its initial configuration and its metrics: plain data, the same on all ranks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,38 +6,41 @@ from typing import Literal, NamedTuple
 
 from hvdtrain.engines.errors import UserError
 
-# What every script's events have: no value that a script records can have one of these names.
+# Fields of all events. Scripts cannot use these names for recorded values.
 FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
 
 
 @dataclass
 class TrainState:
-    """Where training stands: the same on all ranks, and whole in every checkpoint."""
+    """The position in training. It is the same on all ranks and is saved in every checkpoint."""
 
-    epoch: int = 0  #: from 0
-    samples_of_epoch: int = 0  #: of this epoch's order, that are behind us, over all ranks
-    samples: int = 0  #: since the beginning of training, over all ranks
-    step: int = 0  #: since the beginning of training
-    skipped: int = 0  #: steps just before this one, in a row, whose gradients were not finite
-    train_seconds: float = 0.0  #: spent in steps, without evaluations and checkpoints
-    train: dict[str, float] = field(default_factory=dict)  #: the last logged step: loss, and what the script recorded
-    evaluation: dict[str, float] = field(default_factory=dict)  #: the last one: metrics by name, and `count`
-    prefix: str = ""  #: of that evaluation: "test", "validation"
+    epoch: int = 0  #: current epoch, from 0
+    samples_of_epoch: int = 0  #: samples of this epoch processed so far, over all ranks
+    samples: int = 0  #: samples since the beginning of training, over all ranks
+    step: int = 0  #: steps since the beginning of training
+    skipped: int = 0  #: consecutive steps before this one whose gradients were not finite
+    train_seconds: float = 0.0  #: time spent in steps, without evaluations and checkpoints
+    train: dict[str, float] = field(default_factory=dict)  #: loss and recorded values of the last logged step
+    evaluation: dict[str, float] = field(default_factory=dict)  #: metrics and `count` of the last evaluation
+    prefix: str = ""  #: prefix of that evaluation, such as "test" or "validation"
 
     def advance(self, samples: int) -> None:
+        """Count a step with `samples` samples over all ranks."""
         self.step += 1
         self.samples_of_epoch += samples
         self.samples += samples
 
     def end_epoch(self) -> None:
+        """Go to the beginning of the next epoch."""
         self.epoch += 1
         self.samples_of_epoch = 0
 
 
 class Initial(NamedTuple):
-    """How the run began. Rates and the global batch follow from this, also where it goes on with other ranks."""
+    """The configuration with which the run began. Learning rates and the global batch are derived from it, even if the run
+    is resumed with a different number of ranks."""
 
-    ranks: int  #: when it began
+    ranks: int  #: number of ranks when the run began
     batch_size: int  #: per rank and micro-batch
     accumulate: int  #: micro-batches per step
 
@@ -48,26 +51,26 @@ class Initial(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A named figure of an evaluation: which way it is better, and how it is shown."""
+    """A metric of evaluations: its direction and its format."""
 
-    direction: Literal["min", "max"]  #: which way it is better
-    percent: bool = False  #: shown in percent; recorded as a share from 0 to 1
+    direction: Literal["min", "max"]  #: "min" if smaller is better, "max" if larger is better
+    percent: bool = False  #: displayed in percent; recorded as a fraction from 0 to 1
 
     def better(self, value: float, than: float) -> bool:
-        """Tell whether `value` is better than `than`; equal is not."""
+        """Return whether `value` is strictly better than `than`."""
         return value > than if self.direction == "max" else value < than
 
     def reached(self, value: float, goal: float) -> bool:
-        """Tell whether `value` is as good as `goal`, or better."""
+        """Return whether `value` is at least as good as `goal`."""
         return value >= goal if self.direction == "max" else value <= goal
 
     def show(self, value: float) -> str:
-        """Return `value` as the screen has it."""
+        """Return `value` formatted for display."""
         return f"{value:.2%}" if self.percent else f"{value:.4f}"
 
 
 def metrics_of(given: dict[str, "Metric | str"]) -> dict[str, Metric]:
-    """Return `given` with "min" and "max" as Metrics. Raises UserError for another word, and for a name that is taken."""
+    """Return `given` with "min" and "max" converted to Metric. Raises UserError for other strings and reserved names."""
     require_free(given)
     found = {name: Metric(value) if isinstance(value, str) else value for name, value in given.items()}  # type: ignore[arg-type]
     require_free(given)
@@ -78,6 +81,6 @@ def metrics_of(given: dict[str, "Metric | str"]) -> dict[str, Metric]:
 
 
 def require_free(names: Iterable[str]) -> None:
-    """Raise UserError where a value that a script records has the name of a field that every record has."""
+    """Raise UserError if one of `names` is a field of every record."""
     if taken := FIXED.intersection(names):
         raise UserError(f"{min(taken)} is a field of every record: give the metric another name")

@@ -1,4 +1,4 @@
-"""One step of training: its micro-batches, their gradients, and the update, in the only order that works on all ranks."""
+"""One training step: its micro-batches, their gradients and the update. Enforces the order that all ranks need."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -24,24 +24,25 @@ BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
 
 
 def counted_or_zero(count: Tensor | float, batch: Batch) -> Tensor | float:
-    """Return `count`, but 0 where the data left this rank without a sample."""
+    """Return `count`, or 0 if this rank has no samples in `batch`."""
     return count if batch.count else 0.0
 
 
 class Sums:
-    """Weighted sums of a step's loss and recorded values over this rank's samples; tensors, so that nothing waits."""
+    """Sums of a step's loss and recorded values over this rank's samples. Tensors stay on the device: no synchronization."""
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor | float] = {}
         self.counts: dict[str, Tensor | float] = {}
 
     def add(self, name: str, mean: Tensor, count: Tensor | float) -> None:
+        """Add the mean over `count` samples to the sum `name`."""
         self.values[name] = self.values.get(name, 0.0) + mean * count
         self.counts[name] = self.counts.get(name, 0.0) + count
 
 
 class Shared(NamedTuple):
-    """What all steps of a run share."""
+    """Objects shared by all steps of a run."""
 
     engine: Engine
     prepared: Prepared
@@ -54,24 +55,24 @@ class Shared(NamedTuple):
 
 
 class Step:
-    """What `for step in run.steps(...)` yields."""
+    """One training step, yielded by `for step in run.steps(...)`."""
 
     def __init__(self, shared: Shared, planned: Planned, source: Input, *, logged: bool):
-        self.logged = logged  # whether this step goes into the record: what `record` is given is looked at only then
+        self.logged = logged  # whether this step is recorded; `record` ignores its values otherwise
         self.count = planned.count  # samples, over all ranks and micro-batches
         self.sums = Sums()
         self.local_count = 0  # samples of this rank
-        self.gradient_norm: Tensor | None = None  # before clipping, where `update` clipped
-        self.left_out = False  # some gradient was not finite
+        self.gradient_norm: Tensor | None = None  # before clipping, if `update` clipped
+        self.left_out = False  # the step was skipped, because a gradient was not finite
         self._shared, self._planned, self._input = shared, planned, source
-        self._loaded: list[Batch] = []  # until the step is over: for another `batches()`, and to look for the culprit
-        self._batch: Batch | None = None  # the one that `batches` has just given
+        self._loaded: list[Batch] = []  # kept during the step, for another `batches()` and for the inspection
+        self._batch: Batch | None = None  # the current micro-batch
         self._loops = 0  # calls of `batches`
-        self._calls = 0  # of `backward`, for this micro-batch
-        self._backwards: dict[torch.optim.Optimizer, int] = {}  # in this loop
-        self._reduced: dict[torch.optim.Optimizer, bool] = {}  # whose gradients wait for `update`: are they finite?
+        self._calls = 0  # calls of `backward` for this micro-batch
+        self._backwards: dict[torch.optim.Optimizer, int] = {}  # calls of `backward` in this loop
+        self._reduced: dict[torch.optim.Optimizer, bool] = {}  # reduced, not yet applied: are the gradients finite?
         self._updated: set[torch.optim.Optimizer] = set()
-        self._tokens: list[Tensor | float] | None = None  # `count` of each backward in this loop, where it is given
+        self._tokens: list[Tensor | float] | None = None  # `count` of each backward in this loop, if given
         self._inspection: Inspection | None = None
 
     @property
@@ -81,7 +82,7 @@ class Step:
 
     @property
     def lr(self) -> float:
-        """The learning rate; setting it sets that of every optimizer."""
+        """The learning rate of the first optimizer. Setting it sets the rate of every optimizer."""
         return self._shared.prepared.optimizers[0].param_groups[0]["lr"]
 
     @lr.setter
@@ -92,10 +93,11 @@ class Step:
     # ---- micro-batches
 
     def batches(self) -> Iterator[Batch]:
-        """Yield this rank's micro-batches. Once all had their backward pass, the gradients are those of the global batch.
+        """Yield this rank's micro-batches. After the loop, the gradients are those of the global batch.
 
-        Autocast is on inside, as --amp says. Where the gradients are not finite, the loop is run once more, to name the rank
-        and the layer. Call it again for another optimizer's update in the same step: it gives the same micro-batches.
+        Autocast is enabled inside according to --amp. If the gradients are not finite, the loop is run again to find the
+        rank and the layer. For another optimizer's update in the same step, call it again: it yields the same
+        micro-batches.
         """
         if self._batch is not None:
             raise UserError("step.batches() inside step.batches(): end the first loop before the next")
@@ -125,7 +127,7 @@ class Step:
         shared, count = self._shared, len(self._planned.batches)
         prepared = shared.prepared
         parts = (shared.seed, shared.state.samples, shared.engine.rank) + ((loop,) if loop else ())
-        seed_generators(mixed_seed(*parts), shared.engine.device)  # dropout: the same again after a restart
+        seed_generators(mixed_seed(*parts), shared.engine.device)  # so that dropout is the same after a restart
         for number in range(count):
             if number == len(self._loaded):
                 with shared.guard.phase("reading data"):
@@ -154,10 +156,11 @@ class Step:
     def backward(
         self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None, *, count: Tensor | float | None = None
     ) -> None:
-        """Compute this micro-batch's part of the gradients.
+        """Compute the gradients of this micro-batch.
 
-        loss: a scalar, the mean over this micro-batch's samples. optimizer: only for its parameters (default: for all).
-        count: over how many the mean was taken, where it is not over samples: tokens, of which each rank has others.
+        loss: a scalar, the mean over the samples of this micro-batch. optimizer: compute gradients only for its parameters
+        (default: all). count: number of items in the mean, if these are not samples, such as tokens; may differ between
+        ranks. Raises UserError.
         """
         batch = self._batch
         if batch is None:
@@ -180,7 +183,7 @@ class Step:
         for one in chosen:
             if one in self._reduced:
                 raise UserError(f"step {self.number}: step.backward() before the last gradients were applied: {UPDATE}")
-            if one not in self._backwards and one in self._updated:  # another update of the same step
+            if one not in self._backwards and one in self._updated:  # another update in the same step
                 one.zero_grad()
             self._backwards[one] = self._backwards.get(one, 0) + 1
         weight: Tensor | float = batch.weight
@@ -194,15 +197,15 @@ class Step:
             if torch.is_autocast_enabled(shared.engine.device.type):
                 stack.enter_context(torch.autocast(shared.engine.device.type, enabled=False))
             scaled = prepared.scaler.scale(loss * weight)
-            # With several optimizers only the chosen one's parameters: the others' hooks must not run.
+            # With several optimizers, the hooks of the other optimizers' parameters must not run.
             inputs = None if len(chosen) == len(prepared.optimizers) else prepared.parameters(chosen)
             scaled.backward(inputs=inputs)
         self._calls += 1
-        if self._loops == 1 and self._calls == 1:  # of several losses, the first is what the record calls `loss`
+        if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`
             self.sums.add("loss", loss.detach(), batch.count if count is None else counted_or_zero(count, batch))
 
     def _token_weight(self, count: Tensor | float) -> Tensor | float:
-        """Return the factor for a mean over `count`: divided by the count of all ranks once all are known (`_reduce`)."""
+        """Return the weight of a loss that is a mean over `count` items. `_reduce` divides by the total count later."""
         if self._tokens is None and sum(self._backwards.values()) > len(self._backwards):
             raise UserError(
                 "step.backward(count=...) in one micro-batch and not in another: give it in all, or in none"
@@ -245,9 +248,10 @@ class Step:
     # ---- the update
 
     def update(self, optimizer: torch.optim.Optimizer | None = None, *, clip_norm: float | None = None) -> None:
-        """Apply the gradients, on all ranks; where they are not finite, leave them out.
+        """Apply the gradients on all ranks. If they are not finite, the update is skipped.
 
-        optimizer: only this one (default: all that have gradients). clip_norm: the largest norm of its gradients.
+        optimizer: only this one (default: all that have gradients). clip_norm: maximum norm of its gradients. Raises
+        UserError.
         """
         shared, prepared = self._shared, self._shared.prepared
         if self._batch is not None:
@@ -266,11 +270,13 @@ class Step:
                 if clip_norm is not None:
                     prepared.scaler.unscale_(one)
                     self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.parameters([one]), clip_norm)
-                prepared.scaler.step(one)  # unscales, and leaves out a step that overflowed: seen by all ranks
+                prepared.scaler.step(one)  # unscales; skips the step after an overflow, the same on all ranks
 
     def record(self, **values: Tensor | float) -> None:
-        """Record training metrics of this micro-batch: a value per sample, or their mean. `loss` is shown in place of the
-        one that was trained on. Only looked at where `step.logged`; another name for each metric."""
+        """Record training metrics of this micro-batch: one value per sample, or their mean. Each metric needs a unique name.
+
+        `loss` is shown instead of the loss given to `backward`. Values are used only if `step.logged`.
+        """
         batch = self._batch
         if batch is None:
             raise UserError("step.record() outside of step.batches(): call it beside step.backward()")
@@ -282,7 +288,7 @@ class Step:
             self.sums.add("reported_loss" if name == "loss" else name, mean, batch.count)
 
     def require_complete(self) -> None:
-        """Raise UserError where the script has left something out. Called when it asks for the next step."""
+        """Raise UserError if the script has omitted a part of the step. Called when it requests the next step."""
         if self._loops == 0:
             raise UserError(f"step {self.number} has no gradients: {BACKWARD}")
         if self._batch is not None:

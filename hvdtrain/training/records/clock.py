@@ -1,4 +1,4 @@
-"""Where time goes: a clock for the phases of this rank, and the times of all ranks since the last report."""
+"""Measures the time that each rank spends in each phase of training."""
 
 import resource
 import time
@@ -12,7 +12,7 @@ from hvdtrain.engines.cores import seconds_without_core
 
 
 class RankTimes(NamedTuple):
-    """One rank's seconds by phase, and in all (the rest is reporting), and the most memory that it has held so far."""
+    """One rank's seconds by phase and in total (the rest is reporting), and its peak memory."""
 
     loading: float
     compute: float
@@ -20,31 +20,35 @@ class RankTimes(NamedTuple):
     elapsed: float
     resident_bytes: int
     cuda_bytes: int
-    without_core: float = 0.0  # of these seconds, those in which the main thread was ready to run and had no core
+    without_core: float = 0.0  # seconds, within `elapsed`, in which the main thread was ready to run but had no core
 
 
 class Window(NamedTuple):
-    """What happened between two looks."""
+    """The measurements between two reports."""
 
     steps: int
     ranks: list[RankTimes]
-    rates: dict[str, float]  # `Clock.rates` of this rank, and each phase's share of all ranks' time
+    rates: dict[str, float]  # `Clock.rates` of this rank, and each phase's share of the time of all ranks
 
 
 class Clock:
-    """Where this rank's time goes: each `mark` books the time since the one before on a phase. Seconds as the host sees
-    them: on CUDA, work that was only queued is booked where the host waits for it."""
+    """Measures this rank's time by phase. Each `mark` adds the time since the previous mark to a phase.
+
+    Times are measured on the host: CUDA work counts for the phase in which the host waits for it.
+    """
 
     PHASES = ("loading", "compute", "communication")
 
     def __init__(self) -> None:
-        self.spans: list[tuple[str, float, float]] | None = None  # while a list: phase, from, to (`time.perf_counter`)
+        self.spans: list[tuple[str, float, float]] | None = (
+            None  # if a list, records (phase, start, end) in perf_counter time
+        )
         self.restart()
 
     def restart(self) -> None:
-        """An epoch begins: what went before is forgotten."""
+        """Reset the clock at the beginning of an epoch."""
         self._began = self._marked = time.perf_counter()
-        self.totals: list[RankTimes] = []  # of all windows that `measure` looked at
+        self.totals: list[RankTimes] = []  # sums over all windows since `restart`, by rank
         self._open_window()
 
     def _open_window(self) -> None:
@@ -54,7 +58,7 @@ class Clock:
         self._without_core = seconds_without_core()
 
     def mark(self, phase: str, at: float | None = None) -> None:
-        """Book the time up to `at` (`time.perf_counter`; default now) on `phase`."""
+        """Add the time since the previous mark to `phase`. at: end of the phase (`time.perf_counter`; default: now)."""
         at = time.perf_counter() if at is None else at
         self._seconds[phase] += at - self._marked
         if self.spans is not None:
@@ -62,19 +66,19 @@ class Clock:
         self._marked = at
 
     def leave_out(self, seconds: float) -> None:
-        """Let the last `seconds` count for nothing: no phase, no rate, no lap."""
+        """Exclude the last `seconds` from all phases, rates and laps."""
         self._began += seconds
         self._marked += seconds
         self._window_began += seconds
 
     def count(self, samples: int, local_samples: int) -> None:
-        """Count a step's samples: over all ranks, and on this one."""
+        """Count the samples of a step, over all ranks and on this rank."""
         self._steps += 1
         self._samples += samples
         self._local_samples += local_samples
 
     def rates(self) -> dict[str, float]:
-        """Return samples per second over all ranks and seconds per sample of this rank by phase, since the last call."""
+        """Return samples per second over all ranks, and this rank's seconds per sample by phase, since the last call."""
         elapsed = time.perf_counter() - self._window_began
         rates = {"samples_per_second": self._samples / elapsed}
         for phase in self.PHASES:
@@ -83,12 +87,12 @@ class Clock:
         return rates
 
     def lap(self) -> float:
-        """Return the seconds since the clock was started, or since the last lap."""
+        """Return the seconds since the last call, or since `restart`."""
         began, self._began = self._began, time.perf_counter()
         return self._began - began
 
     def measure(self, engine: Engine) -> Window:
-        """Return what happened on all ranks since the last call. A collective: 56 bytes from each rank."""
+        """Return the measurements of all ranks since the last call. A collective: 56 bytes per rank."""
         cuda = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else 0
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         steps, phases = self._steps, [self._seconds[phase] for phase in self.PHASES]
@@ -101,19 +105,19 @@ class Clock:
         return Window(steps, ranks, self.rates() | share)
 
     def per_rank(self) -> dict[str, list[float]]:
-        """Return, by quantity, a list over ranks: all that `measure` has seen of this clock."""
+        """Return, for each quantity, a list over ranks with the sums since `restart`."""
         names = {field: f"{field}_seconds" for field in (*self.PHASES, "elapsed", "without_core")}
         return {names.get(f, f): [round(getattr(rank, f), 6) for rank in self.totals] for f in RankTimes._fields}
 
 
 def shares(ranks: list[RankTimes]) -> dict[str, float]:
-    """Return the share of each phase (0 to 1) in the time of all ranks; what is left of 1 went into reporting."""
+    """Return the share (0 to 1) of each phase in the time of all ranks. The rest is reporting."""
     elapsed = sum(rank.elapsed for rank in ranks)
     return {phase: sum(getattr(rank, phase) for rank in ranks) / max(elapsed, 1e-9) for phase in Clock.PHASES}
 
 
 def added(before: list[RankTimes], since: list[RankTimes]) -> list[RankTimes]:
-    """Return the seconds of both windows, rank by rank, and the memory held at the later."""
+    """Return the sum of the seconds of two windows by rank, and the memory of the later one."""
     if not before:
         return since
     seconds = ("loading", "compute", "communication", "elapsed", "without_core")

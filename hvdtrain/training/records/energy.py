@@ -1,8 +1,8 @@
-"""What training costs in energy, where the machine tells it: processors by RAPL (Linux' powercap), NVIDIA GPUs by NVML.
+"""Measures the energy used by training: CPUs by RAPL (Linux powercap), NVIDIA GPUs by NVML, if available.
 
 Sources: docs.kernel.org/power/powercap/powercap.html (energy_uj, max_energy_range_uj); NVIDIA's NVML reference
-(nvmlDeviceGetTotalEnergyConsumption). Of the processors only whole packages are counted: what they contain (cores, graphics)
-would be counted twice, and "psys" contains them. A package's energy is that of everybody who used it, idle cores included.
+(nvmlDeviceGetTotalEnergyConsumption). Only CPU packages are counted: their subdomains (cores, graphics) and "psys", which
+contains the packages, would be counted twice. A package's energy includes other processes and idle cores.
 """
 
 import os
@@ -18,16 +18,16 @@ import torch
 
 from hvdtrain.engines.base import Engine
 
-# Another folder than /sys/class/powercap: containers hide that one, and may have it mounted elsewhere.
+# HVDTRAIN_POWERCAP: another directory instead of /sys/class/powercap, which containers hide, but may mount elsewhere.
 ROOT, VARIABLE = Path("/sys/class/powercap"), "HVDTRAIN_POWERCAP"
 READ_EVERY = 10.0  # seconds
-MOST_WATTS = 600.0  # of a package: decides after what time a counter may have gone round twice
+MOST_WATTS = 600.0  # maximum power of a package: determines how soon a counter may wrap around twice
 
 
 class Counter:
-    """Joules since it was made, from a counter that only grows.
+    """Measures energy in joules since its creation, from a monotonic hardware counter.
 
-    read: its value, `unit` joules each. span: it begins again at 0 after this value; None: never.
+    read: returns the counter's value, in units of `unit` joules. span: value after which it wraps around to 0; None: never.
     """
 
     def __init__(self, read: Callable[[], int], unit: float, span: int | None = None):
@@ -36,23 +36,24 @@ class Counter:
         self.joules, self.complete = 0.0, True
 
     def update(self) -> None:
+        """Read the counter."""
         now = time.monotonic()
         try:
             value = self._read()
-        except Exception:  # a driver that is unloaded, a folder that is unmounted: training goes on
+        except Exception:  # an unloaded driver or an unmounted directory must not end training
             self.complete = False
             return
         if self._span is not None and (now - self._at) * MOST_WATTS > self._span * self._unit:
-            self.complete = False  # it may have gone round more than once
+            self.complete = False  # it may have wrapped around more than once
         if value < self._last:
             self.complete &= self._span is not None
-            self._last -= self._span or self._last  # of one that was reset, what came since then
+            self._last -= self._span or self._last  # without a span, the counter was reset: count from 0
         self.joules += (value - self._last) * self._unit
         self._last, self._at = value, now
 
 
 class Found(NamedTuple):
-    """What can be measured, or why nothing can."""
+    """The available counters, or the reason why there are none."""
 
     counters: list[Counter]
     names: list[str]
@@ -60,10 +61,10 @@ class Found(NamedTuple):
 
 
 def packages(root: Path | None = None) -> Found:
-    """Return a counter for each processor package of this host."""
+    """Return a counter for each CPU package of this host."""
     root = root or Path(os.environ.get(VARIABLE) or ROOT)
     counters, names = [], []
-    for zone in sorted(root.glob("intel-rapl:*")):  # AMD's, too
+    for zone in sorted(root.glob("intel-rapl:*")):  # also the name on AMD CPUs
         try:
             name = (zone / "name").read_text().strip()
         except OSError:
@@ -74,7 +75,7 @@ def packages(root: Path | None = None) -> Found:
             span = int((zone / "max_energy_range_uj").read_text())
             counters.append(Counter(partial(whole_number, zone / "energy_uj"), 1e-6, span))
             names.append(name)
-        except PermissionError:  # half of the packages would be a wrong sum
+        except PermissionError:  # a sum over some of the packages would be wrong
             return Found(
                 [], [], f"{root}/*/energy_uj can be read by root only (CVE-2020-8694): allow it with chmod a+r"
             )
@@ -84,11 +85,12 @@ def packages(root: Path | None = None) -> Found:
 
 
 def whole_number(path: Path) -> int:
+    """Return the integer in a file. Raises OSError, ValueError."""
     return int(path.read_text())
 
 
 def gpus(uuids: Sequence[str]) -> Found:
-    """Return a counter for each of the GPUs, by NVML."""
+    """Return an NVML counter for each GPU in `uuids`."""
     if not uuids:
         return Found([], [])
     try:
@@ -98,18 +100,19 @@ def gpus(uuids: Sequence[str]) -> Found:
     try:
         pynvml.nvmlInit()
         counters = [gpu(pynvml, uuid) for uuid in uuids]
-    except Exception as error:  # pynvml has an exception for every answer of the driver
+    except Exception as error:  # pynvml has an exception class for each error code
         return Found([], [], f"NVML: {error}")
     return Found(counters, list(uuids))
 
 
 def gpu(pynvml: Any, uuid: str) -> Counter:
+    """Return the energy counter of a GPU. Raises pynvml's exceptions."""
     handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
     return Counter(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), 1e-3)
 
 
 def uuids_of(engine: Engine) -> list[str]:
-    """Return the GPUs that this rank computes on."""
+    """Return the UUIDs of the GPUs that this rank uses."""
     if engine.device.type != "cuda":
         return []
     places = range(torch.cuda.device_count()) if engine.name == "dataparallel" else [engine.device]
@@ -117,14 +120,14 @@ def uuids_of(engine: Engine) -> list[str]:
 
 
 class Energy(NamedTuple):
-    """Joules over all ranks. complete: no counter may have lost some."""
+    """Energy of all ranks in joules. complete: False if some counter may have missed energy."""
 
     cpu: float
     gpu: float
     complete: bool = True
 
     def fields(self, prefix: str = "energy") -> dict[str, object]:
-        """Return it for a record."""
+        """Return the fields for a record."""
         parts = {
             f"{prefix}_joules": self.cpu + self.gpu,
             f"{prefix}_cpu_joules": self.cpu,
@@ -135,9 +138,9 @@ class Energy(NamedTuple):
 
 
 class Meter:
-    """The energy of this rank's GPUs and, on the first rank of each host, of the host's processors, from when it is made.
+    """Measures the energy of this rank's GPUs and, on the first rank of each host, of the host's CPUs, since its creation.
 
-    No thread: `keep` must be called every minute or so. Making one is a collective: each counter is read by one rank.
+    It has no thread: call `keep` about once a minute. Creating it is a collective, because only one rank reads each counter.
     """
 
     def __init__(self, engine: Engine):
@@ -150,7 +153,9 @@ class Meter:
         mine = (socket.gethostname(), len(cpu.names), cpu.why, gpu.names, gpu.why)
         rows = engine.all_gather_object(mine, "energy")
         earlier = {(host, name) for host, _, _, names, _ in rows[: engine.rank] for name in names}
-        shared = [(mine[0], name) in earlier for name in gpu.names]  # ranks that share a GPU: the first one counts it
+        shared = [
+            (mine[0], name) in earlier for name in gpu.names
+        ]  # if ranks share a GPU, only the first one counts it
         self._cpu = cpu.counters
         self._gpu = [counter for counter, taken in zip(gpu.counters, shared, strict=True) if not taken]
         self._read_at = time.monotonic()
@@ -158,7 +163,7 @@ class Meter:
         self.measures = bool(self.about["cpu_packages"] or self.about["gpus"])  # the same on all ranks
 
     def keep(self) -> None:
-        """Read the counters if that is due: a package's goes round in minutes."""
+        """Read the counters if the last reading is too old: those of packages wrap around within minutes."""
         if self.measures and time.monotonic() - self._read_at > READ_EVERY:
             self._update()
 
@@ -168,7 +173,7 @@ class Meter:
             counter.update()
 
     def row(self) -> list[list[float]]:
-        """Return what this rank has measured, as rows that are summed over ranks; nothing where no rank measures."""
+        """Return this rank's measurements, as rows to be summed over ranks; empty if no rank can measure."""
         if not self.measures:
             return []
         self._update()
@@ -176,23 +181,27 @@ class Meter:
         return [[joules(self._cpu), joules(self._gpu)], [float(not complete), 0.0]]
 
     def total(self, engine: Engine) -> Energy | None:
-        """Return what all ranks have measured; None where none does. A collective."""
+        """Return the energy of all ranks; None if no rank can measure. A collective."""
         if not self.measures:
             return None
         return summed(engine.sum(torch.tensor(self.row(), dtype=torch.float64), "energy.total").tolist())
 
 
 def joules(counters: Iterable[Counter]) -> float:
+    """Return the sum of the counters in joules."""
     return sum(counter.joules for counter in counters)
 
 
 def summed(rows: Sequence[Sequence[float]]) -> Energy:
-    """Return what the sum over ranks of `Meter.row` says."""
+    """Convert the sum of `Meter.row` over ranks to an Energy."""
     return Energy(rows[0][0], rows[0][1], not rows[1][0])
 
 
 def about(rows: Sequence[tuple[str, int, str, list[str], str]]) -> dict[str, Any]:
-    """Return for the record what is measured and what is not. rows: of each rank host, packages, why not, GPUs, why not."""
+    """Return for the record what is measured and what is not.
+
+    rows: for each rank (host, number of packages, reason if none, GPUs, reason if none).
+    """
     missing: dict[str, list[str]] = {}
     for host, _, no_cpu, _, no_gpu in rows:
         for what, why in (("CPU", no_cpu), ("GPU", no_gpu)):
@@ -207,7 +216,7 @@ def about(rows: Sequence[tuple[str, int, str, list[str], str]]) -> dict[str, Any
 
 
 def said(about: Any) -> str:
-    """Return in words what a record's `energy` says: "measured: 2 CPU packages and 4 GPUs", "not measured: CPU: ..."."""
+    """Return a record's `energy` field as text: "measured: 2 CPU packages and 4 GPUs", "not measured: CPU: ..."."""
     if not isinstance(about, dict):
         return ""
     parts = []

@@ -1,4 +1,4 @@
-"""Atomic files that follow no links: others may be able to write to the directory, too."""
+"""Atomic file operations that do not follow links, because other users may be able to write to the directory."""
 
 import contextlib
 import errno
@@ -12,9 +12,9 @@ from typing import IO, Any
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Open a new file next to `path`, and rename it to `path` once it is complete. Raises OSError.
+    """Context manager that opens a temporary file and renames it to `path` at the end. Raises OSError.
 
-    A link with either name is replaced, not followed. mode: "w" or "wb".
+    Links are replaced, not followed. mode: "w" or "wb".
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
@@ -29,13 +29,13 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def open_to_append(path: Path) -> FileIO:
-    """Open a file for appending, without a buffer. Raises OSError, also where `path` is a link."""
+    """Open a file for appending, unbuffered. Raises OSError, also if `path` is a symbolic link."""
     return FileIO(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 def read_text(path: Path) -> str:
-    """Return what a regular file says; bytes that are not UTF-8 are replaced. Raises OSError, also for a pipe or a device,
-    which might never end."""
+    """Return the text of a regular file. Invalid UTF-8 is replaced. Raises OSError, also for a pipe or a device, which might
+    never end."""
     with open(path, encoding="utf-8", errors="replace", opener=_open_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "a pipe or a device, not a file")
@@ -43,4 +43,4 @@ def read_text(path: Path) -> str:
 
 
 def _open_at_once(name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_NONBLOCK)  # else opening a pipe waits for a writer
+    return os.open(name, flags | os.O_NONBLOCK)  # otherwise, opening a pipe blocks until there is a writer

@@ -1,4 +1,4 @@
-"""metrics.jsonl of a script that does not use hvdtrain: from its optimizer's steps, its collectives, its DataLoaders."""
+"""Writes metrics.jsonl for a script that does not use hvdtrain, from its optimizer steps, collectives and DataLoaders."""
 
 import resource
 import socket
@@ -16,33 +16,35 @@ from hvdtrain.engines.foreign import ForeignEngine, Listener
 from hvdtrain.training.records.clock import RankTimes, added, shares
 from hvdtrain.training.records.telemetry import Telemetry, versions
 
-STEPS, FIRST_STEPS = 50, 10  # from one look at all ranks to the next; until the first one
+STEPS, FIRST_STEPS = 50, 10  # steps between two reports of all ranks; steps until the first report
 OWN = len(RankTimes._fields)
 
 
 class Look(NamedTuple):
+    """A report of all ranks."""
+
     step: int
-    steps: int  # since the look before
+    steps: int  # since the previous report
     elapsed: float  # seconds, on this rank
 
 
 class Recorder(Listener):
-    """Writes metrics.jsonl into `output_dir`, on rank 0. script: the words that started it. automatic: what was set.
+    """Writes metrics.jsonl to `output_dir` on rank 0. script: its command line. automatic: the settings that were made.
 
-    What the other ranks' clocks show travels in a separate, asynchronous sum: a rank that has called `hvd.join`
-    takes part in it without knowing, and one that never comes leaves it undone.
+    The times of all ranks are collected with an asynchronous all-reduce. A rank that has called `hvd.join` takes part
+    automatically; if a rank is missing, the all-reduce does not complete, and training is not blocked.
     """
 
     def __init__(self, output_dir: Path, script: str, automatic: str):
         self.output_dir, self.script, self.automatic = output_dir, script, automatic
-        self.dataset = Path(script.split()[-1]).name  # what the report calls the run's data
+        self.dataset = Path(script.split()[-1]).name  # the name of the data in the report
         self.telemetry: Telemetry | None = None
         self.steps = 0
         self._main = threading.get_ident()
         self._loading = self._communication = 0.0
         self._samples = self._all_samples = 0
-        self._handle: tuple[int, Tensor, Look] | None = None  # on its way: Horovod's handle, a row from each rank
-        self._looked = 0  # the step of the last look
+        self._handle: tuple[int, Tensor, Look] | None = None  # pending all-reduce: Horovod's handle, a row per rank
+        self._looked = 0  # step of the last report
         self._totals: list[RankTimes] = []
         self._began = self._window = time.perf_counter()
         self._without_core = seconds_without_core()
@@ -50,7 +52,7 @@ class Recorder(Listener):
     def started(self, engine: ForeignEngine) -> None:
         self.engine = engine
         self._handle = None
-        again = self.telemetry is not None  # an elastic job that starts again
+        again = self.telemetry is not None  # an elastic job that was restarted
         with engine.raising_together("output"):
             if not again:
                 self.telemetry = Telemetry(engine, self.output_dir, progress=False)
@@ -76,7 +78,7 @@ class Recorder(Listener):
     def loaded(self, began: float, ended: float, batch: object) -> None:
         if threading.get_ident() == self._main:
             self._loading += ended - began
-            if torch.is_grad_enabled():  # else it evaluates
+            if torch.is_grad_enabled():  # otherwise, this is an evaluation
                 self._samples += leading(batch)
 
     def stepped(self, optimizer: Any) -> None:
@@ -86,7 +88,7 @@ class Recorder(Listener):
             self._send()
 
     def _send(self) -> None:
-        """Let this rank's window travel, in its own row of a sum."""
+        """Start an all-reduce with this rank's times, in its own row."""
         engine = self.engine
         elapsed = time.perf_counter() - self._window
         compute = max(0.0, elapsed - self._loading - self._communication)
@@ -106,7 +108,7 @@ class Recorder(Listener):
         self._looked = self.steps
 
     def _collect(self) -> None:
-        """Record the window of all ranks, if it has come."""
+        """Record the times of all ranks, if the all-reduce is complete."""
         if self._handle is None or not self.engine.hvd.poll(self._handle[0]):
             return
         handle, rows, look = self._handle
@@ -136,7 +138,7 @@ class Recorder(Listener):
             self.telemetry.event("error", kind="watchdog", message=headline)
 
     def end(self, error: BaseException | None, exit_code: object) -> None:
-        """The script is over. Nothing is asked of the other ranks: they may be gone."""
+        """Write the summary at the end of the script. Without collectives, because other ranks may have exited."""
         if self.telemetry is None:
             return
         names = {name: f"{name}_seconds" for name in ("loading", "compute", "communication", "elapsed", "without_core")}
@@ -156,7 +158,7 @@ class Recorder(Listener):
 
 
 def leading(batch: object) -> int:
-    """Return how many samples a batch has: the first dimension of the first tensor in it."""
+    """Return the number of samples in a batch: the first dimension of its first tensor."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, dict):

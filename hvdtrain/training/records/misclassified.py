@@ -1,9 +1,9 @@
-"""What a model gets wrong, in `--output-dir`/mistakes.json: the confusion matrix, and the worst mistakes with their images.
+"""Writes a model's wrong predictions to `--output-dir`/mistakes.json: a confusion matrix and the worst mistakes with images.
 
-time          when it was written, in seconds since the epoch: one from before a run's start is another run's
-confusion     [classes][classes]: how many samples of the class (row) were taken for the class (column), over all ranks
+time          when the file was written (Unix time); if before the start of a run, it belongs to an earlier run
+confusion     [classes][classes]: number of samples by true class (row) and predicted class (column), over all ranks
 shape         [height, width] of an image
-mistakes      the highest losses first: index in the test set, label, predicted, loss, pixels (base64, a byte each)
+mistakes      highest losses first: index in the test set, label, predicted, loss, pixels (base64, one byte each)
 """
 
 import base64
@@ -22,13 +22,13 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.training.records import files
 
 FILE = "mistakes.json"
-KEPT = 24  # each rank hands in its worst, so that the worst of all are among them
-MOST = torch.finfo(torch.float32).max  # stands for a loss that is not finite, for which JSON has no word
+KEPT = 24  # mistakes in the file; each rank contributes as many
+MOST = torch.finfo(torch.float32).max  # replaces a loss that is not finite, which JSON cannot represent
 
 
 @dataclass(frozen=True, order=True)
 class Mistake:
-    """A wrong prediction. The first field sorts: by loss."""
+    """A wrong prediction. Sorted by loss, the first field."""
 
     loss: float
     index: int  # in the test set
@@ -37,10 +37,10 @@ class Mistake:
 
 
 def record_mistakes(engine: Engine, logits: Tensor, images: Tensor, labels: Tensor, directory: Path) -> list[Mistake]:
-    """Put the ranks' mistakes together; rank 0 writes them, and returns the worst (other ranks nothing), the highest losses
-    first. A collective. A full disk costs the record, not the training.
+    """Gather the mistakes of all ranks. Rank 0 writes the file and returns the worst mistakes, highest losses first; other
+    ranks return []. A collective. If the file cannot be written, a warning is printed.
 
-    logits: [m, classes] of this rank's shard. images, labels: uint8 [n, 1, height, width], int64 [n], the whole test set.
+    logits: [m, classes], for this rank's shard. images, labels: uint8 [n, 1, height, width], int64 [n], the whole test set.
     """
     mine = torch.arange(len(images))[shard(len(images), engine.rank, engine.size)]  # indices in the test set
     logits, truth = logits.float().cpu(), labels.cpu()[mine]

@@ -1,5 +1,4 @@
-"""Which fields of an event are a script's own values, and which direction of each is better: all that readers of a record
-know of a script's metrics."""
+"""Determines which fields of an event are values recorded by the script, and in which direction each is better."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,13 +6,13 @@ from typing import Any, NamedTuple
 from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.state import FIXED, Metric
 
-# What is recorded in addition to a script's values: no metric unless the `start` event says so.
+# Fields recorded in addition to a script's values. They are not metrics unless the `start` event declares them.
 BESIDE = frozenset(
     {"loss_rank0", "objective", "gradient_norm", "corrupt", "broken", "tokens", "world_size", "slowest_rank"}
 )
 BESIDE_BEGINNINGS = ("learning_rate",)
 BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes")
-# Of a `train` event, what trackers show beside a script's own values, and as what.
+# Fields of a `train` event that trackers show in addition to the script's values, and their names there.
 SHOWN_BESIDE = {
     "objective": "train/objective",
     "gradient_norm": "train/gradient_norm",
@@ -21,26 +20,27 @@ SHOWN_BESIDE = {
 }
 SHOWN_BESIDE |= {name: f"run/{name}" for name in ("samples_per_second", "tokens_per_second")}
 SHOWN_BESIDE |= {f"{phase}_share": f"share/{phase}" for phase in Clock.PHASES}
-PREFIXES = ("test", "validation", "val")  # of an evaluated name that says itself on which data: validation_loss
+PREFIXES = ("test", "validation", "val")  # prefixes of metric names that include the data set, such as validation_loss
 
 
 class Series(NamedTuple):
-    """One value of evaluations: on which data, and its name. ("test", "accuracy"); ("", "perplexity")."""
+    """The data set and the name of a value in evaluations, such as ("test", "accuracy") or ("", "perplexity")."""
 
     prefix: str
     name: str
 
     @property
     def whole(self) -> str:
+        """The full name, such as "test_accuracy"."""
         return f"{self.prefix}_{self.name}" if self.prefix else self.name
 
 
-# Of records from before scripts named their metrics.
+# Metrics of old records, from before scripts declared their metrics.
 UNNAMED = {"accuracy": Metric("max", percent=True), "loss": Metric("min")}
 
 
 def number(value: object) -> float | None:
-    """Return `value` as a float, nan and inf included; None where it is no number, or none that a float can hold."""
+    """Return `value` as a float, including nan and inf; None if it is not a number or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -50,7 +50,7 @@ def number(value: object) -> float | None:
 
 
 def recorded_metrics(start: Mapping[str, Any]) -> dict[str, Metric] | None:
-    """Return the metrics that a `start` event names, the most important first; None where it names none."""
+    """Return the metrics declared in a `start` event, the most important first; None if it declares none."""
     told = start.get("metrics")
     if not isinstance(told, dict):
         return None
@@ -62,7 +62,7 @@ def recorded_metrics(start: Mapping[str, Any]) -> dict[str, Metric] | None:
 
 
 def named_values(event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the numbers of a `train` or `evaluate` event that the script named itself, its loss among them."""
+    """Return the numbers in a `train` or `evaluate` event that the script recorded, including the loss."""
     return {
         name: value
         for name, said in event.items()
@@ -71,8 +71,11 @@ def named_values(event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dic
 
 
 def tagged_values(name: str, event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the numbers of a `train` or `evaluate` event under the names that TensorBoard and MLflow get: "train/loss",
-    "test/accuracy", "run/learning_rate", "share/loading"; of the `end` event "summary/NAME". Other events have none."""
+    """Return the numbers of an event under their names in TensorBoard and MLflow.
+
+    Names are "train/loss", "test/accuracy", "run/learning_rate", "share/loading" for `train` and `evaluate` events, and
+    "summary/NAME" for the `end` event. Other events have no numbers.
+    """
     if name == "train":
         values = {f"train/{key}": value for key, value in named_values(event, metrics).items()}
         found = {tag: number(event.get(key)) for key, tag in SHOWN_BESIDE.items()}
@@ -91,6 +94,6 @@ def _beside(name: str) -> bool:
 
 
 def series_of(prefix: str, name: str) -> Series:
-    """Return which value of which data an evaluation's prefix and name mean."""
+    """Return the series for the prefix of an evaluation and the name of a value."""
     first, _, rest = name.partition("_")
     return Series(first, rest) if not prefix and rest and first in PREFIXES else Series(prefix, name)

@@ -1,7 +1,7 @@
-"""--profile: some steps of every rank, side by side in one file that Perfetto (ui.perfetto.dev) opens.
+"""--profile: records some steps of all ranks in one file for Perfetto (ui.perfetto.dev).
 
-Each rank records with torch.profiler; Horovod's own timeline, which rank 0 keeps of all ranks, becomes further rows. This
-records, gathers and writes them; `traces` puts them together.
+Each rank records with torch.profiler. Horovod's timeline, which rank 0 records for all ranks, is added. This file records,
+gathers and writes the data; `traces` merges them.
 """
 
 import contextlib
@@ -30,48 +30,50 @@ from hvdtrain.training.records.traces import merge
 if TYPE_CHECKING:
     from torch.profiler import profile as TorchProfiler
 
-WAIT_STEPS, WARMUP_STEPS = 3, 2  # the first steps allocate; then the profiler itself starts up
-ROUNDS = 20  # barriers that compare the clocks
-SLICE_BYTES = 2**20  # what one collective carries of each rank's record, so that no rank holds them all but rank 0
+WAIT_STEPS, WARMUP_STEPS = 3, 2  # steps for memory allocation, then for start-up of the profiler
+ROUNDS = 20  # barriers to compare the clocks
+SLICE_BYTES = 2**20  # part of a rank's record per collective; limits memory on ranks other than 0
 
 
 @dataclass
 class Recording:
-    """What this rank records itself, in addition to torch's profiler."""
+    """This rank's records in addition to those of torch.profiler."""
 
     first_step: int
-    timeline: Path | None  # Horovod's, on rank 0
+    timeline: Path | None  # Horovod's timeline; written on rank 0
     rounds: list[tuple[int, int]]  # barriers: entry, exit; `time.time_ns`
     began_ns: int
     began_counter: float  # the same moment by `time.perf_counter`
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # `Clock.spans`
 
     def spans_us(self) -> list[tuple[str, float, float]]:
-        """Return phase, beginning and length in microseconds, since the recording began."""
+        """Return (phase, start, duration) in microseconds since the recording began."""
         cut = [(phase, max(start, self.began_counter), end) for phase, start, end in self.spans]
         return [(phase, (start - self.began_counter) * 1e6, max(0.0, end - start) * 1e6) for phase, start, end in cut]
 
 
 class Profile:
-    """Use it as a context manager around training. Without --profile it does nothing.
+    """Records a profile. Use it as a context manager around training. Without --profile, it does nothing.
 
-    flags: profile, output_dir. heartbeat: tells the watchdog that this rank makes progress.
+    Flags used: profile, output_dir. heartbeat: tells the watchdog that this rank makes progress.
     """
 
     def __init__(
         self, engine: Engine, flags: Namespace, telemetry: Telemetry, heartbeat: Callable[[], None] = lambda: None
     ):
         self.engine, self.telemetry, self._heartbeat = engine, telemetry, heartbeat
-        self._wanted: int | None = flags.profile  # steps; None once all is done
+        self._wanted: int | None = flags.profile  # steps; None when done
         self._output_dir: Path = flags.output_dir
-        self._scratch, self._directory = contextlib.ExitStack(), Path()  # for the records, until they are gathered
+        self._scratch, self._directory = contextlib.ExitStack(), Path()  # temporary directory of the records
         self._profiler: TorchProfiler | None = None
         self._recording: Recording | None = None
         self._seen = self._recorded = 0  # steps
 
     def step(self, at_step: int, clock: Clock) -> None:
-        """Call it after every step; `at_step`: steps since the beginning of training. A collective where recording begins
-        and ends. What it takes for itself is left out of the clock."""
+        """Call it after every step. at_step: steps since the beginning of training.
+
+        A collective at the beginning and the end of the recording. Its own time is excluded from the clock.
+        """
         if self._wanted is None:
             return
         self._seen += 1
@@ -92,7 +94,7 @@ class Profile:
             clock.leave_out(time.perf_counter() - entered)
 
     def _start(self, wanted: int) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to standard error that it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages of Kineto on stderr
         from torch.profiler import ProfilerActivity, profile, schedule
 
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.engine.device.type == "cuda")
@@ -112,11 +114,11 @@ class Profile:
         return Recording(first_step, timeline if has_timeline else None, rounds, time.time_ns(), time.perf_counter())
 
     def _finish(self) -> None:
-        """Gather what every rank recorded; rank 0 merges and writes it. A collective."""
+        """Gather the records of all ranks; rank 0 merges and writes them. A collective."""
         ended_ns, recording = time.time_ns(), self._recording
         assert recording is not None
         if recording.timeline is not None:
-            self.engine.barrier()  # nothing is under way that the timeline would cut in two
+            self.engine.barrier()  # so that no operation is in progress when the timeline stops
             self.engine.stop_timeline()
         self._heartbeat()
         mine = {
@@ -145,12 +147,12 @@ class Profile:
             print(f"warning: rank {self.engine.rank} has no profile ({error})", flush=True)
             return []
         base_us = (recorded.get("baseTimeNanoseconds", 0) - began_ns) / 1000
-        # Processes named by a text ("Spans", "Traces") hold the recording's own frame.
+        # Processes whose pid is a string ("Spans", "Traces") describe the recording itself.
         events = [event for event in recorded["traceEvents"] if isinstance(event.get("pid"), int)]
         return [event | {"ts": event["ts"] + base_us} for event in events if "ts" in event]
 
     def _gather(self, piece: bytes) -> list[bytes]:
-        """Return every rank's piece on rank 0, nothing elsewhere."""
+        """Return every rank's piece on rank 0, empty pieces on other ranks. A collective."""
         lengths = self.engine.all_gather_object(len(piece), "profile.length")
         parts: list[list[bytes]] = [[] for _ in lengths]
         size = min(SLICE_BYTES, max(lengths))
@@ -169,7 +171,7 @@ class Profile:
             with files.replacing(path, "wb") as file:
                 file.write(gzip.compress(json.dumps(merged, separators=(",", ":")).encode()))
         except OSError as error:
-            self.telemetry.say(f"warning: {path} not written ({error.strerror}): training goes on")
+            self.telemetry.say(f"warning: {path} not written ({error.strerror}): training continues")
             return
         first, within_us = other["first_step"], other["clocks_within_us"]
         clocks = f"clocks within {within_us / 1000:.2f} ms of each other" if within_us else "all on one clock"
@@ -186,7 +188,7 @@ class Profile:
                 scratch = self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-profile-"))
             except OSError as error:
                 wanted = "set TMPDIR to a directory that can be written"
-                raise UserError(f"--profile cannot keep its records ({error.strerror}): {wanted}") from error
+                raise UserError(f"--profile needs a temporary directory ({error.strerror}): {wanted}") from error
         self._directory = Path(scratch)
         return self
 
@@ -206,7 +208,7 @@ class Profile:
 
 
 def _kernel() -> str:
-    """Return what tells running kernels apart: ranks on one of them read one clock."""
+    """Return an identifier of the running kernel. Ranks on the same kernel have the same clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -217,5 +219,5 @@ def _read_timeline(path: Path) -> list[dict]:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        print(f"warning: Horovod's timeline cannot be read ({error}): the profile goes without", flush=True)
+        print(f"warning: Horovod's timeline cannot be read ({error}): the profile does not include it", flush=True)
         return []

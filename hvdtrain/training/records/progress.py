@@ -1,6 +1,6 @@
-"""What rank 0 shows during training: a progress bar or an occasional line, the slowest rank, a hint.
+"""The progress display of rank 0: a progress bar or occasional lines, the slowest rank, and hints.
 
-What is shown, and when, follows from all ranks' times (`clock.Window`) by the pure functions below.
+The pure functions below determine what is shown, from the times of all ranks (`clock.Window`).
 """
 
 import statistics
@@ -12,23 +12,23 @@ from datetime import timedelta
 from hvdtrain.training.records import terminal
 from hvdtrain.training.records.clock import Clock, RankTimes, Window, added, shares
 
-PLAIN_LINE_SECONDS = 10.0  # without a terminal: seconds between two lines of progress, at least
-TERMINAL_LINE_SECONDS = 2.0  # on a terminal that no bar can be drawn on
-KNOWN_SECONDS = 2.0  # of steps to see before the time left is estimated
+PLAIN_LINE_SECONDS = 10.0  # without a terminal: minimum number of seconds between two lines
+TERMINAL_LINE_SECONDS = 2.0  # the same on a terminal that cannot show a bar
+KNOWN_SECONDS = 2.0  # measured time before the time left is estimated
 BAR = 10  # characters
-WIDE = 80  # columns from which on there is room for a bar
+WIDE = 80  # minimum number of columns to show a bar
 TAG = 16  # characters that a launcher puts before a line: [1,12]<stdout>:
-SLOWER = 0.1  # ranks that differ by more than this share in compute time are worth a word
-ENOUGH_STEPS, ENOUGH_SECONDS = 20, 5.0  # before a hint; the first window, which starts everything up, left out
-LATELY_STEPS, LATELY_SECONDS = 10, 1.0  # in one window, before a rank is called slow
-TOO_MUCH = {"loading": 0.3, "communication": 0.4}  # shares of the time from which on a hint is given
-WITHOUT_CORE = 0.25  # share of the time in which ranks wait for a core: then that is the reason for all else
+SLOWER = 0.1  # a rank is reported as slow if it computes longer by more than this fraction
+ENOUGH_STEPS, ENOUGH_SECONDS = 20, 5.0  # measured before a hint is given, without the first window
+LATELY_STEPS, LATELY_SECONDS = 10, 1.0  # measured in one window before a rank is reported as slow
+TOO_MUCH = {"loading": 0.3, "communication": 0.4}  # a hint is given above these shares of the time
+WITHOUT_CORE = 0.25  # above this share of time without a core, the hint is about cores
 
 
 def slowest(ranks: list[RankTimes]) -> tuple[int, float] | None:
-    """Return the rank that computes longest and by which share longer than the usual one, if by more than a tenth.
+    """Return the rank with the longest compute time and its relative excess over the usual one; None if below 10 %.
 
-    Usual is the median; of two ranks it is the faster.
+    The usual time is the median; of two ranks, that of the faster.
     """
     usual = statistics.median_low(rank.compute for rank in ranks)
     rank = max(range(len(ranks)), key=lambda rank: ranks[rank].compute)
@@ -37,7 +37,7 @@ def slowest(ranks: list[RankTimes]) -> tuple[int, float] | None:
 
 
 def remedies(config: Mapping[str, object], hosts: int, device: str) -> dict[str, str]:
-    """Return what to try, by phase, where that phase takes too much: only flags that this script has (`config`)."""
+    """Return, by phase, what to try if it takes too long. Only mentions flags that this script has (`config`)."""
     found = {}
     if config.get("workers") is not None and config.get("dataset") != "synthetic":
         found["loading"] = f"try more --workers (now {config['workers']}), or storage nearer to this host"
@@ -51,13 +51,12 @@ def remedies(config: Mapping[str, object], hosts: int, device: str) -> dict[str,
 
 
 def hint(ranks: list[RankTimes], steps: int, remedies: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the phase that is out of proportion and one line that says what to do; None where there is none, or too
-    little was measured to know."""
+    """Return a phase that takes too long, and a line that says what to do; None if there is none, or not enough data."""
     if steps < ENOUGH_STEPS or ranks[0].elapsed < ENOUGH_SECONDS:
         return None
     waited = sum(rank.without_core for rank in ranks) / sum(rank.elapsed for rank in ranks)
     if waited > WITHOUT_CORE and "cores" in remedies:
-        said = f"ranks waited for a core {waited:.0%} of the time: more computes on this host than it has cores"
+        said = f"ranks waited for a core {waited:.0%} of the time: this host runs more threads than it has cores"
         return "cores", f"{said}: {remedies['cores']}"
     share = shares(ranks)
     over = {phase: share[phase] - limit for phase, limit in TOO_MUCH.items() if share[phase] > limit}
@@ -68,7 +67,7 @@ def hint(ranks: list[RankTimes], steps: int, remedies: Mapping[str, str]) -> tup
     what = f"{phase} {share[phase]:.0%} of the time"
     late = slowest(ranks)
     if phase == "communication" and late is not None:
-        # The rank that computes longest does not wait: what the others spend beyond its time is waiting, not the wire.
+        # The slowest rank does not wait for others. Communication time beyond its own is waiting, not transfer.
         waiting = sum(rank.communication for rank in ranks) / len(ranks) - ranks[late[0]].communication
         if waiting > share[phase] * ranks[0].elapsed / 2:
             return phase, f"{what}, most of it waiting for rank {late[0]}: see what slows that one down"
@@ -76,7 +75,7 @@ def hint(ranks: list[RankTimes], steps: int, remedies: Mapping[str, str]) -> tup
 
 
 def fitting(text: str, width: int) -> str:
-    """Return as many of the text's figures, two blanks apart, as `width` columns hold."""
+    """Return the longest part of `text` that fits into `width` columns, cut between figures (two blanks apart)."""
     if len(text) <= width:
         return text
     end = text.rfind("  ", 0, width + 2)
@@ -84,9 +83,9 @@ def fitting(text: str, width: int) -> str:
 
 
 def line(figures: Sequence[str], window: Window, left_seconds: float | None, hosts: list[str]) -> str:
-    """Return one line, the most wanted first: a narrow terminal gets the first of them.
+    """Return the progress line, most important figures first, because a narrow terminal shows only the first ones.
 
-    figures: of the training itself, such as "loss 0.3136". hosts: by rank.
+    figures: training metrics, such as "loss 0.3136". hosts: by rank.
     """
     share = shares(window.ranks)
     parts = [*figures[:1]]
@@ -105,45 +104,44 @@ def line(figures: Sequence[str], window: Window, left_seconds: float | None, hos
 
 
 class TimeLeft:
-    """Estimates the time left from the later half of what was seen: the first steps are slower than the rest."""
+    """Estimates the time left from the later half of the measurements, because the first steps are slower."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque(maxlen=1000)  # time and step at the end of each window
 
     def estimate(self, now: float, step: int, steps: int) -> float | None:
-        """Return seconds until `steps`; None where too little was seen. Its first call ends the start-up."""
+        """Return the seconds until `steps`; None if there is not enough data. The first call marks the end of start-up."""
         self._seen.append((now, step))
         began, _ = self._seen[0]
         if now - began < KNOWN_SECONDS:
             return None
-        # From the last window's end in the first half on: a single window is taken whole.
+        # Measure from the last window end in the first half; a single window is used as a whole.
         half = began + (now - began) / 2
         since, first_step = max(seen for seen in self._seen if seen[0] <= half)
         return (now - since) / max(step - first_step, 1) * (steps - step)
 
 
 class Display:
-    """One bar on a terminal; a line every other second on one that puts something before each line, as horovodrun does;
-    elsewhere a line at most every ten seconds. Each hint once. say: prints one line."""
+    """Shows the progress: a bar on a terminal; a line every 2 s if the launcher puts a tag before each line, as horovodrun
+    does; otherwise a line every 10 s. Each hint is shown once. say: prints one line."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.hosts: list[str] = []  # by rank
         self.remedies: dict[str, str] = {}
         self._say = say
         self._screen = terminal.find()
-        self._bar = ""  # what stands in the last line of the terminal
+        self._bar = ""  # content of the terminal's last line
         self._left = TimeLeft()
-        self._last_line = (
-            time.monotonic() if self._screen is None else float("-inf")
-        )  # who looks on sees the first step
+        # On a terminal, show the first step at once.
+        self._last_line = time.monotonic() if self._screen is None else float("-inf")
         self._totals: list[RankTimes] = []
         self._first = True
         self._steps = 0
 
     def show(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
-        """Show where training stands: `step` of `steps` in all; figures: as `line` takes them."""
+        """Show the progress. steps: total number of steps. figures: see `line`."""
         now = time.monotonic()
-        if self._first:  # what starts everything up is in this window
+        if self._first:  # this window includes start-up
             self._first = False
         else:
             self._totals = added(self._totals, window.ranks)
@@ -164,17 +162,18 @@ class Display:
             self._say(text if self._screen is None else fitting(text, self._screen.width() - TAG))
 
     def draw(self) -> None:
-        """Draw the bar, if there is one, in the line of the cursor."""
+        """Draw the bar, if there is one, on the current line."""
         if self._bar and self._screen is not None:
-            # In the last column a terminal would begin a new line.
+            # Leave the last column empty, or the terminal may wrap the line.
             self._write("\r" + fitting(self._bar, self._screen.width() - 1) + "\x1b[K")
 
     def clear(self) -> None:
-        """Make room for a line."""
+        """Clear the bar, to print a line."""
         if self._bar:
             self._write("\r\x1b[K")
 
     def close(self) -> None:
+        """Remove the bar."""
         self.clear()
         self._bar = ""
 

@@ -1,6 +1,6 @@
-"""What a run records and shows: metrics.jsonl, summary.json, TensorBoard's files, the progress line.
+"""The output of a run: metrics.jsonl, summary.json, TensorBoard files and the progress line.
 
-Only rank 0 writes and speaks; on the other ranks every method is there and does nothing.
+Only rank 0 writes and prints. On the other ranks the methods do nothing.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Telemetry:
-    """Owns a run's output. Nothing is written before `open`; what is said is said at once."""
+    """Writes and prints a run's output. Files are written only after `open`; lines are printed at once."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class Telemetry:
         tensorboard: bool = False,
         track_as: str | None = None,
     ):
-        """track_as: record the run with MLflow too, in the experiment of this name."""
+        """track_as: name of the MLflow experiment in which to record the run; None: do not use MLflow."""
         self.speaks = engine.rank == 0
         self._lock = threading.Lock()
         self._began = time.monotonic() - seconds_since_process_start()
         self.output_dir = output_dir if self.speaks else None
         self._file: FileIO | None = None
-        self._missing = 0  # lines that could not be written since the last that could
+        self._missing = 0  # lines that could not be written since the last successful write
         self._wants_board = tensorboard
         self._board: Board | None = None
         self._track_as = track_as
@@ -62,8 +62,10 @@ class Telemetry:
         self._display = Display(self.say) if progress and self.speaks else None
 
     def open(self, *, continued: bool) -> None:
-        """Open the files on rank 0. continued: the run in `output_dir` goes on, and so does its metrics.jsonl; else that is
-        kept under another name. Raises UserError where `output_dir` cannot be written."""
+        """Open the files on rank 0. Raises UserError if `output_dir` cannot be written.
+
+        continued: append to the metrics.jsonl of the run in `output_dir`; otherwise that file is renamed.
+        """
         if self.output_dir is None:
             return
         self._file = self._open(self.output_dir, continued)
@@ -83,16 +85,16 @@ class Telemetry:
             directory.mkdir(parents=True, exist_ok=True)
             if continued and path.exists() and not path.is_symlink():
                 _drop_half_a_line(path)
-            elif os.path.lexists(path):  # an earlier run's, or a link: nothing is lost
+            elif os.path.lexists(path):  # a file of an earlier run, or a link: rename it
                 path.rename(_free_name(directory))
             (directory / "summary.json").unlink(missing_ok=True)
             return files.open_to_append(path)
         except OSError as error:
-            message = f"--output-dir {directory} cannot be written ({error.strerror}): name another, or make room"
-            raise UserError(message) from error
+            how = "name another directory, or free some space"
+            raise UserError(f"--output-dir {directory} cannot be written ({error.strerror}): {how}") from error
 
     def say(self, line: str) -> None:
-        """Print a line on rank 0, above the progress bar where there is one."""
+        """Print a line on rank 0, above the progress bar if there is one."""
         if not self.speaks:
             return
         if self._display is not None:
@@ -102,21 +104,21 @@ class Telemetry:
             self._display.draw()
 
     def event(self, name: str, **fields: object) -> None:
-        """Append one JSON object to metrics.jsonl."""
-        elapsed = round(time.monotonic() - self._began, 3)  # seconds since this process started, whatever `time` does
+        """Append an event to metrics.jsonl, as one line of JSON. Thread-safe."""
+        elapsed = round(time.monotonic() - self._began, 3)  # seconds since this process started, on a monotonic clock
         line = json.dumps({"event": name, "time": time.time(), "elapsed": elapsed, **fields}, default=str) + "\n"
-        with self._lock:  # checkpoints are written, and hung ranks noticed, in separate threads
+        with self._lock:  # the checkpoint writer and the watchdog call this from their threads
             self._write(line)
         self._show(lambda board: board.event(name, fields))
         if self._tracker is not None:
             self._tracker.event(name, fields)
 
     def graph(self, model: nn.Module, images: Tensor) -> None:
-        """Show TensorBoard the model, by running it once on `images` ([b, channels, height, width], as it trains on)."""
+        """Write the model's graph for TensorBoard, by running it once on `images` [b, channels, height, width]."""
         self._show(lambda board: board.graph(model, images))
 
     def mistakes(self, images: Tensor, mistakes: Sequence[Mistake]) -> None:
-        """Show TensorBoard what the model gets wrong. images: uint8 [n, 1, height, width], the whole test set."""
+        """Write wrong predictions for TensorBoard. images: uint8 [n, 1, height, width], the whole test set."""
         self._show(lambda board: board.mistakes(images, mistakes))
 
     def _show(self, write: Callable[["Board"], None]) -> None:
@@ -126,10 +128,10 @@ class Telemetry:
             write(self._board)
         except OSError as error:
             self._board = None
-            print(f"warning: TensorBoard's files end here ({error.strerror})", file=sys.stderr, flush=True)
+            print(f"warning: TensorBoard output stops here ({error.strerror})", file=sys.stderr, flush=True)
 
     def _write(self, line: str) -> None:
-        """Append a line, whole or not at all. On a full disk a line of the record is lost, not the training."""
+        """Append a complete line, or nothing. On a full disk, the line is lost and training continues."""
         if self._file is None:
             return
         if self._missing:
@@ -153,8 +155,10 @@ class Telemetry:
         self, engine: Engine, dataset: str, reason: str, config: dict[str, object], metrics: Mapping[str, Metric],
         energy: Mapping[str, object],
     ) -> None:  # fmt: skip
-        """Say what is about to run and why: first the data, then the ranks and each automatic choice. energy: what of it is
-        measured."""
+        """Print and record the data set, the ranks and the automatic choices. A collective.
+
+        energy: which energy counters are available (`energy.Meter.about`).
+        """
         facts = {"rank": engine.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(engine.device)}
         ranks = engine.all_gather_object(facts, "ranks")
         hosts = len({rank["host"] for rank in ranks})
@@ -175,12 +179,12 @@ class Telemetry:
         )  # fmt: skip
 
     def progress(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
-        """Show where training stands (see `progress.Display.show`)."""
+        """Show the progress of training (see `progress.Display.show`)."""
         if self._display is not None:
             self._display.show(epoch, step, steps, figures, window)
 
     def end(self, summary: dict[str, object]) -> None:
-        """Write summary.json (complete or absent) and the `end` event."""
+        """Write summary.json (atomically) and the `end` event."""
         self.event("end", **summary)
         if self.output_dir is not None:
             try:
@@ -191,6 +195,7 @@ class Telemetry:
                 print(said, file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Close all files. Idempotent."""
         if self._display is not None:
             self._display.close()
         if self._board is not None:
@@ -200,7 +205,7 @@ class Telemetry:
         if self._file is not None:
             self._file.close()
             self._file = None
-        if self._tracker is not None:  # last: it reads what the others wrote
+        if self._tracker is not None:  # last, because it reads the files written above
             self._tracker.close()
             self._tracker = None
 
@@ -212,7 +217,7 @@ class Telemetry:
 
 
 def automatic(notes: Sequence[str], verbose: bool) -> list[str]:
-    """Return the lines about what was decided automatically. Settings for speed are counted, with `verbose` said as well."""
+    """Return the lines about automatic decisions. Settings for speed are only counted, unless `verbose`."""
     settings = [note for note in notes if isinstance(note, Setting)]
     others = [note for note in notes if note not in settings]
     if settings and not verbose:
@@ -222,7 +227,7 @@ def automatic(notes: Sequence[str], verbose: bool) -> list[str]:
 
 
 def _drop_half_a_line(path: Path) -> None:
-    """Cut what a killed writer left after the last complete line."""
+    """Remove an incomplete last line, left by a killed writer."""
     with path.open("rb+") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -235,6 +240,7 @@ def _free_name(directory: Path) -> Path:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python and the main packages."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("hvdtrain", "horovod"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -243,7 +249,7 @@ def versions() -> dict[str, str]:
 
 
 def parameters_sha256(*models: nn.Module) -> str:
-    """Return the SHA-256 of the parameters' bytes, in `state_dict` order (buffers left out), one model after the other."""
+    """Return the SHA-256 of the parameters' bytes, model by model, in `state_dict` order, without buffers."""
     digest = hashlib.sha256()
     for parameter in (parameter for model in models for parameter in model.parameters()):
         digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -251,7 +257,7 @@ def parameters_sha256(*models: nn.Module) -> str:
 
 
 def seconds_since_process_start() -> float:
-    """Return the age of this process in seconds, imports included: also those of the starter that has forked it."""
+    """Return the age of this process in seconds, or of the starter that forked it, so that imports are included."""
     started_ticks = processes.began()
     uptime_seconds = float(Path("/proc/uptime").read_text().split()[0])
     return uptime_seconds - started_ticks / os.sysconf("SC_CLK_TCK")

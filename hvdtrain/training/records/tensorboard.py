@@ -1,4 +1,4 @@
-"""--tensorboard: the events of metrics.jsonl as scalars over samples, the worst mistakes as images, the model's graph."""
+"""--tensorboard: writes events as scalars over samples, the worst mistakes as images, and the model's graph."""
 
 import sys
 import warnings
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 COLUMNS = 8
-IMAGE_PIXELS = 84  # an image's longer side, or the largest whole multiple of it below
+IMAGE_PIXELS = 84  # maximum length of an enlarged image's longer side; images are scaled by integers
 CAPTION_PIXELS = 28  # two lines
 
 
 class Board:
-    """Writes into `directory`; what an earlier run left there is kept under another name, or gone on with (`continued`).
+    """Writes TensorBoard files to `directory`. If `continued`, existing files are kept; otherwise an existing directory is
+    renamed.
 
-    Raises UserError where the package is missing.
+    Raises UserError if the package is missing.
     """
 
     def __init__(self, directory: Path, continued: bool):
         try:
-            # Imported only where it is used: neither torch nor this package depends on it.
+            # Optional: neither torch nor hvdtrain depends on tensorboard.
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UserError(f"--tensorboard needs a package: pip install tensorboard ({error})") from error
@@ -44,14 +45,12 @@ class Board:
         self._make, self._directory = SummaryWriter, directory
         self._writer: SummaryWriter | None = None
         self._continued = continued
-        self._samples = (
-            0  # since the beginning of training: what everything is drawn over; steps if samples are not counted
-        )
+        # The x axis: samples since the beginning of training, or steps if samples are not counted.
+        self._samples = 0
         self._metrics: dict[str, Metric] = {}
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Write the numbers of a `train` or `evaluate` event, whatever the script calls them; what an event lacks is left
-        out. A `resume` event hides what was written beyond its point."""
+        """Write the numbers of a `train` or `evaluate` event. A `resume` event hides what was written after its position."""
         if name == "start":
             self._metrics = recorded_metrics(fields) or {}
         elif name == "resume":
@@ -69,21 +68,21 @@ class Board:
         self._samples = self._samples if at is None else int(at)
 
     def mistakes(self, images: Tensor, mistakes: Sequence[Mistake]) -> None:
-        """Write the mistakes as one picture. images: uint8 [n, 1, height, width], the whole test set."""
+        """Write the mistakes as one image. images: uint8 [n, 1, height, width], the whole test set."""
         if mistakes:
             picture = montage(images, mistakes)
             pixels = torch.tensor(bytearray(picture.tobytes()), dtype=torch.uint8).view(picture.height, picture.width)
             self._open().add_image("test/mistakes", pixels, self._samples, dataformats="HW")
 
     def graph(self, model: nn.Module, images: Tensor) -> None:
-        """Write the model's graph, found by running it on `images` in evaluation mode; it is left as it was."""
-        if self._continued:  # it is there
+        """Write the model's graph, traced by running it on `images` in evaluation mode. The model is not changed."""
+        if self._continued:  # already written
             return
         try:
             with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")  # of the tracer, about itself
+                warnings.simplefilter("ignore")  # warnings of the tracer
                 self._open().add_graph(model, images)
-        except Exception as error:  # the tracer raises what it likes; a picture is not worth a run
+        except Exception as error:  # any error of the tracer must not end the run
             print(f"warning: TensorBoard gets no graph of this model ({error})", file=sys.stderr, flush=True)
 
     def _open(self) -> "SummaryWriter":
@@ -97,13 +96,14 @@ class Board:
             self._open().add_scalar(tag, value, self._samples)
 
     def close(self) -> None:
+        """Close the files. Idempotent."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
 
 def montage(images: Tensor, mistakes: Sequence[Mistake]) -> "Image":
-    """Return one grey picture of the mistakes in their order; below each "7 as 2", its label and prediction, and the loss.
+    """Return one grayscale image of the mistakes, in order. Below each are label and prediction ("7 as 2"), and the loss.
 
     images: uint8 [n, 1, height, width], the whole test set.
     """

@@ -1,7 +1,7 @@
-"""Where this rank's output ends: on a terminal that a bar can be drawn on, on one that takes whole lines, or elsewhere.
+"""Finds out where this rank's output goes: a terminal that can show a progress bar, one for whole lines, or elsewhere.
 
-A rank's own streams do not tell. Open MPI gives ranks a terminal as standard output also where mpirun writes into a file;
-horovodrun gives them pipes also on a terminal. So the launcher that started this rank is asked for its standard output.
+A rank's own streams do not show this: with Open MPI, stdout is a pseudo-terminal even if mpirun writes to a file; with
+horovodrun, it is a pipe even on a terminal. Therefore the stdout of the launcher is examined.
 """
 
 import contextlib
@@ -13,27 +13,28 @@ from typing import NamedTuple, TextIO
 
 OPEN_MPI = ("mpirun", "mpiexec", "orterun", "prterun")
 LAUNCHERS = (*OPEN_MPI, "mpiexec.hydra", "horovodrun")
-WIDTH = 80  # where the terminal does not say
+WIDTH = 80  # if the terminal does not report its width
 
 
 class Screen(NamedTuple):
     """A terminal that shows this rank's output."""
 
-    stream: TextIO  # what reaches it
-    draws: bool  # it can be drawn on: what is written arrives as it is, with nothing before each line
-    device: int  # file descriptor of the terminal itself, to ask for its width
+    stream: TextIO  # the stream to write to
+    draws: bool  # a bar can be drawn: the launcher passes output on unchanged, without a tag before each line
+    device: int  # file descriptor of the terminal, to query its width
 
     def width(self) -> int:
+        """Return the number of columns."""
         with contextlib.suppress(OSError):
             return os.get_terminal_size(self.device).columns or WIDTH
         return WIDTH
 
 
 def find() -> Screen | None:
-    """Return the terminal that shows what this process writes; None where a file or a pipe gets it."""
+    """Return the terminal that shows the output of this process; None if it goes to a file or a pipe."""
     launcher = next(_launchers(os.getppid()), None)
-    if launcher is None:  # alone, or under torchrun, which hands its own streams on
-        with contextlib.suppress(OSError, ValueError):  # no such stream, or none with a file behind it
+    if launcher is None:  # no launcher, or torchrun, which passes its streams on
+        with contextlib.suppress(OSError, ValueError):  # the stream is missing or has no file descriptor
             if sys.stderr.isatty():
                 return Screen(sys.stderr, True, sys.stderr.fileno())
         return None
@@ -50,7 +51,7 @@ def find() -> Screen | None:
 
 
 def _launchers(pid: int) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield the launchers among a process and its ancestors, the innermost first: process number, name, own options."""
+    """Yield pid, name and options of each launcher among a process and its ancestors, innermost first."""
     with contextlib.suppress(OSError, ValueError):
         while pid > 1:
             process = Path(f"/proc/{pid}")

@@ -1,18 +1,18 @@
-"""One Chrome trace of all ranks (the format that Perfetto and chrome://tracing read) from what each has recorded."""
+"""Merges the recordings of all ranks into one Chrome trace, which Perfetto and chrome://tracing can open."""
 
 from collections.abc import Mapping, Sequence
 
 PIDS_PER_RANK = 100
-PHASES_TID = 2**22 + 1  # above every thread number of Linux (PID_MAX_LIMIT)
+PHASES_TID = 2**22 + 1  # above all thread IDs on Linux (PID_MAX_LIMIT)
 
 
 def clock_offsets(kernels: Sequence[str], rounds: Sequence[Sequence[Sequence[int]]]) -> list[tuple[float, float]]:
-    """Return by rank how far its wall clock is ahead of rank 0's, and by how much that may be wrong; in nanoseconds.
+    """Return for each rank the offset of its wall clock to rank 0's, and the maximum error, in nanoseconds.
 
-    rounds: by rank, (entry, exit) of some barriers, each on the rank's own clock. Nobody leaves a barrier before everybody
-    has entered it, so exit_r - offset >= entry_0 and exit_0 >= entry_r - offset: each round bounds the offset from both
-    sides, and the middle of what all rounds allow is taken (F. Cristian, Probabilistic clock synchronization, 1989). Ranks
-    on one kernel share its clock, and their bounds.
+    rounds: by rank, (entry, exit) of several barriers on the rank's own clock. No rank leaves a barrier before all have
+    entered it, so exit_r - offset >= entry_0 and exit_0 >= entry_r - offset. Each round bounds the offset from both sides;
+    the middle of the intersection is used (F. Cristian, Probabilistic clock synchronization, 1989). Ranks on the same
+    kernel have the same clock, so their bounds are combined.
     """
     bounds: dict[str, tuple[float, float]] = {}
     for kernel, mine in zip(kernels, rounds, strict=True):
@@ -25,9 +25,9 @@ def clock_offsets(kernels: Sequence[str], rounds: Sequence[Sequence[Sequence[int
 
 
 def merge(pieces: Sequence[Mapping], first_step: int, steps: int, timeline: Sequence[Mapping]) -> dict:
-    """Return one Chrome trace of all ranks; `ts` in microseconds since the first of them began, on rank 0's clock.
+    """Return one Chrome trace of all ranks. `ts` is in microseconds since the earliest recording began, on rank 0's clock.
 
-    pieces: by rank, what `Profile` gathers, of `steps` steps. timeline: Horovod's, of rank 0.
+    pieces: by rank, the recordings that `Profile` gathers. steps: number of recorded steps. timeline: Horovod's, from rank 0.
     """
     offsets = clock_offsets([piece["kernel"] for piece in pieces], [piece["rounds"] for piece in pieces])
     began_ns = [piece["began_ns"] - round(offset_ns) for piece, (offset_ns, _) in zip(pieces, offsets, strict=True)]
@@ -42,13 +42,13 @@ def merge(pieces: Sequence[Mapping], first_step: int, steps: int, timeline: Sequ
         "began_ns": zero_ns, "ended_ns": end_ns, "clock_offsets_us": [offset / 1000 for offset, _ in offsets],
         "clocks_within_us": within_us,
     }  # fmt: skip
-    # By time, a row's outer events before those inside them; names first, so that no event comes before its row has one.
+    # Sort by time, outer events before nested ones. Metadata events come first, so that each row has its name.
     events.sort(key=lambda e: (e["ph"] != "M", e["ph"] != "M" and e["ts"], -e.get("dur", 0)))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
 def _named(what: str, pid: int, tid: int, name: str, sort: int) -> list[dict]:
-    """Return the events that give a "process" or a "thread" its name and its place."""
+    """Return the metadata events for the name and the position of a "process" or "thread"."""
     row = {"ph": "M", "ts": 0, "pid": pid, "tid": tid}
     return [
         {"name": f"{what}_name", "args": {"name": name}} | row,
@@ -57,7 +57,7 @@ def _named(what: str, pid: int, tid: int, name: str, sort: int) -> list[dict]:
 
 
 def _rows_of_rank(rank: int, piece: Mapping, shift_us: float, first_step: int, steps: int) -> list[dict]:
-    """Return a rank's events: its threads, each of its GPUs, and the phases as the clock booked them."""
+    """Return a rank's events: its threads, each of its GPUs, and the phases measured by the clock."""
     labels = {e["pid"]: e["args"]["labels"] for e in piece["events"] if e["name"] == "process_labels"}
     used = {event["pid"] for event in piece["events"] if event["ph"] != "M"}
     pids: dict[int, int] = {}
@@ -73,10 +73,10 @@ def _rows_of_rank(rank: int, piece: Mapping, shift_us: float, first_step: int, s
         if event["pid"] not in pids or event["name"].startswith("process_"):
             continue
         moved = event | {"pid": pids[event["pid"]], "ts": event["ts"] + shift_us}
-        if "id" in event:  # of an arrow from one event to another
+        if "id" in event:  # a flow event (arrow)
             moved["id"] = f"{rank}.{event['id']}"
         if event["name"].startswith("ProfilerStep#") and event.get("cat") == "user_annotation":
-            if step == first_step + steps:  # one that had only begun when the run was over
+            if step == first_step + steps:  # a step that was not complete at the end of the run
                 continue
             moved["name"] = f"step {step}"
             step += 1
@@ -94,7 +94,7 @@ def _rows_of_rank(rank: int, piece: Mapping, shift_us: float, first_step: int, s
 def timeline_rows(timeline: Sequence[Mapping], pid: int, began_ns: int, ended_ns: int) -> list[dict]:
     """Return Horovod's timeline (a process per tensor; `ts` since its own start) as one process with a thread per tensor.
 
-    What lies outside of the recording is left out, and so is what has no beginning or no end.
+    Events outside of the recording, and those without a beginning or an end, are left out.
     """
     start_us = next((e["args"]["start_time_since_epoch_in_micros"] for e in timeline if "args" in e
                      and "start_time_since_epoch_in_micros" in e["args"]), None)  # fmt: skip
@@ -113,7 +113,7 @@ def timeline_rows(timeline: Sequence[Mapping], pid: int, began_ns: int, ended_ns
         if event["ph"] == "B":
             stack.append((event["name"], at))
             continue
-        if event["ph"] == "X":  # a rank has announced the tensor
+        if event["ph"] == "X":  # a rank has reported the tensor as ready
             name, since = f"rank {event['name']} ready", at
         elif stack:
             name, since = stack.pop()

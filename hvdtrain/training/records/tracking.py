@@ -1,7 +1,7 @@
-"""--track mlflow: a run's flags, metrics and report, recorded with MLflow.
+"""--track mlflow: records a run's flags, metrics and report with MLflow.
 
-One thread speaks to the server, from a queue that never blocks a step. A run that goes on continues its MLflow run, whose id
-is in --output-dir/mlflow-run.json. Nothing is sent anywhere unless MLFLOW_TRACKING_URI names a server.
+A thread sends the data to the server from a queue, so that steps are never blocked. A resumed run continues its MLflow run,
+whose ID is in --output-dir/mlflow-run.json. Nothing is sent over the network unless MLFLOW_TRACKING_URI names a server.
 """
 
 import contextlib
@@ -25,50 +25,52 @@ from hvdtrain.training.records.named import number, recorded_metrics, tagged_val
 from hvdtrain.training.state import Metric
 
 ID_FILE = "mlflow-run.json"
-BATCH_SECONDS = 2.0  # what came meanwhile is sent together
+BATCH_SECONDS = 2.0  # between two requests; events in between are sent together
 RETRY_SECONDS = 10.0  # between two attempts to reach a server that did not answer
-QUEUE_EVENTS = 10_000  # that wait for a server; further ones are left out
-END_SECONDS, STOP_SECONDS = 60.0, 5.0  # for what is left, at the end of a run, and when it is stopped or has failed
-REPORT_SECONDS = 40.0
+QUEUE_EVENTS = 10_000  # maximum number of waiting events; further ones are dropped
+END_SECONDS, STOP_SECONDS = 60.0, 5.0  # to send waiting events at the end of a run; after a stop or a failure
+REPORT_SECONDS = 40.0  # time limit to create the report
 AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's limits for one request
-GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # what a server says of a run that was deleted
+GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # error codes for a deleted run
 SETTINGS = {
-    # A request to a server that is silent ends after this. MLflow's own values add up to 15 minutes.
+    # Time limit for a server that does not answer. MLflow's defaults add up to 15 minutes.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_DISABLE_TELEMETRY": "true",  # else it tells its makers how it is used
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # otherwise MLflow sends usage data
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 
 
 class Event(NamedTuple):
+    """An event of metrics.jsonl, with its Unix time in milliseconds."""
+
     time_ms: int
     name: str
     fields: dict[str, Any]
 
 
 class Tracker:
-    """Takes the events of metrics.jsonl on rank 0. Making one raises UserError where the package is missing."""
+    """Receives the events of metrics.jsonl on rank 0. The constructor raises UserError if the package is missing."""
 
     def __init__(self, directory: Path, experiment: str, continued: bool):
-        """directory: --output-dir. experiment: used unless MLFLOW_EXPERIMENT_NAME names one. continued: the run in
-        `directory` goes on."""
+        """directory: --output-dir. experiment: default if MLFLOW_EXPERIMENT_NAME is not set. continued: whether the run in
+        `directory` is resumed."""
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         try:
-            import mlflow  # with MlflowClient 2 s: imported only where it is used
+            import mlflow  # takes 2 s with MlflowClient
         except ImportError as error:
             raise UserError(f"--track needs a package: pip install 'hvdtrain[track]' ({error})") from error
         self._record = Record(mlflow, directory, experiment, continued)
         self._queue: queue.Queue[Event] = queue.Queue(QUEUE_EVENTS)
         self._left_out = 0
         self._closing = threading.Event()
-        self._last = ""  # event that says how the run has ended
+        self._last = ""  # the event that shows how the run has ended: "end", "stop" or ""
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Take an event, and return at once."""
+        """Queue an event. Does not block."""
         if name in ("end", "stop"):
             self._last = name
         try:
@@ -77,7 +79,7 @@ class Tracker:
             self._left_out += 1
 
     def close(self) -> None:
-        """Wait for what is left, but not for a server that does not answer."""
+        """Wait until all events are sent, for a limited time."""
         self._closing.set()
         self._thread.join(END_SECONDS if self._last == "end" else STOP_SECONDS)
         left = self._left_out + self._record.waiting + self._queue.qsize()
@@ -98,7 +100,7 @@ class Tracker:
             self._record.guarded(lambda: self._record.finish(status))
 
     def _send(self) -> bool:
-        """Send what is there; tell whether the server has taken it."""
+        """Send all queued events. Return whether the server has accepted them."""
         events: list[Event] = []
         with contextlib.suppress(queue.Empty):
             while len(events) + self._record.waiting < QUEUE_EVENTS:
@@ -107,41 +109,45 @@ class Tracker:
 
 
 class Record:
-    """One MLflow run. Used by one thread; whatever the client raises becomes one line, and what was not sent waits."""
+    """One MLflow run. Used by one thread. Errors of the client are printed as one line; unsent events are kept."""
 
     def __init__(self, mlflow: Any, directory: Path, experiment: str, continued: bool):
         self._mlflow, self._directory, self._continued = mlflow, directory, continued
         self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
         self._uri = os.environ.get("MLFLOW_TRACKING_URI") or (directory / "mlflow").absolute().as_uri()
         if self._uri.startswith("file:"):
-            # The one store without a database; MLflow asks for this since it prefers databases, whose first use takes 7 s.
+            # The file store needs no database. MLflow requires this variable because it prefers a database, whose first use
+            # takes 7 s.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self.place = without_password(self._uri)
         self._client: Any = None
         self._run = ""
         self._metrics: dict[str, Metric] = {}
         self._step = 0
-        self._sent_to: dict[str, int] = {}  # the last step of each metric that the MLflow run has
+        self._sent_to: dict[str, int] = {}  # last step of each metric in the MLflow run
         self._waiting: list[Event] = []
         self._warned = False
 
     @property
     def waiting(self) -> int:
+        """The number of unsent events."""
         return len(self._waiting)
 
     def add(self, events: Sequence[Event]) -> bool:
-        """Send the events and those that wait; tell whether all are sent."""
+        """Send `events` and all unsent events. Return whether all were sent."""
         self._waiting += events
         return not self._waiting or self.guarded(self._send)
 
     def guarded(self, send: Any) -> bool:
-        """Call `send`. What it raises is said in one line, once until it succeeds again."""
+        """Call `send` and return whether it succeeded. The first of several consecutive errors is printed."""
         try:
             send()
-        except Exception as error:  # requests', urllib3's, the server's, a full disk's: none is worth a run
+        except Exception as error:  # any error of requests, urllib3, the server or the disk must not end the run
             if not self._warned:
                 why = " ".join(str(error).split())[:200] or type(error).__name__
-                said = f"warning: --track: {self.place} does not take this run for now ({without_password(why)})"
+                said = (
+                    f"warning: --track: {self.place} does not accept this run at the moment ({without_password(why)})"
+                )
                 print(said, file=sys.stderr, flush=True)
             self._warned = True
             return False
@@ -168,7 +174,7 @@ class Record:
         self._step, self._metrics, self._waiting = step, metrics, []
 
     def _open(self, start: Mapping[str, Any]) -> None:
-        """Go on in the MLflow run of `directory`, or begin one."""
+        """Resume the MLflow run of `directory`, or create one."""
         client = self._client = self._client or self._mlflow.MlflowClient(tracking_uri=self._uri)
         if self._continued and (run := self._told()):
             try:
@@ -186,7 +192,7 @@ class Record:
             file.write(json.dumps({"run_id": self._run, "tracking_uri": self.place}) + "\n")
 
     def _told(self) -> str | None:
-        """Return the id of the MLflow run that goes on, if it is in this place."""
+        """Return the ID of the MLflow run to resume; None if there is none at this tracking URI."""
         try:
             told = json.loads(files.read_text(self._directory / ID_FILE))
             return str(told["run_id"]) if told["tracking_uri"] == self.place else None
@@ -194,7 +200,8 @@ class Record:
             return None
 
     def _describe(self, start: Mapping[str, Any]) -> None:
-        """Every flag as a parameter; where it ran as tags. MLflow's parameters cannot change: a flag that did is a tag."""
+        """Record flags as parameters, and the environment as tags. MLflow's parameters are immutable, so changed flags are
+        tags."""
         config = {name: str(value) for name, value in dict(start.get("config") or {}).items()}
         known = self._client.get_run(self._run).data.params if self._continued else {}
         Param = self._mlflow.entities.Param
@@ -216,14 +223,14 @@ class Record:
             self._client.log_batch(self._run, tags=part)
 
     def _reached(self, name: str) -> int:
-        """Return the last step for which the MLflow run has this metric: a run that goes on repeats some steps."""
+        """Return the last step for which the MLflow run has this metric, because a resumed run repeats some steps."""
         if name not in self._sent_to:
             history = self._client.get_metric_history(self._run, name) if self._continued else []
             self._sent_to[name] = max((point.step for point in history), default=-1)
         return self._sent_to[name]
 
     def finish(self, status: str) -> None:
-        """Store summary.json and the report's page of a run that is over, then its status."""
+        """Store summary.json and the report of a finished run, then set its status."""
         if not self._run:
             return
         if status == "FINISHED":
@@ -234,7 +241,7 @@ class Record:
         self._client.set_terminated(self._run, status)
 
     def _report(self, scratch: Path) -> Path | None:
-        """Let hvdtrain.report draw the page in a process of its own: matplotlib and its fonts stay out of this one."""
+        """Create the report in a subprocess, to avoid importing matplotlib here. Return its path; None if that failed."""
         command = [sys.executable, "-m", "hvdtrain.report", str(self._directory), "--output-dir", str(scratch)]
         try:
             done = subprocess.run(
@@ -249,11 +256,12 @@ class Record:
 
 
 def parts_of(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    """Return an iterator over parts of `items` with at most `most` items each."""
     return (items[first : first + most] for first in range(0, len(items), most))
 
 
 def without_password(text: str) -> str:
-    """Return a text, such as an address, without user and password in it."""
+    """Return `text` with user names and passwords removed from URLs."""
     shown = []
     for word in text.split(" "):
         with contextlib.suppress(ValueError):

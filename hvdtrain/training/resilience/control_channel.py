@@ -1,6 +1,6 @@
-"""Connections between the ranks, separate from the engine's: TCP, from each rank to rank 0.
+"""TCP connections from each rank to rank 0, separate from those of the engine.
 
-Only ranks that know the job's secret, which travels over the engine, can connect. Messages are lines of JSON.
+Only ranks that know the job's secret, which is broadcast over the engine, can connect. Messages are lines of JSON.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from collections.abc import Iterable, Sequence
 from hvdtrain.engines.rendezvous import own_address_towards
 
 HELLO_SECONDS = 20.0  # for all ranks to connect, at the start
-ONE_HELLO_SECONDS = 5.0  # for one connection to prove that it is a rank's; a rank that could not tries again
-PATIENCE = 64  # unauthenticated connections kept open in addition to the ranks'; then the oldest is closed
-SEND_SECONDS = 5.0
+ONE_HELLO_SECONDS = 5.0  # for one connection to authenticate; after a failure, a rank tries again
+PATIENCE = 64  # maximum number of unauthenticated connections in addition to those of ranks; then the oldest is closed
+SEND_SECONDS = 5.0  # time limit to send a message
 LONGEST_LINE = 2**20  # bytes
 CHALLENGE = PROOF = 32  # bytes
 ANSWER = 4 + CHALLENGE + PROOF
 
 
 class Channel:
-    """One connection: dictionaries in both directions. Any thread may send; the watchdog's receives."""
+    """One connection, which transfers dictionaries in both directions. Any thread may send; only the watchdog receives."""
 
     def __init__(self, connection: socket.socket):
         connection.settimeout(SEND_SECONDS)
@@ -37,16 +37,17 @@ class Channel:
         self._sends = True
 
     def send(self, **message: object) -> None:
+        """Send a message. Errors are ignored: `receive` detects a dead peer."""
         with self._lock:
             if not self._sends:
                 return
             try:
                 self.socket.sendall(json.dumps(message).encode() + b"\n")
-            except OSError:  # a dead peer is noticed by `receive`; half a line must not be followed by another
+            except OSError:  # send nothing after an incomplete line
                 self._sends = False
 
     def receive(self) -> list[dict] | None:
-        """Return what has arrived; None where the peer is gone. Raises ValueError for what is no message."""
+        """Return the messages received; None if the peer is gone. Raises ValueError for an invalid message."""
         try:
             data = self.socket.recv(65536)
         except OSError:
@@ -58,10 +59,10 @@ class Channel:
 
 
 def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[str, int]]]:
-    """Listen for the ranks of `hosts` (by rank; the first is this host), and return by host where its ranks connect to.
+    """Listen for connections. Return the sockets, and for each host the address to which its ranks connect.
 
-    Only on the interfaces that lead to them: on one host, loopback; on several, what leads to the others, for ranks of this
-    host as well. Raises OSError.
+    hosts: host name of every rank; the first is this host. Listens only on the interfaces used to reach these hosts; if all
+    ranks are on this host, on loopback. Raises OSError.
     """
     remote = {host: own_address_towards(host) for host in dict.fromkeys(hosts) if host != hosts[0]}
     addresses = {hosts[0]: next(iter(remote.values()), "127.0.0.1")} | remote
@@ -81,7 +82,7 @@ def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[s
 
 
 def allow_open_files(more: int) -> None:
-    """Raise the soft limit of open files, often 1024, where `more` connections might not fit."""
+    """Raise the soft limit of open files, which is often 1024, if `more` connections might exceed it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = more + PATIENCE + 768
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -91,7 +92,7 @@ def allow_open_files(more: int) -> None:
 
 
 class Caller:
-    """A connection to rank 0 that has not proved yet that it is a rank's."""
+    """A connection to rank 0 that is not authenticated yet."""
 
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
@@ -102,7 +103,8 @@ class Caller:
         connection.send(self._challenge)  # fits into the empty buffer of a new connection
 
     def rank(self, key: bytes) -> int | None:
-        """Read on; return the rank once it has authenticated. Raises OSError if it is not of this job, or gone."""
+        """Read from the connection. Return the rank once it is authenticated, else None. Raises OSError if authentication
+        fails or the peer is gone."""
         with contextlib.suppress(BlockingIOError):
             part = self.socket.recv(ANSWER - len(self._answer))
             if not part:
@@ -120,9 +122,9 @@ class Caller:
 def accept(
     listeners: Iterable[socket.socket], key: bytes, size: int, seconds: float = HELLO_SECONDS
 ) -> dict[int, Channel]:
-    """Return a channel for each rank from 1. All are read at the same time: a connection from outside the job delays none.
+    """Return a channel for each rank from 1 on. Connections are handled concurrently, so others cannot delay the ranks.
 
-    Raises TimeoutError, with the ranks that did not come, after `seconds` in all.
+    Raises TimeoutError with the missing ranks after `seconds`.
     """
     channels: dict[int, Channel] = {}
     callers: dict[socket.socket, Caller] = {}  # the oldest first
@@ -162,7 +164,7 @@ def accept(
                     if rank is not None:
                         selector.unregister(connection)
                         del callers[connection]
-                        if rank in channels:  # it did not hear the answer, and came again
+                        if rank in channels:  # it did not receive the answer, and has connected again
                             channels[rank].socket.close()
                         channels[rank] = Channel(connection)
                 now = time.monotonic()
@@ -180,7 +182,7 @@ def accept(
 
 
 def say_hello(address: tuple[str, int], key: bytes, rank: int, seconds: float = HELLO_SECONDS) -> Channel:
-    """Connect to rank 0; both prove that they know `key`. Raises OSError."""
+    """Connect to rank 0 with mutual authentication by `key`, and return the channel. Raises OSError."""
     until = time.monotonic() + seconds
     answered = 0
     while True:
@@ -198,14 +200,14 @@ def say_hello(address: tuple[str, int], key: bytes, rank: int, seconds: float = 
             return Channel(connection)
         except OSError:
             connection.close()
-            # Strangers may have crowded it out; but whose answer is refused again and again does not know the secret.
+            # Other connections may have displaced this one: retry. If the answer is rejected repeatedly, the secret differs.
             if answered > 2 or time.monotonic() + 0.2 > until:
                 raise
             time.sleep(0.2)
 
 
 def receive_exactly(connection: socket.socket, count: int, until: float) -> bytes:
-    """Return `count` bytes. Raises OSError where the peer leaves before, or `until` (time.monotonic) has passed."""
+    """Return `count` bytes. Raises OSError if the peer disconnects, or at the time `until` (time.monotonic)."""
     data = b""
     while len(data) < count:
         connection.settimeout(max(0.001, until - time.monotonic()))

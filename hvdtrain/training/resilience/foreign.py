@@ -1,4 +1,4 @@
-"""The watchdog of a script that does not use hvdtrain: fed by its Horovod calls and its DataLoaders."""
+"""The watchdog for a script that does not use hvdtrain. Its Horovod calls and DataLoaders report progress."""
 
 import contextlib
 import sys
@@ -14,9 +14,9 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 class Watch(Listener):
-    """Ends the job where a rank does not come. seconds: as `Watchdog` has them; None: by the steps so far.
+    """Ends the job if a rank hangs. seconds: see `step_timeout` of `Watchdog`.
 
-    Until an optimizer has taken its first step, the start-up's longer limit holds. Collectives and batches are progress.
+    Collectives and batches count as progress. Until the first step of an optimizer, the longer limit of start-up applies.
     """
 
     def __init__(self, seconds: float | None, listeners: list[Listener]):
@@ -69,6 +69,6 @@ class Watch(Listener):
 
 
 def script_frames(stack: Stack) -> tuple[Stack, Stack]:
-    """Return the frames that are the script's own and no library's, and all but ours."""
+    """Return the frames of the script without those of libraries, and all frames except those of hvdtrain."""
     shown = [frame for frame in stack if not frame.filename.startswith((PACKAGE, "<frozen"))]
     return [frame for frame in shown if not frame.filename.startswith(LIBRARIES)], shown

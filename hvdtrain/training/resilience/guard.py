@@ -1,6 +1,6 @@
-"""What ends a run cleanly: stop signals, gradients that are not finite, replicas that differ, ranks that hang or die.
+"""Handles the events that end a run: stop signals, non-finite gradients, diverged replicas, hung or dead ranks.
 
-All ranks take each decision together, at the same step.
+All ranks make each decision together, at the same step.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from hvdtrain.training.resilience.watchdog import Watchdog
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import TrainState
 
-OVERFLOWS = 20  # steps in a row that the loss scaler may skip: from 65536 it can halve 16 times before it reaches 1
+OVERFLOWS = 20  # consecutive steps that the loss scaler may skip: from 65536, it reaches 1 after halving 16 times
 
 
 class Stopped(BaseException):
-    """All ranks leave after the same step, because a signal asked one of them to. `except Exception` must not keep it."""
+    """Raised on all ranks after the same step, following a stop request. `except Exception` does not catch it."""
 
 
 class Guard:
-    """Use it as a context manager around training. Making one is a collective.
+    """Monitors training. Use it as a context manager around training. Creating it is a collective.
 
-    flags: step_timeout, check_steps, max_skipped, amp, reduction.
+    Flags used: step_timeout, check_steps, max_skipped, amp, reduction.
     """
 
     def __init__(self, engine: Engine, flags: Namespace, telemetry: Telemetry):
@@ -40,7 +40,7 @@ class Guard:
         self.check_steps = flags.check_steps
         self.scaled = flags.amp == "fp16"
         self.max_skipped = flags.max_skipped if flags.max_skipped is not None else OVERFLOWS * self.scaled
-        # Adasum steps inside backward(): there the weights tell, one step later, and nothing can be skipped.
+        # Adasum steps inside backward(). Overflows are therefore detected in the weights, and the step cannot be skipped.
         self.adasum = flags.reduction == "adasum"
         self._buffers: list[Tensor] = []
         self._compared_at: int | None = None  # the step after which the weights were last compared
@@ -53,7 +53,8 @@ class Guard:
 
     def _stopped(self, reason: str) -> None:
         self.telemetry.event("stop", reason=reason)
-        self.telemetry.say(f"stopped by {reason}, before the first step was over; nothing to save: start me again")
+        how = "nothing to save: run the same command again"
+        self.telemetry.say(f"stopped by {reason}, before the first step was finished; {how}")
 
     def __enter__(self) -> "Guard":
         return self
@@ -62,7 +63,7 @@ class Guard:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
-            self.engine.barrier()  # until then, who does not come is still missed
+            self.engine.barrier()  # the watchdog still detects ranks that do not reach it
         elif isinstance(error, Failure):
             self.telemetry.event("error", kind="failure", message=str(error))
         agreed = error is None or isinstance(error, Failure) or (isinstance(error, UserError) and error.everywhere)
@@ -73,71 +74,73 @@ class Guard:
         self._watchdog.heartbeat()
 
     def phase(self, name: str, seconds: float | None = None) -> contextlib.AbstractContextManager[None]:
-        """Mark what is known to take long, on every rank. seconds: that may pass without a heartbeat."""
+        """Return a context manager for a long phase on every rank. seconds: time limit without a heartbeat."""
         return self._watchdog.phase(name, seconds)
 
     @property
     def stop_requested(self) -> str | None:
-        """Who asked for a stop, as far as this rank knows, or None. May differ between ranks for a moment."""
+        """What requested a stop, or None. Ranks learn of a request at slightly different times."""
         return self._watchdog.stop_reason
 
     def stops_here(self, name: str) -> bool:
-        """Return, on all ranks, whether any of them knows that a stop was asked for. A collective.
+        """Return, on all ranks, whether any rank knows of a stop request. A collective.
 
-        For the end of what may be cut short when `stop_requested`, such as an evaluation.
+        Call it after an operation that may end early because of `stop_requested`, such as an evaluation.
         """
         return bool(self.engine.sum(torch.tensor([float(self.stop_requested is not None)]), name).item())
 
     def begin_step(self, state: TrainState, models: Sequence[nn.Module]) -> None:
-        """Call it before every step. Raises Failure on every rank where the replicas differ."""
+        """Call it before every step. Raises Failure on every rank if the replicas differ."""
         self._watchdog.begin_step(state.step)
         if state.step and self.check_steps and state.step % self.check_steps == 0:
             self.compare_replicas(state, models)
-        if self.max_skipped:  # what forward changes of the models, in case their gradients are not finite
+        if self.max_skipped:  # the forward pass changes buffers: keep a copy in case the step is skipped
             self._buffers = [buffer.clone() for model in models for buffer in model.buffers()]
 
     def finite(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Tell whether the reduced gradients are finite: the same on all ranks, as one rank's NaN or infinity is in all."""
+        """Return whether the reduced gradients are finite. The result is the same on all ranks, because NaN and infinity
+        propagate through the reduction."""
         tensors = [p.detach() if self.adasum else p.grad for p in parameters if p.grad is not None]
         if not tensors:
             return True
-        # Looked at in Python: isfinite and all, as kernels that nothing else calls, would be half of what this costs.
+        # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
         sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).tolist()
         return all(map(math.isfinite, sums))
 
     def explains(self, state: TrainState) -> bool:
-        """Tell whether the cause of gradients that are not finite matters: a loss scaler overflows now and then, that is how
-        it finds its scale."""
+        """Return whether to search for the cause of non-finite gradients. Not for occasional overflows of the loss scaler,
+        which are normal."""
         return not self.scaled or self._gives_up(state)
 
     def _gives_up(self, state: TrainState) -> bool:
         return state.skipped + 1 > self.max_skipped or self.adasum
 
     def leave_out(self, state: TrainState, models: Sequence[nn.Module], culprit: str | None) -> None:
-        """Leave this step out, or raise Failure on every rank where too many in a row were left out. A collective.
+        """Report that this step is skipped. Raises Failure on every rank if too many consecutive steps were skipped. A
+        collective.
 
-        culprit: what this rank found in its own forward and backward pass (`non_finite.Inspection`).
+        culprit: the first non-finite tensor on this rank (`non_finite.Inspection`), or None.
         """
         found = self.engine.all_gather_object(culprit, "guard.culprit")
         ranks = [f"rank {rank} on {self._watchdog.host(rank)}, {what}" for rank, what in enumerate(found) if what]
-        blame = " and ".join(ranks) or "each rank's own are, their sum over ranks is not"
+        blame = " and ".join(ranks) or "each rank's gradients are finite, but their sum over ranks is not"
         in_a_row = state.skipped + 1
         message = f"step {state.step + 1}: gradients are not finite: {blame}"
         message += f"; {in_a_row} step{'s'[: in_a_row > 1]} in a row, --max-skipped {self.max_skipped}"
         if self._gives_up(state):
             raise Failure(message)
-        self.telemetry.say(f"warning: {message}: left out")
+        self.telemetry.say(f"warning: {message}: step skipped")
         self.telemetry.event("error", kind="non-finite", step=state.step + 1, message=message)
 
     def restore_buffers(self, models: Sequence[nn.Module]) -> None:
-        """Undo what the forward pass of a step that is left out did to batch norm's running statistics."""
+        """Restore batch norm's running statistics after a skipped step."""
         for buffer, before in zip((b for model in models for b in model.buffers()), self._buffers, strict=True):
             buffer.copy_(before)
 
     def compare_replicas(self, state: TrainState, models: Sequence[nn.Module]) -> None:
-        """Raise Failure on every rank where the parameters are not the same bits on all. A collective.
+        """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.
 
-        Again after the same step, it does nothing: that a checkpoint is due and that steps are due both ask for it.
+        A second call after the same step does nothing: a checkpoint and --check-steps may both request it.
         """
         if self.engine.size == 1 or self._compared_at == state.step:
             return
@@ -155,11 +158,10 @@ class Guard:
         unlike = [rank for rank, row in enumerate(rows) if tuple(row.tolist()) != usual]
         first = next(i for i in range(len(names)) if len(set(rows[:, i].tolist())) > 1)
         who = " and ".join(f"rank {rank} on {self._watchdog.host(rank)}" for rank in unlike)
-        said = f"{who} has other weights than the rest"
+        said = f"{who} has different weights than the other ranks"
         if votes * 2 <= self.engine.size:
-            said = (
-                f"the weights differ between ranks, and no majority says which are right ({who} differs from the rest)"
-            )
+            how = f"{who} differs from the other ranks"
+            said = f"the weights differ between ranks, and no majority says which are right ({how})"
         since = (
             f"between steps {max(0, state.step - self.check_steps)} and {state.step}" if self.check_steps else "by now"
         )
@@ -168,9 +170,9 @@ class Guard:
         )
 
     def should_stop(self, state: TrainState, due: bool = False) -> bool:
-        """Tell, on all ranks, whether to save and leave after this step. Call it after every step.
+        """Return, on all ranks, whether to save and stop after this step. Call it after every step.
 
-        due: on rank 0, whether it is time for a checkpoint: `should_save` tells when.
+        due: on rank 0, whether an automatic checkpoint is due. `should_save` then returns True after an agreed step.
         """
         watchdog = self._watchdog
         watchdog.finish_step(state.step)
@@ -187,7 +189,7 @@ class Guard:
         return watchdog.stop_at is not None and state.step >= watchdog.stop_at
 
     def _agree_to_save(self, step: int, due: bool) -> None:
-        """Nobody waits where a message arrives within a step: rank 0 tells when to save one step before that one begins."""
+        """Agree on the step after which to save. Rank 0 announces it a step early, so that ranks rarely have to wait."""
         watchdog = self._watchdog
         if self.engine.size == 1 and due:
             watchdog.save_at = step
@@ -199,7 +201,7 @@ class Guard:
             watchdog.propose_save(step + 2)
 
     def should_save(self, state: TrainState) -> bool:
-        """Tell, on all ranks, whether to save after this step. Call it once after every step, after `should_stop`."""
+        """Return, on all ranks, whether to save after this step. Call it once after every step, after `should_stop`."""
         at = self._watchdog.save_at
         if at is None or state.step < at:
             return False
@@ -207,23 +209,21 @@ class Guard:
         return True
 
     def leave(self, state: TrainState, checkpoints: Checkpoints) -> int:
-        """Return the exit code once the checkpoint is on the disk. Raises Failure where it cannot be written."""
+        """Wait until the checkpoint is on the disk, and return the exit code. Raises Failure if it cannot be written."""
         unsaved = checkpoints.close(self.heartbeat)
-        saved = (
-            f"saved after step {state.step}: start me again" if checkpoints.writes else "nothing saved: no --output-dir"
-        )
-        saved = unsaved or saved
+        saved = f"saved after step {state.step}: run the same command to resume"
+        saved = unsaved or (saved if checkpoints.writes else "nothing saved: no --output-dir")
         self.telemetry.event("stop", reason=self._watchdog.stop_reason, step=state.step, samples=state.samples)
         self.telemetry.say(f"stopped by {self._watchdog.stop_reason or 'another rank'}; {saved}")
         if unsaved:
             raise Failure(unsaved)
-        if announced().launcher == "torchrun":  # it ends with a SignalException where it was asked to stop
+        if announced().launcher == "torchrun":  # torchrun raises a SignalException after a signal
             self.telemetry.say("the traceback that may follow is torchrun's own, and so is its exit code 1")
         return STOPPED
 
 
 def named_parameters(models: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return each parameter once, under a name that no other has: of several models preceded by the model's number."""
+    """Return each parameter once, with a unique name. With several models, the name begins with the model's number."""
     named: dict[nn.Parameter, str] = {}
     for number, model in enumerate(models):
         for name, parameter in model.named_parameters():
@@ -232,9 +232,9 @@ def named_parameters(models: Sequence[nn.Module]) -> list[tuple[str, nn.Paramete
 
 
 def checksum(parameter: Tensor) -> Tensor:
-    """Return int64 []: the sum of the values' bits, each times its position from 1, modulo 2^64.
+    """Return an int64 scalar: the sum over all values of their bits times their position (from 1), modulo 2^64.
 
-    One flipped bit always changes it, and so do two values exchanged. Computed where the parameter is.
+    It changes if a single bit flips, or if two different values are swapped. Computed on the parameter's device.
     """
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
     bits = parameter.detach().contiguous().reshape(-1).view(kind)

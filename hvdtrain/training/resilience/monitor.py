@@ -1,9 +1,9 @@
-"""The watchdog's thread on each rank, and the messages between ranks. It uses neither an engine nor torch.
+"""The watchdog's thread on each rank, and the messages between ranks. Uses neither an engine nor torch.
 
-Ranks train in step, so where one hangs, all stand still. Hence the connections stay silent until something is wrong. Each
-thread looks once a second whether its own main thread still makes progress. When rank 0's has made none for a step's limit,
-its thread asks every rank where it stands, and judges (verdict.py). Where rank 0 does not answer, the others end alone.
-A stop that one rank is asked for is known to all at once.
+Ranks train in lockstep: if one hangs, all make no progress. Therefore no messages are sent in normal operation. Each thread
+checks once a second whether its own main thread makes progress. If rank 0 has made none for the time limit of a step, its
+thread asks every rank for a report, and decides what to do (verdict.py). If rank 0 does not answer, each other rank ends by
+itself. A stop request on one rank is forwarded to all ranks at once.
 """
 
 import contextlib
@@ -27,32 +27,30 @@ from hvdtrain.training.resilience.starvation import Starvation
 from hvdtrain.training.resilience.stop_signals import StopSignals
 from hvdtrain.training.resilience.verdict import MOST_STARVED, Report, judge
 
-STACK_FRAMES = 6
-MOST_TRACEBACKS = 3  # of the thread's own errors
+STACK_FRAMES = 6  # printed per rank
+MOST_TRACEBACKS = 3  # printed for internal errors of the thread
 PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 Stack = list[traceback.FrameSummary]
-# Of a stack, outermost frame first: the program's own frames, and those worth showing.
+# Takes a stack, outermost frame first. Returns the frames of the program itself, and the frames to print.
 Frames = Callable[[Stack], tuple[Stack, Stack]]
 
 
 class Timing(NamedTuple):
-    """In seconds."""
+    """Time limits and intervals, in seconds."""
 
-    look: float = 1.0  # between two looks at the main thread
-    reply: float = 3.0  # to answer where one stands
-    grace: float = 3.0  # for launcher and engine to end a job with a dead rank in their own way
-    leave: float = (
-        3.0  # for the main thread to obey a stop before the first step is over; then there is nothing to save
-    )
+    look: float = 1.0  # between two checks of the main thread
+    reply: float = 3.0  # for a rank to send its report
+    grace: float = 3.0  # for launcher and engine to end a job with a dead rank themselves
+    leave: float = 3.0  # for the main thread to stop before the first step is finished, when there is nothing to save
 
 
 TIMING = Timing()
 
 
 class Peer(NamedTuple):
-    """A rank's process. place: the host and what makes its pids ours, so that equal places can look at each other's."""
+    """A rank's process. place: host and pid namespace; ranks with the same place can inspect each other's processes."""
 
     host: str
     place: str
@@ -60,10 +58,11 @@ class Peer(NamedTuple):
 
 
 class Monitor:
-    """`start` it, then leave it alone; `close` it at the end.
+    """The monitoring thread of a rank. Call `start` once, and `close` at the end.
 
-    waits_in: the collective in which the main thread is, if it is in one. failed, stopped: called on rank 0, in the thread,
-    with the reason, before all ranks end. watched: the main thread. leave: ends this process.
+    waits_in: returns the collective that the main thread is in, or None. failed, stopped: called on rank 0, in the thread,
+    with the reason, before all ranks end. watched: the thread to monitor (default: the main thread). leave: exits the
+    process.
     """
 
     def __init__(
@@ -76,28 +75,28 @@ class Monitor:
         self.waits_in, self.failed, self.stopped = waits_in, failed, stopped
         self.timing, self.leave = timing, leave
         self.watched = threading.main_thread().ident if watched is None else watched
-        self.stop_reason: str | None = None  # who asked all to stop
-        self.stop_at: int | None = None  # the step after which all stop
+        self.stop_reason: str | None = None  # what requested the stop
+        self.stop_at: int | None = None  # the step after which all ranks stop
         self.channels: dict[int, Channel] = {}
-        self.alone = False  # there are other ranks, but no connections to them
-        self.gone: dict[int, tuple[float, str]] = {}  # by rank: since when, and what is known
+        self.alone = False  # there are other ranks, but they are not connected
+        self.gone: dict[int, tuple[float, str]] = {}  # disconnected ranks: since when, and the reason
         self.signals = StopSignals()
-        self.launchers: list[processes.Process] = []  # whose end is missed
+        self.launchers: list[processes.Process] = []  # launchers of this rank; if one ends, the job stops
         self.each_look: Callable[[], None] = lambda: None
         self.frames: Frames = package_frames
-        self.save_at: int | None = None  # the step after which all save a checkpoint
+        self.save_at: int | None = None  # the step after which all ranks save a checkpoint
         self._know_of_saving: set[int] = set()
         self._all_know_of_saving = threading.Event()
         self._acknowledged: set[int] = set()
         self._all_acknowledged = threading.Event()
         self._announces = False
-        self._reports: dict[int, tuple[Report, list[str]]] = {}  # with the stack's innermost frames
+        self._reports: dict[int, tuple[Report, list[str]]] = {}  # by rank: report, innermost frames of the stack
         self._asked_at: float | None = None
         self._ask_again = 0.0
         self._seen, self._stalled, self._longest, self._looked_at = 0, 0.0, 0.0, time.monotonic()
-        self._phase = progress.phase  # of this standstill
+        self._phase = progress.phase  # phase in which the main thread made its last progress
         self._starvation = Starvation()
-        self._excused = 0.0  # seconds of this standstill for which a lack of cores, on any rank, is the reason
+        self._excused = 0.0  # seconds without progress that a lack of CPU cores on any rank explains
         self._stop_known_at = 0.0
         self._interrupts = 0
         self._errors = 0
@@ -106,6 +105,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self, channels: dict[int, Channel]) -> None:
+        """Start the thread. channels: connections by rank."""
         self.channels = dict(channels)
         self._selector.register(self.signals.socket, selectors.EVENT_READ)
         for rank, channel in channels.items():
@@ -113,29 +113,31 @@ class Monitor:
         self._thread.start()
 
     def name(self, rank: int) -> str:
+        """Return "rank N on HOST"."""
         return f"rank {rank} on {self.peers[rank].host}"
 
     def send_all(self, **message: object) -> None:
+        """Send a message over all connections."""
         for channel in list(self.channels.values()):
             channel.send(**message)
 
     # ---- for the main thread
 
     def announce_stop(self, step: int) -> None:
-        """On rank 0, before it takes part in `step`: tell all ranks to stop after it, and wait until each knows.
+        """On rank 0, before it takes part in `step`: tell all ranks to stop after it, and wait for their acknowledgments.
 
-        None of them can finish that step without rank 0, so none can miss it.
+        No rank can finish that step without rank 0, so no rank can miss it.
         """
         self._announces = True
         self.send_all(stop_at=step, reason=self.stop_reason)
         if self.channels:
-            self._all_acknowledged.wait()  # a rank that cannot answer ends us all: see `_look`
+            self._all_acknowledged.wait()  # if a rank does not answer, `_look` ends the job
         self.stop_at, self._announces = step, False
 
     def propose_save(self, step: int) -> None:
         """On rank 0, before it takes part in `step`: tell all ranks to save after it; `confirm_save` follows.
 
-        `save_at` is taken back by the main thread, on every rank before that of rank 0 goes on: saving is a collective.
+        The main thread of every rank resets `save_at` before rank 0 continues, because saving is a collective.
         """
         self._know_of_saving.clear()
         self._all_know_of_saving.clear()
@@ -143,7 +145,7 @@ class Monitor:
         self.send_all(save_at=step)
 
     def confirm_save(self) -> None:
-        """On rank 0, before it takes part in the step `save_at`: return once each rank knows of it."""
+        """On rank 0, before it takes part in the step `save_at`: wait until every rank knows of it."""
         if self.channels and not self._all_know_of_saving.is_set():
             self._announces = True
             self._all_know_of_saving.wait()
@@ -154,7 +156,7 @@ class Monitor:
         if self._closing:
             return
         if failure is not None:
-            time.sleep(0.2)  # what failed here may be that another rank has just died
+            time.sleep(0.2)  # another rank that has just died may be the cause
             for rank, (_, what) in list(self.gone.items()):
                 sys.stderr.write(f"hvdtrain: error: {self.name(rank)} {what}\n")
         self._closing = True
@@ -184,7 +186,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def _lives_on(self):
-        """Whatever goes wrong in here must not make this rank deaf to signals and to the others."""
+        """Context manager that prints exceptions and continues, so that the thread keeps handling signals and messages."""
         try:
             yield
         except Exception:
@@ -200,7 +202,7 @@ class Monitor:
             if self._interrupts > 1:
                 self.leave(130)
             if self.gone.get(0, (0.0, ""))[1] == "left":
-                # All ranks are past their last collective: nothing is left to agree about, nor to save.
+                # All ranks have finished their last collective: there is nothing to agree on or to save.
                 self.leave(128 + number)
             self.request_stop(f"{number.name} on rank {self.rank} ({self.peers[self.rank].host})")
 
@@ -244,7 +246,7 @@ class Monitor:
             if "failed" in message:
                 self.gone[rank] = time.monotonic(), f"failed: {message['failed']}"
             if "verdict" in message or "leave" in message:
-                time.sleep(self.timing.look)  # a launcher may end all at the first that goes: rank 0 still speaks
+                time.sleep(self.timing.look)  # a launcher may end the job at the first exit: let rank 0 print first
                 self.leave(1 if "verdict" in message else STOPPED)
             if "bye" in message:
                 messages = None
@@ -256,7 +258,7 @@ class Monitor:
 
     def _look(self) -> None:
         now = time.monotonic()
-        # Only time in which this thread ran counts: a job that was suspended as a whole has not hung.
+        # Count only time in which this thread ran: a job that was suspended as a whole is not hung.
         elapsed, self._looked_at = min(now - self._looked_at, 2 * self.timing.look), now
         for rank, (since, what) in list(self.gone.items()):
             if now - since > self.timing.grace + (rank == 0):
@@ -267,7 +269,7 @@ class Monitor:
         starved = self._starvation.seconds()
         moves, phase = self.progress.moves, self.progress.phase
         if moves != self._seen:
-            if self._phase == STEP:  # what was known to be long says nothing about a step
+            if self._phase == STEP:  # other phases do not count for the longest step
                 self._longest = max(self._longest, self._stalled - max(starved, self._excused))
             self._seen, self._stalled, self._phase = moves, 0.0, phase
             self._asked_at, self._ask_again, self._excused, self._reports = None, 0.0, 0.0, {}
@@ -278,7 +280,7 @@ class Monitor:
         self._ask(now, starved)
 
     def _ask(self, now: float, starved: float) -> None:
-        late = 3 * self.timing.reply * (self.rank != 0)  # rank 0 judges first, if it can
+        late = 3 * self.timing.reply * (self.rank != 0)  # rank 0 decides first, if it can
         limit = step_limit(self.step_timeout, self._longest)
         if not self.channels or self.step_timeout == 0 or self._stalled < limit + late or now < self._ask_again:
             return
@@ -286,20 +288,20 @@ class Monitor:
             self._asked_at, self._reports = now, {self.rank: self._report()}
             self.send_all(where=True)
             return
-        # Where this rank lacks a core, its neighbours may too.
+        # If this rank lacks a core, other ranks on its host may lack one, too.
         silent = now - self._asked_at > self.timing.reply + min(starved, MOST_STARVED * self.timing.reply)
         if self.rank == 0 and (silent or len(self._reports) == len(self.peers)):
             self._judge(now)
         elif self.rank != 0 and 0 in self._reports:
-            self._asked_at, self._ask_again = None, now + limit  # it lives, and will judge
+            self._asked_at, self._ask_again = None, now + limit  # rank 0 is alive, and will decide
         elif self.rank != 0 and silent:
-            # Ranks go through the phases together: rank 0 may be in one in which it does not answer.
+            # Ranks go through the phases together: rank 0 may be in a phase in which it cannot answer.
             if self._is_stopped(0) or self._stalled >= phase_limit(self._phase, limit) + late:
                 self._end(f"{self.name(0)} does not answer (stopped, spinning outside Python, or cut off)")
             self._asked_at, self._ask_again = None, now + self.timing.reply
 
     def _judge(self, now: float) -> None:
-        """End the job, unless somebody has a reason to take so long: then wait for it, and ask again."""
+        """End the job, unless the reports show a reason for the delay; then ask again later."""
         self._reports[self.rank] = self._report()
         names = [self.name(rank) for rank in range(len(self.peers))]
         silent = [rank for rank in range(len(self.peers)) if rank not in self._reports]
@@ -309,17 +311,17 @@ class Monitor:
         if verdict.headline is not None:
             self._end(verdict.headline)
         self._excused = verdict.excused
-        # Not later than a step's limit: who was in a long phase may hang in a step by then.
+        # At the latest after the limit of a step: a rank in a long phase may hang in a step by then.
         limit = step_limit(self.step_timeout, self._longest)
         self._asked_at, self._ask_again = None, now + max(min(verdict.wait, limit), self.timing.look / 2)
 
     def _is_stopped(self, rank: int) -> bool:
-        """Tell whether `rank` is known to be stopped by a signal: only ranks of this host can be looked at."""
+        """Return whether `rank` is known to be stopped by a signal. Only ranks on this host can be checked."""
         mine, theirs = self.peers[self.rank], self.peers[rank]
         return mine.place == theirs.place and processes.is_stopped(theirs.pid)
 
     def _report(self) -> tuple[Report, list[str]]:
-        """Return where the main thread stands, and the innermost frames of its stack."""
+        """Return a report about the main thread, and the innermost frames of its stack."""
         stack = traceback.extract_stack(sys._current_frames().get(self.watched or 0))
         ours, telling = self.frames(stack)
         ours = ours or stack
@@ -333,16 +335,16 @@ class Monitor:
         return report, traceback.format_list(telling[-STACK_FRAMES:])
 
     def _miss_launcher(self) -> None:
-        """Stop if one of the processes that started this rank has ended: the rank would be an orphan."""
+        """Request a stop if one of the launchers of this rank has ended."""
         for process in self.launchers:
             if not processes.lives(process):
                 self.launchers = []
                 me = f"rank {self.rank} ({self.peers[self.rank].host})"
-                self.request_stop(f"the end of {process.name} (pid {process.pid}), which had started {me}")
+                self.request_stop(f"the end of {process.name} (pid {process.pid}), which started {me}")
                 return
 
     def _leave_before_the_first_step(self, now: float) -> None:
-        """On rank 0: end all where a stop is asked for, and the main thread is busy with start-up or the first step."""
+        """On rank 0: end the job after a stop request if the main thread is still in start-up or in the first step."""
         if self.rank != 0 or self.stop_reason is None or self.progress.finished or self.stop_at is not None:
             return
         if self._closing or now - self._stop_known_at < self.timing.leave:
@@ -353,7 +355,7 @@ class Monitor:
         self.leave(STOPPED)
 
     def _end(self, headline: str) -> None:
-        """End this process, and on rank 0 all others, saying why."""
+        """Print the reason and all stacks, and end this process; on rank 0, also the other ranks."""
         if self._closing:
             return
         lines = [f"hvdtrain: error: {headline}\n"]
@@ -376,5 +378,6 @@ class Monitor:
 
 
 def package_frames(stack: Stack) -> tuple[Stack, Stack]:
+    """Return the frames in hvdtrain, and the frames to print."""
     ours = [frame for frame in stack if frame.filename.startswith(PACKAGE)]
     return ours, [f for f in stack if not f.filename.endswith("contextlib.py") and f.name != "marked"]

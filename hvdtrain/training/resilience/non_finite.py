@@ -1,4 +1,4 @@
-"""Find the first tensor that is not finite in a rank's own forward and backward pass, by computing a step again."""
+"""Finds the first non-finite tensor in a rank's forward and backward pass, by computing a step again."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class Inspection:
-    """Looks on while a step's micro-batches are computed once more, without touching gradients or other ranks."""
+    """Inspects all tensors while the micro-batches of a step are computed again. Gradients are not changed."""
 
     def __init__(self, models: Sequence[nn.Module], losses_were_finite: bool):
-        """models: those below any wrapper. losses_were_finite: of this rank, the first time."""
+        """models: without wrappers. losses_were_finite: whether this rank's losses were finite the first time."""
         self.models = models
         self._losses_were_finite = losses_were_finite
         self._found: str | None = None
@@ -19,7 +19,7 @@ class Inspection:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Look at what goes into and comes out of every layer."""
+        """Context manager that inspects the inputs and outputs of every layer."""
         handles = []
         for number, model in enumerate(self.models):
             prefix = f"{number}." if len(self.models) > 1 else ""
@@ -27,7 +27,7 @@ class Inspection:
             for name, module in leaves:
                 label = f"{prefix}{name}" if name else f"{prefix}{type(module).__name__}"
                 handles.append(module.register_forward_hook(self._hook(label)))
-        # A compiled model does not call hooks that were added later. (set_stance: torch 2.6 and newer)
+        # A compiled model does not call hooks that were added later, so run eagerly (set_stance: torch 2.6 and newer).
         stance = getattr(torch.compiler, "set_stance", None)
         try:
             with stance("force_eager") if stance is not None else contextlib.nullcontext():
@@ -37,7 +37,7 @@ class Inspection:
                 handle.remove()
 
     def micro_batch(self, number: int, count: int) -> None:
-        """Say which micro-batch comes now: `number` (from 0) of `count`."""
+        """Set the current micro-batch: `number` (from 0) of `count`."""
         self._where = f" in micro-batch {number + 1} of {count}" if count > 1 else ""
 
     def _hook(self, name: str):
@@ -61,7 +61,7 @@ class Inspection:
                 self._look(what, value)
 
     def backward(self, loss: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Look at the loss and at the gradients of `named`, last layer first, as backward computes them."""
+        """Inspect the loss, and the gradients of `named` from the last layer to the first."""
         self._look("the loss", loss)
         if self._found is not None:
             return
@@ -70,7 +70,7 @@ class Inspection:
             self._look(f"gradient of {name}", gradient)
 
     def result(self) -> str | None:
-        """Return what was found first on this rank; None where everything was finite, now and the first time."""
+        """Return the first non-finite tensor on this rank; None if all tensors were finite, now and the first time."""
         if self._found is None and not self._losses_were_finite:
             return "a loss that is finite when computed again: check that host's memory"
         return self._found

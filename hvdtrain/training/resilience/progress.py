@@ -1,16 +1,19 @@
-"""What the main thread tells the watchdog's: the phase of the run, and that it makes progress.
+"""The state that the main thread shares with the watchdog: the phase of the run, and a progress counter.
 
-Written by the main thread, read by the watchdog's: plain attributes, no lock.
+The main thread writes, the watchdog's thread reads: plain attributes, no lock.
 """
 
 import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-LEAST_SECONDS, TIMES_LONGEST = 30.0, 20.0  # a step's automatic limit follows the longest time between two steps so far
-TIMES_LONGEST_ASKED = 3.0  # and so does one that was asked for, where steps turn out to take about so long
-TIMES_STEP = 10.0  # phases known to be long may take this many times a step's limit,
-# or this many seconds, if that is more:
+LEAST_SECONDS, TIMES_LONGEST = (
+    30.0,
+    20.0,
+)  # automatic limit of a step: at least 30 s, and 20 times the longest step so far
+TIMES_LONGEST_ASKED = 3.0  # a limit given by --step-timeout is raised to 3 times the longest step so far
+TIMES_STEP = 10.0  # limit of long phases: 10 times the limit of a step,
+# or this number of seconds, if that is more:
 PHASE_SECONDS = {
     "start-up": 600.0,
     "first step": 600.0,
@@ -21,7 +24,7 @@ PHASE_SECONDS = {
 
 
 class Phase(NamedTuple):
-    """What the main thread does. seconds: how long that may take without progress; None: what its name is given."""
+    """A phase of the main thread. seconds: time limit without progress; None: the default for this name."""
 
     name: str
     seconds: float | None = None
@@ -31,49 +34,56 @@ START, FIRST_STEP, STEP, COMPILATION = Phase("start-up"), Phase("first step"), P
 
 
 class Progress:
+    """Phase and progress counter of the main thread."""
+
     def __init__(self) -> None:
-        self.step = 0  # finished, since the beginning of training
-        self.finished = 0  # steps, by this process
-        self.moves = 0  # any progress at all
-        self._compiling = 0  # compilations under way
+        self.step = 0  # steps finished since the beginning of training
+        self.finished = 0  # steps finished by this process
+        self.moves = 0  # changes with any progress
+        self._compiling = 0  # compilations in progress
         self._base = START
         self._inside: list[Phase] = []
 
     @property
     def phase(self) -> Phase:
+        """The current phase."""
         if self._compiling:
             return COMPILATION
-        inside = self._inside[-1:]  # a copy: the main thread may leave it meanwhile
+        inside = self._inside[-1:]  # a copy: the main thread may leave the phase at any time
         return inside[0] if inside else self._base
 
     def heartbeat(self) -> None:
-        """Progress within a phase, for instance one batch of an evaluation: its time limit restarts."""
+        """Report progress within a phase, such as one batch of an evaluation. The time limit restarts."""
         self.moves += 1
 
     def begin_step(self, step: int) -> None:
-        """`step`: how many are finished. The first one has a limit of its own, which lasts until it is finished."""
+        """Report the beginning of a step. step: number of finished steps. The first step has a longer limit."""
         self.step = step
         if self._base is START:
             self._base = FIRST_STEP
         self.moves += 1
 
     def finish_step(self, step: int) -> None:
+        """Report the end of a step. step: number of finished steps."""
         self.step = step
         self.finished += 1
         self._base = STEP
         self.moves += 1
 
     def begin_compilation(self) -> None:
+        """Report the beginning of a compilation by torch.compile."""
         self._compiling += 1
         self.moves += 1
 
     def end_compilation(self) -> None:
-        self._compiling = max(0, self._compiling - 1)  # it may have begun before anyone asked to be told
+        """Report the end of a compilation by torch.compile."""
+        self._compiling = max(0, self._compiling - 1)  # it may have begun before the callback was registered
         self.moves += 1
 
     @contextlib.contextmanager
     def during(self, name: str, seconds: float | None = None) -> Iterator[None]:
-        """Enclose what is known to take long. seconds: without progress; None: by its name, ten step limits at least."""
+        """Context manager for a long phase. seconds: time limit without progress; None: the default for this name, at least
+        10 times the limit of a step."""
         self._inside.append(Phase(name, seconds))
         self.moves += 1
         try:
@@ -84,13 +94,13 @@ class Progress:
 
 
 def step_limit(step_timeout: float | None, longest: float) -> float:
-    """Return how many seconds a step may take. step_timeout: as given; None: not given. longest: step so far."""
+    """Return the time limit of a step in seconds. step_timeout: value of the flag, or None. longest: longest step so far."""
     least, times = (step_timeout, TIMES_LONGEST_ASKED) if step_timeout else (LEAST_SECONDS, TIMES_LONGEST)
     return max(least, times * longest)
 
 
 def phase_limit(phase: Phase, limit: float) -> float:
-    """Return how many seconds `phase` may take without progress, where a step may take `limit`."""
+    """Return the time limit of `phase` without progress, in seconds. limit: the time limit of a step."""
     if phase.name == STEP.name:
         return limit
     if phase.seconds is not None:

@@ -1,4 +1,4 @@
-"""Stop signals, received even if the main thread is busy: C writes their number to a socket, which the watchdog reads."""
+"""Receives stop signals even if the main thread is busy: Python's C handler writes to a socket that the watchdog reads."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopSignals:
-    """From `listen` to `restore`, signals have no other effect than to stand in `received`. Both by the main thread."""
+    """Between `listen` and `restore`, stop signals only appear in `received`. Call both from the main thread."""
 
     def __init__(self) -> None:
         self.socket, self._wake = socket.socketpair()
@@ -18,15 +18,17 @@ class StopSignals:
         self._handlers: dict = {}
 
     def listen(self) -> None:
+        """Install the signal handlers."""
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         for number, handler in self._handlers.items():
-            if handler != signal.SIG_IGN:  # as nohup has it: not ours to change
+            if handler != signal.SIG_IGN:  # ignored signals stay ignored (nohup)
                 signal.signal(number, lambda number, frame: None)
-        # A forked child (a loader's worker) must not report its own signals as ours, nor survive them.
+        # A forked child (a DataLoader worker) must not report its signals to this process, nor ignore them.
         os.register_at_fork(after_in_child=self.restore)
 
     def restore(self) -> None:
+        """Restore the previous signal handlers. Idempotent."""
         if self._handlers:
             signal.set_wakeup_fd(-1)
             for number, handler in self._handlers.items():
@@ -34,17 +36,18 @@ class StopSignals:
             self._handlers = {}
 
     def received(self) -> list[signal.Signals]:
-        """Return the stop signals that have come; a wake-up among them is none."""
+        """Return the stop signals received since the last call."""
         with contextlib.suppress(BlockingIOError):
             return [signal.Signals(number) for number in self.socket.recv(4096) if number in STOP_SIGNALS]
         return []
 
     def wake(self) -> None:
-        """Wake the thread that waits for `socket`; from any thread."""
+        """Wake up the thread that waits for `socket`. Thread-safe."""
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 
     def close(self) -> None:
+        """Restore the signal handlers and close the sockets."""
         self.restore()
         self.socket.close()
         self._wake.close()

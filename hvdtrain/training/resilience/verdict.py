@@ -1,42 +1,46 @@
-"""The watchdog's verdict on a standstill: a pure function of the ranks' reports. No clock, no socket, no thread.
+"""The watchdog's decision when there is no progress: a pure function of the ranks' reports.
 
-A rank in a collective waits for another one; so the one to blame stands outside, or does not answer. Outside, each rank has
-the limit of the phase that it is in (evaluation, compilation, ...), and time without a core does not count.
+A rank in a collective waits for other ranks. The cause is therefore a rank outside of a collective, or one that does not
+answer. Outside, a rank has the time limit of its phase (evaluation, compilation, ...), not counting time without a core.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-MOST_STARVED = 9.0  # limits that are added at most for the time in which ranks were ready to run and had no core
+MOST_STARVED = 9.0  # time without a core extends a limit by at most 9 times the limit
 
 
 class Report(NamedTuple):
-    """What one rank says of its main thread. All but `step` and `phase` in seconds."""
+    """The state of a rank's main thread. Times are in seconds."""
 
     step: int
     phase: str
-    limit: float  # so long may the main thread make no progress in this phase
-    stalled: float  # so long it has made none
-    starved: float = 0.0  # so long, of these, its threads were ready to run and had no core, added up
-    waits_in: str | None = None  # the collective in which it waits for other ranks; None: it is outside
+    limit: float  # time limit without progress in this phase
+    stalled: float  # time without progress
+    starved: float = (
+        0.0  # time, within `stalled`, for which threads were ready to run but had no core; summed over threads
+    )
+    waits_in: str | None = None  # the collective in which it waits for other ranks; None: it is not in a collective
     at: str = ""  # FILE:LINE, FUNCTION
 
 
 class Verdict(NamedTuple):
-    headline: str | None  # why the job must end; None: it need not
+    """Whether to end the job, or when to ask again."""
+
+    headline: str | None  # why the job must end; None: it continues
     wait: float = 0.0  # seconds after which to ask again
-    excused: float = 0.0  # seconds of this standstill for which a lack of cores is the reason
+    excused: float = 0.0  # seconds without progress that a lack of CPU cores explains
 
 
 def judge(
     reports: Mapping[int, Report], names: Sequence[str], asker: int = 0, stopped: Collection[int] = ()
 ) -> Verdict:
-    """Return what follows from the `reports`, by rank; a rank without one did not answer in time.
+    """Decide from the `reports` (by rank) whether to end the job. A rank without a report did not answer in time.
 
-    names: what to call each rank. asker: who asked; its own report is there. stopped: ranks without a report that are known
-    to be stopped (SIGSTOP), so that they need no patience.
+    names: name of each rank. asker: the rank that asked; it must have a report. stopped: ranks without a report that are
+    known to be stopped (SIGSTOP); the job is ended without waiting for them.
     """
-    starved = sum(report.starved for report in reports.values())  # one may have waited for the other
+    starved = sum(report.starved for report in reports.values())  # ranks may have waited for each other
     mine = reports[asker]
     excused = min(starved, MOST_STARVED * mine.limit)
 
@@ -51,7 +55,7 @@ def judge(
     else:
         since = f"; no progress for {mine.stalled:.0f} s in {mine.phase}, after step {mine.step}"
     silent = [rank for rank in range(len(names)) if rank not in reports]
-    # Ranks go through the phases together: who does not answer is given the time that the asker's phase may take.
+    # Ranks go through the phases together: a rank that does not answer gets the time limit of the asker's phase.
     if silent and (set(silent) & set(stopped) or left(mine) <= 0):
         blamed = [rank for rank in silent if rank in stopped] or silent
         return Verdict(f"{named(blamed)} does not answer (stopped, spinning outside Python, or cut off){since}")
@@ -63,7 +67,7 @@ def judge(
         return Verdict(None, min(left(report) for report in [mine, *outside.values()]), excused)
     if outside:
         return Verdict(None, min(map(left, outside.values())), excused)
-    # All wait for each other. Who came last may have come just now.
+    # All ranks are in a collective. The last one may have entered it just now.
     longest = max(map(left, reports.values()))
     if longest > 0:
         return Verdict(None, longest, excused)

@@ -1,7 +1,7 @@
-"""Notices hung ranks, dead launchers and stop requests: a thread on every rank, and a TCP connection from each to rank 0.
+"""Detects hung ranks, dead launchers and stop requests, with a thread on every rank and a TCP connection to rank 0.
 
-This file joins the ranks; what their threads do and say is in monitor.py. Threads run while the main thread waits inside
-Horovod, MPI or Gloo, which release Python's lock; no engine is called there.
+This file connects the ranks; the threads are in monitor.py. They run while the main thread waits inside Horovod, MPI or
+Gloo, which release the GIL. They never call the engine.
 """
 
 import contextlib
@@ -24,11 +24,12 @@ from hvdtrain.training.resilience.progress import Progress
 
 
 class Watchdog:
-    """Made by every rank at once: a collective. From then on, stop signals are requests.
+    """The watchdog of this rank. Creating it is a collective. From then on, stop signals are handled as requests.
 
-    step_timeout: seconds; None: 30, or more if steps take long; 0: a hung rank is waited for. failed(headline) and
-    stopped(reason) are called on rank 0, in the thread, before all end; stopped: before the first step is over.
-    guest: in a script that is not ours, what picks its frames from a stack; signals and launcher are then its own affair.
+    step_timeout: in seconds; None: 30 s, or more if steps take long; 0: no limit. failed(headline): called on rank 0, in the
+    thread, before the job is ended. stopped(reason): the same for a stop before the first step is finished. guest: for
+    scripts that do not use hvdtrain, the function that selects their frames from a stack; signals and launchers are then
+    not monitored.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Watchdog:
         stopped: Callable[[str], None] = lambda reason: None, guest: Frames | None = None,
     ):  # fmt: skip
         self.rank, self.size = engine.rank, engine.size
-        self.off: str | None = None  # why there are no connections, where there are none
+        self.off: str | None = None  # why the ranks could not be connected; None if they are connected
         self._engine = engine
         self._progress = Progress()
         self._hears_of_compilations = False
@@ -92,9 +93,9 @@ class Watchdog:
         return channels
 
     def _hear_of_compilations(self) -> None:
-        """Let torch.compile tell when it compiles: that may take minutes, at the first step and at each new shape.
+        """Register callbacks for torch.compile, which may take minutes at the first step and at each new shape.
 
-        Called by the thread again and again, since importing torch._dynamo ourselves would take seconds.
+        The thread calls this repeatedly until torch._dynamo is imported; importing it here would take seconds.
         """
         handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if self._hears_of_compilations or not hasattr(handler, "register_start_callback"):
@@ -107,12 +108,12 @@ class Watchdog:
 
     @property
     def stop_reason(self) -> str | None:
-        """Who asked all to stop, as far as this rank knows yet."""
+        """What requested the stop, such as a signal on a rank; None if this rank knows of no request."""
         return self._monitor.stop_reason
 
     @property
     def stop_at(self) -> int | None:
-        """The step after which all stop."""
+        """The step after which all ranks stop."""
         return self._monitor.stop_at
 
     @stop_at.setter
@@ -121,7 +122,7 @@ class Watchdog:
 
     @property
     def save_at(self) -> int | None:
-        """The step after which all save a checkpoint."""
+        """The step after which all ranks save a checkpoint."""
         return self._monitor.save_at
 
     @save_at.setter
@@ -129,36 +130,44 @@ class Watchdog:
         self._monitor.save_at = step
 
     def propose_save(self, step: int) -> None:
+        """On rank 0: tell all ranks to save after `step`. See `Monitor.propose_save`."""
         self._monitor.propose_save(step)
 
     def confirm_save(self) -> None:
+        """On rank 0: wait until all ranks know when to save. See `Monitor.confirm_save`."""
         self._monitor.confirm_save()
 
     def host(self, rank: int) -> str:
+        """Return the host name of `rank`."""
         return self._monitor.peers[rank].host
 
     def heartbeat(self) -> None:
+        """Report progress; the time limit restarts."""
         self._progress.heartbeat()
 
     def begin_step(self, step: int) -> None:
+        """Report the beginning of a step. step: number of finished steps."""
         self._progress.begin_step(step)
 
     def finish_step(self, step: int) -> None:
+        """Report the end of a step. step: number of finished steps."""
         self._progress.finish_step(step)
 
     def phase(self, name: str, seconds: float | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for a phase with its own time limit. See `Progress.during`."""
         return self._progress.during(name, seconds)
 
     def announce_stop(self, step: int) -> None:
+        """On rank 0: tell all ranks to stop after `step`. See `Monitor.announce_stop`."""
         self._monitor.announce_stop(step)
 
     def close(self, failure: str | None = None) -> None:
-        """Disconnect from the others, with what went wrong here if this rank leaves them alone."""
+        """Disconnect from the other ranks. failure: the error on this rank, if it leaves the job alone."""
         self._monitor.close(failure)
 
 
 def inside(function: str) -> bool:
-    """Tell whether the main thread is in a function of this name."""
+    """Return whether a function of this name is on the main thread's stack."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
@@ -166,7 +175,7 @@ def inside(function: str) -> bool:
 
 
 def pid_namespace() -> str:
-    """Return what process numbers of this process are numbers in, as far as can be told."""
+    """Return an identifier of this process's pid namespace; unique to this process if it is not known."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:

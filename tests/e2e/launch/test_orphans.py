@@ -120,7 +120,7 @@ def test_a_stop_signal_in_the_first_step_is_obeyed_there(tmp_path):
         output, _ = process.communicate(timeout=40)
         assert process.returncode == 75, output
         assert "stopped by SIGTERM on rank 1 " in output
-        assert "before the first step was over; nothing to save: start me again" in output
+        assert "before the first step was finished; nothing to save: run the same command again" in output
         assert events(tmp_path, "stop")[0]["reason"].startswith("SIGTERM on rank 1")
         wait_for(lambda: not members(job), 10, "left behind")
     finally:

@@ -144,7 +144,7 @@ def test_a_flipped_bit_is_found_within_one_interval_and_its_rank_named(tmp_path)
     done = attacked(tmp_path, ranks=3, flags="--model convnet --check-steps 4 --epochs 200", attack=attack)
     assert done.code == 1, done
     assert "rank 2 on " in done.stderr, done
-    assert "has other weights than the rest: first in 4.weight, between steps " in done.stderr, done
+    assert "has different weights than the other ranks: first in 4.weight, between steps " in done.stderr, done
     assert int(re.search(r"between steps \d+ and (\d+)", done.stderr)[1]) in range(5, 9), done
     steps = [line["step"] for line in events(tmp_path, "checkpoint")]
     assert max(steps) < 5  # none with the wrong weights
@@ -190,7 +190,7 @@ def test_stop_signals_save_the_same_step_and_leave(launcher, number, whom, code,
         assert stop["time"] - signalled < 60  # it would train for hours
         assert stop["reason"].startswith(f"{number.name} on rank"), stop
         assert events(tmp_path, "checkpoint")[-1]["step"] == stop["step"]
-        assert f"saved after step {stop['step']}: start me again" in output
+        assert f"saved after step {stop['step']}: run the same command to resume" in output
         assert remaining(job) == []
     finally:
         kill(job)
@@ -238,4 +238,4 @@ def test_a_rank_that_never_comes_to_the_start_ends_the_job():
     assert done.code == 1, done
     said = r"rank 0 on .* waits for the other ranks to start the engine, at horovod.py:\d+, __init__"
     assert re.search(rf"warning: {said}, since 1 s", done.stderr), done
-    assert re.search(rf"hvdtrain: error: {said}; start-up was not over after 3 s", done.stderr), done
+    assert re.search(rf"hvdtrain: error: {said}; start-up did not finish within 3 s", done.stderr), done

@@ -63,7 +63,7 @@ def test_on_other_ranks_the_global_batch_and_every_sample_stay(tmp_path):
             done = attacked(tmp_path / directory, ranks=ranks, flags=flags, attack=attack)
             assert done.code == (75 if until else 0), done
             if ranks == 3:
-                assert "global batch kept at 64: it began on 2 ranks; now up to 22 per rank" in done.stdout, done
+                assert "global batch kept at 64: the run began on 2 ranks; now up to 22 per rank" in done.stdout, done
     apart, together = (summary(tmp_path / name) for name in ("apart", "whole"))
     assert tally(tmp_path / "apart") == (0, 0)
     assert (apart["steps"], apart["samples"]) == (together["steps"], together["samples"])
@@ -78,7 +78,7 @@ def test_on_other_ranks_the_global_batch_and_every_sample_stay(tmp_path):
 def test_a_full_disk_is_said_and_training_goes_on(whole, tmp_path):
     done = attacked(tmp_path, attack=dict(rank=0, point="fsync", count=3, kind="full"))
     assert done.code == 0, done
-    assert "No space left on device): training goes on; the last good one is step-00000003" in done.stderr, done
+    assert "No space left on device): training continues; the last good one is step-00000003" in done.stderr, done
     assert events(tmp_path, "error")[0]["kind"] == "checkpoint"
     assert results(tmp_path) == results(whole)
 

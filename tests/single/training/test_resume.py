@@ -85,9 +85,9 @@ def test_another_configuration_is_refused_with_the_flags_named(copy):
     before = sorted(path.name for path in (copy / "checkpoints").iterdir())
     with pytest.raises(UserError) as refused:
         alone(copy, "--lr 0.5 --seed 3 --train-samples 100")
-    assert "--lr: 0.01 there, 0.5 now" in str(refused.value)
-    assert "--seed: 1 there, 3 now" in str(refused.value)
-    assert "train_samples: 128 there, 100 now" in str(refused.value)
+    assert "--lr: 0.01 in the checkpoint, 0.5 now" in str(refused.value)
+    assert "--seed: 1 in the checkpoint, 3 now" in str(refused.value)
+    assert "train_samples: 128 in the checkpoint, 100 now" in str(refused.value)
     assert "--resume never" in str(refused.value)
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == before
 
@@ -95,7 +95,7 @@ def test_another_configuration_is_refused_with_the_flags_named(copy):
 def test_of_many_differences_three_are_named(copy):
     with pytest.raises(UserError, match=r"; and 2 more\): give the same, or another --output-dir") as refused:
         alone(copy, "--lr 0.5 --seed 3 --train-samples 100 --momentum 0.5 --weight-decay 0.1")
-    assert str(refused.value).count(" there, ") == 3
+    assert str(refused.value).count(" in the checkpoint, ") == 3
 
 
 def test_damaged_checkpoints_are_skipped_with_a_warning(copy, capfd):
@@ -113,7 +113,7 @@ def test_where_none_is_sound_training_starts_anew_and_says_so(copy, capfd):
     for path in checkpoint.listed(copy / "checkpoints"):
         path.write_bytes(b"")
     assert alone(copy) == 0
-    assert "no checkpoint is sound: training starts from the beginning" in capfd.readouterr().err
+    assert "no checkpoint is valid: training starts from the beginning" in capfd.readouterr().err
     assert results(copy) == expected
 
 
@@ -142,7 +142,7 @@ def test_never_keeps_the_earlier_run(copy):
 def test_a_run_of_another_model_is_refused_by_its_name(copy):
     with pytest.raises(UserError) as caught:
         alone(copy, "--model cosinenet")
-    assert "holds a run with other flags (--model: convnet there, cosinenet now; " in str(caught.value)
+    assert "holds a run with different flags (--model: convnet in the checkpoint, cosinenet now; " in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

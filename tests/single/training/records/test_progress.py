@@ -256,7 +256,7 @@ def test_the_clock_measures_all_ranks():
 def test_ranks_that_wait_for_cores_are_told_so_before_anything_else():
     waits = [rank(0, 4, 6)._replace(without_core=3.0), rank(0, 4, 6)._replace(without_core=2.1)]
     both = REMEDIES | remedies({"threads": None}, 1, "cpu")
-    said = "ranks waited for a core 26% of the time: more computes on this host than it has cores"
+    said = "ranks waited for a core 26% of the time: this host runs more threads than it has cores"
     assert hint(waits, 100, both) == ("cores", f"{said}: try --threads 1, fewer ranks, or another host")
     assert hint(waits, 100, remedies({"threads": 1}, 1, "cpu"))[1] == f"{said}: try fewer ranks, or another host"
     waits[1] = waits[1]._replace(without_core=1.9)

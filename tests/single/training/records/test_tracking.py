@@ -176,7 +176,7 @@ def test_a_server_that_is_down_is_one_line_and_gets_all_of_it_later(server, tmp_
     assert [step for key, _, step in points(run) if key == "train/loss"] == [1, 2, 3, 4]
     said = capsys.readouterr().err
     assert said.count("warning") == 1
-    assert "https://host:5000 does not take this run for now" in said
+    assert "https://host:5000 does not accept this run at the moment" in said
     assert "secret" not in said + (tmp_path / tracking.ID_FILE).read_text()
 
 

@@ -312,7 +312,7 @@ def test_the_end_of_the_launcher_is_a_request_to_stop(job):
     some.wait_until(lambda: all(rank.stop_reason for rank in some.ranks))
     os.waitpid(launcher, 0)
     os.close(reader)
-    assert some.ranks[0].stop_reason == f"the end of torchrun (pid {launcher}), which had started rank 1 (h0)"
+    assert some.ranks[0].stop_reason == f"the end of torchrun (pid {launcher}), which started rank 1 (h0)"
 
 
 def many(size: int, job) -> None:

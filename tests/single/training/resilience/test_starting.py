@@ -40,7 +40,7 @@ def test_a_rank_that_waits_for_others_says_so_and_ends(fast, capfd):
     assert warning.startswith("warning: rank 0 on ")
     assert "waits for the other ranks to start the engine, at " in warning
     assert error.startswith("hvdtrain: error: rank 0 on ")
-    assert error.endswith("; start-up was not over after 0 s")
+    assert error.endswith("; start-up did not finish within 0 s")
 
 
 @pytest.mark.parametrize("waiting_in", ["checkpoint.facts", None])
