@@ -1,1 +1,1 @@
-"""Where samples come from: each module yields tensors in memory or a loader."""
+"""Data sets and loaders. Each module provides tensors in memory or a loader."""

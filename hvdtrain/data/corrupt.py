@@ -1,4 +1,4 @@
-"""Images and shards that cannot be read: named, counted over all ranks, and allowed up to a limit."""
+"""Handles unreadable images and shards: they are reported, counted over all ranks, and allowed up to a limit."""
 
 from typing import NamedTuple, Protocol
 
@@ -7,11 +7,11 @@ import torch
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 
-SAID_AT_ONCE = 10  # lines
+SAID_AT_ONCE = 10  # maximum number of lines printed at a time
 
 
 class Telemetry(Protocol):
-    """What is asked of the run's telemetry here."""
+    """The methods of the run's telemetry that are used here."""
 
     def event(self, name: str, **fields: object) -> None:
         """Record an event."""
@@ -29,30 +29,30 @@ class CorruptSample(NamedTuple):
 
 
 def why(error: Exception) -> str:
-    """Return what an error says, in one line and without addresses of objects, so that every rank says the same."""
+    """Return the message of an error as one line, without object addresses, so that it is the same on every rank."""
     said = getattr(error, "strerror", None) or str(error.args[0] if error.args else "")
     return said.partition("\n")[0].partition(" @ ")[0].partition(" <")[0] or type(error).__name__
 
 
 class CorruptSamples:
-    """What was skipped so far, over all ranks, by name: an image met in each of ten epochs is one corrupt image."""
+    """The samples skipped so far, over all ranks. Each name counts once, even if it is skipped in several epochs."""
 
     def __init__(self, limit: float, samples: int):
-        """limit: below 1 a share of `samples`, else how many samples may be lost."""
+        """limit: the number of samples that may be lost; if below 1, a fraction of `samples`."""
         self.limit = int(limit * samples) if limit < 1 else int(limit)
         self._known: dict[str, int] = {}  # samples lost, by name
         self._new: dict[str, CorruptSample] = {}
 
     def note(self, corrupt: list[CorruptSample]) -> None:
-        """Remember what this rank met."""
+        """Note samples that this rank has skipped."""
         self._new |= {each.name: each for each in corrupt if self._known.get(each.name, 0) < each.lost}
 
     def total(self) -> int:
-        """Return how many samples are lost, as of the last `settle`."""
+        """Return the number of lost samples, as of the last `settle`."""
         return sum(self._known.values())
 
     def settle(self, engine: Engine, telemetry: Telemetry) -> None:
-        """Tell what ranks met since the last call. A collective. Raises UserError, on all ranks, over the limit."""
+        """Exchange and report new corrupt samples. A collective. Raises UserError on all ranks if the limit is exceeded."""
         if not engine.sum(torch.tensor([len(self._new)]), "corrupt.count").item():
             return
         met = [

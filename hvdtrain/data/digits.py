@@ -1,4 +1,4 @@
-"""The embedded digits: 1,797 real scans from the UCI set, in the package, so that everything runs with no network.
+"""The embedded digits: 1,797 scanned digits from the UCI repository, included in the package for use without a network.
 
 Source, citation and licence (CC BY 4.0) are in digits.txt next to this file.
 """
@@ -15,18 +15,18 @@ from hvdtrain.engines.errors import UserError
 
 FILE = Path(__file__).with_name("digits.gz")
 SHA256 = "68aea062d35a127749050fa0e52dca09d6569ac08092c925610e0954e172dde2"  # of the content
-COUNT, ROW = 1797, 65  # a row is 64 pixels of 0 to 16, then the label
-SIDE, MARGIN = 24, 2  # pixels: 8 x 8 becomes 24 x 24, and a white margin makes it MNIST's 28 x 28
+COUNT, ROW = 1797, 65  # a row has 64 pixels from 0 to 16, then the label
+SIDE, MARGIN = 24, 2  # pixels: 8 x 8 is enlarged to 24 x 24, and padded to 28 x 28 like MNIST
 
-# The rows come form by form, about 130 each (the labels repeat from form to form). A split at random would test on
-# hands seen in training: 98 % where new hands give 95 %. So the last three forms, 382 rows, are the test set.
+# The rows are ordered by form (by writer), with about 130 rows each. With a random split, the same writers would be in both
+# sets: 98 % accuracy instead of 95 % on new writers. Therefore the last three forms, 382 rows, are the test set.
 TRAIN_COUNT = 1415
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images uint8 [1415, 1, 28, 28] of 0 to 255, labels int64 [1415]; the same for testing, 382 of each.
+    """Return training images, uint8 [1415, 1, 28, 28], training labels, int64 [1415], and 382 test images and labels.
 
-    Raises UserError where the file in the package is damaged.
+    Raises UserError if the file in the package is damaged.
     """
     try:
         with gzip.open(FILE) as file:
@@ -42,13 +42,13 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def enlarge(small: Tensor) -> Tensor:
-    """uint8 [n, 8, 8] of 0 to 16 -> uint8 [n, 28, 28] of 0 to 255, bilinear (pixel centres, as align_corners=False).
+    """Return uint8 [n, 8, 8] images (0 to 16) enlarged to uint8 [n, 28, 28] (0 to 255). Bilinear, align_corners=False.
 
-    The weights are sixths and every product stays a whole number below 2^24, so float32 is exact: the same bytes on any
-    processor and with any number of threads, which rounding interpolated floats would not promise.
+    The weights are multiples of 1/6, computed as integers. All values stay below 2^24, so float32 is exact, and the result
+    is the same on any processor and with any number of threads.
     """
     weights = torch.zeros(SIDE, 8)
-    for i in range(SIDE):  # centre of pixel i, in sixths of a small pixel: 2i - 2
+    for i in range(SIDE):  # center of pixel i, in sixths of a small pixel: 2i - 2
         whole, sixths = divmod(min(max(2 * i - 2, 0), 42), 6)
         weights[i, whole] = 6 - sixths
         if sixths:

@@ -1,6 +1,6 @@
-"""Fetch dataset files once per host: https only, bounded in time and size, verified before they get their name.
+"""Downloads dataset files once per host: https only, with limits on time and size, verified before they are stored.
 
-Import this late: with ssl and http it takes longer than a warm load.
+Import this module only if needed: importing ssl and http takes longer than loading cached data.
 """
 
 import hashlib
@@ -18,16 +18,16 @@ from urllib.parse import urlsplit
 
 from hvdtrain.data import cache
 
-SCHEMES = ("https",)  # of mirrors and of where they redirect to
-ANSWER_SECONDS = 5.0  # for a mirror's first answer: name look-up, connection, TLS and headers together
-SILENCE_SECONDS = 3.0  # one address that does not connect; a transfer that stalls
+SCHEMES = ("https",)  # allowed for mirrors and redirects
+ANSWER_SECONDS = 5.0  # for a mirror's first answer, including name resolution, connection, TLS and headers
+SILENCE_SECONDS = 3.0  # for a connection attempt to one address, and for a stalled transfer
 TOTAL_SECONDS = 120.0  # for all files together
-REMEMBER_SECONDS = 60.0  # for so long the other ranks take the first one's failure for their own
+REMEMBER_SECONDS = 60.0  # how long the first process's failure also counts for the other ranks
 FAILURE = "download-failed.json"
 
 
 class DownloadFailed(Exception):
-    """One line: what was tried and how it failed."""
+    """The download failed. The message is one line with each mirror and its error."""
 
 
 def download(
@@ -37,15 +37,15 @@ def download(
     state: Path | None,
     unpack: Callable[[str, bytes], bytes],
 ) -> None:
-    """Bring every file of `sizes` that is not there yet into directory `target`, unpacked and verified.
+    """Download, unpack and verify the files in `sizes` that are missing in directory `target`.
 
-    mirrors: URLs that end in "/"; each has FILE.gz. Tried in order; one that fails is not asked again.
-    sizes: file name -> bytes of its unpacked content.
-    state: a directory for the lock and for the note of a failure, or None to use `target`.
-    unpack(file, packed): the content, or DownloadFailed where it is not what it should be.
+    mirrors: URLs that end in "/", with FILE.gz. They are tried in order; a mirror that fails is not used again.
+    sizes: file name -> size of the unpacked content in bytes.
+    state: directory for the lock and the record of a failure; None: `target`.
+    unpack(file, packed): returns the content; raises DownloadFailed if it is wrong.
 
-    May be called by all processes of a host at once: the first downloads, the others wait and find the files, or its
-    failure. Raises DownloadFailed.
+    All processes of a host may call this at once: the first one downloads, the others wait for its files or its failure.
+    Raises DownloadFailed.
     """
     started, deadline = time.time(), time.monotonic() + TOTAL_SECONDS
     there = next(path for path in (target, *target.absolute().parents) if path.exists())
@@ -86,7 +86,7 @@ def _fetch(
             if not left:
                 raise DownloadFailed("; ".join(problems))
             try:
-                # Packed data is never much larger than unpacked.
+                # Compressed data are at most slightly larger than the content.
                 content = unpack(file, get(f"{left[0]}{file}.gz", size + size // 100 + 4096, deadline))
                 break
             except DownloadFailed as error:
@@ -100,25 +100,26 @@ def _fetch(
 
 
 def get(url: str, limit: int, deadline: float) -> bytes:
-    """The body at `url`, at most `limit` bytes, before time.monotonic() passes `deadline`. Raises DownloadFailed."""
+    """Return the body at `url`. Raises DownloadFailed, also for more than `limit` bytes or after `deadline`
+    (time.monotonic)."""
     body = bytearray()
     try:
         with _answer(url, min(ANSWER_SECONDS, deadline - time.monotonic())) as response:
             while chunk := response.read1(1 << 18):
                 body += chunk
                 if len(body) > limit:
-                    raise DownloadFailed(f"sent more than the {limit:,} bytes that can be right")
+                    raise DownloadFailed(f"sent more than the {limit:,} bytes that are possible")
                 if time.monotonic() > deadline:
-                    raise DownloadFailed(f"not done after {TOTAL_SECONDS:.0f} seconds in all")
+                    raise DownloadFailed(f"not done after {TOTAL_SECONDS:.0f} seconds in total")
     except OSError as error:
         raise DownloadFailed(_plain(error)) from None
     return bytes(body)
 
 
 def _answer(url: str, seconds: float) -> HTTPResponse:
-    """Open `url`. Raises DownloadFailed, also where there is no answer within `seconds`."""
-    # urllib's time limit holds for one address of one host; a name server that is silent, or a host with six dead
-    # addresses, takes many times as long. Only a thread that is not waited for bounds them all.
+    """Open `url`. Raises DownloadFailed, also if there is no answer within `seconds`."""
+    # urllib's timeout applies to each address of a host separately, and not to name resolution. Only a separate thread,
+    # which is abandoned after the time limit, bounds the total.
     answers: queue.SimpleQueue[HTTPResponse | Exception] = queue.SimpleQueue()
     abandoned = threading.Event()
 
@@ -149,12 +150,12 @@ def _answer(url: str, seconds: float) -> HTTPResponse:
 class _Redirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         if urlsplit(newurl).scheme not in SCHEMES:
-            raise DownloadFailed(f"redirects to what is not {SCHEMES[0]}: {newurl}")
+            raise DownloadFailed(f"redirects to a URL that is not {SCHEMES[0]}: {newurl}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def _plain(error: Exception) -> str:
-    """One line without the wrapping that urllib gives its errors."""
+    """Return an error of urllib as one line, without its wrapping."""
     reason = getattr(error, "reason", None)
     code = getattr(error, "code", None)
     if code is not None:
@@ -164,16 +165,16 @@ def _plain(error: Exception) -> str:
 
 
 def _key(mirrors: Sequence[str]) -> str:
-    """What a failure holds for: who sets another proxy and starts again is not told of the old failure."""
+    """Return a hash of mirrors and proxies. A recorded failure does not apply after the proxy settings have changed."""
     return hashlib.sha256(json.dumps([list(mirrors), sorted(urllib.request.getproxies().items())]).encode()).hexdigest()
 
 
 def _raise_again(failure: Path, key: str, started: float) -> None:
-    """Raise the failure noted in `failure`, if recent: eight ranks must not each wait for the same dead network."""
+    """Raise the recorded failure if it is recent, so that not every rank waits for the same dead network."""
     try:
         noted = json.loads(failure.read_bytes())
         age = time.time() - noted["time"]
-        # Noted since this process asked: it waited for just that, however long it took.
+        # Recorded after this process has started to wait: it applies regardless of its age.
         if noted["key"] == key and (0 <= age < REMEMBER_SECONDS or noted["time"] >= started):
             raise DownloadFailed(f"{noted['reason']} (tried {max(age, 0):.0f} s ago)")
     except (OSError, ValueError, KeyError, TypeError):

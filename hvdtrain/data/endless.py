@@ -1,4 +1,4 @@
-"""Infinite batches of one size for the benchmarks: synthetic, always the same, or read from files."""
+"""Infinite streams of batches of constant size, for benchmarks: synthetic, one repeated batch, or read from files."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -14,20 +14,21 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.convnet import MODELS
 
-POOL_BATCHES = 4  # synthetic input draws from this many batches' worth of images
+POOL_BATCHES = 4  # size of the pool of synthetic images, in batches
 FOR_EVER = 1_000_000_000  # epochs
-# Images float32 [b, channels, side, side] and labels int64 [b], or tokens and the next ones, int64 [b, t]: on the device.
+# Images float32 [b, channels, side, side] and labels int64 [b]; or tokens and next tokens, int64 [b, t]. On the device.
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 def scaled(images: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """Return uint8 images as float32 in [0, 1]."""
     return images.to(torch.float32, memory_format=memory_format).div_(255)
 
 
 def open_endless(flags: Namespace, engine: Engine, classes: int, shape: Sequence[int]) -> Batches:
-    """Return the batches that this rank trains on, without end. A collective. shape: of an image, or (context,) of tokens.
+    """Return an infinite stream of this rank's batches. A collective. shape: of an image, or (context,) for tokens.
 
-    Raises UserError, on every rank, where `--input real` has no data, or not enough.
+    Raises UserError on every rank if there is no data for `--input real`, or not enough.
     """
     memory_format = torch.channels_last if flags.channels_last else torch.contiguous_format
     if reads_folders(flags):
@@ -55,16 +56,18 @@ def open_endless(flags: Namespace, engine: Engine, classes: int, shape: Sequence
 
 
 def reads_folders(flags: Namespace) -> bool:
+    """Return whether the flags request images from folders."""
     return flags.input == "real" and flags.model not in MODELS
 
 
 def same_batch(images: Tensor, labels: Tensor) -> Batches:
+    """Yield the same batch forever."""
     while True:
         yield images, labels
 
 
 def token_batches(flags: Namespace, engine: Engine, vocabulary: int, context: int) -> Batches:
-    """Gather windows of random tokens, as lm.py does from a text; with --input mock always the same ones."""
+    """Yield windows of random tokens, gathered as in lm.py; with --input mock, always the same ones."""
     generator = torch.Generator().manual_seed(flags.seed + engine.rank)
     pool = flags.batch_size * (1 if flags.input == "mock" else POOL_BATCHES)
     tokens = torch.randint(0, vocabulary, (pool * context + 1,), generator=generator)
@@ -77,7 +80,7 @@ def token_batches(flags: Namespace, engine: Engine, vocabulary: int, context: in
 def gathered_batches(
     images: Tensor, labels: Tensor, batch_size: int, memory_format: torch.memory_format, generator: torch.Generator
 ) -> Batches:
-    """Gather and scale batches from uint8 images in the device's memory, as mnist.py does; only whole batches."""
+    """Yield full batches, gathered and scaled from uint8 images on the device, as in mnist.py."""
     whole = len(images) // batch_size * batch_size
     while True:
         for indices in torch.randperm(len(images), generator=generator)[:whole].to(images.device).split(batch_size):
@@ -85,7 +88,7 @@ def gathered_batches(
 
 
 def folder_batches(flags: Namespace, engine: Engine, memory_format: torch.memory_format) -> Batches:
-    """Read whole batches from image folders, as imagenet.py does. A collective. Raises UserError on every rank."""
+    """Return full batches read from image folders, as in imagenet.py. A collective. Raises UserError on every rank."""
     source = open_folder(engine, flags.data_dir, side=flags.image_size, seed=flags.seed, workers=flags.workers)
     count = source.train_count
     plan = Plan(count, count, flags.seed, FOR_EVER, engine.rank, engine.size, flags.batch_size)
@@ -94,7 +97,7 @@ def folder_batches(flags: Namespace, engine: Engine, memory_format: torch.memory
         raise UserError(said, everywhere=True)
 
     def batches() -> Batches:
-        missed = 0  # smaller ones in a row: the last of an epoch, or what corrupt images left
+        missed = 0  # consecutive smaller batches: at the end of an epoch, or because of corrupt images
         for loaded in source.train(plan):
             missed = 0 if loaded.samples == flags.batch_size else missed + 1
             if missed > plan.steps_per_epoch():

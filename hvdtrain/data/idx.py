@@ -1,15 +1,14 @@
-"""MNIST, Fashion-MNIST or the embedded digits, whole, in memory.
+"""Loads MNIST, Fashion-MNIST or the embedded digits into memory.
 
     from hvdtrain.data import idx
     data = idx.load("auto", data_dir=None)
     print(data.reason)
 
-Every rank of a host calls this at once with the same arguments; none needs to know which it is. Where something must be
-downloaded, unpacked or verified, the first one does it and the others wait for it (cache.py, download.py).
+Every rank on a host calls this with the same arguments. If files must be downloaded, unpacked or verified, the first process
+does so and the others wait (cache.py, download.py).
 
-What is loaded as MNIST or Fashion-MNIST *is* it: the content of every file has the published sha256, compressed or not,
-or the file is named together with what is wrong with it (published.py). So ranks on several hosts, each of which looks
-for itself, need to compare `name` and no more.
+The content of every MNIST and Fashion-MNIST file is compared with its published SHA-256; a file that differs is an error
+(published.py). Therefore ranks on different hosts only need to compare `name`.
 """
 
 import hashlib
@@ -28,35 +27,35 @@ from hvdtrain.data.published import PUBLISHED, SIDE, BadFile, File, Published, c
 from hvdtrain.engines.errors import UserError
 
 NAMES = ("auto", "mnist", "fashion-mnist", "digits")
-LOCK_SECONDS = 60.0  # then a process verifies for itself
+LOCK_SECONDS = 60.0  # how long a process waits for another one to verify the files, before it does so itself
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A whole dataset. Do not write into the images: they may be a file's pages, shared with the host's other ranks."""
+    """A complete dataset. Do not modify the images: they may be a memory-mapped file, shared with other ranks."""
 
     name: str  # "mnist", "fashion-mnist" or "digits", never "auto"
     train_images: Tensor  # uint8 [n, 1, 28, 28]
     train_labels: Tensor  # int64 [n], 0 to 9
     test_images: Tensor  # uint8 [m, 1, 28, 28]
     test_labels: Tensor  # int64 [m]
-    reason: str  # one line: which data this is, and why
+    reason: str  # one line: which data this is, and why it was chosen
 
 
 class NotThere(Exception):
-    """The dataset is neither here nor to be had. One line, without a remedy: that depends on what was asked for."""
+    """The dataset was not found and could not be downloaded. The message is one line without a remedy."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """Where a dataset is: verified and ready to be read."""
+    """The location of a verified dataset."""
 
     name: str  # as Dataset.name
-    sources: tuple[Path | bytearray, ...]  # uncompressed files, or their content where no copy could be kept
+    sources: tuple[Path | bytearray, ...]  # uncompressed files, or their content if it could not be cached
     reason: str  # as Dataset.reason
 
     def read(self) -> Dataset:
-        """Map or take the content: milliseconds. Raises UserError where a file changed since it was located."""
+        """Return the dataset, memory-mapped if possible. Takes milliseconds. Raises UserError if a file has changed."""
         if self.name == "digits":
             from hvdtrain.data import digits
 
@@ -74,7 +73,7 @@ def load(
     download: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> Dataset:
-    """The dataset `name`: locate() and read it. Raises UserError."""
+    """Locate the dataset `name`, read it and return it. Raises UserError. Arguments: see `locate`."""
     return locate(name, data_dir, download=download, say=say).read()
 
 
@@ -85,14 +84,14 @@ def locate(
     download: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> Located:
-    """Find, or download, and verify the dataset `name`, one of NAMES. Needs no engine: call it before the ranks meet.
+    """Find or download, and verify, the dataset `name`, one of NAMES. Needs no engine.
 
-    data_dir, or $HVDTRAIN_DATA: the only place to look in and to download to. Without either: ./data, then the cache,
-    which downloads go to. "auto" takes MNIST if it can be had and the embedded digits if not; a damaged file in a
-    directory that was named is an error all the same.
-    say: told in one line that a download begins or is waited for; pass it on the rank that speaks.
+    data_dir, or $HVDTRAIN_DATA: the only directory to search and to download to. Default: search ./data, then the cache
+    directory, and download to the cache. "auto" uses MNIST if available, otherwise the embedded digits; a damaged file in a
+    directory given by the user is still an error.
+    say: called with one line when a download begins; pass it on the rank that prints.
 
-    Raises UserError. Bounded in time: seconds without a network, download.TOTAL_SECONDS with a slow one.
+    Raises UserError. Takes a few seconds without a network, at most about download.TOTAL_SECONDS with a slow one.
     """
     if name not in NAMES:
         raise UserError(f"there is no dataset {name!r}: choose one of {', '.join(NAMES)}")
@@ -107,7 +106,7 @@ def locate(
             return Located(
                 "digits", (), f"embedded digits (1,797 scans from the UCI set), because MNIST is missing: {why}"
             )
-        remedy = f"give the directory that has {published.title}'s four files with --data-dir, or take --dataset digits"
+        remedy = f"give the directory that has {published.title}'s four files with --data-dir, or use --dataset digits"
         raise UserError(f"{why}; {remedy}") from None
 
 
@@ -118,14 +117,14 @@ def _named_directory(data_dir: str | os.PathLike[str] | None) -> Path | None:
     if not os.fspath(named):
         raise UserError(f"{by} is empty: name the directory that has the data, or leave it out")
     try:
-        root = Path(named).expanduser()  # --data-dir=~/x reaches us as written
+        root = Path(named).expanduser()  # the shell does not expand --data-dir=~/x
     except RuntimeError:
         root = Path(named)
     if not os.path.isdir(root):  # noqa: PTH112 (Path's own raises where the name is too long)
         what = "is not a directory" if os.path.lexists(root) else "does not exist"
         raise UserError(f"{by}: {show(root)} {what}: name the directory that has the data, or leave it out")
     if not os.access(root, os.R_OK | os.X_OK):
-        raise UserError(f"{by}: {show(root)} may not be read: check its permissions")
+        raise UserError(f"{by}: {show(root)} is not readable: check its permissions")
     return root
 
 
@@ -141,7 +140,7 @@ def _locate(published: Published, root: Path | None, may_download: bool, say: Ca
         if None not in local:
             try:
                 return _located(published, local, shared)
-            except BadFile as error:  # not asked for, so no reason to stop; and no reason to hide it
+            except BadFile as error:  # ./data was not requested: continue, and mention the problem
                 said = str(error)
         elif any(local):
             said = _lacks(published, Path("data"), local)
@@ -154,7 +153,8 @@ def _locate(published: Published, root: Path | None, may_download: bool, say: Ca
             if not may_download:
                 raise NotThere(f"{said}, and downloads are off")
             if target is None:
-                raise NotThere(f"{said}, and no place to download to (XDG_CACHE_HOME can name one that is writable)")
+                how = "XDG_CACHE_HOME can name one that is writable"
+                raise NotThere(f"{said}, and there is no directory to download to ({how})")
             _download(published, found, target, shared, said, say)
             found = _find(published, places)
             if None in found:
@@ -164,7 +164,7 @@ def _locate(published: Published, root: Path | None, may_download: bool, say: Ca
         except BadFile:
             if root is not None:
                 raise
-            # A damaged file in the cache was removed under the lock (_verify): download it again.
+            # `_verify` has removed a damaged file from the cache: download it again.
     raise NotThere(f"{said}, and files in {show(target)} change while they are read")
 
 
@@ -173,7 +173,7 @@ def _places(published: Published, root: Path) -> list[Path]:
 
 
 def _find(published: Published, places: Sequence[Path]) -> list[Path | None]:
-    """For each file its path, uncompressed before compressed, or None. Only regular files: a pipe would never end."""
+    """Return the path of each file, or None. Uncompressed files are preferred. Only regular files are considered."""
     forms = [(place, form) for place in places for form in ("", ".gz")]
     paths = ([place / (file.name + form) for place, form in forms] for file in published.files)
     return [next(filter(_is_file, candidates), None) for candidates in paths]
@@ -182,7 +182,7 @@ def _find(published: Published, places: Sequence[Path]) -> list[Path | None]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a directory on the way that may not be searched
+    except OSError:  # no permission for a parent directory
         return False
 
 
@@ -214,7 +214,7 @@ def _download(
     try:
         https.download(published.mirrors, {name: file.size for name, file in missing.items()}, target, shared, unpack)
     except https.DownloadFailed as error:
-        raise NotThere(f"{said}, and no download ({error})") from None
+        raise NotThere(f"{said}, and the download failed ({error})") from None
 
 
 def _located(published: Published, paths: Sequence[Path | None], shared: Path | None) -> Located:
@@ -224,7 +224,7 @@ def _located(published: Published, paths: Sequence[Path | None], shared: Path | 
 
 
 def _verify(published: Published, paths: Sequence[Path], shared: Path | None) -> list[Path | bytearray]:
-    """For each file what to read it from, its content verified now or earlier. Raises BadFile."""
+    """Return the source of each file, verified now or earlier. Raises BadFile."""
     pairs = list(zip(published.files, paths, strict=True))
     if shared is None:
         return [bytearray(content_of(published, file, path)[0]) for file, path in pairs]
@@ -244,20 +244,20 @@ def _verify(published: Published, paths: Sequence[Path], shared: Path | None) ->
                 try:
                     content, stat = content_of(published, file, path)
                 except BadFile:
-                    if path.parent == shared:  # ours, and under the lock: no process has just replaced it
+                    if path.parent == shared:  # in the cache, and locked: no other process has replaced it
                         with suppress(OSError):
                             path.unlink()
                     raise
                 cache.note(notes, path, stat, file.sha256)
                 source = path if path.suffix != ".gz" else _keep(shared, notes, file, content)
             sources.append(source)
-        with suppress(OSError):  # full: the next process verifies again
+        with suppress(OSError):  # disk full: the next process verifies again
             cache.write_notes(shared, notes)
         return sources
 
 
 def _known(shared: Path, notes: cache.Notes, file: File, path: Path) -> Path | None:
-    """What to read in place of `path`, where the notes vouch for it."""
+    """Return the file to read for `path` if the notes show that it was verified; else None."""
     if not cache.is_noted(notes, path, file.sha256):
         return None
     if path.suffix != ".gz":
@@ -267,7 +267,7 @@ def _known(shared: Path, notes: cache.Notes, file: File, path: Path) -> Path | N
 
 
 def _keep(shared: Path, notes: cache.Notes, file: File, content: bytes) -> Path | bytearray:
-    """Put unpacked content into the cache. Where that cannot be done: the content."""
+    """Write unpacked content to the cache and return its path. If that fails, return the content."""
     copy = shared / file.name
     try:
         if not cache.is_noted(notes, copy, file.sha256):
@@ -279,18 +279,18 @@ def _keep(shared: Path, notes: cache.Notes, file: File, content: bytes) -> Path 
 
 
 def _tensor(file: File, source: Path | bytearray) -> Tensor:
-    """uint8 [n, 1, 28, 28] or int64 [n]."""
+    """Return images as uint8 [n, 1, 28, 28], or labels as int64 [n]. Raises UserError."""
     buffer: bytearray | mmap.mmap
     if isinstance(source, bytearray):
         buffer = source
     else:
         try:
             with source.open("rb") as stream:
-                # Private: writing to the tensor changes this process's memory and no file.
+                # A private mapping: writing to the tensor does not change the file.
                 buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:  # ValueError: emptied meanwhile
+        except (OSError, ValueError) as error:  # ValueError: the file is now empty
             raise UserError(f"{show(source)} cannot be read ({error}): start again") from None
-        if len(buffer) != file.size:  # beyond a shortened file's end lies a bus error, not an exception
+        if len(buffer) != file.size:  # reading past the end of a truncated file would raise SIGBUS
             raise UserError(f"{show(source)} changed since it was verified: start again")
     tensor = torch.frombuffer(buffer, dtype=torch.uint8, offset=file.header)
     return tensor.view(file.count, 1, SIDE, SIDE) if len(file.shape) == 3 else tensor.long()

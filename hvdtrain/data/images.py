@@ -1,7 +1,7 @@
-"""Images in folders: `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, as torchvision's ImageFolder has them.
+"""Images in folders, `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, as for torchvision's ImageFolder.
 
-Rank 0 alone lists the folders and sends the list to the others: a million names asked of a shared file system by every rank
-at once is what its operators fear most, and one list cannot differ between ranks.
+Only rank 0 lists the folders, and sends the list to the other ranks. Listing a million files on every rank at once would
+overload a shared file system, and a single list cannot differ between ranks.
 """
 
 from collections.abc import Iterable
@@ -22,19 +22,20 @@ TEST_BATCH = 64
 
 
 class Listing(NamedTuple):
-    """The files of one folder. As tensors workers share them; a million Python strings would be copied to each."""
+    """The files of one folder, as tensors, whose memory workers share. Python strings would be copied to each worker."""
 
-    names: Tensor  # uint8: every file's path below the folder, one after the other, in UTF-8
-    ends: Tensor  # int64 [n]: where in `names` each ends
+    names: Tensor  # uint8: the concatenated paths relative to the folder, in UTF-8
+    ends: Tensor  # int64 [n]: the end of each path in `names`
     labels: Tensor  # int64 [n]
 
     def name(self, index: int) -> str:
+        """Return the path of file `index`, relative to the folder."""
         start = int(self.ends[index - 1]) if index else 0
         return bytes(self.names[start : int(self.ends[index])].numpy()).decode(errors="surrogateescape")
 
 
 def open_folder(engine: Engine, data_dir: Path | None, *, side: int, seed: int, workers: int) -> Source:
-    """Return the training and test set in `data_dir`. A collective. Raises UserError, on every rank."""
+    """Return the training and test sets in `data_dir`. A collective. Raises UserError on every rank."""
     with engine.raising_together("folder"):
         listed = None
         if data_dir is None:
@@ -77,7 +78,7 @@ def open_folder(engine: Engine, data_dir: Path | None, *, side: int, seed: int, 
 
 
 class FolderBatches(Dataset):
-    """From (epoch, indices) to the batch of those images."""
+    """A data set that maps (epoch, indices) to the batch of those images."""
 
     def __init__(self, root: Path, listing: Listing, prepare: Prepare):
         self.root, self.listing, self.prepare = root, listing, prepare
@@ -99,13 +100,13 @@ EMPTY = Listing(torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.in
 
 
 def list_folder(root: Path) -> tuple[list[str], Listing]:
-    """Return the class names and the files, in ImageFolder's order. Raises UserError where a class has no images."""
+    """Return the class names and the files, in ImageFolder's order. Raises UserError if a class has no images."""
     from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
     try:
         classes, numbers = find_classes(root)
         files = make_dataset(str(root), numbers, IMG_EXTENSIONS)
-    except FileNotFoundError as error:  # no class at all, or one without images: torchvision names it
+    except FileNotFoundError as error:  # no classes, or a class without images; torchvision's message names it
         raise UserError(f"--data-dir: {str(error).splitlines()[0].rstrip('.')}") from error
     except OSError as error:
         raise UserError(f"--data-dir: {error.filename} cannot be read ({error.strerror})") from error
@@ -116,6 +117,7 @@ def list_folder(root: Path) -> tuple[list[str], Listing]:
 
 
 def refuse_other_classes(train: list[str], test: list[str]) -> None:
+    """Raise UserError if the training and test sets have different classes."""
     for ours, theirs, where in ((train, test, "train"), (test, train, "val")):
         only = sorted(set(ours) - set(theirs))
         if only:
@@ -126,7 +128,7 @@ def refuse_other_classes(train: list[str], test: list[str]) -> None:
 
 
 def from_rank_zero(engine: Engine, tensor: Tensor, name: str) -> Tensor:
-    """Return rank 0's `tensor` on every rank; theirs have its type and one dimension, and any length."""
+    """Return rank 0's one-dimensional `tensor` on every rank. The other ranks pass a tensor of its dtype and any length."""
     length = engine.broadcast_object(len(tensor), f"{name}.length")
     if engine.rank != 0:
         tensor = torch.zeros(length, dtype=tensor.dtype)

@@ -1,7 +1,8 @@
-"""What multiprocessing leaves behind if a rank is killed: named semaphores in /dev/shm, a directory of sockets in TMPDIR.
+"""Removes what multiprocessing leaves behind if a rank is killed: named semaphores in /dev/shm, and sockets in TMPDIR.
 
-Both say whose they are. The sockets go with their owner, by its input workers, which outlive it for a moment, and so do the
-semaphores, by multiprocessing's own tracker. Where those are killed as well, the next start on this host removes both.
+Both are tagged with their owner. Normally, the input workers, which outlive the rank for a moment, remove the sockets, and
+multiprocessing's resource tracker removes the semaphores. If these are killed as well, the next start on this host removes
+both.
 """
 
 import contextlib
@@ -18,12 +19,12 @@ from pathlib import Path
 from hvdtrain.engines.processes import Process, lives, stat
 
 SEMAPHORES = Path("/dev/shm")
-OWNER = "hvdtrain-owner"  # a file in a directory of sockets
-END_SECONDS = 2.0  # from closing its files to its end, for a process that was killed
+OWNER = "hvdtrain-owner"  # file with the owner's tag in a directory of sockets
+END_SECONDS = 2.0  # how long a killed process may take to exit after its files are closed
 
 
 def machine() -> str:
-    """Return what process numbers are numbers of: this boot of this host, and this container's processes."""
+    """Return an identifier of the boot of this host and the pid namespace, in which pids are valid."""
     parts = []
     for path in (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")):
         with contextlib.suppress(OSError):
@@ -32,31 +33,29 @@ def machine() -> str:
 
 
 def tag(pid: int) -> str:
-    """Return the name of process `pid`, for its whole life."""
+    """Return a tag that identifies process `pid`. It includes the start time, because pids are reused."""
     fields = stat(pid)
     return f"hvdtrain-{machine()}-{pid}-{fields[19] if fields else 0}"
 
 
 def owner(name: str) -> Process | None:
-    """Return the process whose tag `name` begins with; None where that cannot be looked up from here."""
+    """Return the process of the tag at the beginning of `name`; None if its pid is not valid on this machine."""
     found = re.match(r"hvdtrain-([0-9a-f]{8})-(\d+)-(\d+)(-|$)", name)
     return Process(int(found[2]), int(found[3]), "") if found and found[1] == machine() else None
 
 
 def claim() -> None:
-    """Give what multiprocessing will make in this process its name; call it before anything is made."""
-    config = getattr(
-        multiprocessing.current_process(), "_config", {}
-    )  # multiprocessing's own; without it, nothing is swept
+    """Tag the semaphores and sockets that multiprocessing will create in this process. Call it before they are created."""
+    config = getattr(multiprocessing.current_process(), "_config", {})  # private; without it, nothing is removed later
     if "semprefix" in config:
         config["semprefix"] = "/" + tag(os.getpid())
     directory = Path(util.get_temp_dir())
-    with contextlib.suppress(OSError):  # a full disk: then it is not swept
+    with contextlib.suppress(OSError):  # disk full: the directory is not removed later
         (directory / OWNER).write_text(tag(os.getpid()))
 
 
 def sweep() -> None:
-    """Remove what no living process owns. What belongs to another user, host or container is left alone."""
+    """Remove semaphores and sockets whose owner has ended, except those of other users, hosts or containers."""
     for path in SEMAPHORES.glob("sem.hvdtrain-*"):
         with contextlib.suppress(OSError):
             process = owner(path.name.removeprefix("sem."))
@@ -66,6 +65,7 @@ def sweep() -> None:
 
 
 def sweep_sockets() -> None:
+    """Remove socket directories whose owner has ended."""
     for path in Path(tempfile.gettempdir()).glob(f"pymp-*/{OWNER}"):
         with contextlib.suppress(OSError):
             process = owner(path.read_text())
@@ -74,7 +74,7 @@ def sweep_sockets() -> None:
 
 
 def sweep_after(pid: int) -> None:
-    """In an input worker that has seen the end of its rank begin: wait for it, then remove its sockets."""
+    """Wait until the rank `pid` has ended, then remove its sockets. Called in an input worker."""
     until = time.monotonic() + END_SECONDS
     while (fields := stat(pid)) is not None and fields[0] not in "ZX" and time.monotonic() < until:
         time.sleep(0.01)

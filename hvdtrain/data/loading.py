@@ -1,6 +1,7 @@
-"""What image folders and shards share: decoding, seeded augmentation, input workers, and corrupt samples.
+"""Common parts of image folders and shards: decoding, seeded augmentation, input workers, and corrupt samples.
 
-Images travel as uint8 [b, 3, side, side] and are scaled on the device: a quarter of float's bytes between the processes.
+Images are transferred between processes as uint8 [b, 3, side, side], a quarter of the size of float32, and scaled on the
+device.
 """
 
 import atexit
@@ -29,40 +30,41 @@ from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.data.sharding import Batch, Step, epoch_order, steps, steps_per_epoch
 
 PREFETCH = 2  # batches that each worker keeps ready
-LARGEST_IMAGE = 2**26  # pixels in memory; of larger JPEG images a half, a quarter or an eighth of each side is decoded
-LARGEST_RATIO = math.log(4 / 3)  # of width to height, its logarithm; the smallest is its negative
+LARGEST_IMAGE = 2**26  # pixels; larger JPEG images are decoded at 1/2, 1/4 or 1/8 of their width and height
+LARGEST_RATIO = math.log(4 / 3)  # maximum of |log(width / height)|
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Loaded(NamedTuple):
     """One batch of one rank, without its corrupt samples."""
 
-    images: Tensor  # uint8 [b, 3, side, side]; where every sample is corrupt, one black image
+    images: Tensor  # uint8 [b, 3, side, side]; one black image if every sample is corrupt
     labels: Tensor  # int64 [b]
-    samples: int  # how many of them count: b, or 0
+    samples: int  # number of valid samples: b, or 0
     corrupt: list[CorruptSample]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which samples one rank takes, at which step of which epoch (sharding.py), as something that workers can be given."""
+    """Which samples one rank takes in each step of each epoch (sharding.py), as an object that can be sent to workers."""
 
     total: int  # samples in the training set
-    per_epoch: int  # of them an epoch takes
+    per_epoch: int  # samples per epoch
     seed: int
     epochs: int
     rank: int
     size: int
     batch_size: int
     accumulate: int = 1
-    global_batch: int | None = None  # samples a step over all ranks, where it is not the product of the three above
-    first_epoch: int = 0  # where a resumed run goes on,
-    taken: int = 0  # and how many samples of that epoch it has behind it
+    global_batch: int | None = None  # samples per step over all ranks; None: size * batch_size * accumulate
+    first_epoch: int = 0  # epoch in which a resumed run continues
+    taken: int = 0  # samples of that epoch that are already done
     shuffle: bool = True  # False: in the order of the data set
     device: str | torch.device = "cpu"  # of the indices
-    order: Callable[[int, int], Tensor] | None = None  # of seed and epoch: int64 [total]; None: `epoch_order`
+    order: Callable[[int, int], Tensor] | None = None  # (seed, epoch) -> int64 [total]; None: `epoch_order`
 
     def epoch(self, epoch: int) -> Iterator[Step]:
+        """Return this rank's remaining steps of `epoch`."""
         if not self.shuffle:
             order = torch.arange(self.total)
         else:
@@ -72,12 +74,13 @@ class Plan:
         return steps(rest, self.rank, self.size, self.batch_size, self.accumulate, self.global_batch)
 
     def steps_per_epoch(self) -> int:
+        """Return the number of steps in a full epoch."""
         if self.global_batch is not None:
             return -(-self.per_epoch // self.global_batch)
         return steps_per_epoch(self.per_epoch, self.size, self.batch_size, self.accumulate)
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
-        """Yield (epoch, batch) for the whole of training: loading goes on across the end of an epoch."""
+        """Yield (epoch, batch) for all remaining epochs, so that loading continues across the end of an epoch."""
         for epoch in range(self.first_epoch, self.epochs):
             for step in self.epoch(epoch):
                 for batch in step.batches:
@@ -86,37 +89,37 @@ class Plan:
 
 @dataclass(frozen=True)
 class Source:
-    """A training set and a test set. Each iteration of a loader starts afresh; `train` goes through a whole Plan."""
+    """A training set and a test set. Each iteration of a loader starts from the beginning; `train` covers a whole Plan."""
 
     name: str
-    reason: str  # one line: which data this is, and why
+    reason: str  # one line: which data this is, and why it was chosen
     classes: int
     train_count: int
     train: Callable[[Plan], Iterable[Loaded]]
     test: Callable[[], Iterable[Loaded]]  # this rank's part of the test set; over all ranks, each sample once
-    per_epoch: int | None = None  # samples that an epoch takes; None: all
-    corrupt: CorruptSamples = field(default_factory=lambda: CorruptSamples(0, 0))  # met so far; by default, none may be
-    order: Callable[[int, int], Tensor] | None = None  # as in Plan; `train` follows it, whatever the Plan has
-    facts: Mapping[str, object] = field(default_factory=dict)  # what else identifies the training samples, in JSON
+    per_epoch: int | None = None  # samples per epoch; None: all
+    corrupt: CorruptSamples = field(default_factory=lambda: CorruptSamples(0, 0))  # by default, none are allowed
+    order: Callable[[int, int], Tensor] | None = None  # see Plan; takes precedence over the order of the Plan
+    facts: Mapping[str, object] = field(default_factory=dict)  # further JSON values that identify the training samples
 
 
 IMAGES = ("hvdtrain.data.loading", "torchvision.transforms.v2", "PIL.JpegImagePlugin", "simplejpeg")
 
 
 def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
-    """Start the process that input workers will be forked from, with the modules of `preload` imported. Call it before the
-    engine starts, where that is known to be needed by then.
+    """Start the fork server of the input workers, with the modules in `preload` imported. If possible, call it before the
+    engine starts.
 
-    A rank must not fork once MPI or NCCL run in it: the child inherits locks that are never released and, with InfiniBand,
-    the parent's registered pages become copy-on-write, so that its own sends read old memory. Started before, and by exec,
-    this server has none of it; and having imported torch once, it forks a worker in hundredths of a second.
+    A rank must not fork while MPI or NCCL are running: the child inherits locks that are never released and, with
+    InfiniBand, the parent's registered pages become copy-on-write, so that it sends old data. The fork server is started
+    by exec and has no such state. Since it has already imported torch, it forks a worker within hundredths of a second.
     """
     leftovers.sweep()
     leftovers.claim()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))  # what is not installed is left out
-    # Ignored signals stay ignored across exec and fork: launchers and Ctrl-C send them to every process of a job, and when
-    # to stop is the rank's decision. When the rank is gone, its workers end themselves, and so the server.
+    context.set_forkserver_preload(list(preload))  # modules that are not installed are ignored
+    # Ignored signals stay ignored across exec and fork. Launchers and Ctrl-C send them to every process of a job, but the
+    # rank decides when to stop. When the rank has ended, its workers exit, and then the server.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}
     try:
         forkserver.ensure_running()
@@ -127,13 +130,13 @@ def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
 
 
 def _end_workers() -> None:
-    """Kill the workers that are left where a rank fails: multiprocessing would send the signal they ignore, and wait."""
+    """Kill remaining workers at exit. multiprocessing would send a signal that they ignore, and wait."""
     for worker in multiprocessing.active_children():
         worker.kill()
 
 
 def default_workers(cores: int, device: torch.device) -> int:
-    """Return the input workers for a rank with `cores` cores: with a GPU all but one, on a CPU a quarter of them."""
+    """Return the number of input workers for a rank with `cores` cores: cores - 1 with a GPU, cores / 4 without."""
     return max(1, cores - 1 if device.type == "cuda" else cores // 4)
 
 
@@ -147,9 +150,9 @@ def loader(
     prefetch_factor: int | None = PREFETCH,
     worker_init: Callable[[int], None] | None = None,
 ) -> DataLoader:
-    """Return a DataLoader whose items are whole batches: `dataset[job]`, or what an iterable dataset yields.
+    """Return a DataLoader whose items are complete batches: `dataset[job]`, or the items of an iterable dataset.
 
-    timeout (seconds; 0: none), prefetch_factor, worker_init: as DataLoader's own, where there are workers.
+    timeout (seconds; 0: none), prefetch_factor, worker_init: see DataLoader; used only with workers.
     """
     return DataLoader(
         dataset,
@@ -159,18 +162,18 @@ def loader(
         timeout=timeout if workers else 0,
         prefetch_factor=prefetch_factor if workers else None,
         pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # else each pass over the data moves the global one, which dropout draws from
+        generator=torch.Generator(),  # otherwise each iteration advances the global generator, which dropout uses
         multiprocessing_context="forkserver" if workers else None,
-        # The server may have been started while mpirun had this rank bound to one core.
+        # The server may have been started while mpirun's binding to one core was in effect.
         worker_init_fn=functools.partial(_begin_worker, os.sched_getaffinity(0), worker_init) if workers else None,
     )
 
 
 def _begin_worker(cores: set[int], worker_init: Callable[[int], None] | None, worker: int) -> None:
-    # torch looks whether the parent lives, but that is the server, which in turn lives as long as its workers.
+    # torch's check for a dead parent does not work here: the parent is the server, which lives as long as its workers.
     threading.Thread(target=_end_with_rank, daemon=True).start()
     os.sched_setaffinity(0, cores)
-    for number in IGNORED_SIGNALS:  # torch gives SIGTERM a handler of its own
+    for number in IGNORED_SIGNALS:  # torch installs a handler for SIGTERM
         signal.signal(number, signal.SIG_IGN)
     if worker_init is not None:
         worker_init(worker)
@@ -185,22 +188,22 @@ def _end_with_rank() -> None:
 
 
 def mixed_seed(*parts: object) -> int:
-    """Return 63 bits that depend on all `parts` and on nothing else: not on the process, nor on Python's hash seed."""
+    """Return a 63-bit seed that depends only on `parts`, and not on the process or Python's hash seed."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 class Prepare:
-    """From an image file's bytes to uint8 [3, side, side].
+    """Converts the bytes of an image file to uint8 [3, side, side].
 
-    Training: a random part of 8 to 100 % of the area, mirrored half the time, by a generator seeded with seed, epoch and
-    name: the same image comes out, whichever worker of whichever rank makes it. Test: the middle seven eighths.
+    Training: a random crop of 8 to 100 % of the area, flipped with probability 1/2. The generator is seeded from seed, epoch
+    and name, so the result does not depend on the worker or rank. Test: a center crop of 7/8 of the shorter side.
     """
 
     def __init__(self, side: int, seed: int = 0, *, train: bool):
         self.side, self.seed, self.train = side, seed, train
 
     def __call__(self, content: bytes, epoch: int, name: str) -> Tensor:
-        """Raises what decoders raise where `content` is no image."""
+        """Return the prepared image. Raises the decoder's exception if `content` is not an image."""
         image = decode(content)
         if not self.train:
             return middle(image, self.side)
@@ -208,32 +211,33 @@ class Prepare:
 
 
 def random_part(image: Tensor, side: int, draw: random.Random) -> Tensor:
-    """Return what torchvision's RandomResizedCrop and RandomHorizontalFlip would, with a generator of its own.
+    """Return the same as torchvision's RandomResizedCrop and RandomHorizontalFlip, but with a separate generator.
 
-    torchvision draws from torch's global generator, which in the rank's own process is dropout's.
+    torchvision uses torch's global generator, which dropout also uses in the rank's process.
     """
     from torchvision.transforms.v2 import functional
 
-    # A copy, so that the pixels are neighbours again: resizing a view takes longer than the copy and resizing that.
+    # Copying the crop to contiguous memory and resizing the copy is faster than resizing the view.
     part = functional.crop(image, *random_box(image.shape[1], image.shape[2], draw)).clone()
     resized = functional.resize(part, [side, side], antialias=True)
     return functional.horizontal_flip(resized) if draw.random() < 0.5 else resized
 
 
 def random_box(height: int, width: int, draw: random.Random) -> tuple[int, int, int, int]:
-    """Return top, left, height and width of 8 to 100 % of an image's area, between 3:4 and 4:3 (Szegedy et al. 2014)."""
+    """Return top, left, height, width of a random crop: 8 to 100 % of the area, ratio 3:4 to 4:3 (Szegedy et al. 2014)."""
     for _ in range(10):
         area = height * width * draw.uniform(0.08, 1.0)
         ratio = math.exp(draw.uniform(-LARGEST_RATIO, LARGEST_RATIO))
         h, w = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
         if 0 < h <= height and 0 < w <= width:
             return draw.randint(0, height - h), draw.randint(0, width - w), h, w
-    # Long and narrow: as much of its middle as the ratio allows.
+    # Long and narrow images: the largest center crop with an allowed ratio.
     h, w = min(height, max(1, round(width * 4 / 3))), min(width, max(1, round(height * 4 / 3)))
     return (height - h) // 2, (width - w) // 2, h, w
 
 
 def middle(image: Tensor, side: int) -> Tensor:
+    """Return the center crop for testing, uint8 [3, side, side]."""
     from torchvision.transforms.v2 import functional
 
     resized = functional.resize(image, [side * 8 // 7], antialias=True)  # for 224, to 256
@@ -241,12 +245,12 @@ def middle(image: Tensor, side: int) -> Tensor:
 
 
 def decode(content: bytes) -> Tensor:
-    """Return uint8 [3, height, width], RGB."""
-    # Both use libjpeg-turbo, and the pixels are the same; Pillow copies them twice more. Not torchvision.io, which is
-    # deprecated in torchvision 0.29, to be removed.
+    """Return the decoded image as RGB, uint8 [3, height, width]. Raises ValueError or the decoder's exception."""
+    # simplejpeg and Pillow both use libjpeg-turbo and give the same pixels, but Pillow copies them two more times.
+    # torchvision.io is not used: it is deprecated in torchvision 0.29.
     simplejpeg = fast_decoder()
     if simplejpeg is not None:
-        with contextlib.suppress(ValueError):  # what it will not decode, Pillow may, or says why not
+        with contextlib.suppress(ValueError):  # try Pillow, which supports more formats or has a better message
             height, width, *_ = simplejpeg.decode_jpeg_header(content)
             if height * width <= LARGEST_IMAGE:
                 return torch.from_numpy(simplejpeg.decode_jpeg(content)).permute(2, 0, 1)
@@ -255,7 +259,7 @@ def decode(content: bytes) -> Tensor:
 
     with Image.open(io.BytesIO(content)) as image:
         width, height = image.size
-        if width * height > LARGEST_IMAGE:  # libjpeg can halve it up to three times; parts of it are made smaller still
+        if width * height > LARGEST_IMAGE:  # libjpeg can decode at 1/2, 1/4 or 1/8; crops are resized further
             fitting = (s for s in (2, 4) if math.ceil(width / s) * math.ceil(height / s) <= LARGEST_IMAGE)
             scale = next(fitting, 8)
             image.draft("RGB", (width // scale, height // scale))
@@ -269,7 +273,7 @@ def decode(content: bytes) -> Tensor:
 
 @functools.cache
 def fast_decoder() -> ModuleType | None:
-    """Return simplejpeg where it is installed; a missing one is looked for once, not for each image."""
+    """Return simplejpeg, or None if it is not installed. Cached, so that the import is tried only once."""
     try:
         import simplejpeg
     except ImportError:
@@ -278,7 +282,8 @@ def fast_decoder() -> ModuleType | None:
 
 
 def collate(samples: list[tuple[Tensor, int]], corrupt: list[CorruptSample], side: int) -> Loaded:
-    """Batch what is left; where nothing is, one black image that does not count (batch norm has no answer to none)."""
+    """Return a batch of the valid samples. If there are none: one black image that does not count, because an empty batch
+    would fail in batch norm."""
     if not samples:
         return Loaded(torch.zeros(1, 3, side, side, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), 0, corrupt)
     images, labels = zip(*samples, strict=True)

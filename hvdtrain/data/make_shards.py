@@ -1,8 +1,8 @@
-"""Make shards from an image folder: python -m hvdtrain.data.make_shards FOLDER SHARDS
+"""Create shards from an image folder: python -m hvdtrain.data.make_shards FOLDER SHARDS
 
-From FOLDER/train/CLASS/* and FOLDER/val/CLASS/* come SHARDS/train/000000.tar ... and SHARDS/val/000000.tar ..., in random
-order, with an index of each, the number of samples and the names of the classes next to them (000000.tar.index, sizes.json,
-classes.json). The image files go in as they are.
+Converts FOLDER/train/CLASS/* and FOLDER/val/CLASS/* to SHARDS/train/000000.tar ... and SHARDS/val/000000.tar ..., in random
+order. Also writes the index of each shard, the number of samples and the names of the classes (000000.tar.index, sizes.json,
+classes.json). The image files are not re-encoded.
 """
 
 import json
@@ -19,7 +19,7 @@ from hvdtrain.engines.exit_codes import run
 
 
 def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
-    """Write the shards of one split, all of nearly the same size; return how many."""
+    """Write the shards of one split, of nearly equal size. Return their number."""
     from webdataset import TarWriter
 
     classes, listing = list_folder(root)
@@ -34,7 +34,7 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
             for index in indices.tolist():
                 name = Path(listing.name(index))
                 content = (root / name).read_bytes()
-                # webdataset ends the key at the first dot.
+                # In webdataset, the key ends at the first dot.
                 key = f"{index:08d}-{name.stem.replace('.', '_')}"
                 tar.write(
                     {"__key__": key, "cls": str(int(listing.labels[index])).encode(), name.suffix[1:].lower(): content}
@@ -47,7 +47,8 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
     return count
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
+def main() -> int:
+    """Run the command. Returns its exit code. Raises UserError."""
     parser = cli.Parser("hvdtrain.data.make_shards", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("shards", type=Path, help="a new directory")

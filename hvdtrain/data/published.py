@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST as they were published, and what is wrong with a file that is not."""
+"""The published files of MNIST and Fashion-MNIST, and diagnosis of files that differ."""
 
 import hashlib
 import os
@@ -12,12 +12,12 @@ from hvdtrain.data import cache
 from hvdtrain.engines.errors import UserError
 
 SIDE = 28  # pixels
-MOST_MEMBERS = 4000  # each costs a copy of what follows it; bgzip makes 720 of the largest file
+MOST_MEMBERS = 4000  # each member costs a copy of the rest of the file; bgzip creates 720 for the largest file
 
 
 @dataclass(frozen=True)
 class File:
-    """One of a published dataset's four files."""
+    """One of the four files of a published dataset."""
 
     name: str  # uncompressed
     count: int  # images or labels
@@ -25,15 +25,17 @@ class File:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """[count, 28, 28] for images, [count] for labels."""
         return (self.count, SIDE, SIDE) if "images" in self.name else (self.count,)
 
     @property
     def header(self) -> int:
-        """Bytes before the data: 2 zeros, 8 for unsigned bytes, the number of dimensions, and 4 bytes for each."""
+        """Size of the header: two zero bytes, 8 (unsigned bytes), number of dimensions, then 4 bytes per dimension."""
         return 4 + 4 * len(self.shape)
 
     @property
     def size(self) -> int:
+        """Size of the uncompressed file in bytes."""
         return self.header + prod(self.shape)
 
 
@@ -43,12 +45,12 @@ class Published:
 
     name: str
     title: str
-    folder: str  # where torchvision puts it
+    folder: str  # the directory name that torchvision uses
     mirrors: tuple[str, ...]
     files: tuple[File, ...]  # in the order of Dataset's tensors
 
 
-# torchvision's own mirrors where they speak https. Its Fashion-MNIST mirror does not; the publisher's repository does.
+# torchvision's mirrors if they support https. Its Fashion-MNIST mirror does not; the publisher's repository does.
 PUBLISHED = {
     "mnist": Published(
         "mnist", "MNIST", "MNIST",
@@ -76,19 +78,19 @@ PUBLISHED = {
 
 
 class BadFile(UserError):
-    """A file that is there and is not what it should be."""
+    """A file that exists but has the wrong content."""
 
 
 def content_of(published: Published, file: File, path: Path) -> tuple[bytes, os.stat_result]:
-    """The verified uncompressed content of `path`, and what it was read from. Raises BadFile.
+    """Return the verified, uncompressed content of `path`, and the file's stat result. Raises BadFile.
 
-    Takes no more memory than the file or the published content has bytes, whatever headers promise.
+    Memory use is limited by the size of the published content, even for malicious files.
     """
     try:
         with path.open("rb") as stream:
             stat = os.fstat(stream.fileno())
             if path.suffix == ".gz":
-                # Compressed at worst a little larger than plain: reads no further than a right file can reach.
+                # Limit the read: compressed data can be only slightly larger than the content.
                 content, problem = gunzip(stream.read(file.size + file.size // 100 + 4096), file.size + 1)
             else:
                 content, problem = stream.read(file.size + 1), ""
@@ -103,7 +105,7 @@ def content_of(published: Published, file: File, path: Path) -> tuple[bytes, os.
 
 
 def gunzip(packed: bytes, limit: int) -> tuple[bytes, str]:
-    """At most `limit` bytes of what is packed (so a gzip bomb does no harm), and what is wrong with it or ""."""
+    """Return at most `limit` bytes of unpacked content (to stop gzip bombs), and a description of the problem or ""."""
     content, members = b"", 0
     while packed and len(content) < limit:  # a gzip file may have several members
         if (members := members + 1) > MOST_MEMBERS:
@@ -120,7 +122,7 @@ def gunzip(packed: bytes, limit: int) -> tuple[bytes, str]:
 
 
 def problem_of(published: Published, file: File, content: bytes, sha256: str) -> str:
-    """What is wrong with `content` (cut at the expected size + 1), or "" where it is the published one."""
+    """Return what is wrong with `content` (truncated to the expected size + 1), or "" if it is the published one."""
     if sha256 == file.sha256:
         return ""
     for other in PUBLISHED.values():
@@ -141,11 +143,11 @@ def problem_of(published: Published, file: File, content: bytes, sha256: str) ->
         return f"is truncated within its header: {len(content)} of {file.header} bytes"
     shape = tuple(int.from_bytes(content[at : at + 4]) for at in range(4, file.header, 4))
     if shape != file.shape:
-        return f"holds {_shape(shape)} where {_shape(file.shape)} belong: is it another file under this name?"
+        return f"holds {_shape(shape)} where {_shape(file.shape)} belong: is it a different file with this name?"
     if len(content) < file.size:
         return f"is truncated: {len(content):,} of {file.size:,} bytes"
     if len(content) > file.size:
-        return f"is too long: it goes on after the {file.size:,} bytes that its header promises"
+        return f"is too long: it continues after the {file.size:,} bytes given in its header"
     return f"is damaged or changed: its content has sha256 {sha256[:12]}..., the published one {file.sha256[:12]}..."
 
 
@@ -154,5 +156,5 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def show(path: Path | None) -> str:
-    """A path for a message of one line."""
+    """Return a path for use in a one-line message."""
     return str(path) if str(path).isprintable() else repr(str(path))

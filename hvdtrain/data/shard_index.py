@@ -1,12 +1,12 @@
-"""The index of a tar file: where each sample lies. Made by reading the file once, kept next to it.
+"""The index of a tar file: the position of each sample. It is created by reading the file once, and stored next to it.
 
-FILE.tar.index is one line of JSON, then a table with offset, bytes and CRC-32 of each sample's image, and its class. An
-index belongs to a file of one size and modification time. Where either differs, the tar file is read again: the digest of
-what is found tells a file that was only copied from one that was replaced or damaged.
+FILE.tar.index contains one line of JSON, then a table with offset, size and CRC-32 of each sample's image, and its class. An
+index is valid for one size and modification time. If either differs, the tar file is indexed again; the digest of the index
+distinguishes a file that was only copied from one that was replaced or damaged.
 
-webdataset's `wids` (a package of its own, 0.1.11, and no part of webdataset 1.0) does not fit: its index lists shards,
-each with the number of samples and an MD5, but no offsets. Its reader therefore parses all headers of a shard each time a
-process opens it, which on a slow disk reads most of the file; and it ignores names longer than 100 bytes.
+webdataset's `wids` (a separate package, version 0.1.11; not part of webdataset 1.0) is not suitable: its index has the
+number of samples and an MD5 of each shard, but no offsets. Its reader parses all headers of a shard whenever a process
+opens it, which reads most of the file on a slow disk; and it ignores names longer than 100 bytes.
 """
 
 import contextlib
@@ -37,19 +37,21 @@ ROW_BYTES = 4 * 8
 NO_IMAGE = -1  # in SIZE
 NO_CLASS = -1  # in LABEL
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff", "gif")
-CUT = "unexpected end of data"  # as tarfile has it
-# gzip, bzip2, xz, zstandard
+CUT = "unexpected end of data"  # the wording of tarfile
+# Magic bytes of gzip, bzip2, xz, zstandard
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 
 class ShardIndex(NamedTuple):
+    """The index of one shard."""
+
     size: int  # bytes of the tar file
     mtime_ns: int
-    problem: str | None  # why it ends before its time
+    problem: str | None  # why the file could not be read to its end
     table: Tensor  # int64 [n, 4]: see OFFSET, SIZE, LABEL, CRC
 
     def digest(self) -> str:
-        """Return what identifies the content, wherever the file lies and whenever it was written."""
+        """Return a hash of the content. It does not depend on the file's location or modification time."""
         return hashlib.sha256(
             f"{self.size} {self.problem is None} ".encode() + self.table.numpy().tobytes()
         ).hexdigest()
@@ -66,13 +68,13 @@ class Header(NamedTuple):
 
 
 class Unsound(Exception):
-    """What is wrong with an index file."""
+    """The index file is invalid. The message is a clause without the name of the file."""
 
 
 def obtain(path: Path, notes: list[str]) -> tuple[ShardIndex, bool]:
-    """Return the index of a shard, and whether it was made just now. Raises UserError where `path` cannot be read.
+    """Return the index of a shard, and whether it was created now. Raises UserError if `path` cannot be read.
 
-    notes: gets a line where an index or the shard is not what it was.
+    notes: receives a line if an index was invalid or the shard has changed.
     """
     try:
         stat = path.stat()
@@ -83,7 +85,7 @@ def obtain(path: Path, notes: list[str]) -> tuple[ShardIndex, bool]:
             except FileNotFoundError:
                 continue
             except (OSError, Unsound) as error:
-                notes.append(f"{place} {why(error)}: made again")
+                notes.append(f"{place} {why(error)}: created again")
                 continue
             if isinstance(found, ShardIndex):
                 return found, False
@@ -100,7 +102,7 @@ def obtain(path: Path, notes: list[str]) -> tuple[ShardIndex, bool]:
 
 
 def places(path: Path) -> Iterator[Path]:
-    """Yield where the index of a shard may lie: next to it, or in the cache."""
+    """Yield the possible paths of a shard's index: next to it, or in the cache directory."""
     yield path.with_name(path.name + ".index")
     directory = cache.directory("shards")
     if directory is not None:
@@ -108,7 +110,7 @@ def places(path: Path) -> Iterator[Path]:
 
 
 def save(path: Path, index: ShardIndex) -> None:
-    """Write the index of shard `path`, whole, in the first place that can be written; where there is none, do without."""
+    """Write the index of shard `path` atomically to the first writable place, if there is one."""
     header = Header(index.size, index.mtime_ns, index.problem, len(index.table), index.digest())
     content = FORMAT + json.dumps(header._asdict()).encode() + b"\n" + index.table.numpy().tobytes()
     for place in places(path):
@@ -118,9 +120,9 @@ def save(path: Path, index: ShardIndex) -> None:
 
 
 def load(path: Path, shard: os.stat_result) -> ShardIndex | Header:
-    """Read the index at `path` of the file that `shard` describes, or its header where it describes another.
+    """Return the index at `path`, or only its header if the index is not valid for `shard`.
 
-    Raises OSError, or Unsound: others may have written it. It takes no more memory than a sound one of this shard.
+    Raises OSError or Unsound. The file may be malicious: memory use is limited to that of a valid index.
     """
     with path.open("rb") as file:
         line = file.readline(LONGEST_LINE)
@@ -128,9 +130,9 @@ def load(path: Path, shard: os.stat_result) -> ShardIndex | Header:
         if (header.size, header.mtime_ns) != (shard.st_size, shard.st_mtime_ns):
             return header
         length = header.samples * ROW_BYTES
-        # A sample has a header of its own, at least.
+        # Each sample has at least one tar header.
         if header.samples > shard.st_size // BLOCK or os.fstat(file.fileno()).st_size != len(line) + length:
-            raise Unsound("has not as many samples as it says")
+            raise Unsound("does not have the number of samples in its header")
         rows = bytearray(file.read(length))
     index = ShardIndex(header.size, header.mtime_ns, header.problem, table_of(rows))
     if index.digest() != header.digest:
@@ -141,6 +143,7 @@ def load(path: Path, shard: os.stat_result) -> ShardIndex | Header:
 
 
 def read_header(line: bytes) -> Header:
+    """Parse the first line of an index file. Raises Unsound."""
     try:
         header = Header(**json.loads(line.removeprefix(FORMAT)))
         numbers = (header.size, header.mtime_ns, header.samples)
@@ -154,11 +157,12 @@ def read_header(line: bytes) -> Header:
 
 
 def table_of(rows: bytearray | array) -> Tensor:
+    """Return the rows as int64 [n, 4]."""
     return torch.frombuffer(rows, dtype=torch.int64).view(-1, 4) if len(rows) else torch.zeros(0, 4, dtype=torch.int64)
 
 
 def lies_inside(table: Tensor, size: int) -> bool:
-    """Whether samples lie in a file of `size` bytes one after the other, a header before each, with classes that can be."""
+    """Return whether all rows are plausible: consecutive samples in a file of `size` bytes, each after a header."""
     limits = torch.tensor([[BLOCK, NO_IMAGE, NO_CLASS, 0], [size, size, 2**31 - 1, 2**32 - 1]])
     if not ((table >= limits[0]) & (table <= limits[1])).all():
         return False
@@ -167,7 +171,7 @@ def lies_inside(table: Tensor, size: int) -> bool:
 
 
 def scan(path: Path) -> ShardIndex:
-    """Read a tar file from end to end and index what is sound. Raises OSError; UserError where it is compressed."""
+    """Read a tar file from beginning to end and return its index. Raises OSError; UserError if it is compressed."""
     with path.open("rb") as file:
         stat = os.fstat(file.fileno())
         if file.read(6).startswith(COMPRESSED):
@@ -179,7 +183,7 @@ def scan(path: Path) -> ShardIndex:
 
 
 class Bounded:
-    """A file that is never read past its end: a header may promise any number of bytes."""
+    """A file whose reads are limited to its size, because a tar header may contain any size."""
 
     def __init__(self, file: BinaryIO, size: int):
         self.file, self.size = file, size
@@ -190,7 +194,7 @@ class Bounded:
 
 
 class Samples:
-    """Groups the members of a tar file as webdataset does: neighbours with the same name up to the first dot."""
+    """Groups the members of a tar file like webdataset: consecutive members whose names are equal up to the first dot."""
 
     def __init__(self) -> None:
         self.rows = array("q")
@@ -201,27 +205,27 @@ class Samples:
         self._seen: set[str] = set()
 
     def read(self, file: Bounded) -> str | None:
-        """Go through all members; return why they end before their time."""
+        """Read all members. Return why the end was not reached, or None."""
         problem = None
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:  # type: ignore[call-overload]
                 while problem is None and (member := tar.next()) is not None:
-                    tar.members = []  # else it keeps them all
+                    tar.members = []  # tarfile would keep all members in memory
                     if member.isreg():
                         problem = self._add(file, member.name, member.offset_data, member.size)
                 if problem is None:
-                    # tarfile ends at a damaged header, and where the file ends, as at the end mark.
+                    # tarfile stops silently at a damaged header and at the end of a truncated file.
                     file.seek(tar.offset)
                     block = file.read(BLOCK)
                     if any(block):
                         problem = f"no tar header at byte {tar.offset:,}"
                     elif not block and self._key is not None and not self._whole():
                         problem = CUT
-        except OSError:  # the disk, not what lies on it
+        except OSError:  # a disk error
             raise
-        except Exception as error:  # of tarfile, and of text that is none
+        except Exception as error:  # tarfile's errors, and errors of text decoding
             problem = why(error) if isinstance(error, tarfile.TarError) else f"damaged header ({type(error).__name__})"
-        # Of a sample that is cut in two nothing is left.
+        # A truncated sample is dropped.
         if self._key is not None and (problem is None or self._whole()):
             self._close()
         return problem
@@ -233,7 +237,7 @@ class Samples:
         from webdataset.tariterators import base_plus_ext
 
         key, kind = base_plus_ext(name)
-        if key is None or re.match(r"__[^/]*__($|/)", name):  # webdataset's name for what is no sample
+        if key is None or re.match(r"__[^/]*__($|/)", name):  # webdataset's metadata, not a sample
             return None
         file.seek(offset)
         content, crc, left = b"", 0, size
@@ -248,7 +252,7 @@ class Samples:
             self._key, self._first = key, offset
         kind = kind.lower()
         if kind in self._seen:
-            return None  # webdataset, too, takes the first
+            return None  # like webdataset, use the first
         self._seen.add(kind)
         if kind in IMAGE_TYPES:
             self._images[kind] = (offset, size, crc)
@@ -267,7 +271,7 @@ class Samples:
 
 
 def key_at(fd: int, offset: int) -> str | None:
-    """Return the key of the sample that has a member at `offset`, from the header before it; None where that is damaged."""
+    """Return the key of the sample with a member at `offset`, from the tar header before it; None if that is damaged."""
     try:
         header = os.pread(fd, BLOCK, offset - BLOCK)
         name = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name

@@ -1,8 +1,8 @@
-"""The order in which an epoch visits the samples of tar shards: a pure function of their sizes, seed and epoch.
+"""The order of the samples of tar shards in an epoch: a pure function of their sizes, seed and epoch.
 
-Samples are numbered through all shards, in the shards' own order. An epoch takes the shards in random order, `window` of
-them at a time, and shuffles the samples of each window, so that a reader needs no more files than a window has. Which
-rank takes which position of the order is decided in sharding.py, as for any other order.
+Samples are numbered across all shards. An epoch visits the shards in random order, `window` shards at a time, and shuffles
+the samples within each window, so that a reader needs only the files of one window. sharding.py determines which rank takes
+which position, as for any other order.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from torch import Tensor
 from hvdtrain.data.sharding import epoch_order
 
 WINDOW_SHARDS = 16
-WINDOW_SAMPLES = 2**14  # a window of small shards has more of them, so that it has about as many samples
+WINDOW_SAMPLES = 2**14  # minimum size of a window; with small shards, it has more than WINDOW_SHARDS of them
 
 
 def shard_order(sizes: Tensor, seed: int, epoch: int, window: int) -> Tensor:
-    """Return the permutation (int64 [n]) in which `epoch` (from 0) visits the n samples of shards of `sizes` (int64 [k]).
+    """Return the order of samples in `epoch` (from 0): a permutation, int64 [n]. sizes: samples per shard, int64 [k].
 
-    Where one window holds all shards, it is the order that image folders have, `epoch_order`.
+    If a window contains all shards, the order is that of image folders, `epoch_order`.
     """
     if window < 1:
         raise ValueError(f"a window of {window} shards")
@@ -36,14 +36,14 @@ def shard_order(sizes: Tensor, seed: int, epoch: int, window: int) -> Tensor:
 
 
 def window_of(sizes: Tensor) -> int:
-    """Return how many of these shards (int64 [k]) to shuffle at a time."""
+    """Return the number of shards to shuffle at a time. sizes: samples per shard, int64 [k]."""
     mean = max(1, int(sizes.sum()) // max(1, len(sizes)))
     return max(WINDOW_SHARDS, -(-WINDOW_SAMPLES // mean))
 
 
 @dataclass(frozen=True)
 class ShardOrder:
-    """The order of one set of shards, for a Plan."""
+    """The order of a set of shards, for `Plan.order`."""
 
     sizes: Tensor  # int64 [k]
     window: int

@@ -1,7 +1,7 @@
-"""Batches of samples in tar shards, by their numbers: each is read from where the index has it.
+"""Reads batches of samples from tar shards by their numbers, at the positions given by the index.
 
-A job's samples lie in as many files as a window has shards. A few threads read them, each the samples of one file in the
-order in which they lie there. They read a job ahead, so that opening and reading overlap with decoding.
+The samples of a job are in as many files as a window has shards. A few threads read them, each the samples of one file in
+file order. They read one job ahead, so that opening and reading overlap with decoding.
 """
 
 import itertools
@@ -22,29 +22,31 @@ from hvdtrain.data.loading import Loaded, Prepare, collate
 from hvdtrain.data.shard_index import CRC, IMAGE_TYPES, LABEL, OFFSET, SIZE, key_at
 
 READING_THREADS = 4  # per worker
-OPEN_FILES = 128  # per worker: several windows; of the 1,024 that a process may usually have
-HELD_BYTES = 2**26  # of files, read before they are decoded; twice, while the next are being read
-LARGEST_FILE = 2**28  # bytes: what is larger is no image
+OPEN_FILES = 128  # per worker: enough for several windows; the usual limit of a process is 1,024
+HELD_BYTES = 2**26  # limit for files that are read but not decoded yet; twice that while the next ones are being read
+LARGEST_FILE = 2**28  # bytes; a larger file is not an image
 
 
 class Shards(NamedTuple):
-    """Tar files on this host, and where their samples lie, numbered through all of them."""
+    """Tar files on this host and the index of their samples, which are numbered across all files."""
 
     paths: list[str]
-    sizes: Tensor  # int64 [k]: samples of each
-    table: Tensor  # int64 [n, 4]: their indexes, one after the other
-    damaged: list[CorruptSample]  # shards that end before their time
+    sizes: Tensor  # int64 [k]: number of samples in each file
+    table: Tensor  # int64 [n, 4]: the concatenated indexes
+    damaged: list[CorruptSample]  # shards that could not be read to the end
 
 
 class Job(NamedTuple):
+    """The samples of one batch."""
+
     epoch: int
     indices: list[int]
-    following: list[int]  # indices of the job after it that is likely to come to the same worker
-    first: bool  # of this rank's jobs
+    following: list[int]  # indices of the next job that the same worker will probably get
+    first: bool  # whether this is the rank's first job
 
 
 def jobs(batches: Iterable[tuple[int, list[int]]], workers: int) -> Iterator[Job]:
-    """Yield the jobs for (epoch, indices). A DataLoader gives them to its workers in turn."""
+    """Yield a job for each (epoch, indices) in `batches`. A DataLoader assigns jobs to its workers in turn."""
     held: deque[tuple[int, list[int]]] = deque()
     first = True
     for batch in batches:
@@ -58,7 +60,7 @@ def jobs(batches: Iterable[tuple[int, list[int]]], workers: int) -> Iterator[Job
 
 
 class ShardBatches(Dataset):
-    """From a Job to the batch of its images; the process that has the first one reports the damaged shards, if asked to."""
+    """A data set that maps a Job to the batch of its images. If `reports`, the first job reports the damaged shards."""
 
     def __init__(self, shards: Shards, prepare: Prepare, classes: int, *, reports: bool):
         self.shards, self.prepare, self.classes, self.reports = shards, prepare, classes, reports
@@ -87,18 +89,18 @@ class ShardBatches(Dataset):
 
 
 class Reader:
-    """Reads samples in one process, ahead of their use."""
+    """Reads samples ahead of their use, in one process."""
 
     def __init__(self, shards: Shards):
         self.shards = shards
         self.ends = shards.sizes.cumsum(0)
-        self.files: OrderedDict[int, OpenFile] = OrderedDict()  # by shard; the last used at the end
+        self.files: OrderedDict[int, OpenFile] = OrderedDict()  # by shard; most recently used last
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(READING_THREADS, "shards")
         self.ahead: tuple[list[int], dict[int, Future]] = ([], {})
 
     def read(self, indices: list[int], following: list[int]) -> Iterator[tuple[int, bytes | str]]:
-        """Yield each index with its image file, or with why there is none; those `following` are read meanwhile."""
+        """Yield each index with the content of its image file, or with an error message (str). `following` is read ahead."""
         parts = [*self.parts(indices), next(self.parts(following), [])]
         for part, after in itertools.pairwise(parts):
             asked, reading = self.ahead
@@ -106,11 +108,11 @@ class Reader:
                 reading = self.begin(part)
             self.ahead = (after, self.begin(after))
             for index in part:
-                # Taken out, so that a file is freed as soon as it is decoded.
+                # pop, so that the memory is freed after decoding.
                 yield index, reading[index].result().pop(index)
 
     def parts(self, indices: list[int]) -> Iterator[list[int]]:
-        """Split indices where their files would take too much memory."""
+        """Split indices into parts whose files have at most HELD_BYTES."""
         part: list[int] = []
         held = 0
         for index, size in zip(indices, self.shards.table[indices, SIZE].tolist() if indices else (), strict=True):
@@ -123,7 +125,7 @@ class Reader:
             yield part
 
     def begin(self, indices: list[int]) -> dict[int, Future]:
-        """Let the threads read, each all that it has of one shard."""
+        """Start reading in the threads, one task per shard. Return the future for each index."""
         by_shard: dict[int, list[int]] = {}
         for index, shard in zip(indices, self.shard_of(indices), strict=True):
             by_shard.setdefault(shard, []).append(index)
@@ -134,9 +136,11 @@ class Reader:
         return reading
 
     def shard_of(self, indices: list[int]) -> list[int]:
+        """Return the number of the shard of each index."""
         return torch.searchsorted(self.ends, torch.tensor(indices, dtype=torch.int64), right=True).tolist()
 
     def read_shard(self, shard: int, indices: list[int]) -> dict[int, bytes | str]:
+        """Return, by index, the content of the image file or an error message."""
         found: dict[int, bytes | str] = {}
         try:
             file = self.open(shard)
@@ -158,9 +162,10 @@ class Reader:
         return found
 
     def open(self, shard: int) -> "OpenFile":
+        """Return the open file of `shard`, from a cache of the most recently used ones. Raises OSError."""
         with self.lock:
             file = self.files.pop(shard, None)
-        file = file or OpenFile(self.shards.paths[shard])  # not under the lock: it may take long
+        file = file or OpenFile(self.shards.paths[shard])  # outside of the lock, because it may take long
         with self.lock:
             self.files[shard] = file
             if len(self.files) > OPEN_FILES:
@@ -168,7 +173,7 @@ class Reader:
         return file
 
     def name(self, index: int) -> str:
-        """Return what a sample is called: its file and key."""
+        """Return the name of a sample for messages: its file and key."""
         (shard,) = self.shard_of([index])
         try:
             key = key_at(self.open(shard).fd, int(self.shards.table[index, OFFSET]))
@@ -180,7 +185,7 @@ class Reader:
 
 
 class OpenFile:
-    """Closed when the last thread that uses it is done."""
+    """A file that is closed when the last reference to it is dropped."""
 
     fd = -1
 

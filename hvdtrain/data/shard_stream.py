@@ -1,9 +1,9 @@
-"""Shards from a URL or a command, each read from beginning to end with the webdataset library.
+"""Shards from a URL or a command, read sequentially with the webdataset library.
 
-Readers, that is each worker of each rank, take whole shards; where there are fewer shards than readers, several share one
-and each takes every n-th sample of it. Training: each reader goes through a stream without end, one random order of all
-shards after the other, so that every rank has as many batches as it is asked for, and on the long run every sample comes
-equally often (drawing shards with replacement would leave out a third of them in each epoch). Test: every sample once.
+Each worker of each rank is a reader. Readers take whole shards; if there are fewer shards than readers, several readers
+share a shard and each takes every n-th sample. For training, a reader has an endless stream: random orders of all shards,
+one after the other. Every rank therefore has as many batches as needed, and in the long run all samples are used equally
+often (drawing shards with replacement would omit a third of them in each epoch). For testing, every sample is used once.
 """
 
 import itertools
@@ -19,18 +19,20 @@ from hvdtrain.data.images import TEST_BATCH
 from hvdtrain.data.loading import Loaded, Plan, Prepare, collate, mixed_seed
 from hvdtrain.data.shard_index import IMAGE_TYPES
 
-SHUFFLE_SAMPLES = 1000  # that each reader holds at most, as files, to draw the next from: about 100 MB of ImageNet
-FRUITLESS_SHARDS = 10  # in a row: then a batch goes out as it is
+SHUFFLE_SAMPLES = 1000  # maximum size of each reader's shuffle buffer: about 100 MB of ImageNet's files
+FRUITLESS_SHARDS = 10  # after so many consecutive shards without samples, an incomplete batch is returned
 
 
 class Sample(NamedTuple):
+    """An encoded image and its label."""
+
     name: str
     content: bytes  # of the image file
     label: int
 
 
 class StreamBatches(IterableDataset):
-    """The batches of one reader: with a `plan`, the training batches that fall to it; without, its part of a test set."""
+    """The batches of one reader: its training batches of `plan`; without a plan, its part of a test set."""
 
     def __init__(
         self, urls: list[str], prepare: Prepare, classes: int, seed: int, rank: int, size: int, plan: Plan | None
@@ -43,7 +45,7 @@ class StreamBatches(IterableDataset):
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         reader, readers = number * self.size + self.rank, workers * self.size
-        # Parts of shards, at least one for each reader; a part is every n-th sample.
+        # Split shards into parts (every n-th sample), so that there is at least one part per reader.
         parts = -(-readers // len(self.urls))
         units = [(url, part, parts) for part in range(parts) for url in self.urls]
         if self.plan is None:
@@ -57,16 +59,16 @@ class StreamBatches(IterableDataset):
         draw = random.Random(mixed_seed(self.seed, "draw", reader))
         held = min(SHUFFLE_SAMPLES, max(1, self.plan.per_epoch // readers))
         samples = shuffle(held, initial=min(held, 100), rng=draw)(stream)
-        # A resumed run reads on in the same epoch's order of shards, past as many samples as were taken: near enough, and no
-        # more, for a stream that other runs have shuffled and stretched across the ends of epochs.
+        # After a resume, skip as many samples as were taken in this epoch's order of shards. This is only approximate: a
+        # stream is shuffled, and extends across the ends of epochs.
         for _ in itertools.islice(samples, self.plan.taken // readers):
             pass
         for index, (epoch, planned) in enumerate(self.plan):
-            if index % workers == number:  # a DataLoader asks its workers in turn
+            if index % workers == number:  # a DataLoader reads from its workers in turn
                 yield self.fill(samples, len(planned.indices), epoch)
 
     def endless(self, units: list, reader: int, readers: int) -> Iterator[Sample | None]:
-        """Yield this reader's samples, one random order of `units` after the other; None where many in a row are corrupt."""
+        """Yield this reader's samples, in consecutive random orders of `units`; None after many shards without samples."""
         fruitless = 0
         first_epoch = self.plan.first_epoch if self.plan is not None else 0
         for position in itertools.count(reader + readers * -(-first_epoch * len(units) // readers), readers):
@@ -81,10 +83,10 @@ class StreamBatches(IterableDataset):
                 yield None
 
     def fill(self, samples: Iterator[Sample | None], count: int, epoch: int) -> Loaded:
-        """Return a batch of `count` samples; of fewer only where there are no more."""
+        """Return a batch of `count` samples, or fewer if there are no more."""
         good = []
         for sample in samples:
-            if sample is None:  # so that this rank goes on, and is told
+            if sample is None:  # return, so that the rank can report the corrupt shards
                 break
             try:
                 good.append((self.prepare(sample.content, epoch, sample.name), sample.label))
@@ -96,7 +98,7 @@ class StreamBatches(IterableDataset):
         return collate(good, corrupt, self.prepare.side)
 
     def read(self, url: str, part: int, parts: int) -> Iterator[Sample]:
-        """Yield every `parts`-th sample of a shard from number `part`, and note what is corrupt."""
+        """Yield every `parts`-th sample of a shard, beginning with number `part`. Corrupt samples are noted."""
         from webdataset.gopen import Pipe, gopen, set_options
         from webdataset.tariterators import group_by_keys, tar_file_expander
 
@@ -104,18 +106,18 @@ class StreamBatches(IterableDataset):
 
         def on_error(error: Exception) -> bool:
             failures.append(error)
-            return True  # go on
+            return True  # continue
 
         stream = None
         try:
             stream = gopen(url)
-            # Else it raises as soon as a command has failed, and drops what that wrote before.
+            # Otherwise it raises when the command fails, and drops the command's previous output.
             set_options(stream, ignore_errors=True)
             files = tar_file_expander([{"url": url, "stream": stream}], handler=on_error)
             for number, sample in enumerate(group_by_keys(files, handler=on_error)):
                 if number % parts == part and (taken := self.take(sample)) is not None:
                     yield taken
-            while stream.read(2**20):  # to the very end: then a command's exit code is its own
+            while stream.read(2**20):  # read to the end, so that the command is not ended by SIGPIPE
                 pass
             if isinstance(stream, Pipe) and (code := stream.proc.wait()) not in stream.ignore_status:
                 failures.append(OSError(f"its command ended with exit code {code}"))
@@ -128,6 +130,7 @@ class StreamBatches(IterableDataset):
             self.corrupt.append(CorruptSample(url, why(failures[0])))
 
     def take(self, sample: dict) -> Sample | None:
+        """Return the sample; None if it has no image or no valid class, which is noted."""
         name = f"{sample['__url__']}: {sample['__key__']}"
         image = next((sample[kind] for kind in IMAGE_TYPES if kind in sample), None)
         try:

@@ -1,12 +1,12 @@
-"""Pure index arithmetic: which samples a rank takes, at which step of which epoch.
+"""Index arithmetic: which samples a rank takes in each step of each epoch. Pure functions.
 
-The order is that of `torch.utils.data.DistributedSampler`, without its padding: in epoch e (from 0) a permutation of all n
-samples drawn from a generator seeded with `seed + e`; rank r of s takes positions r, r + s, r + 2s, ... Seen over all ranks,
-step k covers positions k*B*s to (k+1)*B*s (A times as many where A passes accumulate), so the order depends on the global
-batch, never on the number of ranks.
+The order is that of `torch.utils.data.DistributedSampler`, without padding. In epoch e (from 0), it is a permutation of
+all n samples from a generator seeded with `seed + e`. With s ranks and batch size B, rank r takes positions r, r + s, r +
+2s, ... Over all ranks, step k takes positions k*B*s to (k+1)*B*s (A times as many with A accumulated passes). The order
+therefore depends on the global batch, but not on the number of ranks.
 
-Nothing is padded and nothing is dropped: shards are disjoint and cover the data, and where a step has fewer samples than
-B*s, each rank's gradient is weighted so that the mean over ranks is still the mean over samples.
+No samples are added or dropped: the shards of the ranks are disjoint and cover the data set. If a step has fewer than B*s
+samples, each rank's gradient is weighted, so that the mean over ranks is still the mean over samples.
 """
 
 from collections.abc import Iterator
@@ -18,54 +18,53 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one rank takes in one forward and backward pass."""
+    """The samples of one rank for one forward and backward pass."""
 
     indices: Tensor  #: int64 [b], 1 <= b <= batch_size
-    weight: (
-        float  #: factor for the mean loss of these: summed over passes and averaged over ranks, the step's mean loss
-    )
-    local_count: int  #: how many of them count: b, or 0 where the data left this rank without a sample
+    #: factor for the mean loss of these samples, so that the sum over passes, averaged over ranks, is the step's mean loss
+    weight: float
+    local_count: int  #: number of samples that count: b, or 0 if there is no sample left for this rank
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one rank takes between two updates of the weights: one batch, or several whose gradients accumulate."""
+    """The samples of one rank for one optimizer step: one batch, or several whose gradients are accumulated."""
 
     batches: list[Batch]
     count: int  #: samples over all batches and all ranks
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
-    """Return the permutation of 0..n-1 (int64 [n]) in which `epoch` (from 0) visits the samples, on every rank."""
+    """Return the order of samples in `epoch` (from 0): a permutation of 0..n-1, int64 [n], the same on every rank."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch))
 
 
 def steps_per_epoch(n: int, size: int, batch_size: int, accumulate: int = 1) -> int:
-    """Return the number of steps, the last of which may be smaller, in which `size` ranks visit n samples once."""
+    """Return the number of steps for `size` ranks to visit n samples once. The last step may be smaller."""
     return -(-n // (batch_size * size * accumulate))
 
 
 def passes_per_step(global_batch: int, size: int, batch_size: int) -> int:
-    """Return how many passes of at most `batch_size` samples on each of `size` ranks make up the global batch."""
+    """Return the number of passes per step, with at most `batch_size` samples on each of `size` ranks."""
     return -(-global_batch // (batch_size * size))
 
 
 def shard(n: int, rank: int, size: int) -> slice:
-    """Return the positions that `rank` takes of n, unpadded; over all ranks they are disjoint and cover 0..n-1."""
+    """Return the positions that `rank` takes of n, without padding. The slices of all ranks are disjoint and complete."""
     return slice(rank, n, size)
 
 
 def steps(
     order: Tensor, rank: int, size: int, batch_size: int, accumulate: int = 1, global_batch: int | None = None
 ) -> Iterator[Step]:
-    """Yield this rank's part of each step through `order` (int64 [n]); every rank sees the same number of steps and passes.
+    """Yield this rank's part of each step through `order` (int64 [n]). All ranks have the same number of steps and passes.
 
-    A step takes `global_batch` samples (default: batch_size * size * accumulate), in as many passes as that needs: a run
-    that goes on with other ranks keeps it, also where it does not divide. To go on inside an epoch, give the rest of its
-    order.
+    A step takes `global_batch` samples (default: batch_size * size * accumulate) in as many passes as needed. A run that is
+    resumed with a different number of ranks keeps its global batch, even if it is not divisible. To resume within an epoch,
+    pass the remaining part of its order.
 
-    A rank that the last pass leaves without a sample repeats that pass's first one at weight 0: it still takes part in every
-    collective, and adds nothing (batch norm has no answer to an empty batch).
+    If the last pass has no sample for a rank, the rank repeats the pass's first sample with weight 0. It takes part in every
+    collective, and contributes nothing. (An empty batch would fail in batch norm.)
     """
     n = len(order)
     per_pass = batch_size * size

@@ -1,10 +1,10 @@
-"""Images in tar files ("shards"), which are faster on network file systems than a million small files.
+"""Images in tar files ("shards"), which are faster to read from network file systems than millions of small files.
 
-A sample is two neighbours in the tar file: NAME.jpg (or .png, ...) and NAME.cls, the class as a number.
+A sample consists of two consecutive members of the tar file: NAME.jpg (or .png, ...) and NAME.cls, the class as a number.
 
-Shards in a file system are indexed (shard_index.py) and read by index in one agreed order (shard_order.py): the same on
-any number of ranks and workers, each sample once an epoch, resumed at the exact sample. URLs and pipe:COMMAND can only be
-read from the beginning: they are a stream (shard_stream.py), whose order depends on the number of readers.
+Shards in a file system are indexed (shard_index.py) and read by index in a fixed order (shard_order.py). The order does not
+depend on the number of ranks and workers, each sample occurs once per epoch, and a run resumes at the exact sample. URLs and
+pipe:COMMAND can only be read sequentially, as a stream (shard_stream.py), whose order depends on the number of readers.
 """
 
 import json
@@ -30,9 +30,9 @@ from hvdtrain.engines.errors import UserError
 
 SPLITS = ("train", "val")
 IMAGENET_CLASSES = 1000
-LONGEST_ROUND = 30.0  # seconds, in which each rank reads shards by itself: the others' engine must not think it hangs
-ROWS = 2**16  # of tables, sent at a time
-MOST_NOTES = 3  # lines
+LONGEST_ROUND = 30.0  # maximum seconds of indexing between two collectives, so that no rank appears to hang
+ROWS = 2**16  # rows of a table sent at a time
+MOST_NOTES = 3  # maximum number of lines about changed shards
 
 
 def open_shards(
@@ -46,10 +46,10 @@ def open_shards(
     classes: int | None,
     train_count: int | None,
 ) -> Source:
-    """Return the training and test set in the shards of `patterns`, or in `data_dir`. A collective.
+    """Return the training and test sets in the shards of `patterns`, or in `data_dir`. A collective.
 
-    classes: None takes them from the files. train_count: samples of an epoch, needed where they cannot be counted. Raises
-    UserError, on every rank.
+    classes: number of classes; None: from classes.json. train_count: samples per epoch, required if they cannot be counted.
+    Raises UserError on every rank.
     """
     with engine.raising_together("webdataset"):
         try:
@@ -72,7 +72,7 @@ def open_shards(
         raise UserError(said, everywhere=True)
     total = len(train.table) if train is not None else train_count
     if not total:
-        raise UserError(f"{train_urls[0]}: no sample in it: are these tar files?", everywhere=True)
+        raise UserError(f"{train_urls[0]}: no samples in it: are these tar files?", everywhere=True)
     order = ShardOrder(train.sizes, window_of(train.sizes)) if train is not None else None
 
     def train_batches(plan: Plan) -> Iterable[Loaded]:
@@ -89,24 +89,26 @@ def open_shards(
         if test is None:
             stream = StreamBatches(test_urls, prepare, classes, seed, engine.rank, engine.size, None)
             return loader(stream, workers, engine.device)
-        mine = torch.arange(len(test.table)).tensor_split(engine.size)[engine.rank]  # neighbours in their files
-        planned = [(0, some.tolist()) for some in mine.split(TEST_BATCH)]  # one of nothing, where there is none
+        mine = torch.arange(len(test.table)).tensor_split(engine.size)[engine.rank]  # consecutive samples
+        planned = [(0, some.tolist()) for some in mine.split(TEST_BATCH)]  # one empty batch if there are no samples
         dataset = ShardBatches(test, prepare, classes, reports=engine.rank == 0)
         return loader(dataset, workers, engine.device, jobs(planned, workers))
 
     what = f"{len(train_urls)} and {len(test_urls)} shards, such as {train_urls[0]}"
     if train is None:
-        what += " (a stream: without an agreed order)"
+        what += " (a stream: without a fixed order)"
     reason = f"{what}: {total:,} images an epoch, {classes:,} classes"
     return Source("shards", reason, classes, total, train_batches, test_batches, order=order, facts=facts)
 
 
 def is_local(urls: list[str]) -> bool:
+    """Return whether all shards are files, not URLs or commands."""
     return all(url.startswith("/") for url in urls)
 
 
 def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
-    """Return the shards that `pattern` means, else those of `split` in `data_dir`. Raises UserError where there are none."""
+    """Return the shards that match `pattern`; without a pattern, those of `split` in `data_dir`. Raises UserError if there
+    are none."""
     from braceexpand import braceexpand
 
     flag = f"--{'train' if split == 'train' else 'test'}-shards"
@@ -128,7 +130,7 @@ def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
         if url.startswith("pipe:") or "://" in url:
             urls.append(url)
             continue
-        # Path.glob takes no absolute pattern.
+        # Path.glob does not support absolute patterns.
         paths = sorted(glob(url)) if has_magic(url) else [url] if Path(url).exists() else []  # noqa: PTH207
         if not paths:
             raise UserError(f"{flag}: no file {url}: check the pattern (in quotes, or the shell expands it)")
@@ -137,18 +139,19 @@ def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
 
 
 def require_all(directory: Path) -> None:
-    """Raise UserError where sizes.json names a shard that is not in its directory."""
+    """Raise UserError if sizes.json names a shard that is not in its directory."""
     if (directory / "sizes.json").exists():
         there = {path.name for path in directory.iterdir()}
         gone = sorted(name for name in read_json(directory / "sizes.json", dict) if name not in there)
         if gone:
             more = f" and {len(gone) - 1:,} more" if len(gone) > 1 else ""
-            said = f"{directory}/sizes.json names {gone[0][:80]!r}{more}, which is not there"
-            raise UserError(f"{said}: put it back, or make sizes.json again, or remove it")
+            said = f"{directory}/sizes.json names {gone[0][:80]!r}{more}, which does not exist"
+            raise UserError(f"{said}: restore it, or create sizes.json again, or remove it")
 
 
 def choose_classes(urls: list[str], asked: int | None) -> int:
-    """Return the number of classes: as `asked`, else by classes.json next to the shards, else ImageNet's."""
+    """Return the number of classes: `asked`, or from classes.json next to the shards, or that of ImageNet. Raises
+    UserError."""
     listed = {
         directory: read_json(directory / "classes.json", list)
         for directory in sorted({Path(url).parent for url in urls if url.startswith("/")})
@@ -156,7 +159,7 @@ def choose_classes(urls: list[str], asked: int | None) -> int:
     }
     for directory, names in listed.items():
         if not names:
-            raise UserError(f"{directory}/classes.json lists no class: make it again, or remove it")
+            raise UserError(f"{directory}/classes.json lists no classes: create it again, or remove it")
         first = next(iter(listed))
         if names != listed[first]:
             raise UserError(
@@ -168,17 +171,18 @@ def choose_classes(urls: list[str], asked: int | None) -> int:
 
 
 def read_json(path: Path, kind: type):
+    """Return the content of a JSON file, an object of type `kind`. Raises UserError."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({why(error)}): make it again, or remove it") from error
+        raise UserError(f"{path} cannot be read ({why(error)}): create it again, or remove it") from error
     if not isinstance(value, kind):
-        raise UserError(f"{path} holds no {kind.__name__}: make it again, or remove it")
+        raise UserError(f"{path} does not contain a {kind.__name__}: create it again, or remove it")
     return value
 
 
 def open_indexed(engine: Engine, names: list[str]) -> tuple[Shards, dict[str, object]]:
-    """Return shards with their index, which all ranks share the work of, and the facts that identify them. A collective."""
+    """Return indexed shards and the facts that identify them. The ranks share the work of indexing. A collective."""
     paths = [Path(name) for name in names]
     mine: dict[int, ShardIndex] = {}
     notes: list[str] = []
@@ -231,7 +235,7 @@ def open_indexed(engine: Engine, names: list[str]) -> tuple[Shards, dict[str, ob
 
 
 def share(engine: Engine, rows: Tensor) -> list[Tensor]:
-    """Return each rank's `rows` (int64 [its own number, 4]), on every rank. A collective."""
+    """Return the `rows` (int64 [n, 4]; n may differ) of each rank, on every rank. A collective."""
     counts = engine.all_gather_object(len(rows), "index.rows")
     parts: list[list[Tensor]] = [[] for _ in counts]
     for first in range(0, max(counts), ROWS):
@@ -244,26 +248,27 @@ def share(engine: Engine, rows: Tensor) -> list[Tensor]:
 
 
 def short_names(names: list[str]) -> list[str]:
-    """Return the names of files below the directory that they share: the same wherever that lies."""
+    """Return the paths of files relative to their common directory, so that they do not depend on its location."""
     common = os.path.commonpath([os.path.dirname(name) for name in names])  # noqa: PTH120
     return [os.path.relpath(name, common) for name in names]
 
 
 class Announced:
-    """How many samples sizes.json ({"000000.tar": 1000, ...}) next to a shard says that it has."""
+    """The number of samples of each shard according to sizes.json ({"000000.tar": 1000, ...}) in its directory."""
 
     def __init__(self) -> None:
         self._read: dict[Path, dict] = {}
 
     def of(self, path: Path) -> int | None:
+        """Return the number for shard `path`; None if it is not given."""
         if path.parent not in self._read:
             beside = path.parent / "sizes.json"
             self._read[path.parent] = read_json(beside, dict) if beside.exists() else {}
         return self._read[path.parent].get(path.name)
 
     def check(self, path: Path, samples: int) -> None:
-        """Raise UserError where what it says cannot be: a shard may have lost samples, and not gained any."""
+        """Raise UserError if the number is not possible: a shard may have lost samples, but not gained any."""
         said = self.of(path)
         if said is not None and (type(said) is not int or not samples <= said <= path.stat().st_size):
             given = f"{path.parent}/sizes.json gives {path.name} {str(said)[:40]!r} samples, and it has {samples:,}"
-            raise UserError(f"{given}: make it again, or remove it")
+            raise UserError(f"{given}: create it again, or remove it")

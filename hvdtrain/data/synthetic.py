@@ -1,4 +1,4 @@
-"""Random images, made once on the device: what training costs when loading costs nothing."""
+"""Random images, created once on the device, to measure training without the cost of loading."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from hvdtrain.engines.base import Engine
 def open_synthetic(
     engine: Engine, side: int, batch_size: int, classes: int, train_count: int, test_count: int
 ) -> Source:
-    """Return a source whose batches all come from the same `batch_size` images, which each rank draws for itself."""
+    """Return a source whose batches all consist of the same `batch_size` random images, different on each rank."""
     generator = torch.Generator().manual_seed(engine.rank)
     images = torch.randint(0, 256, (batch_size, 3, side, side), dtype=torch.uint8, generator=generator).to(
         engine.device
@@ -29,5 +29,5 @@ def open_synthetic(
         mine = len(range(test_count)[shard(test_count, engine.rank, engine.size)])
         return (some(min(batch_size, mine - start)) for start in range(0, mine, batch_size))
 
-    reason = f"synthetic: {batch_size} random images per rank, over and over, as {train_count:,} an epoch"
+    reason = f"synthetic: {batch_size} random images per rank, repeated, {train_count:,} per epoch"
     return Source("synthetic", reason, classes, train_count, train, test)

@@ -1,11 +1,11 @@
-"""A text as tokens that every rank maps into memory: the first 90 % to train on, the rest held out.
+"""A text as memory-mapped tokens: the first 90 % for training, the rest for validation.
 
     from hvdtrain.data import text
     data = text.load([Path("book.txt")], "characters")
     inputs, targets = text.windows(data.train, torch.tensor([0, 5]), context=64)
 
-Every rank of a host calls `load` at once with the same arguments. The first one converts the text and keeps the tokens in
-the cache directory; the others, and later runs, map that file. Where the cache cannot be written, each converts for itself.
+Every rank on a host calls `load` with the same arguments. The first process converts the text and stores the tokens in the
+cache directory; other processes and later runs map that file. If the cache is not writable, each process converts the text.
 """
 
 import codecs
@@ -27,27 +27,27 @@ from hvdtrain.data.vocabularies import CODE_POINTS, Bytes, Characters, Pairs, Vo
 from hvdtrain.engines.errors import UserError
 
 BLOCK_BYTES = 2**22  # read and converted at a time
-LOCK_SECONDS = 600.0  # learning byte pairs can take minutes; then a process converts for itself
-IGNORED = -100  # the target that torch's cross-entropy leaves out
-FORMAT = 1  # of the files in the cache
+LOCK_SECONDS = 600.0  # how long to wait for another process, which may take minutes to learn byte pairs
+IGNORED = -100  # the default ignore_index of torch's cross-entropy
+FORMAT = 1  # format version of the files in the cache
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A text as tokens. Do not write into them: they are a file's pages, shared with the host's other ranks."""
+    """A text as tokens. Do not modify the tensors: they are a memory-mapped file, shared with other ranks."""
 
     name: str  # "text", or "python" for the standard library
     reason: str  # one line: which text this is
-    sha256: str  # of the file; of several: of their files' sha256, one after the other
+    sha256: str  # of the file; for several files: of their concatenated SHA-256
     train: Tensor  # uint8 or int32 [n]
     validation: Tensor  # the same type, [m]
-    validation_characters: int  # with bytes as tokens: bytes
+    validation_characters: int  # number of characters, or of bytes if the tokens are bytes
     vocabulary: Vocabulary
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the cache keeps next to the tokens."""
+    """The data stored in the cache next to the tokens."""
 
     kind: str
     content: str  # of the vocabulary
@@ -57,9 +57,9 @@ class Facts:
 
 
 def windows(tokens: Tensor, indices: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, int64 [b, context], of the windows `indices` (int64 [b]); window i begins at i * context.
+    """Return inputs and targets, both int64 [b, context], of windows `indices` (int64 [b]). Window i begins at i * context.
 
-    A target is the token after its input. Beyond the last token inputs are 0 and targets IGNORED.
+    A target is the token after its input. After the last token, inputs are 0 and targets are IGNORED.
     """
     at = indices.cpu()[:, None] * context + torch.arange(context + 1)
     window = tokens[at.clamp(max=len(tokens) - 1)].long()
@@ -68,30 +68,30 @@ def windows(tokens: Tensor, indices: Tensor, context: int) -> tuple[Tensor, Tens
 
 
 def whole_windows(tokens: Tensor, context: int) -> int:
-    """Return how many windows the tokens fill. What is left, shorter than a window, is not trained on."""
+    """Return the number of full windows. A shorter rest is not used for training."""
     return max(len(tokens) - 1, 0) // context
 
 
 def all_windows(tokens: Tensor, context: int) -> int:
-    """Return in how many windows each token but the first is a target once. The last one may be short."""
+    """Return the number of windows that cover all tokens. The last one may be shorter."""
     return -(-max(len(tokens) - 1, 0) // context)
 
 
 def standard_library() -> list[Path]:
-    """Return the modules of Python's standard library that are one file each: some 4 MB of text on every machine."""
+    """Return the single-file modules of Python's standard library: about 4 MB of text."""
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
 def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None = None) -> Text:
-    """Return the text in `paths` (none: the standard library), one file after the other, as tokens.
+    """Return the concatenated text of the files `paths` as tokens. Default: Python's standard library.
 
-    kind: one of vocabularies.KINDS. For pairs: `tokenizer`, a tokenizer.json; or `size`, how many tokens to learn here.
-    Raises UserError where a file cannot be read, is not UTF-8 (but for bytes), or all are empty.
+    kind: one of vocabularies.KINDS. For pairs: `tokenizer`, a tokenizer.json; or `size`, the number of tokens to learn.
+    Raises UserError if a file cannot be read or is not UTF-8 (except for bytes), or if all are empty.
     """
     name, reason = "text", ", ".join(path.name for path in paths)
     if not paths:
         paths, name = standard_library(), "python"
-        reason = f"{len(paths)} modules of Python's standard library, as there is no --text"
+        reason = f"{len(paths)} modules of Python's standard library, because --text was not given"
     given = None if tokenizer is None else read_tokenizer(tokenizer)
     directory = cache.directory("text")
     with contextlib.ExitStack() as stack:
@@ -102,7 +102,7 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
         stem = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
         found = None if directory is None else cached(directory, stem)
         if found is None and directory is not None:
-            with contextlib.suppress(OSError):  # a full disk, say
+            with contextlib.suppress(OSError):  # such as a full disk
                 keep(directory, stem, paths, kind, size, given)
                 found = cached(directory, stem)
         if found is None:
@@ -118,7 +118,7 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
 
 
 def convert(paths: Sequence[Path], kind: str, size: int, given: Pairs | None, put: Callable[[Tensor], object]) -> Facts:
-    """Hand the text's tokens to `put`, part by part; return what goes with them. Raises UserError."""
+    """Convert the text, and call `put` with each part of the tokens. Return the facts about it. Raises UserError."""
     total, seen = 0, torch.zeros(CODE_POINTS if kind == "characters" else 0, dtype=torch.bool)
     for block in blocks(paths, kind):
         total += len(block)
@@ -145,7 +145,7 @@ def convert(paths: Sequence[Path], kind: str, size: int, given: Pairs | None, pu
 
 
 def blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:
-    """Yield the files' text, or their bytes where these are the tokens, in parts. Raises UserError."""
+    """Yield the files' text in blocks, or their bytes if kind is "bytes". Raises UserError."""
     for path in paths:
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
@@ -161,7 +161,7 @@ def blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:
 
 
 def between(parts: Iterator[str | bytes], first: int, last: int) -> Iterator:
-    """Yield what stands at positions first to last - 1 of `parts`, one after the other."""
+    """Yield the concatenation of `parts` from position `first` to `last` - 1, in parts."""
     position = 0
     for part in parts:
         if inside := part[max(first - position, 0) : max(last - position, 0)]:
@@ -172,7 +172,7 @@ def between(parts: Iterator[str | bytes], first: int, last: int) -> Iterator:
 
 
 def fingerprint(paths: Sequence[Path]) -> str:
-    """Return the sha256 of a file; of several, that of their sha256. Raises UserError where one cannot be read."""
+    """Return the SHA-256 of a file; for several files, of their SHA-256. Raises UserError if a file cannot be read."""
     found = []
     for path in paths:
         try:
@@ -184,6 +184,7 @@ def fingerprint(paths: Sequence[Path]) -> str:
 
 
 def read_tokenizer(path: Path) -> Pairs:
+    """Return the vocabulary in a tokenizer.json. Raises UserError."""
     try:
         content = path.read_text()
     except OSError as error:
@@ -194,11 +195,12 @@ def read_tokenizer(path: Path) -> Pairs:
 
 
 def unreadable(flag: str, path: Path, error: OSError) -> UserError:
+    """Return the UserError for a file that cannot be read."""
     return UserError(f"{flag} {path}: {error.strerror or error}: name a file that can be read")
 
 
 def cached(directory: Path, stem: str) -> tuple[Facts, Tensor] | None:
-    """Return the tokens that are kept as `stem`, mapped; None where there are none, or not whole."""
+    """Return facts and memory-mapped tokens of cache entry `stem`; None if it is missing or incomplete."""
     tokens = directory / f"{stem}.tokens"
     try:
         facts = Facts(**json.loads((directory / f"{stem}.json").read_bytes()))
@@ -212,7 +214,7 @@ def cached(directory: Path, stem: str) -> tuple[Facts, Tensor] | None:
 
 
 def keep(directory: Path, stem: str, paths: Sequence[Path], kind: str, size: int, given: Pairs | None) -> None:
-    """Convert the text into files of the cache, which memory need not hold. Hold the lock. Raises OSError, UserError."""
+    """Convert the text to files in the cache, block by block. The caller holds the lock. Raises OSError, UserError."""
     cache.sweep(directory)
     partial = directory / f".{stem}.{os.getpid()}-{secrets.token_hex(4)}.partial"
     try:

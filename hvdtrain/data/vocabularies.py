@@ -1,4 +1,4 @@
-"""Text to tokens and back: characters, bytes, or byte pairs learned from the text."""
+"""Converts text to tokens and back: characters, bytes, or byte pairs learned from the text."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ CODE_POINTS = 0x110000
 
 
 class Vocabulary(ABC):
-    """Tokens 0 to size - 1. `kind`, one of KINDS, and `content` determine it: a checkpoint holds both."""
+    """A vocabulary with tokens 0 to size - 1. `kind` (one of KINDS) and `content` define it; checkpoints contain both."""
 
     kind: str
     size: int
@@ -21,27 +21,28 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def encode(self, text: str | bytes) -> Tensor:
-        """Return the tokens of `text` as int64 [n]. Raises UserError for a character that the vocabulary lacks."""
+        """Return the tokens of `text` as int64 [n]. Raises UserError for a character that is not in the vocabulary."""
 
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`."""
 
     def state_dict(self) -> dict[str, str]:
+        """Return kind and content."""
         return {"kind": self.kind, "content": self.content}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Raise UserError where `state` is another vocabulary's: a model's tokens would mean something else."""
+        """Compare with a saved vocabulary. Raises UserError if it differs, because the model's tokens would not match."""
         if dict(state) != self.state_dict():
             there = restore(state["kind"], state["content"])
             other = "other " if (there.kind, there.size) == (self.kind, self.size) else ""
-            said = f"{there.size} {there.kind} there, {other}{self.size} {self.kind} here"
+            said = f"{there.size} {there.kind} in the checkpoint, {other}{self.size} {self.kind} here"
             how = "give the --text and --tokens that it was trained with, or --resume never"
-            raise UserError(f"the checkpoint has another vocabulary ({said}): {how}", everywhere=True)
+            raise UserError(f"the checkpoint has a different vocabulary ({said}): {how}", everywhere=True)
 
 
 class Characters(Vocabulary):
-    """One token for each character that the text has, in the order of their code points."""
+    """One token for each distinct character of the text, ordered by code point."""
 
     kind = "characters"
 
@@ -65,7 +66,7 @@ class Characters(Vocabulary):
 
 
 class Bytes(Vocabulary):
-    """The 256 bytes: any text in any encoding, at a little more than one token a character in most languages."""
+    """The 256 bytes. Any text in any encoding can be represented."""
 
     kind, size, content = "bytes", 256, ""
 
@@ -80,12 +81,12 @@ class Bytes(Vocabulary):
 
 
 class Pairs(Vocabulary):
-    """Byte pairs (arXiv:1508.07909 on bytes, as GPT-2 has them), by the package `tokenizers`. Any text has tokens."""
+    """Byte-pair encoding (arXiv:1508.07909, on bytes as in GPT-2), with the package `tokenizers`. Can represent any text."""
 
     kind = "pairs"
 
     def __init__(self, content: str) -> None:
-        """content: the tokenizer as the package's own JSON (a tokenizer.json). Raises UserError where it is not."""
+        """content: the tokenizer in the package's JSON format (tokenizer.json). Raises UserError if it is invalid."""
         tokenizers = package()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
@@ -95,12 +96,12 @@ class Pairs(Vocabulary):
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int) -> "Pairs":
-        """Return the vocabulary of `size` tokens that `texts` give; fewer, where they have not so many pairs."""
+        """Return a vocabulary of `size` tokens learned from `texts`, or fewer if there are not enough pairs."""
         tokenizers = package()
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()  # all 256: no byte is ever unknown
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that no byte is unknown
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
         tokenizer.train_from_iterator(texts, trainer)
         return cls(tokenizer.to_str())
@@ -114,7 +115,7 @@ class Pairs(Vocabulary):
 
 
 def package():
-    """Return the package `tokenizers`. Raises UserError where it is not installed."""
+    """Return the package `tokenizers`. Raises UserError if it is not installed."""
     try:
         import tokenizers
         import tokenizers.decoders
@@ -128,11 +129,11 @@ def package():
 
 
 def restore(kind: str, content: str) -> Vocabulary:
-    """Return the vocabulary that had this kind and content."""
+    """Return the vocabulary defined by kind and content."""
     return Bytes() if kind == "bytes" else {"characters": Characters, "pairs": Pairs}[kind](content)
 
 
 def code_points(text: str) -> Tensor:
     """Return the Unicode code points of `text` as int32 [n]."""
-    data = bytearray(text.encode("utf-32-le", "surrogatepass"))  # a prompt from the command line may have surrogates
+    data = bytearray(text.encode("utf-32-le", "surrogatepass"))  # command-line arguments may contain surrogates
     return torch.frombuffer(data, dtype=torch.int32) if data else torch.zeros(0, dtype=torch.int32)

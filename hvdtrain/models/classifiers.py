@@ -1,4 +1,4 @@
-"""torchvision's classifiers by name."""
+"""Creates torchvision's classifiers by name."""
 
 from torch import nn
 
@@ -6,7 +6,7 @@ from hvdtrain.engines.errors import UserError
 
 
 def require_torchvision() -> None:
-    """Raise UserError where torchvision is not there, or is not this torch's."""
+    """Raise UserError if torchvision is missing, or was built for another version of torch."""
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError) as error:  # RuntimeError: "operator torchvision::nms does not exist"
@@ -17,7 +17,7 @@ def require_torchvision() -> None:
 
 
 def build_model(name: str, classes: int, side: int) -> nn.Module:
-    """Return torchvision's classifier `name` with random weights. Raises UserError where there is none for such images."""
+    """Return torchvision's classifier `name` with random weights. Raises UserError if there is none for this image size."""
     from torchvision import models
 
     if name not in models.list_models(module=models):
@@ -26,7 +26,7 @@ def build_model(name: str, classes: int, side: int) -> nn.Module:
         )
     options: dict[str, object] = {"num_classes": classes}
     if name in ("googlenet", "inception_v3"):
-        options |= dict(aux_logits=False, init_weights=True)  # one output, as all the others have
+        options |= dict(aux_logits=False, init_weights=True)  # a single output, like the other models
     if name.startswith("vit"):
         options["image_size"] = side
     if name.startswith("maxvit"):
@@ -34,5 +34,5 @@ def build_model(name: str, classes: int, side: int) -> nn.Module:
     try:
         return models.get_model(name, weights=None, **options)
     except (ValueError, AssertionError) as error:
-        said = f"--model {name} does not take --image-size {side}: {error}"
+        said = f"--model {name} does not support --image-size {side}: {error}"
         raise UserError(said, everywhere=True) from error

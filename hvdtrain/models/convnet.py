@@ -1,4 +1,4 @@
-"""The models for small images of digits and clothes, in mnist.py and in the benchmarks."""
+"""Models for MNIST and Fashion-MNIST, used in mnist.py and in the benchmarks."""
 
 import math
 
@@ -10,14 +10,14 @@ class ConvNet(nn.Sequential):
     """Two blocks of convolution, batch norm, pooling and ReLU, then one linear layer: 29,034 parameters.
 
     Input float32 [b, 1, 28, 28] in [0, 1], output logits [b, 10]; 5.7 million floating-point operations forward, per sample.
-    Without `norm`, training on N ranks is exactly training on one with the whole batch; with it, each rank normalizes by its
-    own samples.
+    Without `norm`, training on N ranks is equivalent to training on one rank with the global batch. With it, each rank
+    normalizes with the statistics of its own samples.
     """
 
     def __init__(self, norm: bool = True) -> None:
         def block(inputs: int, outputs: int) -> list[nn.Module]:
             normalize = [nn.BatchNorm2d(outputs)] if norm else []
-            # The other way round gives the same bits, with four times as many values through ReLU: 8 % of a step.
+            # ReLU before MaxPool2d gives the same result, but processes four times as many values: 8 % of a step.
             return [nn.Conv2d(inputs, outputs, 5, padding=2), *normalize, nn.MaxPool2d(2), nn.ReLU()]
 
         super().__init__(*block(1, 16), *block(16, 32), nn.Flatten(), nn.Linear(7 * 7 * 32, 10))
@@ -27,10 +27,10 @@ class CosineNet(nn.Sequential):
     """A fixed cosine transform, two trained convolutions with batch norm, one linear layer: 39,329 parameters, 375 fixed.
 
     Input float32 [b, 1, 28, 28] in [0, 1], output logits [b, 10]; 1.5 million floating-point operations forward, per
-    sample. Made for the least time to 99 % on MNIST (docs/network.md has the search). The first layer computes the lowest
-    frequencies of the discrete cosine transform of 5 x 5 pixels, with both signs, at every second pixel. It is not trained:
-    nothing is computed backward for it, and the next layer needs no gradient of its input. The idea of a fixed first layer
-    with both signs: the whitening layer of arXiv:2404.00498; this one does not depend on the data.
+    sample. Designed to reach 99 % on MNIST in the shortest time (docs/network.md describes the search). The first layer
+    computes the lowest frequencies of the discrete cosine transform of 5 x 5 pixels, with both signs, at every second pixel.
+    It is not trained, so it has no backward pass, and the next layer needs no gradient of its input. A fixed first layer
+    with both signs is known from the whitening layer of arXiv:2404.00498; here it does not depend on the data.
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ def cosines(count: int, side: int) -> Tensor:
     """Return float32 [count, 1, side, side]: the mean, then each wave of the 2-D discrete cosine transform (DCT-II) and its
     negative, from low frequencies to high.
 
-    Waves grow with their frequency as (1 + u + v) / 2, because images have less of the higher ones. Computed in Python, so
-    that the bits do not depend on the kernels of a processor.
+    The amplitude grows with the frequency as (1 + u + v) / 2, because images have less energy at high frequencies.
+    Computed in Python, so that the result is bitwise the same on all processors.
     """
     waves = [[math.cos(math.pi * (at + 0.5) * u / side) for at in range(side)] for u in range(side)]
     unit = [[value / math.hypot(*wave) for value in wave] for wave in waves]
     filters: list[list[list[float]]] = []
     for total, u, v in sorted((u + v, u, v) for u in range(side) for v in range(side)):
-        for sign in (1, -1) if total else (1,):  # pixels are not negative: nor is their mean
+        for sign in (1, -1) if total else (1,):  # pixels are not negative, so neither is their mean
             scale = sign * (1 + total) / 2
             filters.append([[scale * down * across for across in unit[v]] for down in unit[u]])
     return torch.tensor(filters[:count]).unsqueeze(1)

@@ -1,10 +1,10 @@
-"""A decoder-only transformer in the form of GPT-2: pre-norm blocks, causal attention, learned positions.
+"""A decoder-only transformer like GPT-2: pre-norm blocks, causal attention, learned positions.
 
     model = GPT(SIZES["shakespeare-cpu"], vocabulary=65)
     logits = model(tokens)      # int64 [b, t], t <= context  ->  [b, t, vocabulary]
 
-Weights start as GPT-2's do: normal with deviation 0.02, and 0.02 / sqrt(2 * layers) where a block's output joins the
-residual stream, so that the stream's variance does not grow with depth.
+Weights are initialized as in GPT-2: normal with standard deviation 0.02, and 0.02 / sqrt(2 * layers) for the layers whose
+output is added to the residual stream, so that its variance does not grow with depth.
 """
 
 import math
@@ -18,29 +18,31 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """What determines the parameters, apart from the vocabulary."""
+    """The hyperparameters that determine the model's parameters, apart from the vocabulary."""
 
     layers: int
     heads: int
-    width: int  # of the residual stream; heads * (width per head)
-    context: int  # most tokens that the model sees at once
+    width: int  # of the residual stream: heads * (width per head)
+    context: int  # maximum number of input tokens
     bias: bool = False  # in linear layers and layer norms
-    tied: bool = True  # the head's weights are the token embedding's
+    tied: bool = True  # the head shares the weights of the token embedding
 
 
 SIZES = {
     "shakespeare-cpu": Sizes(layers=4, heads=4, width=128, context=64),  # 804,096 parameters with 65 characters
     "gpt-small": Sizes(layers=6, heads=6, width=384, context=256),  # 10.8 million with bytes: for the benchmarks
-    "gpt2": Sizes(
-        layers=12, heads=12, width=768, context=1024, bias=True
-    ),  # 124,439,808 with GPT-2's 50,257 byte pairs
+    # 124,439,808 parameters with GPT-2's 50,257 byte pairs
+    "gpt2": Sizes(layers=12, heads=12, width=768, context=1024, bias=True),
 }
 
-VOCABULARIES = {"shakespeare-cpu": 65, "gpt-small": 256, "gpt2": 50_257}  # where no text says it: in the benchmarks
+VOCABULARIES = {"shakespeare-cpu": 65, "gpt-small": 256, "gpt2": 50_257}  # for benchmarks, which have no text
 
 
 class Block(nn.Module):
-    """Attention, then a network of two layers; each reads the normalized stream and adds to the stream."""
+    """A transformer block: attention, then an MLP with two layers. Each reads the normalized residual stream and adds to it.
+
+    Input and output: [b, t, width].
+    """
 
     def __init__(self, sizes: Sizes, dropout: float) -> None:
         super().__init__()
@@ -59,23 +61,25 @@ class Block(nn.Module):
         return stream + self.drop(self.from_mlp(hidden))
 
     def attention(self, inputs: Tensor) -> Tensor:
+        """Return the causal self-attention of `inputs`, [b, t, width], before the output projection."""
         heads = self.queries_keys_values(inputs).unflatten(-1, (3, self.heads, -1))  # [b, t, 3, heads, width per head]
         if heads.device.type == "cpu":
-            # In bfloat16 the backward pass of CPU attention takes four times as long as in float32 (docs/lm.md).
+            # On CPUs, the backward pass of attention takes four times as long in bfloat16 as in float32 (docs/lm.md).
             heads = heads.float()
         queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # each [b, heads, t, width per head]
-        with torch.autocast("cpu", enabled=False):  # else it would cast back
+        with torch.autocast("cpu", enabled=False):  # otherwise autocast would cast back to bfloat16
             outputs = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, dropout_p=self.dropout if self.training else 0.0
             )
         return outputs.transpose(1, 2).flatten(2)
 
     def drop(self, outputs: Tensor) -> Tensor:
+        """Apply dropout."""
         return F.dropout(outputs, self.dropout, self.training) if self.dropout else outputs
 
 
 class GPT(nn.Module):
-    """Logits of each next token, given tokens int64 [b, t]."""
+    """A GPT model. Input: tokens, int64 [b, t] with t <= context. Output: logits of the next tokens, [b, t, vocabulary]."""
 
     def __init__(self, sizes: Sizes, vocabulary: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -100,10 +104,10 @@ class GPT(nn.Module):
         return F.linear(self.norm(stream), self.tokens.weight if self.head is None else self.head.weight)
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of forward and backward for one token, at full context.
+        """Return the number of floating-point operations per token for forward and backward, at full context.
 
-        Six for each weight of a matrix product, and 12 * width * context in each layer for attention's two products, of
-        which causality needs half: as arXiv:2204.02311, appendix B, counts, so that shares can be compared with others'.
+        Counted as in arXiv:2204.02311, appendix B: 6 per weight of a matrix product, and 12 * width * context per layer for
+        the two products of attention. (Causal attention needs only half of the latter.)
         """
         matrices = sum(block_weight.numel() for block_weight in self.blocks.parameters() if block_weight.ndim > 1)
         return (
@@ -111,9 +115,9 @@ class GPT(nn.Module):
         )
 
     def continued(self, tokens: list[int], count: int, *, temperature: float, seed: int) -> Iterator[int]:
-        """Yield `count` tokens that continue `tokens` (at least one), drawn with a separate generator.
+        """Yield `count` tokens that continue `tokens` (at least one), sampled with a separate generator.
 
-        No other random numbers are touched, and no state: training goes on as if nothing had been drawn.
+        Global random number generators and the model's state are not changed, so training is not affected.
         """
         draw, training = torch.Generator().manual_seed(seed), self.training
         tokens = tokens[-self.sizes.context :]

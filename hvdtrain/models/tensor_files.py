@@ -1,26 +1,26 @@
-"""Files of tensors, before they are opened: no pipe that nobody writes to, no header that would fill the memory."""
+"""Checks of tensor files before they are opened: rejects pipes, and headers that would exhaust memory."""
 
 import stat
 from pathlib import Path
 
 MOST_HEADER_BYTES = 2**26
-MOST_TENSORS = 100_000  # of 67 MB, a million tensors without content took 33 s and 2 GB
+MOST_TENSORS = 100_000  # a file of 67 MB with a million empty tensors took 33 s and 2 GB
 
 
 def require_file(path: Path) -> None:
-    """Raise ValueError where `path` is a pipe, a device or a directory: opening it might wait for ever. Raises OSError."""
+    """Raise ValueError if `path` is not a regular file: opening a pipe or a device might block. Raises OSError."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("it is not a regular file")
 
 
 def refuse_large_header(path: Path) -> None:
-    """Raise ValueError where a safetensors file names more tensors than any model has: the library would make an object of
-    each. Raises OSError where it cannot be read."""
+    """Raise ValueError if a safetensors file has an excessive number of tensors, because the library would create an object
+    for each. Raises OSError if it cannot be read."""
     require_file(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MOST_HEADER_BYTES:
             raise ValueError(f"its header of {length:,} bytes is larger than {MOST_HEADER_BYTES:,}")
-        count = file.read(length).count(b'"dtype"')  # within a text, its quotation marks would be escaped
+        count = file.read(length).count(b'"dtype"')  # inside a string, the quotation marks would be escaped
     if count > MOST_TENSORS:
         raise ValueError(f"it names {count:,} tensors, more than {MOST_TENSORS:,}")

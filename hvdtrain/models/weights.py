@@ -1,4 +1,4 @@
-"""Initial weights from a file: a state_dict, loaded without running code."""
+"""Loads initial weights from a file. A state_dict is loaded without executing code."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from hvdtrain.models.tensor_files import refuse_large_header, require_file
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Fill `model` from `path`: what `torch.save(model.state_dict())` wrote, or a .safetensors file.
+    """Load weights into `model` from `path`: a file written by `torch.save(model.state_dict())`, or a .safetensors file.
 
-    Raises UserError where the file cannot be read, holds anything but tensors, or does not fit the model.
+    Raises UserError if the file cannot be read, contains anything but tensors, or does not match the model.
     """
     try:
         require_file(path)

@@ -202,7 +202,7 @@ def same_data(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def require_ordinary(given: DataLoader) -> None:
     """Raise UserError if the DataLoader does not allow its sampler to be replaced."""
     if isinstance(given.dataset, IterableDataset):
-        raise UserError("a DataLoader over an IterableDataset has no agreed order: use a map-style Dataset")
+        raise UserError("a DataLoader over an IterableDataset has no fixed order: use a map-style Dataset")
     if given.batch_size is None:
         raise UserError("the DataLoader has batch_size=None or a batch_sampler: give it batch_size=flags.batch_size")
     if not isinstance(given.sampler, (RandomSampler, SequentialSampler)):

@@ -27,7 +27,8 @@ def clock_offsets(kernels: Sequence[str], rounds: Sequence[Sequence[Sequence[int
 def merge(pieces: Sequence[Mapping], first_step: int, steps: int, timeline: Sequence[Mapping]) -> dict:
     """Return one Chrome trace of all ranks. `ts` is in microseconds since the earliest recording began, on rank 0's clock.
 
-    pieces: by rank, the recordings that `Profile` gathers. steps: number of recorded steps. timeline: Horovod's, from rank 0.
+    pieces: by rank, the recordings that `Profile` gathers. steps: number of recorded steps. timeline: Horovod's, from rank
+    0.
     """
     offsets = clock_offsets([piece["kernel"] for piece in pieces], [piece["rounds"] for piece in pieces])
     began_ns = [piece["began_ns"] - round(offset_ns) for piece, (offset_ns, _) in zip(pieces, offsets, strict=True)]

@@ -107,7 +107,9 @@ def test_a_run_records_what_it_promises_and_is_sampled_from(book, tmp_path, monk
         train(monkeypatch, f"--output-dir {out} --sample Fox!")
     other = tmp_path / "other.txt"
     other.write_text("0123456789\n" * 40)
-    with pytest.raises(UserError, match=r"another vocabulary .28 characters there, 11 characters here") as raised:
+    with pytest.raises(
+        UserError, match=r"a different vocabulary .28 characters in the checkpoint, 11 characters here"
+    ) as raised:
         train(monkeypatch, f"--text {other} --resume {file}")
     one_line(raised.value)
 

@@ -53,7 +53,7 @@ def failed(directory: Path | None) -> str:
     with pytest.raises(UserError) as caught:
         idx.locate("mnist", directory)
     assert "\n" not in str(caught.value)
-    assert "and no download (" in str(caught.value)
+    assert "and the download failed (" in str(caught.value)
     return str(caught.value)
 
 
@@ -102,7 +102,7 @@ def test_without_a_cache_the_lock_is_in_the_named_directory(
         mirrors(url)
         idx.locate("mnist", tmp_path / "d")
         assert good(tmp_path / "d/MNIST/raw")
-        assert "no place to download to" in idx.locate("auto").reason
+        assert "no directory to download to" in idx.locate("auto").reason
 
 
 def test_a_target_that_cannot_be_written(tmp_path: Path, mirrors: Mirrors) -> None:
@@ -174,7 +174,9 @@ def test_redirects_keep_the_scheme(tmp_path: Path, mirrors: Mirrors, to: str) ->
     with fake.mirror(answer) as (url, _):
         mirrors(url)
         message = failed(tmp_path / "d")
-    assert f"redirects to what is not http: {to}" in message or "not allowed" in message  # urllib's own, for file:
+    assert (
+        f"redirects to a URL that is not http: {to}" in message or "not allowed" in message
+    )  # urllib's own, for file:
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl to make a certificate with")

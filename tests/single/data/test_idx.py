@@ -167,7 +167,7 @@ WRONG = {
     "magic": (IMAGES, b"\0\0\x08", "is not an IDX file of unsigned bytes"),
     "header": (IMAGES, fake.MNIST[IMAGES][:9], "is truncated within its header: 9 of 16 bytes"),
     "short": (IMAGES, fake.MNIST[IMAGES][:-1], "is truncated: 15,695 of 15,696 bytes"),
-    "long": (LABELS, fake.MNIST[LABELS] + b"\0", "is too long: it goes on after the 28 bytes"),
+    "long": (LABELS, fake.MNIST[LABELS] + b"\0", "is too long: it continues after the 28 bytes"),
     "test for training": (IMAGES, fake.MNIST[TEST_IMAGES], f"is MNIST's {TEST_IMAGES}, not MNIST's {IMAGES}"),
     "training for test": (TEST_IMAGES, fake.MNIST[IMAGES], "holds 20 images of 28 x 28 where 10 images of 28 x 28"),
     "labels for images": (IMAGES, fake.MNIST[LABELS], f"is MNIST's {LABELS}"),
@@ -205,7 +205,7 @@ def test_a_wrong_gzip_file_is_named(tmp_path: Path) -> None:
         packed[:500]: "is truncated: the gzip file ends too early",
         packed[:-8] + b"\0" * 8: "is damaged: not a valid gzip file",
         packed + b"tail": "is damaged: not a valid gzip file",
-        packed + packed: "is too long: it goes on after the 15,696 bytes",
+        packed + packed: "is too long: it continues after the 15,696 bytes",
     }.items():
         path.write_bytes(content)
         assert refused("mnist", tmp_path).startswith(f"{path} {expected}")

@@ -251,7 +251,7 @@ def test_a_shard_that_changed_between_two_runs_is_named_before_training(damage, 
 def test_a_shard_that_is_gone_is_named(own):
     (own / "train" / "000002.tar").unlink()
     with pytest.raises(
-        UserError, match=r"train/sizes.json names '000002.tar', which is not there: put it back"
+        UserError, match=r"train/sizes.json names '000002.tar', which does not exist: restore it"
     ) as error:
         open_them(own)
     one_line(error.value)
@@ -354,7 +354,7 @@ def test_a_stream_needs_a_number_of_samples(tars):
         shards.open_shards(open_world(), tars, (pattern, None), train_count=None, **options)
     source = shards.open_shards(open_world(), tars, (pattern, None), train_count=7, **options)
     assert (source.order, source.facts, source.train_count) == (None, {}, 7)
-    assert "(a stream: without an agreed order)" in source.reason
+    assert "(a stream: without a fixed order)" in source.reason
     assert sum(batch.samples for batch in source.train(loading.Plan(7, 7, 1, 1, 0, 1, 4))) == 7
     assert sum(batch.samples for batch in source.test()) == TEST  # that one has an index
 
@@ -473,7 +473,7 @@ def test_sizes_json_is_right_or_refused(said, tmp_path):
         ] * (said == 6)
         return
     with pytest.raises(
-        UserError, match=r"sizes.json gives a.tar .* samples, and it has 5: make it again, or remove it"
+        UserError, match=r"sizes.json gives a.tar .* samples, and it has 5: create it again, or remove it"
     ) as error:
         open_them(tmp_path)
     one_line(error.value)

@@ -93,7 +93,7 @@ def test_the_standard_library_is_there_where_no_text_is_given(monkeypatch, tmp_p
     monkeypatch.setattr(text, "standard_library", lambda: few)
     data = text.load([], "bytes")
     assert data.name == "python"
-    assert data.reason.startswith("3 modules of Python's standard library, as there is no --text")
+    assert data.reason.startswith("3 modules of Python's standard library, because --text was not given")
 
 
 def test_a_second_load_maps_what_the_first_one_kept(book, own_cache, monkeypatch):
@@ -172,9 +172,11 @@ def test_unknown_characters_of_a_prompt_are_named():
 def test_another_vocabulary_is_refused():
     mine = Characters("abc")
     mine.load_state_dict(Characters("abc").state_dict())
-    with pytest.raises(UserError, match=r"another vocabulary .3 characters there, other 3 characters here"):
+    with pytest.raises(
+        UserError, match=r"a different vocabulary .3 characters in the checkpoint, other 3 characters here"
+    ):
         mine.load_state_dict(Characters("abd").state_dict())
-    with pytest.raises(UserError, match="256 bytes there, 3 characters here"):
+    with pytest.raises(UserError, match="256 bytes in the checkpoint, 3 characters here"):
         mine.load_state_dict(Bytes().state_dict())
 
 

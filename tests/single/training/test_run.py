@@ -230,7 +230,7 @@ WRONG_PROGRAMS = {
     "a text": (given("text"), "run.steps got str"),
     "nothing at all": (given(), "run.steps got nothing"),
     "unlike lengths": (given(X, Y[:5]), "tensors of 40, 5 samples: give equal lengths"),
-    "a stream": (given(DataLoader(Numbers(), 8)), "over an IterableDataset has no agreed order"),
+    "a stream": (given(DataLoader(Numbers(), 8)), "over an IterableDataset has no fixed order"),
     "another batch": (given(DataLoader(PAIRS, 4)), "batch_size=4, --batch-size is 8"),
     "drop_last": (given(DataLoader(PAIRS, 8, drop_last=True)), "drop_last=True: leave it out"),
     "a sampler": (
