@@ -148,6 +148,8 @@ def _answer(url: str, seconds: float) -> HTTPResponse:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Raises DownloadFailed for redirects to other schemes than SCHEMES."""
+
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         if urlsplit(newurl).scheme not in SCHEMES:
             raise DownloadFailed(f"redirects to a URL that is not {SCHEMES[0]}: {newurl}")

@@ -91,7 +91,7 @@ class FolderBatches(Dataset):
             try:
                 image = self.prepare((self.root / name).read_bytes(), epoch, name)
                 samples.append((image, int(self.listing.labels[index])))
-            except Exception as error:  # whatever a decoder raises on bytes that are not an image
+            except Exception as error:  # any exception of a decoder
                 corrupt.append(CorruptSample(str(self.root / name), why(error)))
         return collate(samples, corrupt, self.prepare.side)
 

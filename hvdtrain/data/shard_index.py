@@ -190,6 +190,7 @@ class Bounded:
         self.tell, self.seek = file.tell, file.seek
 
     def read(self, count: int) -> bytes:
+        """Return at most `count` bytes, not past the end."""
         return self.file.read(max(0, min(count, self.size - self.file.tell())))
 
 

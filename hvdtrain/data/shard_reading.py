@@ -83,7 +83,7 @@ class ShardBatches(Dataset):
                     )
                     raise ValueError(said)
                 samples.append((self.prepare(content, job.epoch, str(index)), label))
-            except Exception as error:  # whatever a decoder raises on bytes that are not an image
+            except Exception as error:  # any exception of a decoder
                 corrupt.append(CorruptSample(self._reader.name(index), why(error)))
         return collate(samples, corrupt, self.prepare.side)
 

@@ -90,7 +90,7 @@ class StreamBatches(IterableDataset):
                 break
             try:
                 good.append((self.prepare(sample.content, epoch, sample.name), sample.label))
-            except Exception as error:  # whatever a decoder raises on bytes that are not an image
+            except Exception as error:  # any exception of a decoder
                 self.corrupt.append(CorruptSample(sample.name, why(error)))
             if len(good) == count:
                 break

@@ -42,6 +42,7 @@ class GradientHook:
         self.ready = 0.0  # when this rank's last gradient was computed (time.perf_counter)
 
     def reduce(self, state, bucket) -> torch.futures.Future[Tensor]:
+        """Start the all-reduce of `bucket`. Return a future of the reduced buffer."""
         if bucket.is_last():
             self.ready = time.perf_counter()
         buffer = bucket.buffer()

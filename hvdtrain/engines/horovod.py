@@ -68,10 +68,12 @@ class PredividedCompressor:
         self.factor_after = factor_after
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Return the tensor to send, and the dtype to restore."""
         divided = tensor / self.predivide
         return (divided if self.wire_dtype is None else divided.to(self.wire_dtype)), tensor.dtype
 
     def decompress(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the reduced tensor in its original dtype, scaled."""
         return tensor.to(dtype).mul_(self.factor_after)
 
 

@@ -25,6 +25,7 @@ HANDED_ON = (
 
 
 def main() -> NoReturn:
+    """Run the client, or become the rank if there is no server."""
     words = sys.argv[1:]
     name = os.environ.pop(VARIABLE, None)
     # PMI_FD: the launchers of MPICH and Intel MPI use a file descriptor that only a child process inherits.
@@ -76,6 +77,7 @@ def stand_for(server: socket.socket, pid: int) -> NoReturn:
 
 
 def send(pid: int, number: int) -> None:
+    """Send a signal to the rank."""
     with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.kill(pid, number)
 

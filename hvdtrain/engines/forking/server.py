@@ -133,7 +133,7 @@ def fork(listener: socket.socket) -> Client | Place | None:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return process number and user of who has connected."""
+    """Return pid and user ID of the process at the other end of `connection`."""
     pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, user
 
@@ -191,6 +191,7 @@ def stream(number: int, unbuffered: bool, errors: str = "strict") -> io.TextIOWr
 
 
 def main() -> int:
+    """Run the server. Returns 0 at its end; in a forked rank, runs the program and does not return."""
     starter, words = os.getppid(), sys.argv[1:]
     os.setpgid(0, 0)  # signals from the terminal are for the launcher
     for number in (signal.SIGUSR1, signal.SIGHUP):
