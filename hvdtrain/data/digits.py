@@ -18,8 +18,8 @@ SHA256 = "68aea062d35a127749050fa0e52dca09d6569ac08092c925610e0954e172dde2"  # o
 COUNT, ROW = 1797, 65  # a row has 64 pixels from 0 to 16, then the label
 SIDE, MARGIN = 24, 2  # pixels: 8 x 8 is enlarged to 24 x 24, and padded to 28 x 28 like MNIST
 
-# The rows are ordered by form (by writer), with about 130 rows each. With a random split, the same writers would be in both
-# sets: 98 % accuracy instead of 95 % on new writers. Therefore the last three forms, 382 rows, are the test set.
+# The rows are ordered by form, about 130 rows each. With a random split, the same handwriting would be in both sets: 98 %
+# accuracy instead of 95 % for new handwriting. Therefore the last three forms, 382 rows, are the test set.
 TRAIN_COUNT = 1415
 
 
