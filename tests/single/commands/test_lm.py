@@ -141,7 +141,7 @@ def test_byte_pairs_train(book, tmp_path, monkeypatch, capsys):
         ("--text {tmp}/latin", "not UTF-8 (invalid continuation byte)"),
         ("--text {book} --width 17", "--width 17 is not a multiple of --heads 2"),
         ("--sample x", "--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir"),
-        ("--sample x --resume {tmp}/nowhere", "name a sound checkpoint"),
+        ("--sample x --resume {tmp}/nowhere", "name a valid checkpoint"),
         ("--sample x --output-dir {tmp}", "it has no valid checkpoint"),
         ("--sample x --resume {tmp}/other.safetensors", "not a checkpoint of hvdtrain.lm: name one that is"),
     ],

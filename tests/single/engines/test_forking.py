@@ -170,7 +170,7 @@ def test_each_rank_has_its_share_of_the_hosts_threads(tmp_path):
         (
             "import os; os.kill(os.getpid(), 9)",
             137,
-            "rank 1 on HOST was killed by SIGKILL (out of memory?): the others",
+            "rank 1 on HOST was killed by SIGKILL (out of memory?): ending the other ranks",
         ),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_named_checkpoint_is_continued_elsewhere(copy, tmp_path):
     named = checkpoint.listed(copy / "checkpoints")[1]
     assert alone(tmp_path / "new", f"--resume {named}") == 0
     assert results(tmp_path / "new") == results(copy)
-    for wrong, complaint in ((tmp_path / "none", "No such file"), (copy / "metrics.jsonl", "name a sound checkpoint")):
+    for wrong, complaint in ((tmp_path / "none", "No such file"), (copy / "metrics.jsonl", "name a valid checkpoint")):
         with pytest.raises(UserError, match=complaint):
             alone(tmp_path / "new", f"--resume {wrong}")
 
