@@ -47,8 +47,8 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
     return count
 
 
-def main() -> int:
-    """Run the command. Returns its exit code. Raises UserError."""
+def parse(argv: Sequence[str] | None = None) -> Namespace:
+    """Return the command's flags. Raises UserError."""
     parser = cli.Parser("hvdtrain.data.make_shards", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("shards", type=Path, help="a new directory")
@@ -58,6 +58,7 @@ def main() -> int:
 
 
 def main() -> int:
+    """Run the command. Returns its exit code. Raises UserError."""
     flags = parse()
     for split in ("train", "val"):
         if not (flags.folder / split).is_dir():

@@ -9,9 +9,6 @@ Each checkpoint is one file in the safetensors format:
     metadata "sha256"     checksum of all of the above
 
 Learning rates and random number generators need no state: they are derived from the position, the seed and the rank.
-
-python -m hvdtrain.training.checkpoint FILE                           verify FILE and print its facts
-python -m hvdtrain.training.checkpoint FILE --export W.safetensors    also write the model's weights to a file
 """
 
 import contextlib
@@ -21,14 +18,12 @@ import os
 import re
 import threading
 import time
-from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hvdtrain.engines.arguments import Parser
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.tensor_files import refuse_large_header
 from hvdtrain.training import contents
@@ -277,38 +272,11 @@ class Writer:
         self.done(path, self.failed)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns its exit code. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain.training.checkpoint", description="Verify a checkpoint; export its weights."
-    )
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--export", type=Path, metavar="W.safetensors", help="write the model's weights there")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = parse(argv)
-    try:
-        facts, tensors = read(flags.file)
-    except (Damaged, OSError) as error:
-        raise UserError(f"{flags.file}: {error}: name another checkpoint") from error
-    if flags.export is not None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        weights = {
-            name.removeprefix("model."): t for name, t in tensors.items() if name.startswith(("model.", "models."))
-        }
-        try:
-            save_file(weights, flags.export)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"--export {flags.export}: cannot be written ({error}): name another place") from error
-    print(json.dumps(facts, indent=2))
-    return 0
-
-
 if __name__ == "__main__":
     from hvdtrain.engines.exit_codes import run
 
-    run(main)
+    def moved() -> int:
+        """Refuse the command of the first layout. Remove with 0.2."""
+        raise UserError("this command is now hvdtrain.training.verify")
+
+    run(moved)

@@ -149,8 +149,8 @@ class Supervisor:
     def _hand_on(self, number: signal.Signals) -> None:
         self._handed_on.add(number)
         self._requests += number in ENDING
-        # During the import there is nothing to save.
-        unstarted = self._importing and number in (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+        # Before there are ranks there is nothing to save. (With them, the importer may still be about to exit.)
+        unstarted = self._importing and not self._ranks and number in (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
         if unstarted or self._requests >= MOST_REQUESTS:
             self._code = self._code or 128 + number
             self._kill()

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, verify
 
 TENSORS = {
     "model.weight": torch.arange(12, dtype=torch.float32).view(3, 4) / 7,
@@ -248,8 +248,8 @@ def test_export_gives_the_models_own_weights(tmp_path, capsys):
 
     path = tmp_path / checkpoint.name_of(12)
     checkpoint.write(path, FACTS, TENSORS)
-    assert checkpoint.main([str(path), "--export", str(tmp_path / "w.safetensors")]) == 0
+    assert verify.main([str(path), "--export", str(tmp_path / "w.safetensors")]) == 0
     assert set(load_file(tmp_path / "w.safetensors")) == {"weight", "half", "steps", "empty"}
     assert json.loads(capsys.readouterr().out)["state"] == {"epoch": 1, "step": 12}
     with pytest.raises(UserError, match=r"--export .*: cannot be written"):
-        checkpoint.main([str(path), "--export", str(tmp_path / "none" / "w.safetensors")])
+        verify.main([str(path), "--export", str(tmp_path / "none" / "w.safetensors")])

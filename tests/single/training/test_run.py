@@ -215,7 +215,7 @@ WRONG_PROGRAMS = {
     "no optimizer": (lambda run: run.prepare(network()), r"run.prepare\(\) got Sequential: give it models and optimizers"),
     "no model": (
         lambda run: run.prepare(network(), torch.optim.SGD(network().parameters(), lr=1.0)),
-        "an optimizer has parameters of a model that is not there",
+        "an optimizer has parameters of a model that was not given",
     ),
     "a foreign optimizer": (foreign_optimizer, r"this optimizer did not come from run.prepare\(\)"),
     "nothing evaluated": (silent_evaluation, r"run.evaluating\(\) recorded nothing"),
@@ -225,7 +225,7 @@ WRONG_PROGRAMS = {
     "a name that is taken, in a step": (lambda run: recorded_in_a_step(run, count=1.0), "^count is a field of every record"),
     "register before prepare": (lambda run: run.register(x=network()), r"run.register\(\) before run.prepare\(\)"),
     "register a number": (lambda run: (prepared(run), run.register(x=1)), "got a int: it has no state_dict"),
-    "data described twice": (lambda run: [run.describe_data("a", "b") for _ in range(2)], "was called before"),
+    "data described twice": (lambda run: [run.describe_data("a", "b") for _ in range(2)], "was already called"),
     "no samples": (given(0), "there are no samples"),
     "a text": (given("text"), "run.steps got str"),
     "nothing at all": (given(), "run.steps got nothing"),

@@ -78,5 +78,5 @@ def test_training_writes_nothing_through_a_link(tmp_path, capfd):
     before = sorted((tmp_path / "elsewhere").iterdir())
     capfd.readouterr()
     assert train(out) == 2
-    assert f"{out}/checkpoints is a link, and which is not followed" in capfd.readouterr().err
+    assert f"{out}/checkpoints is a symbolic link, which is not followed" in capfd.readouterr().err
     assert sorted((tmp_path / "elsewhere").iterdir()) == before
