@@ -15,7 +15,6 @@ Samples per second: the samples of all ranks over the time of the slowest rank. 
 
 import copy
 import resource
-import shutil
 import socket
 import time
 from argparse import Namespace
@@ -39,6 +38,7 @@ from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import cores_of_rank, start
 from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
+from hvdtrain.models.compiling import compiled, require_compiler
 from hvdtrain.training import optim
 from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.records.energy import Energy, Meter, said
@@ -142,7 +142,7 @@ def measure(
     predivide = float(engine.size) if flags.compression == "fp16" else 1.0
     replica, optimizer = others.distribute(model, optimizer, compression=flags.compression, predivide=predivide)
     others.broadcast(model, optimizer)
-    forward = torch.compile(replica, dynamic=False) if flags.compile else replica
+    forward = compiled(replica, engine.device) if flags.compile else replica
     autocast = torch.autocast(engine.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
     scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
 
@@ -339,8 +339,8 @@ def main() -> int:
         if sizes is not None:
             classes, shape = gpt.VOCABULARIES[flags.model], (sizes.context,)
         with engine.raising_together("start"):
-            if flags.compile and engine.device.type == "cpu" and not shutil.which("g++"):
-                raise UserError("--compile on a CPU needs a C++ compiler: install g++, or leave it out")
+            if flags.compile:
+                require_compiler(engine.device)
             if engine.rank == 0 and flags.output_dir is not None:
                 measuring.make_directory(flags.output_dir)
             if not small and sizes is None:

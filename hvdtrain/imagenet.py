@@ -28,6 +28,7 @@ from hvdtrain.data.shards import open_shards
 from hvdtrain.data.synthetic import open_synthetic
 from hvdtrain.engines.start import cores_of_rank
 from hvdtrain.models.classifiers import build_model, require_torchvision
+from hvdtrain.models.compiling import compiled
 from hvdtrain.training import optim
 from hvdtrain.training.flags import Flags, add_optimization
 
@@ -134,7 +135,8 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
     if flags.tensorboard:
         run.graph(net, torch.zeros(1, 3, flags.image_size, flags.image_size, device=run.device))
     if flags.compile:
-        model = torch.compile(model, dynamic=False)
+        with run.raising_together("compile"):
+            model = compiled(model, run.device)
 
     for _ in run.epochs(flags.epochs, stop_at={"accuracy": flags.target_accuracy}):
         for step in run.steps(source):

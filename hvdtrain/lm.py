@@ -29,6 +29,7 @@ from hvdtrain.data import text, vocabularies
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.flags import AMP_DTYPES
 from hvdtrain.engines.launchers import announced
+from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes
 from hvdtrain.training import checkpoint, contents, optim
 from hvdtrain.training.flags import Flags
@@ -172,7 +173,8 @@ def train(flags: Flags, run: training.Run, data: text.Text) -> None:
     run.register(vocabulary=data.vocabulary)
     run.graph(net, torch.zeros(1, context, dtype=torch.int64, device=run.device))
     if flags.compile:
-        model = torch.compile(model, dynamic=False)
+        with run.raising_together("compile"):
+            model = compiled(model, run.device)
 
     for epoch in run.epochs(flags.epochs, steps=flags.steps):
         samples, seconds = state.samples, state.train_seconds

@@ -3,8 +3,9 @@
     model = GPT(SIZES["shakespeare-cpu"], vocabulary=65)
     logits = model(tokens)      # int64 [b, t], t <= context  ->  [b, t, vocabulary]
 
-Weights are initialized as in GPT-2: normal with standard deviation 0.02, and 0.02 / sqrt(2 * layers) for the layers whose
-output is added to the residual stream, so that its variance does not grow with depth.
+Weights start as GPT-2's do at its width, 768: normal with deviation 0.02, and 0.02 / sqrt(2 * layers) where a block's output
+joins the residual stream, so that the stream's variance does not grow with depth. At other widths the blocks' deviations are
+sqrt(768 / width) times as large, so that what a product of matrices returns does not shrink with the width (docs/lm.md).
 """
 
 import math
@@ -36,6 +37,15 @@ SIZES = {
 }
 
 VOCABULARIES = {"shakespeare-cpu": 65, "gpt-small": 256, "gpt2": 50_257}  # for benchmarks, which have no text
+
+
+def starting_deviation(name: str, sizes: Sizes) -> float:
+    """Return the deviation with which the matrix `name` starts."""
+    if not name.startswith("blocks."):
+        return 0.02  # embeddings and head: the first loss is the logarithm of the vocabulary's size, at any width
+    deviation = 0.02 * math.sqrt(768 / sizes.width)
+    joins_stream = name.endswith(("from_attention.weight", "from_mlp.weight"))
+    return deviation / math.sqrt(2 * sizes.layers) if joins_stream else deviation
 
 
 class Block(nn.Module):
@@ -91,8 +101,7 @@ class GPT(nn.Module):
         self.head = None if sizes.tied else nn.Linear(sizes.width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                joins_stream = name.endswith(("from_attention.weight", "from_mlp.weight"))
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * sizes.layers) if joins_stream else 1))
+                nn.init.normal_(parameter, std=starting_deviation(name, sizes))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 

@@ -81,6 +81,23 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(book, tmp_path):
     assert len(events(directory, "sample")) == 2
 
 
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same_and_tensorboard_shows_it(book, tmp_path):
+    """A step of the epoch's end has fewer windows: compiled for each shape."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name, how in {"eager": "", "compiled": "--compile --tensorboard"}.items():
+        done = lm(2, f"--text {book} --sample-tokens 5 {how} --output-dir {tmp_path / name}", timeout=600)
+        assert done.code == 0, done
+    losses = [summary(tmp_path / name)["validation_loss"] for name in ("eager", "compiled")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    board = EventAccumulator(str(tmp_path / "compiled" / "tensorboard"))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("validation/loss")][-1] == (337 + 60, pytest.approx(losses[1]))
+    assert any("GPT" in node.name for node in board.Graph().node)
+
+
 REFUSALS = {
     "a context longer than a rank's part": ("--context 2000", "1 windows of --context 2000 in its first 90 %, 2 ranks"),
     "ranks that cannot share the windows": ("--recipe gpt2 --accumulate 7", "does not divide a rank's 240 windows"),

@@ -139,6 +139,7 @@ def test_byte_pairs_train(book, tmp_path, monkeypatch, capsys):
         ("--text {tmp}/empty", "empty: name files that have text in them"),
         ("--text {tmp}/nowhere", "name a file that can be read"),
         ("--text {tmp}/latin", "not UTF-8 (invalid continuation byte)"),
+        ("--text {book} --compile", "--compile on a CPU needs a C++ compiler: install g++, or leave it out"),
         ("--text {book} --width 17", "--width 17 is not a multiple of --heads 2"),
         ("--sample x", "--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir"),
         ("--sample x --resume {tmp}/nowhere", "name a valid checkpoint"),
@@ -147,6 +148,7 @@ def test_byte_pairs_train(book, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_refused_in_one_line(flags, complaint, book, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
     (tmp_path / "empty").touch()
     (tmp_path / "latin").write_bytes(b"caf\xe9 au lait " * 20)
     facts = {"format": checkpoint.FORMAT, "registered": {}, "config": {}}

@@ -129,13 +129,14 @@ def test_bf16_computes_nearly_the_same_and_attends_in_float32():
     assert loss.item() == pytest.approx(loss_of(model, inputs, targets).item(), abs=0.01)
 
 
-def test_deviations_at_the_start_are_gpt2s():
+@pytest.mark.parametrize("width", [768, 192])
+def test_deviations_at_the_start_are_gpt2s_at_its_width_and_grow_with_the_root_of_a_smaller_one(width):
     torch.manual_seed(1)
-    model = GPT(SIZES["gpt-small"], 256)
-    for name, parameter in model.named_parameters():
+    for name, parameter in GPT(Sizes(layers=2, heads=2, width=width, context=64), 256).named_parameters():
         if parameter.ndim > 1:
-            joins = name.endswith(("from_attention.weight", "from_mlp.weight"))
-            assert parameter.std().item() == pytest.approx(0.02 / math.sqrt(12) if joins else 0.02, rel=0.02), name
+            deviation = 0.02 * (math.sqrt(768 / width) if name.startswith("blocks.") else 1)
+            deviation /= math.sqrt(2 * 2) if name.endswith(("from_attention.weight", "from_mlp.weight")) else 1
+            assert parameter.std().item() == pytest.approx(deviation, rel=0.03), name
 
 
 def test_a_continuation_repeats_and_leaves_random_numbers_and_mode_alone():
