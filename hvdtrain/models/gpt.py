@@ -4,8 +4,8 @@
     logits = model(tokens)      # int64 [b, t], t <= context  ->  [b, t, vocabulary]
 
 Weights start as GPT-2's do at its width, 768: normal with deviation 0.02, and 0.02 / sqrt(2 * layers) where a block's output
-joins the residual stream, so that the stream's variance does not grow with depth. At other widths the blocks' deviations are
-sqrt(768 / width) times as large, so that what a product of matrices returns does not shrink with the width (docs/lm.md).
+joins the residual stream, so that the stream's variance does not grow with depth. At other widths these deviations are
+sqrt(768 / width) times as large: what a matrix product returns has then the same variance at every width (docs/lm.md).
 """
 
 import math
@@ -39,15 +39,6 @@ SIZES = {
 VOCABULARIES = {"shakespeare-cpu": 65, "gpt-small": 256, "gpt2": 50_257}  # for benchmarks, which have no text
 
 
-def starting_deviation(name: str, sizes: Sizes) -> float:
-    """Return the deviation with which the matrix `name` starts."""
-    if not name.startswith("blocks."):
-        return 0.02  # embeddings and head: the first loss is the logarithm of the vocabulary's size, at any width
-    deviation = 0.02 * math.sqrt(768 / sizes.width)
-    joins_stream = name.endswith(("from_attention.weight", "from_mlp.weight"))
-    return deviation / math.sqrt(2 * sizes.layers) if joins_stream else deviation
-
-
 class Block(nn.Module):
     """A transformer block: attention, then an MLP with two layers. Each reads the normalized residual stream and adds to it.
 
@@ -71,13 +62,14 @@ class Block(nn.Module):
         return stream + self.drop(self.from_mlp(hidden))
 
     def attention(self, inputs: Tensor) -> Tensor:
-        """Return the causal self-attention of `inputs`, [b, t, width], before the output projection."""
-        heads = self.queries_keys_values(inputs).unflatten(-1, (3, self.heads, -1))  # [b, t, 3, heads, width per head]
-        if heads.device.type == "cpu":
-            # On CPUs, the backward pass of attention takes four times as long in bfloat16 as in float32 (docs/lm.md).
-            heads = heads.float()
-        queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # each [b, heads, t, width per head]
-        with torch.autocast("cpu", enabled=False):  # otherwise autocast would cast back to bfloat16
+        projected = self.queries_keys_values(inputs)  # [b, t, 3 * width]
+        if projected.device.type == "cpu":
+            # In bfloat16 the backward pass of CPU attention takes four times as long as in float32 (docs/lm.md).
+            projected = projected.float()
+        # Split, then turned: the backward pass copies once instead of twice.
+        parts = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in projected.chunk(3, -1))
+        queries, keys, values = parts  # each [b, heads, t, width per head]
+        with torch.autocast("cpu", enabled=False):  # else it would cast back
             outputs = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, dropout_p=self.dropout if self.training else 0.0
             )
@@ -99,9 +91,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(sizes, dropout) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.width, bias=sizes.bias)
         self.head = None if sizes.tied else nn.Linear(sizes.width, vocabulary, bias=False)
+        deviation = 0.02 * math.sqrt(768 / sizes.width)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=starting_deviation(name, sizes))
+                joins_stream = name.endswith(("from_attention.weight", "from_mlp.weight"))
+                nn.init.normal_(parameter, std=deviation / (math.sqrt(2 * sizes.layers) if joins_stream else 1))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 

@@ -134,7 +134,7 @@ def test_deviations_at_the_start_are_gpt2s_at_its_width_and_grow_with_the_root_o
     torch.manual_seed(1)
     for name, parameter in GPT(Sizes(layers=2, heads=2, width=width, context=64), 256).named_parameters():
         if parameter.ndim > 1:
-            deviation = 0.02 * (math.sqrt(768 / width) if name.startswith("blocks.") else 1)
+            deviation = 0.02 * math.sqrt(768 / width)
             deviation /= math.sqrt(2 * 2) if name.endswith(("from_attention.weight", "from_mlp.weight")) else 1
             assert parameter.std().item() == pytest.approx(deviation, rel=0.03), name
 
