@@ -76,11 +76,12 @@ def test_published_parameter_counts():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_first_loss_is_that_of_a_uniform_guess(tied):
+def test_the_first_loss_is_nearly_that_of_a_uniform_guess(tied):
     torch.manual_seed(1)
     sizes = Sizes(SMALL.layers, SMALL.heads, SMALL.width, SMALL.context, tied=tied)
     loss = loss_of(GPT(sizes, 65), *batch(65, sizes.context, 12))
-    assert loss.item() == pytest.approx(math.log(65), abs=0.05)
+    # Logits start with a deviation of 0.02 * sqrt(768) = 0.55, which adds half its square: 0.15.
+    assert loss.item() == pytest.approx(math.log(65) + 0.15, abs=0.04)
 
 
 @pytest.mark.parametrize(("bias", "tied"), [(False, True), (True, False)])
