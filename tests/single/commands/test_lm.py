@@ -88,7 +88,9 @@ def test_a_run_records_what_it_promises_and_is_sampled_from(book, tmp_path, monk
     assert summary["validation_bits_per_character"] == pytest.approx(bits)
     assert summary["flops_per_second"] > 0 < summary["matrix_product_flops_per_second"]
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert events[[event["event"] for event in events].index("train")]["loss"] == pytest.approx(math.log(28) + 0.15, abs=0.2)
+    assert events[[event["event"] for event in events].index("train")]["loss"] == pytest.approx(
+        math.log(28) + 0.15, abs=0.2
+    )
     (sampled,) = [event["text"] for event in events if event["event"] == "sample"]
     assert len(sampled) == 200
     assert {"throughput", "evaluate", "checkpoint"} <= {event["event"] for event in events}
