@@ -164,7 +164,7 @@ class Telemetry:
         hosts = len({rank["host"] for rank in ranks})
         if self._display is not None:
             self._display.hosts = [rank["host"] for rank in ranks]
-            self._display.remedies = remedies(config, hosts, engine.device.type)
+            self._display.remedies = remedies(config | {"threads": torch.get_num_threads()}, hosts, engine.device.type)
         self.say(f"data: {reason}")
         self.say(
             f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}, "
