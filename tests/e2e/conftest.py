@@ -34,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT if item.get_closest_marker("slow") else LIMIT))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = float(os.environ.get("HVDTRAIN_TEST_UNTIL", "inf"))
+    if item.get_closest_marker("slow") and time.time() > until:
+        pytest.skip("no time left: HVDTRAIN_TEST_UNTIL has passed")
+
+
 class Watch(threading.Thread):
     """Looks once a second at what of /dev/shm the processes of a job use: its own, and no neighbour's."""
 
