@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine, Reduction, Setting, collective
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import alone_in_pid_namespace
 from hvdtrain.engines.tuning import tuned_environment
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the default of DDP's bucket_cap_mb
@@ -101,6 +102,12 @@ class HorovodEngine(Engine):
 
         # Without a launcher, Open MPI 4 would start a daemon first. That takes time, and fails if MPI was relocated.
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
+        first = Path("/proc/1/comm").read_text().strip() if Path("/proc/1/comm").exists() else ""
+        if alone_in_pid_namespace(os.environ, os.getppid(), first) and "OMPI_MCA_btl" not in os.environ:
+            os.environ.update({"OMPI_MCA_btl": "self,tcp"})
+            self.notes.append(
+                "MPI over TCP: each rank has a PID namespace of its own, where MPI's shared memory crashes"
+            )
         hvd.init()
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()

@@ -81,6 +81,17 @@ def remedy(launcher: str, engine: str) -> str:
     return "this Horovod was built for another MPI, or for none; run `make setup`, or start with `horovodrun --gloo`"
 
 
+def alone_in_pid_namespace(environment: Mapping[str, str], parent: int, first: str) -> bool:
+    """Tell whether Open MPI's mpirun started this rank in a PID namespace of its own: in a container with `--pid`, say.
+
+    Open MPI's shared memory (vader, 4.1.8) then crashes at the first long message.
+    parent: this process's parent, 0 where it is outside. first: the name of process 1, which is Apptainer's (appinit) or
+    Singularity's (sinit) own there. Where mpirun runs in the same container, it is the parent.
+    """
+    outside = parent == 0 or (parent == 1 and first in ("appinit", "sinit"))
+    return "OMPI_COMM_WORLD_RANK" in environment and outside
+
+
 def bound_by_default(environment: Mapping[str, str]) -> bool:
     """Return whether mpirun (Open MPI 4) bound this rank to one core by default, not by request.
 

@@ -70,6 +70,10 @@ class Cluster:
     def address(self, name: str) -> str:
         return f"10.77.0.{self.names.index(name) + 1}"
 
+    def network(self, name: str) -> str:
+        """Return the network namespace of host `name`, as a file: a container can be started in it."""
+        return f"/proc/{self._first[name]}/ns/net"
+
     def _port(self, name: str) -> str:
         return f"port{self.names.index(name)}"  # of the switch
 

@@ -15,6 +15,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import (
     LAUNCHERS,
     Announced,
+    alone_in_pid_namespace,
     announced,
     bound_by_default,
     bound_unexplained,
@@ -96,6 +97,15 @@ def test_only_a_binding_nobody_asked_for_is_undone():
     assert not bound_by_default({})
     assert not bound_by_default(bound | {"OMPI_MCA_hwloc_base_binding_policy": "core"})
     assert not bound_by_default(bound | {"OMPI_MCA_rmaps_base_mapping_policy": "ppr:2:node:PE=4"})
+
+
+def test_a_rank_in_a_pid_namespace_of_its_own_is_told_from_one_whose_mpirun_is_with_it():
+    rank = {"OMPI_COMM_WORLD_RANK": "1"}
+    assert alone_in_pid_namespace(rank, 0, "python")  # process 1 itself: podman run, charliecloud never
+    assert alone_in_pid_namespace(rank, 1, "appinit")
+    assert not alone_in_pid_namespace(rank, 1, "mpirun")  # podman run IMAGE mpirun ...
+    assert not alone_in_pid_namespace(rank, 17, "systemd")
+    assert not alone_in_pid_namespace({}, 0, "python")  # a container without mpirun
 
 
 def test_open_mpi_five_says_nothing_of_its_binding_so_it_is_only_reported():
