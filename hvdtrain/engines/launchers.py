@@ -85,8 +85,8 @@ def alone_in_pid_namespace(environment: Mapping[str, str], parent: int, first: s
     """Tell whether Open MPI's mpirun started this rank in a PID namespace of its own: in a container with `--pid`, say.
 
     Open MPI's shared memory (vader, 4.1.8) then crashes at the first long message.
-    parent: this process's parent, 0 where it is outside. first: the name of process 1, which is Apptainer's (appinit) or
-    Singularity's (sinit) own there. Where mpirun runs in the same container, it is the parent.
+    parent: this process's parent, 0 where it is outside. first: the name of process 1, which Apptainer and
+    Singularity put before the program there (sinit, appinit). Where mpirun runs in the same container, it is the parent.
     """
     outside = parent == 0 or (parent == 1 and first in ("appinit", "sinit"))
     return "OMPI_COMM_WORLD_RANK" in environment and outside
