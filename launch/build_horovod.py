@@ -30,7 +30,7 @@ import openmpi_wheel
 import packages
 import wheel_cache
 from build_failures import explain_failure
-from prove import prove
+from prove import check_own_name, prove
 from stages import stage
 from steps import (
     BuildFailure,
@@ -178,6 +178,7 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
     """Build Horovod and return the wheel, under `scratch`. Raises Refusal or BuildFailure."""
     prefix = plain_prefix(scratch)
     check_compiler(horovod_source.cxx_standard(target.torch))
+    check_own_name()  # before minutes of compiling: the proof needs it
     require_space(scratch, 8 if target.cuda else 2, "building Horovod")
     sdist = horovod_source.local_sdist(options.cache_dir, options.offline)
     tools = scratch / "tools"

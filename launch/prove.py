@@ -11,13 +11,14 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from stages import stage
-from steps import BuildFailure, has_nvidia_gpu, kill_group, main_with_exit_codes
+from steps import BuildFailure, Refusal, has_nvidia_gpu, kill_group, main_with_exit_codes
 
 INSPECT = """
 import json, torch, horovod.torch as hvd
@@ -92,6 +93,15 @@ def launch(title: str, command: list[str]) -> str:
     return out
 
 
+def check_own_name() -> None:
+    """Gloo looks up the name of its own host, and crashes with SIGSEGV where that is not found, as in some containers."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        raise Refusal(f"this host's own name {name} does not resolve: add `127.0.0.1 {name}` to /etc/hosts") from None
+
+
 def prove(mpi: bool = False, gpu: bool = False) -> dict[str, object]:
     """Run all checks that are possible on this machine, and return what the extension was built with.
 
@@ -104,6 +114,7 @@ def prove(mpi: bool = False, gpu: bool = False) -> dict[str, object]:
         if wanted and not built[name]:
             raise BuildFailure(f"Horovod was built without {name}: build it again (launch/build_horovod.py --rebuild)")
 
+    check_own_name()
     gpus = int(built["gpus"])
     worker = [sys.executable, "-c", RANK, *(("cuda", str(min(gpus, 2))) if built["NCCL"] and gpus else ("cpu", "2"))]
     ranks = worker[-1]

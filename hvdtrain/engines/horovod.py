@@ -11,6 +11,7 @@ Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,15 @@ def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> lis
         groups[-1].append(parameter)
         filled += size
     return groups
+
+
+def refuse_unknown_own_name(name: str) -> None:
+    """Raise UserError where the host's own `name` does not resolve: Gloo looks it up, and crashes where it finds nothing."""
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        how = f"add `127.0.0.1 {name}` to /etc/hosts (podman run --add-host {name}:127.0.0.1)"
+        raise UserError(f"this host's own name {name} does not resolve, and Gloo needs it: {how}") from None
 
 
 class PredividedCompressor:
@@ -102,6 +112,8 @@ class HorovodEngine(Engine):
 
         # Without a launcher, Open MPI 4 would start a daemon first. That takes time, and fails if MPI was relocated.
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
+        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
+            refuse_unknown_own_name(socket.gethostname())
         first = Path("/proc/1/comm").read_text().strip() if Path("/proc/1/comm").exists() else ""
         if alone_in_pid_namespace(os.environ, os.getppid(), first) and "OMPI_MCA_btl" not in os.environ:
             os.environ.update({"OMPI_MCA_btl": "self,tcp"})

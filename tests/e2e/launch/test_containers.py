@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launchers import ROOT
+from .launchers import LAUNCHERS, PYTHON, ROOT, launch, summary
 
 RECIPES = sorted((ROOT / "containers").glob("*.def"))
 
@@ -76,3 +76,15 @@ def test_cpu_recipe_builds_and_passes_its_test(debian):
         assert done.returncode == 0, f"%{name}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert "2 ranks add up: mpirun" in done.stdout
     assert "test accuracy" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="PID namespaces need root")
+def test_ranks_with_a_pid_namespace_each_train_over_tcp(tmp_path):
+    """mpirun around one container per rank, with `apptainer --pid` or podman: Open MPI's shared memory would crash."""
+    start = f"{LAUNCHERS['mpirun'].format(ranks=2)} unshare --pid --fork --kill-child --mount-proc {PYTHON}"
+    train = "-m hvdtrain.mnist --dataset digits --model convnet --epochs 1 --no-progress"
+    done = launch(f"{start} {train} --output-dir {tmp_path}")
+    assert done.code == 0, done
+    assert "MPI over TCP: each rank has a PID namespace of its own" in done.stdout, done
+    assert summary(tmp_path)["world_size"] == 2

@@ -1,8 +1,16 @@
-"""Tuning sets what is not set, and touches nothing that the user asked for."""
+"""What is tuned, and refused, before Horovod starts: tuning touches nothing that the user asked for."""
 
+import pytest
 import torch
 
-from hvdtrain.engines.horovod import PredividedCompressor, bucket_bytes, buckets, tuned_environment
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.horovod import (
+    PredividedCompressor,
+    bucket_bytes,
+    buckets,
+    refuse_unknown_own_name,
+    tuned_environment,
+)
 
 
 def test_everything_is_set_where_nothing_was():
@@ -47,3 +55,11 @@ def test_predivided_fp16_sum_does_not_overflow_where_the_mean_does_not():
     mean = compressor.decompress(sum(tensor for tensor, _ in wire), wire[0][1])
     assert mean.dtype == torch.float32
     torch.testing.assert_close(mean, gradients[0], rtol=1e-3, atol=0)
+
+
+def test_a_host_that_does_not_know_its_own_name_is_refused_before_gloo_crashes():
+    refuse_unknown_own_name("localhost")
+    with pytest.raises(
+        UserError, match=r"name nowhere\.invalid does not resolve.*: add `127.0.0.1 nowhere\.invalid` to /etc/hosts"
+    ):
+        refuse_unknown_own_name("nowhere.invalid")
