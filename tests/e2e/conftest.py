@@ -23,8 +23,7 @@ from .launchers import GRACE_SECONDS, MARK, kill, members
 
 LIMIT, SLOW_LIMIT = 400, 900  # seconds; a launch has less, and says more when it is over (`launch`)
 FAILED = pytest.StashKey[bool]()
-# A shell that runs pytest in the background has it ignore SIGINT; so would each job here, and never stop on one.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+PODMANS_OWN = "libpod_lock"  # in /dev/shm, of all its containers, whoever's
 TORCHS_OWN = ("torchinductor_", "torchelastic_")  # its cache; the empty log folders that torchrun never removes
 
 
@@ -54,7 +53,8 @@ class Watch(threading.Thread):
             for pid in members(self.job):
                 with contextlib.suppress(OSError):  # it ended meanwhile
                     maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-                    self.used |= {Path(name) for name in re.findall(r"(/dev/shm/.+)$", maps, re.M)}
+                    found = {Path(name) for name in re.findall(r"(/dev/shm/.+)$", maps, re.M)}
+                    self.used |= {path for path in found if path.name != PODMANS_OWN}
 
     def left(self, folder: Path) -> dict[str, list]:
         return {
