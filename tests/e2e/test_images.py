@@ -182,9 +182,9 @@ def test_hosts_mpirun_around_one_charliecloud_container_per_rank(ranks, expected
     os.chown(temporary, USER, USER)  # /tmp is the host's: mpirun and its ranks meet there
     words = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" "$1"; shift; exec "$@"', mounted, str(root)]
     words += ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs"]
-    words += ["mpirun", "--oversubscribe", "-np", str(ranks), "ch-run", f"--bind={out}:/mnt/0", str(root), "--"]
+    words += ["mpirun", "--oversubscribe", "-np", str(ranks), "ch-run", f"--bind={out}:/mnt", str(root), "--"]
     words += ["/opt/hvdtrain/.venv/bin/python", *TRAIN.split(), *(SHORT.split() if ranks > 2 else ())]
-    words += ["--output-dir", "/mnt/0"]
+    words += ["--output-dir", "/mnt"]
     done = launch(shlex.join(words), timeout=SECONDS, cwd=temporary, USER="user", HOME=str(temporary))
     assert done.code == 0, done
     assert summary(out)["world_size"] == ranks
