@@ -26,6 +26,7 @@ USER = 1000  # of the image
 SECONDS = 200  # of one container
 TRAIN = "-m hvdtrain.mnist --dataset digits --model convnet --epochs 12 --threads 1 --log-steps 1 --no-progress"
 SHORT = "--epochs 1"  # more ranks than cores: that they start and end is what is looked at
+UNSET = ("--unset-env=OPAL_PREFIX", "--unset-env=PMIX_INSTALL*")  # they name mpirun's own environment, not the image's
 # What is to be shown: said where it is not so, and then the command is not run.
 CONFINED = """
 test "$(id -u)" != 0 || { echo "root"; exit 90; }
@@ -182,7 +183,7 @@ def test_hosts_mpirun_around_one_charliecloud_container_per_rank(ranks, expected
     os.chown(temporary, USER, USER)  # /tmp is the host's: mpirun and its ranks meet there
     words = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" "$1"; shift; exec "$@"', mounted, str(root)]
     words += ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs"]
-    words += ["mpirun", "--oversubscribe", "-np", str(ranks), "ch-run", f"--bind={out}:/mnt", str(root), "--"]
+    words += ["mpirun", "--oversubscribe", "-np", str(ranks), "ch-run", *UNSET, f"--bind={out}:/mnt", str(root), "--"]
     words += ["/opt/hvdtrain/.venv/bin/python", *TRAIN.split(), *(SHORT.split() if ranks > 2 else ())]
     words += ["--output-dir", "/mnt"]
     done = launch(shlex.join(words), timeout=SECONDS, cwd=temporary, USER="user", HOME=str(temporary))
