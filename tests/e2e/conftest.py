@@ -26,6 +26,9 @@ FAILED = pytest.StashKey[bool]()
 PODMANS_OWN = "libpod_lock"  # in /dev/shm, of all its containers, whoever's
 TORCHS_OWN = ("torchinductor_", "torchelastic_")  # its cache; the empty log folders that torchrun never removes
 
+# A shell that runs pytest in the background has it ignore SIGINT; so would each job here, and never stop on one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -1,6 +1,6 @@
 """The image of containers/Containerfile at work: as root, with podman and charliecloud, see containers/README.md.
 
-HVDTRAIN_TEST_IMAGE=NAME pytest -m slow tests/e2e/test_images.py     five minutes on two cores; podman must have that image
+HVDTRAIN_TEST_IMAGE=NAME pytest -m slow tests/e2e/launch/test_images.py   podman must have that image
 
 Each container has what a strict site leaves it: 64 MB of /dev/shm, a read-only root, no network but what a test joins, a
 user without privileges, no capabilities. The image must be of this checkout: two ranks there end with the same bits as here.
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import Cluster, needs_hosts
-from .launchers import LAUNCHERS, PYTHON, Done, events, launch, summary
+from tests.e2e.cluster import Cluster, needs_hosts
+from tests.e2e.launchers import LAUNCHERS, PYTHON, Done, events, launch, summary
 
 IMAGE = os.environ.get("HVDTRAIN_TEST_IMAGE", "")
 USER = 1000  # of the image
