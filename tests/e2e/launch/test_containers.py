@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .launchers import LAUNCHERS, PYTHON, ROOT, launch, summary
+from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, launch, summary
 
 RECIPES = sorted((ROOT / "containers").glob("*.def"))
 
