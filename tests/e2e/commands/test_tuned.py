@@ -2,14 +2,13 @@
 
 import os
 import re
-import sys
 
 import pytest
 
-from tests.e2e.launchers import LAUNCHERS, events, launch, summary
+from tests.e2e.launchers import LAUNCHERS, PYTHON, events, launch, summary
 
 SLOWLY = [pytest.param(launcher, marks=pytest.mark.slow) for launcher in ("horovodrun", "gloo")]
-TUNED = f"{sys.executable} -m hvdtrain.tuned"
+TUNED = f"{PYTHON} -m hvdtrain.tuned"
 PLAIN = "tests/foreign/mnist.py --samples 1200 --batch-size 10"
 
 MODEL = """
@@ -70,7 +69,7 @@ def hash_of(done) -> str:
 @pytest.mark.parametrize("launcher", ["mpirun", *SLOWLY])
 def test_a_plain_script_ends_as_without_us_and_is_recorded(launcher, tmp_path):
     start = LAUNCHERS[launcher].format(ranks=2)
-    plain = launch(f"{start} {sys.executable} {PLAIN}", OMP_NUM_THREADS="1")
+    plain = launch(f"{start} {PYTHON} {PLAIN}", OMP_NUM_THREADS="1")
     done = launch(f"{start} {TUNED} --output-dir {tmp_path} {PLAIN}")
     assert hash_of(done) == hash_of(plain)  # a sum of two has one order
     assert done.stderr.count("hvdtrain.tuned: 2 ranks, on this host 2 x ") == 1, done

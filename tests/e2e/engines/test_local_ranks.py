@@ -2,15 +2,15 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.launchers import LAUNCHERS, MARK, environment, launch, members
+from tests.e2e.launchers import LAUNCHERS, MARK, PYTHON, environment, launch, members
 
 SCRIPT = """
 import os
@@ -57,7 +57,7 @@ def test_a_program_of_ones_own_has_all_that_it_would_have(program, tmp_path):
 def test_an_error_is_the_programs_own(tmp_path):
     """On each rank, from its own first frame; the rank that was the first names itself, and gives the exit code."""
     (tmp_path / "script.py").write_text("import horovod.torch as hvd\nhvd.init()\n1 / hvd.rank()\nhvd.barrier()\n")
-    done = launch(f"{LAUNCHERS['starter'].format(ranks=2)} {sys.executable} script.py", cwd=tmp_path, timeout=120)
+    done = launch(f"{LAUNCHERS['starter'].format(ranks=2)} {PYTHON} script.py", cwd=tmp_path, timeout=120)
     assert done.code == 1, done
     assert f'Traceback (most recent call last):\n  File "{tmp_path}/script.py", line 3, in <module>' in done.stderr, (
         done
@@ -71,7 +71,7 @@ def test_ctrl_c_while_torch_is_imported_leaves_nothing(tmp_path):
     """As soon as the process that imports has torch's largest library mapped; conftest looks at what is left."""
     words = f"{LAUNCHERS['starter'].format(ranks=2)} -m hvdtrain.mnist --dataset digits --output-dir {tmp_path}/out"
     run = subprocess.Popen(
-        words.split(), env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        shlex.split(words), env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True,
     )  # fmt: skip
     until = time.monotonic() + 60

@@ -1,6 +1,7 @@
 """How a job ends under each launcher: with the exit code of the rank that ended it, said once, and nothing left behind."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -71,7 +72,13 @@ def test_a_missed_target_ends_with_three(launcher, tmp_path):
 def test_a_killed_rank_is_the_one_that_counts(launcher, tmp_path):
     """It ends with that rank's code (128 + 9), although the others fail because of it, long before our own time-out."""
     job = new_job()
-    command = [*LAUNCHERS[launcher].format(ranks=3).split(), sys.executable, "-m", "hvdtrain.mnist", "--no-progress"]
+    command = [
+        *shlex.split(LAUNCHERS[launcher].format(ranks=3)),
+        sys.executable,
+        "-m",
+        "hvdtrain.mnist",
+        "--no-progress",
+    ]
     command += ["--dataset", "digits", "--epochs", "100000", "--step-timeout", "1000", "--output-dir", str(tmp_path)]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True, text=True,

@@ -4,7 +4,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from tests.e2e.launchers import (
     LAUNCHERS,
     MARK,
+    PYTHON,
     ROOT,
     TORCHRUN,
     environment,
@@ -24,11 +24,12 @@ from tests.e2e.launchers import (
 )
 
 TRAIN = "-m hvdtrain.mnist --dataset digits --epochs 100000 --no-progress --output-dir"
+WRAPPER = shlex.quote(str(ROOT / "launch" / "mpirun.sh"))
 STARTS = {
     "torchrun": f"{TORCHRUN.format(ranks=2)} {TRAIN} {{out}} --engine ddp",
-    "mpirun": f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} {TRAIN} {{out}}",
-    "mpirun.sh": f"bash {ROOT}/launch/mpirun.sh -np 2 --restarts 3 -- {sys.executable} {TRAIN} {{out}}",
-    "horovodrun": f"{LAUNCHERS['gloo'].format(ranks=2)} {sys.executable} {TRAIN} {{out}}",
+    "mpirun": f"{LAUNCHERS['mpirun'].format(ranks=2)} {PYTHON} {TRAIN} {{out}}",
+    "mpirun.sh": f"bash {WRAPPER} -np 2 --restarts 3 -- {PYTHON} {TRAIN} {{out}}",
+    "horovodrun": f"{LAUNCHERS['gloo'].format(ranks=2)} {PYTHON} {TRAIN} {{out}}",
     "hvdtrain.starter": f"{LAUNCHERS['starter'].format(ranks=2)} {TRAIN} {{out}}",
 }
 
@@ -46,7 +47,7 @@ def wait_for(what, seconds: float, why: str) -> None:
 @pytest.mark.leaves("ompi.", "vader_segment.")  # mpirun's own, which it cannot remove once it is killed
 def test_ranks_stop_when_their_launcher_is_killed(launcher, tmp_path):
     job = f"orphans-{os.getpid()}-{time.time_ns()}"
-    command = STARTS[launcher].format(out=tmp_path).split()
+    command = shlex.split(STARTS[launcher].format(out=tmp_path))
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True, stdin=subprocess.DEVNULL,
@@ -71,7 +72,7 @@ def test_ranks_stop_when_their_launcher_is_killed(launcher, tmp_path):
 def test_a_run_in_the_background_outlives_its_shell(tmp_path):
     """Under mpirun and alone: the shell that started them ends at once."""
     job = f"nohup-{os.getpid()}"
-    alone = f"{sys.executable} {TRAIN} {tmp_path / 'alone'} --engine serial"
+    alone = f"{PYTHON} {TRAIN} {tmp_path / 'alone'} --engine serial"
     both = f"nohup {STARTS['mpirun'].format(out=tmp_path / 'mpi')} > {tmp_path}/1 2>&1 & nohup {alone} > {tmp_path}/2 2>&1 &"
     try:
         shell = ["sh", "-c", both]
@@ -95,7 +96,7 @@ def slow_first_step(tmp_path: Path, seconds: float, flags: str) -> str:
     )
     body += f"pause = lambda: first and first.pop() and time.sleep({seconds}); "
     body += "torch.Tensor.backward = lambda *a, **k: (pause(), real(*a, **k))[1]; run(m.main)"
-    start = f'{LAUNCHERS["mpirun"].format(ranks=2)} {sys.executable} -c "{body}"'
+    start = f'{LAUNCHERS["mpirun"].format(ranks=2)} {PYTHON} -c "{body}"'
     return f"{start} --dataset digits --no-progress --output-dir {tmp_path} {flags}"
 
 

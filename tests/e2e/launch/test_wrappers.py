@@ -105,7 +105,8 @@ def test_mpirun_between_hosts_takes_gloo_through_the_starter(some_mpi):
     assert shlex.split(printed) == [*two_hosts(some_mpi), *tuned, *program]
 
 
-def test_horovodrun():
+def test_horovodrun(monkeypatch):
+    monkeypatch.chdir("/")  # between hosts, its directory must not have a blank
     env = BARE | {"PATH": "/usr/bin:/bin"}
     one = dry("horovodrun", "-np", "8", "python", "-m", "hvdtrain.mnist", env=env)
     assert one == "env -u CANARY_TOKEN horovodrun -np 8 python -m hvdtrain.mnist\n"

@@ -152,7 +152,13 @@ def test_a_flipped_bit_is_found_within_one_interval_and_its_rank_named(tmp_path)
 
 def start(launcher: str, directory: Path, job: str, flags: str = "") -> subprocess.Popen:
     """Begin a long run and return once it trains."""
-    command = [*LAUNCHERS[launcher].format(ranks=2).split(), sys.executable, "-m", "hvdtrain.mnist", "--no-progress"]
+    command = [
+        *shlex.split(LAUNCHERS[launcher].format(ranks=2)),
+        sys.executable,
+        "-m",
+        "hvdtrain.mnist",
+        "--no-progress",
+    ]
     command += ["--dataset", "digits", "--epochs", "100000", "--output-dir", str(directory), *flags.split()]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True, stdin=subprocess.DEVNULL,

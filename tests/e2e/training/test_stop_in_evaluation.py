@@ -4,13 +4,12 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.launchers import LAUNCHERS, MARK, ROOT, environment, events, kill, launch, remaining, summary
+from tests.e2e.launchers import LAUNCHERS, MARK, PYTHON, ROOT, environment, events, kill, launch, remaining, summary
 
 PROGRAM = '''
 """A small net, and an evaluation that takes its time."""
@@ -47,7 +46,7 @@ if __name__ == "__main__":
 
 def command(directory: Path, seconds: float, flags: str = "") -> str:
     (directory / "slow.py").write_text(PROGRAM)
-    start = f"{LAUNCHERS['mpirun'].format(ranks=2)} {sys.executable} {directory / 'slow.py'}"
+    start = f"{LAUNCHERS['mpirun'].format(ranks=2)} {PYTHON} {directory / 'slow.py'}"
     return f"{start} --seconds {seconds} --no-progress --output-dir {directory / 'out'} {flags}"
 
 

@@ -6,16 +6,16 @@ import re
 import shlex
 import socket
 import subprocess
-import sys
 import termios
 import time
 import uuid
 
 import pytest
 
-from tests.e2e.launchers import LAUNCHERS, MARK, ROOT, TORCHRUN, environment, kill, launch
+from tests.e2e.launchers import LAUNCHERS, MARK, PYTHON, ROOT, TORCHRUN, environment, kill, launch
 
-TRAIN = f"{sys.executable} -m hvdtrain.mnist --dataset digits --model convnet --epochs 1 --log-steps 2"
+MODULE = "-m hvdtrain.mnist --dataset digits --model convnet --epochs 1 --log-steps 2"
+TRAIN = f"{PYTHON} {MODULE}"
 BAR = re.compile(r"\repoch \d+/\d+ +\d+% \[#*\.*\] \d+/\d+  loss [^\r\n]*\x1b\[K")
 LINE = re.compile(r"epoch \d+/\d+  step \d+/\d+  loss ")
 
@@ -60,7 +60,7 @@ def _waiting(terminal: int) -> bytes:
 
 def command(launcher: str) -> str:
     if launcher == "torchrun":
-        return f"{TORCHRUN.format(ranks=2)} {TRAIN.partition(' ')[2]} --engine ddp"
+        return f"{TORCHRUN.format(ranks=2)} {MODULE} --engine ddp"
     return f"{LAUNCHERS[launcher].format(ranks=2)} {TRAIN}"
 
 

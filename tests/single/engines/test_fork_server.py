@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -133,8 +134,9 @@ def test_ranks_end_with_their_server_and_it_with_its_starter(server):
     some.process.kill()
     assert client.wait(20) == 1
     assert gone(rank)
+    command = shlex.join([sys.executable, str(SERVER), str(some.script)])
     other = subprocess.Popen(
-        ["sh", "-c", f"{sys.executable} {SERVER} {some.script} & read line"], cwd=ROOT, env=some.variables,
+        ["sh", "-c", f"{command} & read line"], cwd=ROOT, env=some.variables,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     some.name = other.stdout.readline().strip()
