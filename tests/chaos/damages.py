@@ -58,7 +58,7 @@ def edited(chance: random.Random, sound: bytes) -> tuple[str, bytes]:
     kind = chance.choice(HEADERS)
     if kind == "facts":
         facts = json.loads(metadata["facts"])
-        facts["position"][chance.choice(("epoch", "taken", "samples", "step"))] += chance.randint(1, 9)
+        facts["state"][chance.choice(("epoch", "taken", "samples", "step"))] += chance.randint(1, 9)
         metadata["facts"] = json.dumps(facts)
     elif kind == "no checksum":
         metadata["sha256"] = chance.choice(("", "0" * 64))
