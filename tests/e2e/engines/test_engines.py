@@ -82,7 +82,7 @@ def test_engines_draw_one_loss_curve(how, engine, alone, request):
 def test_serial_under_a_launcher_is_refused(options):
     done = options[1]["serial"]
     assert done.code == 2, done
-    assert "announced 2 ranks, but serial sees 1: it is one process" in done.stderr
+    assert "announced 2 ranks, but serial sees 1: this engine runs in one process" in done.stderr
 
 
 @pytest.mark.slow
