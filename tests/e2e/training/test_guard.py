@@ -243,5 +243,5 @@ def test_a_rank_that_never_comes_to_the_start_ends_the_job():
     done = launch(f'{start} {PYTHON} -c "{body}" --dataset digits --no-progress', timeout=120)
     assert done.code == 1, done
     said = r"rank 0 on .* waits for the other ranks to start the engine, at horovod.py:\d+, __init__"
-    assert re.search(rf"warning: {said}, since 1 s", done.stderr), done
+    assert re.search(rf"warning: {said}, for 1 s", done.stderr), done
     assert re.search(rf"hvdtrain: error: {said}; start-up did not finish within 3 s", done.stderr), done
