@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The tests of a module stay together: its fixtures are set up once.
     """
-    chance = random.Random(int(os.environ["HVDTRAIN_SHUFFLE"]))
+    chance = random.Random(int(os.environ.get("HVDTRAIN_SHUFFLE", "1")))
     modules: dict[str, list[pytest.Item]] = {}
     for item in items:
         modules.setdefault(item.nodeid.partition("::")[0], []).append(item)

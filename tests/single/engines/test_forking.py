@@ -17,6 +17,8 @@ import pytest
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.forking import fitting, preload
+from hvdtrain.engines.forking.importer import Importer
+from hvdtrain.engines.forking.supervisor import Supervisor
 from hvdtrain.starter import parse
 from tests.e2e.launchers import MARK, PYTHON, environment, kill, launch, members, new_job
 
@@ -303,6 +305,17 @@ def test_signals_reach_each_rank_once(tmp_path, number, whole_group):
         run.process.send_signal(number)
     code, out, err = run.ends()
     assert (code, out, err) == (75, f"{number.name}\n" * 2, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_get_a_signal_that_comes_before_the_importer_is_reaped(number):
+    """Between the message with their pids and the importer's end, the supervisor still counts as importing."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as rank:
+        supervisor = Supervisor(Importer(rank.pid, -1, -1, -1), meet=None)
+        supervisor._ranks = {rank.pid: 0}
+        supervisor._hand_on(number)
+        assert rank.wait(20) == -number  # not SIGKILL
+    assert supervisor._code == 0  # the job's exit code is that of its ranks
 
 
 def test_ranks_that_a_signal_ends_give_its_code(tmp_path):
