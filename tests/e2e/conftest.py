@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    until = float(os.environ.get("HVDTRAIN_TEST_UNTIL", "inf"))
+    until = float(os.environ.get("HVDTRAIN_TEST_UNTIL") or "inf")
     if item.get_closest_marker("slow") and time.time() > until:
         pytest.skip("no time left: HVDTRAIN_TEST_UNTIL has passed")
 

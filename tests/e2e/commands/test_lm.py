@@ -124,9 +124,10 @@ def test_refused_in_one_line_with_code_two(case, refused):
 @pytest.mark.slow
 @pytest.mark.timeout(1900)  # two minutes on quiet cores; fourteen were seen beside other tests
 @pytest.mark.skipif(not SHAKESPEARE.is_file(), reason=f"no {SHAKESPEARE}; name the text by HVDTRAIN_TEST_TEXT")
-@pytest.mark.parametrize(("ranks", "amp"), [(1, "off"), (2, "off"), (4, "off"), (2, "bf16")])
-def test_shakespeare_reaches_the_published_loss_over_the_whole_held_out_part(ranks, amp, tmp_path):
-    start = LAUNCHERS["mpirun"].format(ranks=ranks)
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_shakespeare_reaches_the_published_loss_over_the_whole_held_out_part(amp, tmp_path):
+    """On two ranks: that the loss does not depend on their number is another test's."""
+    start = LAUNCHERS["mpirun"].format(ranks=2)
     flags = f"--text {SHAKESPEARE} --amp {amp} --threads 1 --no-progress --output-dir {tmp_path}"
     done = launch(f"{start} {PYTHON} -m hvdtrain.lm {flags}", timeout=1800)
     assert done.code == 0, done
