@@ -1,5 +1,8 @@
 """Ranks and threads that wait for each other: late, early, out of order, joined, several at once; and optimizers."""
 
+import ctypes
+import os
+import signal
 import threading
 import time
 
@@ -29,7 +32,7 @@ def test_poll_says_whether_synchronize_would_wait(hvd):
         hvd.poll(handle)
 
 
-# The longer one is more than the background thread sleeps without work.
+# Both are more than the background thread sleeps without work.
 @pytest.mark.parametrize(("late", "seconds"), [("first", 1.3), ("last", 0.2)])
 def test_a_rank_that_is_late(hvd, late, seconds):
     if hvd.rank() == (0 if late == "first" else hvd.size() - 1):
@@ -69,6 +72,34 @@ def test_three_threads_at_once(hvd):
         thread.join(PATIENCE)
     assert not failures
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_forked_child_ends_although_a_thread_of_its_parent_waited(hvd):
+    """As it leaves, the child runs the destructors of what the parent's thread waits for: it does not have that thread."""
+    if not hvd.mpi_enabled():
+        pytest.skip("the destructors of Gloo's own connections never end in a forked child, in the release neither")
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(ones(), op=hvd.Sum, name="after the child")
+        got: list[torch.Tensor] = []
+        waiting = threading.Thread(target=lambda: got.append(hvd.synchronize(handle)), daemon=True)
+        waiting.start()
+        time.sleep(0.2)
+        child = os.fork()
+        if child == 0:
+            ctypes.CDLL(None).exit(0)  # the end of a program, without pytest's own
+        until = time.monotonic() + PATIENCE
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until:
+            time.sleep(0.01)
+        if ended[0] == 0:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended == (child, 0)
+    hvd.broadcast(ones(), 0, name="the child has ended")
+    if hvd.rank() == 0:
+        waiting.join(PATIENCE)
+        assert [tensor.tolist() for tensor in got] == [[hvd.size()] * 4]
+    else:
+        assert hvd.allreduce(ones(), op=hvd.Sum, name="after the child").tolist() == [hvd.size()] * 4
 
 
 @pytest.mark.parametrize("last", ["last", "first"])

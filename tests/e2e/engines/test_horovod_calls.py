@@ -1,5 +1,6 @@
 """Every call of `horovod.torch` under real launchers: over MPI and Gloo, 2 and 3 ranks, our waiting code on and off."""
 
+import os
 import shlex
 
 import pytest
@@ -36,3 +37,14 @@ def test_every_call(launcher, ranks, wake, sets):
 @pytest.mark.parametrize("wake", [1, 0])
 def test_a_thousand_restarts_in_one_process(wake):
     run("gloo", 2, wake, "none", HVDTRAIN_TEST_RESTARTS="1000")
+
+
+@pytest.mark.parametrize("way", ["shutdown", "exit", "thread"])
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
+def test_a_job_ends_whenever_its_ranks_do(launcher, way):
+    """HVDTRAIN_TEST_ENDINGS=60 makes it sixty different ends of each kind, on 3 and 2 ranks in turn."""
+    program = shlex.quote(str(ROOT / "tests" / "horovod_calls" / "ending.py"))
+    for seed in range(int(os.environ.get("HVDTRAIN_TEST_ENDINGS", "1"))):
+        start = LAUNCHERS[launcher].format(ranks=3 - seed % 2)
+        done = launch(f"{start} {PYTHON} {program} {way} {seed}", timeout=90, HOROVOD_WAKE_ON_ENQUEUE="1", **TUNED)
+        assert (done.code, done.left_behind) == (0, 0), (seed, done)
