@@ -4,12 +4,17 @@ import gc
 import sys
 from importlib.machinery import ModuleSpec
 
+from hvdtrain.engines import importing
+
 __version__ = "0.1.0"
 
 # Under `python -m hvdtrain.NAME`, sys.argv[0] is "-m" until the module is found. Garbage collection would take a sixth of
 # the time to import torch and free nothing (docs/network.md). `engines.exit_codes.run` enables it again.
 if sys.argv[:1] == ["-m"]:
     gc.disable()
+
+importing.report_start()
+importing.limit_torch()
 
 # Old module names and their replacements. Remove with 0.2.
 _MOVED = {

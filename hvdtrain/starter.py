@@ -24,8 +24,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.engines import program
-from hvdtrain.engines.arguments import Parser, positive, positive_int
+from hvdtrain.engines import importing, program
+from hvdtrain.engines.arguments import Parser, non_negative, positive, positive_int
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default
@@ -62,6 +62,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--port", type=positive_int, help="port of rank 0 (default: MASTER_PORT, or derived from the job)"
     )
     parser.add_argument("--wait", type=positive, default=120.0, help="seconds to wait for all ranks (default: 120)")
+    parser.add_argument(
+        "--start-timeout", type=non_negative, default=importing.limit_seconds(), metavar="SECONDS",
+        help="with --local-ranks: limit for the import (default: 600; 0: none)",
+    )  # fmt: skip
     end = 0
     while end < len(argv) and argv[end].startswith("--"):
         end += 1 if "=" in argv[end] or argv[end] in VALUELESS else 2
@@ -142,7 +146,8 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
         if told.size > 1 and came.wait(COME_SECONDS):
             meetings[0].fail(reason)
 
-    supervisor = Supervisor(started, meet, (lambda: meetings[0].failure()) if told.size > 1 else None, tell)
+    failed = (lambda: meetings[0].failure()) if told.size > 1 else None
+    supervisor = Supervisor(started, meet, failed, tell, options.start_timeout)
     try:
         return supervisor.run()
     except (UserError, Failure) as error:

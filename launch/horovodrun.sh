@@ -26,6 +26,14 @@ if ((remote)); then
     command+=(--gloo --network-interfaces "$interface")
     # Horovod passes `cd DIRECTORY` to a remote shell without quotes.
     [[ $PWD =~ ^[A-Za-z0-9_./@%+=:,-]+$ ]] || refuse "$PWD: Horovod's launcher breaks on such a directory name: use mpirun.sh"
+    silent=''
+    if ((start_timeout)) && [[ ${DRY_RUN:-0} == 0 ]]; then # Horovod's own check has no time limit after the login
+        silent=$(for name in "${host_names[@]}"; do { answers "$name" || printf ' %s' "$name"; } & done && wait)
+    fi
+    if [[ -n $silent ]]; then # not `refuse`: with --restarts, the host may answer later
+        say "error: no answer over ssh:$silent: try \`ssh NAME true\`, and look at the host"
+        exit 1
+    fi
 elif [[ $asked != auto ]]; then
     command+=("--$transport") # else Horovod chooses: MPI if it was built with it
 fi
@@ -34,5 +42,6 @@ fi
 [[ -z $timeline ]] || command+=(--timeline-filename "$timeline")
 [[ -z $autotune ]] || command+=(--autotune --autotune-log-file "$autotune")
 
+((start_timeout == 600)) || export HVDTRAIN_START_TIMEOUT=$start_timeout # for hvdtrain/engines/importing.py
 split_environment
 run_without_dropped "${command[@]}" "${program[@]}"

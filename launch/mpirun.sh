@@ -30,6 +30,7 @@ fi
 [[ -z $cycle_ms ]] || settings+=("HOROVOD_CYCLE_TIME=$cycle_ms")
 [[ -z $timeline ]] || settings+=("HOROVOD_TIMELINE=$timeline")
 [[ -z $autotune ]] || settings+=(HOROVOD_AUTOTUNE=1 "HOROVOD_AUTOTUNE_LOG=$autotune")
+((start_timeout == 600)) || export HVDTRAIN_START_TIMEOUT=$start_timeout # for hvdtrain/engines/importing.py
 split_environment
 
 open_mpi() { # MAJOR VERSION
@@ -45,6 +46,10 @@ open_mpi() { # MAJOR VERSION
     elif ! ((remote)); then
         command+=(--mca btl '^tcp,ofi') # only shared memory; ofi would sleep for a second at the end
     fi
+    # ssh only starts Open MPI's daemon on a host, and then ends. In SGE's jobs, Open MPI uses qrsh in place of ssh.
+    if ((remote && start_timeout)) && [[ -z ${OMPI_MCA_plm_rsh_agent-}${PRTE_MCA_plm_ssh_agent-}${PE_HOSTFILE-} ]]; then
+        command+=(--mca plm_rsh_agent "timeout --foreground $start_timeout ssh -x $ssh_limits")
+    fi
     for name in "${passed[@]}"; do # names only; ranks on this host inherit the others from mpirun
         [[ $name =~ $own_host ]] || command+=(-x "$name")
     done
@@ -54,6 +59,10 @@ open_mpi() { # MAJOR VERSION
 hydra() { # mpich or intel
     local name names list=''
     command=(mpirun -np "$ranks")
+    if ((remote && start_timeout)); then # Hydra's ssh lasts as long as the job
+        [[ $1 == intel ]] && name=I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS || name=HYDRA_LAUNCHER_EXTRA_ARGS
+        [[ -n ${!name-} ]] || command=(env "$name=$ssh_limits" "${command[@]}")
+    fi
     if [[ -n $hosts ]]; then
         [[ -n $slots_each ]] || refuse "-H $hosts: $1's -hosts takes the same number of slots on every host"
         printf -v names '%s,' "${host_names[@]}"

@@ -15,6 +15,8 @@ options_help='
   --restarts N        restart after a failure, up to N times, after 1, 2, 4, ... 60 s; the program continues from the newest
                       checkpoint in its --output-dir. Gives up after two failures in a row without a new checkpoint
   --min-np N          with --restarts: if hosts do not answer, continue with at least this many ranks (default: all)
+  --start-timeout N   seconds until the job must have started: ssh on each host; Python, with --restarts; importing torch
+                      in programs that import hvdtrain first (default: 600; 0: no limit)
 
 DRY_RUN=1 prints the command, quoted for bash, and runs nothing.'
 
@@ -26,8 +28,13 @@ passed_names=(
 )
 passed_prefixes=(HOROVOD_ HVDTRAIN_ NCCL_ GLOO_ OMPI_ OPAL_ PMIX_ PRTE_ UCX_ FI_ I_MPI_ MPICH_ HYDRA_ SLURM_)
 kept_back=(SLURM_JWT HOROVOD_SECRET_KEY)
+ssh_seconds=20 # for ssh to connect, and to run `true`
+# ssh ends if a host does not complete its handshake, or if the connection has been silent for ten minutes.
+ssh_limits="-o ConnectTimeout=$ssh_seconds -o ServerAliveInterval=30 -o ServerAliveCountMax=20"
 # Of these, none is passed to another host: they describe this host, or belong to the launcher.
 own_host='^(SSH_AUTH_SOCK|CUDA_VISIBLE_DEVICES|(OMPI|OPAL|PMIX|PRTE|HYDRA|SLURM)_.*)$'
+
+say() { printf '%s: %s\n' "${0##*/}" "$1" >&2; }
 
 refuse() { # MESSAGE: one line and exit code 2
     printf '%s: error: %s\n' "${0##*/}" "$1" >&2
@@ -36,13 +43,13 @@ refuse() { # MESSAGE: one line and exit code 2
 
 read_options() { # ARGUMENTS...: sets the variables below, and `program` to what follows the options
     ranks='' hosts='' interface='' transport=auto fusion_mb='' cycle_ms='' timeline='' autotune='' port=9000
-    restarts=0 min_ranks='' kept=() # kept: the options that every restart passes on unchanged
+    restarts=0 min_ranks='' start_timeout=600 kept=() # kept: the options that every restart passes on unchanged
     while (($#)); do
         case $1 in
         --) shift && break ;;
         -h | --help) printf '%s\n%s\n' "$usage" "$options_help" && exit 0 ;;
         -np | -n | -H | --interface | --pass | --transport | --port | --fusion-mb | --cycle-ms | --timeline | --autotune | \
-            --restarts | --min-np)
+            --restarts | --min-np | --start-timeout)
             (($# > 1)) || refuse "$1 needs a value (--help)"
             case $1 in -np | -n | -H | --restarts | --min-np) ;; *) kept+=("$1" "$2") ;; esac
             case $1 in
@@ -58,6 +65,7 @@ read_options() { # ARGUMENTS...: sets the variables below, and `program` to what
             --autotune) autotune=$2 ;;
             --restarts) restarts=$2 ;;
             --min-np) min_ranks=$2 ;;
+            --start-timeout) start_timeout=$2 ;;
             esac
             shift 2
             ;;
@@ -78,6 +86,7 @@ check_options() {
     [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || refuse "-np $ranks: not a whole number of at least 1"
     [[ $restarts =~ ^[0-9]{1,6}$ ]] || refuse "--restarts $restarts: not a whole number"
     [[ -z $min_ranks || $min_ranks =~ ^[1-9][0-9]{0,6}$ ]] || refuse "--min-np $min_ranks: not a whole number of at least 1"
+    [[ $start_timeout =~ ^[0-9]{1,6}$ ]] || refuse "--start-timeout $start_timeout: not a whole number of seconds"
     [[ $port =~ ^[1-9][0-9]{3,4}$ && $port -ge 1024 && $port -lt 65536 ]] || refuse "--port $port: not a port from 1024 to 65535"
     [[ -z $fusion_mb || $fusion_mb =~ ^[0-9]+$ ]] || refuse "--fusion-mb $fusion_mb: not a whole number"
     [[ -z $cycle_ms || $cycle_ms =~ $number ]] || refuse "--cycle-ms $cycle_ms: not a number"
@@ -103,9 +112,16 @@ count_hosts() { # sets host_names, slots (in all), slots_each ('' where they dif
         [[ -z $before ]] && slots_each=$count
         [[ -z $before || $before == "$count" ]] || slots_each=''
         before=$count
-        [[ ${entry%%:*} =~ ^(localhost|127\.0\.0\.1)$ || ${entry%%:*} == "${HOSTNAME:-}" ]] || remote=1
+        is_this_host "${entry%%:*}" || remote=1
     done
     ((${#host_names[@]} < 2)) || remote=1
+}
+
+is_this_host() { [[ $1 =~ ^(localhost|127\.0\.0\.1)$ || $1 == "${HOSTNAME:-}" ]]; } # NAME
+
+answers() { # NAME: of a host
+    is_this_host "$1" ||
+        timeout -k 1 $((0 < start_timeout && start_timeout < ssh_seconds ? start_timeout : ssh_seconds)) ssh -o BatchMode=yes -o ConnectTimeout=5 "$1" true </dev/null >/dev/null 2>&1
 }
 
 choose_transport() { # replaces auto: MPI's shared memory is faster inside a host, Gloo between hosts (docs/launching.md)

@@ -3,6 +3,7 @@
 
 # Exit codes that are not retried: done, bad input, target not reached, stopped on request or by a signal.
 final='^(0|2|3|75|129|130|143)$'
+end_seconds=10 # between SIGTERM and SIGKILL for a job that has not started
 most_pause=60 # seconds between two tries without progress, after 1, 2, 4, ...
 
 newest_checkpoint() { # prints its name, or nothing; --output-dir is an argument of the program
@@ -25,8 +26,7 @@ hosts_that_answer() { # sets answering (as for -H) and answering_slots; without 
     [[ -n $hosts ]] || { answering_slots=$ranks && return; }
     for entry in ${hosts//,/ }; do
         name=${entry%%:*}
-        if [[ $name =~ ^(localhost|127\.0\.0\.1)$ || $name == "${HOSTNAME:-}" ]] ||
-            timeout -k 1 20 ssh -o BatchMode=yes -o ConnectTimeout=5 "$name" true </dev/null >/dev/null 2>&1; then
+        if answers "$name"; then
             answering+=${answering:+,}$entry
             if [[ $entry == *:* ]]; then ((answering_slots += ${entry##*:})); else ((answering_slots += 1)); fi
         else
@@ -65,32 +65,71 @@ serve_imports() { # sets `started`: the program, with ranks from a fork server i
     exec {answers}<&-
 }
 
-say() { printf '%s: %s\n' "${0##*/}" "$1" >&2; }
+reports_its_start() { # whether a rank on this host imports hvdtrain, which then writes to HVDTRAIN_START_PIPE
+    local entry here=0
+    [[ -n $answering ]] || here=1
+    for entry in ${answering//,/ }; do ! is_this_host "${entry%%:*}" || here=1; done
+    ((here && start_timeout)) && [[ ${#started[@]} -gt 1 && ${started[0]} =~ (^|/)python[0-9.]*$ ]] || return 1
+    case ${started[1]} in
+    -m) [[ ${started[2]-} == hvdtrain.* ]] ;;
+    -*) return 1 ;;
+    *) grep -qsE '^(import|from) hvdtrain' -- "${started[1]}" ;;
+    esac
+}
+
+wait_for_start() { # PID: until a rank has reported, or the job has ended. Returns 1 after start_timeout seconds
+    local waited
+    for ((waited = 0; waited < start_timeout; waited++)); do
+        ! read -r -t 1 <&"$start_pipe" || return 0 # usually within the first second
+        kill -0 "$1" 2>/dev/null || return 0
+    done
+    return 1
+}
+
+end_job() { # PID: SIGTERM, then SIGKILL
+    local waited
+    kill -TERM "$1" 2>/dev/null || return 0
+    for ((waited = 0; waited < end_seconds; waited++)); do
+        sleep 1
+        kill -0 "$1" 2>/dev/null || return 0
+    done
+    kill -KILL -- "-$1" 2>/dev/null || :
+    sleep 1
+}
 
 run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restarts and --min-np
-    local tries=0 pause=1 code before after now_ranks=$ranks child where started stopped=0
+    local tries=0 pause=1 code before after now_ranks=$ranks child where started stopped=0 start_pipe late
     answering=$hosts
     # Open MPI ends the other ranks of a failed job with SIGCONT, SIGTERM and SIGKILL, this many seconds apart. Without the
     # failed rank they cannot complete a step, so there is no reason to wait. (PRTE: Open MPI 5.)
     export OMPI_MCA_odls_base_sigkill_timeout=${OMPI_MCA_odls_base_sigkill_timeout-0}
     export PRTE_MCA_odls_base_sigkill_timeout=${PRTE_MCA_odls_base_sigkill_timeout-0}
     serve_imports
+    exec {start_pipe}<> <(:) # an anonymous pipe, which ranks on this host open through /proc
+    export HVDTRAIN_START_PIPE="$$ $start_pipe $(readlink "/proc/$$/fd/$start_pipe")"
     while :; do
-        where=()
+        where=() late=0
         [[ -z $answering ]] || where=(-H "$answering")
         before=$(newest_checkpoint)
         # In a new session, so that Ctrl-C reaches only this shell, which then asks the job to stop, as for SIGTERM.
-        setsid "$0" "$@" -np "$now_ranks" "${where[@]}" -- "${started[@]}" &
+        setsid "$0" "$@" -np "$now_ranks" "${where[@]}" -- "${started[@]}" {start_pipe}>&- &
         child=$!
         # shellcheck disable=SC2064  # this child
         trap "ask_to_stop $child" TERM HUP INT
         # shellcheck disable=SC2064
         trap "stopped=1; kill -USR1 $child 2>/dev/null" USR1
+        if reports_its_start && ! wait_for_start "$child"; then
+            say "no rank on this host has started Python within $start_timeout s (--start-timeout): look at ssh, mpirun and the file system that Python is on; ending the job"
+            late=1
+            end_job "$child"
+        fi
         while :; do
             code=0
+            ! ((late)) || ! kill -0 "$child" 2>/dev/null || break # not even SIGKILL ended it: a file system that hangs
             wait "$child" || code=$?
             kill -0 "$child" 2>/dev/null || break # else a signal interrupted `wait`
         done
+        ! ((late)) || code=1
         trap - TERM HUP USR1 INT
         [[ ! $code =~ $final ]] || return "$code"
         ((!stopped)) || { say "exit code $code; asked to stop: not started again" && return "$code"; }

@@ -3,6 +3,8 @@ nothing but what the fault does.
 
 ATTACK='{"rank": 1, "point": "backward", "count": 7, "kind": "kill"}' mpirun -np 2 python tests/chaos/attacked.py ...
 
+Under a wrapper that starts the job again, the next attempt carries out the fault in "then", if there is one.
+
 The rank carries out the fault the `count`-th time (from 1) it comes to the point. TAKEN names a directory where each rank
 logs the index of every sample that it takes, step by step. STRUCK names the file to which the rank adds when (seconds since
 the epoch) its fault struck: a launcher may lose what was printed just before.
@@ -24,11 +26,15 @@ import torch
 from hvdtrain import mnist, training
 from hvdtrain.data import loading
 from hvdtrain.engines import exit_codes, launchers, processes
-from hvdtrain.engines.horovod import HorovodEngine
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.start import engine_class
 from hvdtrain.training import checkpoint, resume
 from hvdtrain.training.resilience import watchdog
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
+STRUCK = Path(os.environ.get("STRUCK", os.devnull))
+for _ in STRUCK.read_text().splitlines() if STRUCK.exists() else ():  # earlier attempts
+    ATTACK = ATTACK.get("then", {})
 TAKEN = os.environ.get("TAKEN")
 PROGRAM = os.environ.get("PROGRAM")  # a script to attack in place of hvdtrain.mnist
 ATTEMPT = os.environ.get("ATTEMPT", "0")  # higher in later jobs
@@ -37,6 +43,7 @@ SIGNALS = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP, term=signal.SIGTERM, in
                segv=signal.SIGSEGV)  # fmt: skip
 SLOW_SECONDS = 8.0  # longer than the --step-timeout of attacked runs
 STRANGERS, STRANGER_SECONDS = 30, 20.0
+FULL_SECONDS = 1.0
 reached = 0
 
 
@@ -62,6 +69,16 @@ def strangers(port: int) -> None:
             time.sleep(0.5)
 
 
+def fill_disk() -> None:
+    """Fill the file system of --output-dir (of which run.py made a small one), and free it after FULL_SECONDS."""
+    directory = sys.argv[sys.argv.index("--output-dir") + 1]
+    space = os.statvfs(directory)
+    filler = os.open(directory, os.O_TMPFILE | os.O_WRONLY)  # the kernel also frees it if this process ends
+    with contextlib.suppress(OSError):
+        os.posix_fallocate(filler, 0, space.f_bavail * space.f_frsize)
+    threading.Timer(FULL_SECONDS, os.close, [filler]).start()
+
+
 def come_to(point: str) -> bool:
     """Carry out the fault if this is its point, rank and count; tell whether a caller must carry it out itself."""
     global reached
@@ -71,7 +88,7 @@ def come_to(point: str) -> bool:
     if reached != ATTACK["count"]:
         return False
     kind = ATTACK["kind"]
-    with Path(os.environ.get("STRUCK", os.devnull)).open("a") as struck:
+    with STRUCK.open("a") as struck:
         struck.write(f"{time.time():.3f} {kind} of rank {RANK} at {point} {reached}\n")
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])
@@ -87,6 +104,8 @@ def come_to(point: str) -> bool:
         time.sleep(SLOW_SECONDS)
     elif kind == "launcher":
         kill_launcher()
+    elif kind == "refill":
+        fill_disk()
     elif kind == "full":
         raise OSError(28, "No space left on device")
     return True
@@ -104,7 +123,6 @@ def before(owner: object, name: str, point: str) -> None:
 
 
 before(training, "start", "start")
-before(HorovodEngine, "broadcast_model", "broadcast")
 before(torch.Tensor, "backward", "backward")
 before(training.Run, "evaluating", "evaluate")
 before(training.Run, "_go_on_evaluating", "evaluating")
@@ -113,10 +131,8 @@ before(resume.Checkpoints, "restore", "restore")
 before(checkpoint, "digest", "digest")
 before(checkpoint, "sync_directory", "directory")
 before(checkpoint, "prune", "prune")
-before(HorovodEngine, "synchronize", "allreduce")
 
 real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch
-real_stepping = HorovodEngine.stepping
 
 
 def fsync(handle: int) -> None:
@@ -138,13 +154,22 @@ def scaled(images: torch.Tensor) -> torch.Tensor:
     return real_scaled(images) * (float("nan") if wrong and ATTACK["kind"] == "nan" else 1.0)
 
 
-@contextlib.contextmanager
-def stepping(self: HorovodEngine, optimizer: torch.optim.Optimizer):
-    with real_stepping(self, optimizer):
-        if come_to("update") and ATTACK["kind"] == "flip":
-            weights = optimizer.param_groups[0]["params"][ATTACK.get("parameter", 0)].data.view(torch.int32).view(-1)
-            weights[3] ^= 1 << ATTACK.get("bit", 3)
-        yield
+def patch(engine: type[Engine]) -> None:
+    before(engine, "broadcast_model", "broadcast")
+    before(engine, "synchronize", "allreduce")
+    real_stepping = engine.stepping
+
+    @contextlib.contextmanager
+    def stepping(self: Engine, optimizer: torch.optim.Optimizer):
+        with real_stepping(self, optimizer):
+            if come_to("update") and ATTACK["kind"] == "flip":
+                weights = (
+                    optimizer.param_groups[0]["params"][ATTACK.get("parameter", 0)].data.view(torch.int32).view(-1)
+                )
+                weights[3] ^= 1 << ATTACK.get("bit", 3)
+            yield
+
+    engine.stepping = stepping
 
 
 def epoch(self: loading.Plan, number: int):
@@ -180,8 +205,9 @@ def listen(hosts: list[str]):
 
 watchdog.listen = listen
 os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch = fsync, replace, scaled, epoch
-HorovodEngine.stepping = stepping
+patch(engine_class("ddp" if "ddp" in sys.argv else "horovod"))
 if __name__ == "__main__":  # an input worker imports this file, too
+    come_to("import")
     if PROGRAM:
         sys.argv[0] = PROGRAM
         runpy.run_path(PROGRAM, run_name="__main__")

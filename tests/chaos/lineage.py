@@ -7,9 +7,17 @@ from collections import Counter
 from pathlib import Path
 
 from tests.chaos.programs import EPOCHS, MNIST, Program
-from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, Done, launch, summary
+from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, Done, launch, summary
 
 RESULTS = ("parameters_sha256", "test_loss", "test_accuracy", "accuracy", "samples", "steps", "epochs")
+
+OWN = ("ATTACK", "TAKEN", "STRUCK", "ATTEMPT", "PROGRAM")  # variables that attacked.py reads
+WRAPPER = "mpirun.sh"  # it starts a job that has failed again
+WRAPPED = f"bash {shlex.quote(str(ROOT / 'launch' / WRAPPER))} -np {{ranks}} --restarts 5"
+STARTS = {launcher: f"{start} {PYTHON}" for launcher, start in LAUNCHERS.items()} | {
+    "torchrun": TORCHRUN,
+    WRAPPER: " ".join([WRAPPED, *(f"--pass {name}" for name in OWN), "--", PYTHON]),
+}
 
 
 def attacked(
@@ -19,9 +27,10 @@ def attacked(
     """Train on `ranks` ranks with at most one fault, and log each sample that is taken in `directory`/taken."""
     (directory / "taken").mkdir(parents=True, exist_ok=True)
     (directory / "struck").unlink(missing_ok=True)
-    start = LAUNCHERS[launcher].format(ranks=ranks)
+    start = STARTS[launcher].format(ranks=ranks)
+    engine = "--engine ddp" if launcher == "torchrun" else ""
     attacker = shlex.quote(str(ROOT / "tests" / "chaos" / "attacked.py"))
-    command = f"{start} {PYTHON} {attacker} {program.flags} --batch-size {batch} {flags}"
+    command = f"{start} {attacker} {program.flags} --batch-size {batch} {engine} {flags}"
     extra = {
         "PYTHONPATH": str(ROOT),
         "ATTACK": json.dumps(attack or {}),
@@ -29,6 +38,7 @@ def attacked(
         "STRUCK": str(directory / "struck"),
         "ATTEMPT": str(time.time_ns()),
         "PROGRAM": str(program.script or ""),
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # for the wrapper, which has no option for it
     }
     return launch(f"{command} --output-dir {directory}", timeout=timeout, **extra)
 
@@ -64,8 +74,13 @@ def tally(directory: Path, epochs: int = EPOCHS, samples: int = MNIST.samples) -
 
 def struck_at(directory: Path) -> float | None:
     """Return when (seconds since the epoch) the fault of the last attempt struck; None where it never came to its point."""
+    return next(iter(all_struck(directory)), None)
+
+
+def all_struck(directory: Path) -> list[float]:
+    """Return the same of each fault of the last launch: a wrapper's attempts may have several."""
     path = directory / "struck"
-    return float(path.read_text().split()[0]) if path.exists() else None
+    return [float(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def seconds_lost(directory: Path, faults: list[float]) -> float:

@@ -16,6 +16,8 @@ class Outcome:
     leftovers: int = 0
     note: str = ""
     program: str = ""
+    launcher: str = ""
+    ranks: int = 0
 
     @property
     def good(self) -> bool:
@@ -37,11 +39,15 @@ def spread(seconds: list[float]) -> str:
 
 def table(outcomes: list[Outcome]) -> str:
     groups: dict[str, list[Outcome]] = {}
-    programs = {outcome.program for outcome in outcomes} - {""}
     for outcome in outcomes:
         groups.setdefault(outcome.kind, []).append(outcome)
-        if outcome.program and len(programs) > 1:
-            groups.setdefault(f"(of {outcome.program})", []).append(outcome)
+    for form, told in (
+        ("(of {})", lambda o: o.program), ("(under {})", lambda o: o.launcher), ("({} ranks)", lambda o: o.ranks),
+    ):  # fmt: skip
+        if len({told(outcome) for outcome in outcomes if told(outcome)}) > 1:
+            for outcome in outcomes:
+                if told(outcome):
+                    groups.setdefault(form.format(told(outcome)), []).append(outcome)
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for name, some in [*sorted(groups.items()), ("all", outcomes)]:
         cells = (

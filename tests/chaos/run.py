@@ -5,6 +5,10 @@ make chaos CHAOS="--attacks 200 --seed 7"
 make chaos CHAOS="--attacks 30 --kinds stop,spin,sleep"       ranks that hang
 make chaos CHAOS="--attacks 30 --kinds slow,stranger,launcher"    what must not end a run, and a launcher that is killed
 make chaos CHAOS="--attacks 30 --launchers starter"           ranks that one process has forked
+make chaos CHAOS="--attacks 30 --launchers mpirun.sh"         restarts by the wrapper, whose start-up is struck, too
+make chaos CHAOS="--attacks 30 --kinds refill"                a disk that is full for a second (root only: mounts one)
+make chaos CHAOS="--attacks 500 --results FILE"               collects outcomes in FILE, in several sittings
+make chaos CHAOS="--attacks 0 --results FILE"                 only the table of them
 make chaos CHAOS="--attacks 50 --programs imagenet,augment"   on shards, and a user's own program, with input workers
 make chaos CHAOS="--attacks 0 --schedule ''"                  only the checkpoints: seconds
 make chaos CHAOS="--attacks 0 --damages 0 --schedule 2,1,2"   only the change of ranks
@@ -12,16 +16,19 @@ make chaos CHAOS="--attacks 0 --damages 0 --schedule 2,1,2"   only the change of
 
 import argparse
 import contextlib
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain.training import checkpoint
+from tests.chaos.collected import Results
 from tests.chaos.damages import damages
-from tests.chaos.lineage import attacked, results, seconds_lost, struck_at, tally
+from tests.chaos.lineage import WRAPPER, all_struck, attacked, results, seconds_lost, tally
 from tests.chaos.outcome import Outcome, table
 from tests.chaos.programs import EPOCHS, MNIST, Program, programs
 from tests.chaos.schedule import schedule
@@ -29,16 +36,18 @@ from tests.chaos.schedule import schedule
 # Where a fault strikes, and how often a whole run comes by there.
 TRAINING = {"load": 16, "backward": 16, "allreduce": 16, "update": 16, "evaluate": 2, "snapshot": 8}
 WRITING = {"digest": 7, "fsync": 7, "half": 7, "rename": 7, "directory": 7, "prune": 7}  # rank 0's alone
-STARTING = {"start": 1, "broadcast": 1, "restore": 1}
+STARTING = {"import": 1, "start": 1, "broadcast": 1, "restore": 1}
 HANGS = ("stop", "spin", "sleep")
 SLOW = {"backward": 1, "evaluating": 2, "snapshot": 7}  # what may take longer than a step: the first one, and these
 HARMLESS = ("slow", "stranger")  # the run goes on as if nothing had been
 # How often each is drawn.
 KINDS = {"kill": 4, "segv": 2, "raise": 2, "stop": 2, "spin": 1, "sleep": 1, "term": 2, "full": 1}
-KINDS |= {"slow": 1, "stranger": 1, "launcher": 1}
-LAUNCHED = {"mpirun": 2, "gloo": 1, "horovodrun": 1, "starter": 2}  # how often each is drawn
+KINDS |= {"slow": 1, "stranger": 1, "launcher": 1, "usr1": 1, "refill": 1}
+LAUNCHED = {"mpirun": 2, "gloo": 1, "horovodrun": 1, "starter": 2, "torchrun": 1, WRAPPER: 2}  # how often each is drawn
 # Who has the same bits as whom: MPI and Gloo sum three numbers in different orders.
-TRANSPORTS = {"mpirun": "mpirun", "horovodrun": "mpirun", "gloo": "gloo", "starter": "gloo"}
+TRANSPORTS = {"mpirun": "mpirun", "horovodrun": "mpirun", "gloo": "gloo", "starter": "gloo", WRAPPER: "mpirun",
+              "torchrun": "torchrun"}  # fmt: skip
+DISK = "512m"  # size of the file system that is full
 ATTEMPTS = 5  # starts of one run, after which it counts as not survived
 
 
@@ -53,7 +62,7 @@ def draw(chance: random.Random, kinds: Sequence[str], ranks: int, program: Progr
     elif kind == "slow":
         slow = {point: visits for point, visits in SLOW.items() if point != "evaluating" or "evaluate" in training}
         points, rank = slow, chance.randrange(ranks)
-    elif kind in (*HANGS, "launcher"):  # a hang before the first step is given ten minutes
+    elif kind in (*HANGS, "launcher", "refill"):  # a hang before the first step is given ten minutes
         points, rank = training, chance.randrange(ranks)
     else:
         points = chance.choice((training, STARTING, STARTING) if restarted else (training, training, WRITING, STARTING))
@@ -86,22 +95,44 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if path.name not in mapped}
 
 
+@contextlib.contextmanager
+def small_disk(directory: Path) -> Iterator[None]:
+    """Context manager with a file system of its own at `directory`, except for what the attacked ranks log there."""
+    taken = directory.with_name(f"{directory.name}.taken")
+    taken.mkdir(parents=True)
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", directory], check=True)
+    try:
+        (directory / "taken").symlink_to(taken)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def can_mount(directory: Path) -> bool:
+    """Return whether this process may mount a file system."""
+    if os.geteuid() != 0:
+        return False
+    with contextlib.suppress(subprocess.SubprocessError, OSError), small_disk(directory):
+        return True
+    return False
+
+
 class Undisturbed:
     """What undisturbed runs end with, by program, transport and ranks."""
 
-    def __init__(self, scratch: Path):
-        self._scratch = scratch
-        self._found: dict[tuple[str, str, int], dict] = {}
+    def __init__(self, scratch: Path, collected: Results):
+        self._scratch, self._collected = scratch, collected
 
     def results(self, program: Program, launcher: str, ranks: int) -> dict:
         transport = TRANSPORTS[launcher]
-        key = program.name, transport, ranks
-        if key not in self._found:
-            whole = self._scratch / "-".join(map(str, key))
+        key = f"{program.name}-{transport}-{ranks}"
+        if key not in self._collected.undisturbed:
+            whole = self._scratch / key
             done = attacked(whole, ranks=ranks, batch=program.batch[ranks], launcher=transport, program=program)
             assert done.code == 0, done
-            self._found[key] = results(whole)
-        return self._found[key]
+            self._collected.add_undisturbed(key, results(whole))
+        return self._collected.undisturbed[key]
 
 
 def strike(
@@ -112,56 +143,73 @@ def strike(
     ranks = chance.choice(sizes)
     launcher = chance.choices(launchers, [LAUNCHED[name] for name in launchers])[0]
     attacks = [draw(chance, kinds, ranks, program)]
-    if chance.random() < 1 / 3:
+    if chance.random() < (2 / 3 if launcher == WRAPPER else 1 / 3):
         attacks.append(draw(chance, kinds, ranks, program, restarted=True))
-    kind = attacks[0]["kind"] if len(attacks) == 1 else "twice"
-    label = f"{program.name}, {ranks} ranks, {launcher}: " + ", then ".join(
-        "{kind} rank {rank} at {point} {count}".format(**attack) for attack in attacks
-    )
+    outcome = Outcome(
+        attacks[0]["kind"] if len(attacks) == 1 else "twice",
+        f"{program.name}, {ranks} ranks, {launcher}: "
+        + ", then ".join("{kind} rank {rank} at {point} {count}".format(**attack) for attack in attacks),
+        False, False, program=program.name, launcher=launcher, ranks=ranks,
+    )  # fmt: skip
     whole = undisturbed.results(program, launcher, ranks)
-    shared, faults, detected, left = shared_memory(), [], [], 0
-    for attempt in range(ATTEMPTS):
-        attack = attacks[attempt] if attempt < len(attacks) else None
-        try:
-            done = attacked(
-                directory, ranks=ranks, batch=program.batch[ranks], flags="--step-timeout 5", attack=attack,
-                launcher=launcher, timeout=150, program=program,
-            )  # fmt: skip
-        except AssertionError as error:
-            return Outcome(kind, label, False, False, note=f"hang: {str(error)[:60]}", program=program.name)
-        ended, left = time.time(), left + done.left_behind
-        if done.code == 0:
-            break
-        if attack is not None and attack["kind"] in HARMLESS:
-            tail = " ".join((done.stderr or done.stdout).split())[-200:]
-            return Outcome(kind, label, False, False, note=f"false alarm: {tail}", program=program.name)
-        struck = struck_at(directory)
-        if struck is None:
-            tail = " ".join((done.stderr or done.stdout).split())[-200:]
-            note = f"code {done.code} without a fault: {tail}"
-            return Outcome(kind, label, False, False, leftovers=left, note=note, program=program.name)
-        faults.append(struck)
-        detected.append(ended - struck)
-        if chance.random() < 0.2:
-            label += damage(chance, directory)
-    else:
-        return Outcome(
-            kind, label, False, False, 0, 0, max(detected), leftovers=left, note="never came to its end",
-            program=program.name,
-        )  # fmt: skip
-    lost, repeated = tally(directory, EPOCHS, program.samples)
-    temporary = [path for path in (directory / "checkpoints").iterdir() if path.name.startswith(".")]
+    shared = shared_memory()
+    refilled = any(attack["kind"] == "refill" for attack in attacks)
+    with small_disk(directory) if refilled else contextlib.nullcontext():
+        if not run_to_its_end(outcome, chance, attacks, program, directory):
+            return outcome
+        outcome.survived, outcome.equal = True, results(directory) == whole
+        outcome.lost, outcome.repeated = tally(directory, EPOCHS, program.samples)
+        temporary = [path for path in (directory / "checkpoints").iterdir() if path.name.startswith(".")]
     segments = shared_memory() - shared
     if any(
         attack["kind"] == "launcher" for attack in attacks
     ):  # mpirun's own, which it cannot remove once it is killed
         segments = {name for name in segments if not name.startswith(("ompi.", "vader_segment."))}
-    leftovers = left + len(temporary) + len(segments)
-    note = f"left behind: {left} processes, {temporary}, {segments}" if leftovers else ""
-    return Outcome(
-        kind, label, True, results(directory) == whole, lost, repeated, max(detected, default=None),
-        seconds_lost(directory, faults) if faults else None, leftovers, note, program.name,
-    )  # fmt: skip
+    if left := outcome.leftovers + len(temporary) + len(segments):
+        outcome.note = f"left behind: {outcome.leftovers} processes, {temporary}, {segments}"
+        outcome.leftovers = left
+    return outcome
+
+
+def run_to_its_end(
+    outcome: Outcome, chance: random.Random, attacks: list[dict], program: Program, directory: Path
+) -> bool:
+    """Start the run again until it ends; return whether it does. Adds to `outcome` what was seen."""
+    launcher, faults, detected = outcome.launcher, [], []
+    for attempt in range(ATTEMPTS):
+        attack = attacks[attempt] if attempt < len(attacks) else None
+        if launcher == WRAPPER and attack is not None:
+            attack = attack | {"then": attacks[attempt + 1]} if attempt + 1 < len(attacks) else attack
+        try:
+            done = attacked(
+                directory, ranks=outcome.ranks, batch=program.batch[outcome.ranks], flags="--step-timeout 5",
+                attack=attack, launcher=launcher, timeout=150, program=program,
+            )  # fmt: skip
+        except AssertionError as error:
+            outcome.note = f"hang: {str(error)[:60]}"
+            return False
+        ended, struck = time.time(), all_struck(directory)
+        outcome.leftovers += done.left_behind
+        tail = " ".join((done.stderr or done.stdout).split())[-200:]
+        if done.code == 0:
+            faults += struck if launcher == WRAPPER else []  # those after which the wrapper has started it again
+            break
+        if attack is not None and attack["kind"] in HARMLESS and len(struck) < 2:
+            outcome.note = f"false alarm: {tail}"
+            return False
+        if not struck:
+            outcome.note = f"code {done.code} without a fault: {tail}"
+            return False
+        faults += struck
+        detected.append(ended - struck[-1])
+        if chance.random() < 0.2:
+            outcome.attack += damage(chance, directory)
+    else:
+        outcome.note = "never came to its end"
+        return False
+    outcome.detected = max(detected, default=None)
+    outcome.seconds_lost = seconds_lost(directory, sorted(faults)) if faults else None
+    return True
 
 
 def main() -> int:
@@ -169,16 +217,25 @@ def main() -> int:
         prog="tests.chaos.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--attacks", type=int, default=20, help="on processes (default: 20)")
-    parser.add_argument("--damages", type=int, default=1000, help="to a checkpoint (default: 1000)")
+    parser.add_argument("--damages", type=int, help="to a checkpoint (default: 1000; with --results: none)")
     parser.add_argument(
-        "--schedule", default="4,3,2,4", help="ranks of the parts of one run (default: 4,3,2,4; '': none)"
+        "--schedule", help="ranks of the parts of one run (default: 4,3,2,4; with --results: none; '': none)"
     )
+    parser.add_argument("--results", type=Path, metavar="FILE", help="collect outcomes there, and skip those it has")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(KINDS), help="of attacks (default: %(default)s)")
     parser.add_argument("--launchers", default=",".join(LAUNCHED), help="of attacked runs (default: %(default)s)")
     parser.add_argument("--programs", default="mnist", help="of mnist, imagenet, augment, gan (default: mnist)")
     parser.add_argument("--ranks", default="2,3,4", help="drawn from (default: 2,3,4; also 6 and 8)")
     flags = parser.parse_args()
+    if flags.damages is None:
+        flags.damages = 0 if flags.results else 1000
+    if flags.schedule is None:
+        flags.schedule = "" if flags.results else "4,3,2,4"
+    try:
+        collected = Results(flags.results)
+    except (OSError, ValueError) as error:
+        parser.error(f"--results {flags.results}: {error}")
     kinds = flags.kinds.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"--kinds: {unknown[0]!r} is not one of {', '.join(KINDS)}")
@@ -192,17 +249,26 @@ def main() -> int:
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
+        if "refill" in kinds and flags.attacks and not can_mount(scratch / "disk"):
+            if flags.kinds != parser.get_default("kinds"):
+                parser.error("--kinds refill needs root, to mount a small file system: unshare -m")
+            kinds.remove("refill")
         known = {"mnist": MNIST} if flags.programs == "mnist" else programs(scratch)
         names = flags.programs.split(",")
         if strange := [name for name in names if name not in known]:
             parser.error(f"--programs: {strange[0]!r} is not one of {', '.join(known)}")
-        undisturbed = Undisturbed(scratch)
+        undisturbed = Undisturbed(scratch, collected)
         for number in range(1, flags.attacks + 1):
+            if (flags.seed, number) in collected.outcomes:
+                continue
             program = known[names[number % len(names)]]
-            outcomes.append(strike(chance, kinds, launchers, program, sizes, scratch / str(number), undisturbed))
-            print(f"{number:4} {outcomes[-1]}", flush=True)
-            if not outcomes[-1].good:
-                print(f"     {outcomes[-1]!r}", flush=True)
+            own = random.Random(f"{flags.seed} {number}")  # the same attack in whichever sitting
+            outcome = strike(own, kinds, launchers, program, sizes, scratch / str(number), undisturbed)
+            collected.add(flags.seed, number, outcome)
+            print(f"{number:4} {outcome}", flush=True)
+            if not outcome.good:
+                print(f"     {outcome!r}", flush=True)
+        outcomes += collected.outcomes.values()
         if flags.schedule:
             outcomes.append(schedule([int(ranks) for ranks in flags.schedule.split(",")], scratch, chance))
             print(f"     {outcomes[-1]}", flush=True)

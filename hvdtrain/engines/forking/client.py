@@ -18,6 +18,8 @@ import socket
 import sys
 from typing import NoReturn
 
+from hvdtrain.engines import importing
+
 VARIABLE = "HVDTRAIN_FORK_SERVER"  # the server's name, an abstract Unix socket
 HANDED_ON = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
@@ -32,9 +34,11 @@ def main() -> NoReturn:
     if name and "PMI_FD" not in os.environ:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             try:
+                server.settimeout(importing.limit_seconds() or None)
                 server.connect(f"\0{name}")
                 pid = hand_over(server, words)
-            except OSError:  # the server has ended
+                server.settimeout(None)
+            except OSError:  # the server has ended, or hangs
                 pid = None
             if pid is not None:
                 stand_for(server, pid)

@@ -34,15 +34,18 @@ class Supervisor:
 
     meet: called in a thread at the start, with an event that is set after the import; returns the Orders once all hosts have
     connected. failed(): returns how another host's ranks have failed, or None. told(reason): tells the other hosts that
-    ranks of this host have failed.
+    ranks of this host have failed. import_seconds: time limit of the import; 0: none.
     """
 
     def __init__(
         self, importer: Importer, meet: Callable[[threading.Event], Orders],
         failed: Callable[[], str | None] | None = None, told: Callable[[str], None] = lambda reason: None,
+        import_seconds: float = 0.0,
     ):  # fmt: skip
         self._importer, self._meet, self._failed, self._told = importer, meet, failed, told
         self._imported = threading.Event()
+        self._import_seconds = import_seconds
+        self._import_until = time.monotonic() + (import_seconds or float("inf"))
         self._orders: Orders | None = None
         self._error: UserError | Failure | None = None  # of the rendezvous
         self._news = b""
@@ -72,8 +75,7 @@ class Supervisor:
                 selector.register(self._importer.news, selectors.EVENT_READ)
                 selector.register(self._importer.reports, selectors.EVENT_READ)
                 while self._importing or self._ranks:
-                    timeout = None if self._until is None else max(0.0, self._until - time.monotonic())
-                    for ready, _ in selector.select(timeout):
+                    for ready, _ in selector.select(self._timeout()):
                         if ready.fileobj is self._wake:
                             self._hear_signals()
                         elif ready.fileobj == self._importer.reports:
@@ -82,6 +84,7 @@ class Supervisor:
                         elif not self._hear_importer():
                             selector.unregister(self._importer.news)
                     self._reap()
+                    self._limit_import()
                     if self._error is not None and self._code == 0:
                         raise self._error
                     if self._until is not None and time.monotonic() >= self._until:
@@ -93,6 +96,18 @@ class Supervisor:
             if self._code:
                 self._kill()  # also ends input workers whose rank has died
         return self._code
+
+    def _timeout(self) -> float | None:
+        """Return the time in seconds until something must be done; None: wait for events only."""
+        import_until = float("inf") if self._imported.is_set() else self._import_until
+        until = min(float("inf") if self._until is None else self._until, import_until)
+        return None if until == float("inf") else max(0.0, until - time.monotonic())
+
+    def _limit_import(self) -> None:
+        """Raise Failure if the import takes longer than its limit."""
+        if self._importing and not self._imported.is_set() and time.monotonic() >= self._import_until:
+            how = "look at the file system that Python is on, or raise --start-timeout"
+            raise Failure(f"the program's modules were not imported within {self._import_seconds:.0f} s: {how}")
 
     def _meet_others(self) -> None:
         """Thread: connect to the other hosts, then check regularly whether one of them has failed."""

@@ -67,11 +67,16 @@ SETTINGS |= {"HOROVOD_TIMELINE": "a b.json", "HOROVOD_AUTOTUNE": "1", "HOROVOD_A
 MANY = "-H a:4,b:4 --interface eth0 --fusion-mb 32 --cycle-ms 0.5 --timeline 'a b.json' --autotune tries.csv"
 # Between hosts by its path: Open MPI then looks for itself in the same place on every one of them.
 OPEN_MPI = CLEAN + "{mpirun} -np 8 -H a:4,b:4 --bind-to none --map-by slot --mca btl_tcp_if_include eth0 "
+SSH = "-o ConnectTimeout=20 -o ServerAliveInterval=30 -o ServerAliveCountMax=20"
+AGENT = f"--mca plm_rsh_agent 'timeout --foreground 600 ssh -x {SSH}' "
+EXTRA, INTELS_EXTRA = (
+    CLEAN + f"env '{name}={SSH}' " for name in ("HYDRA_LAUNCHER_EXTRA_ARGS", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
+)
 TWO_HOSTS = {
-    "openmpi4": OPEN_MPI + "--mca oob_tcp_if_include eth0 " + X,
-    "openmpi5": OPEN_MPI + "--prtemca oob_tcp_if_include eth0 " + X,
-    "mpich": CLEAN + "mpirun -np 8 -hosts a,b -ppn 4 -iface eth0 -bind-to none " + LIST,
-    "intel": CLEAN + "mpirun -np 8 -hosts a,b -ppn 4 -iface eth0 " + LIST,
+    "openmpi4": OPEN_MPI + "--mca oob_tcp_if_include eth0 " + AGENT + X,
+    "openmpi5": OPEN_MPI + "--prtemca oob_tcp_if_include eth0 " + AGENT + X,
+    "mpich": EXTRA + "mpirun -np 8 -hosts a,b -ppn 4 -iface eth0 -bind-to none " + LIST,
+    "intel": INTELS_EXTRA + "mpirun -np 8 -hosts a,b -ppn 4 -iface eth0 " + LIST,
 }  # fmt: skip
 
 
@@ -137,6 +142,7 @@ def test_a_password_of_slurms_stays_behind_and_a_named_variable_goes_along():
         ("-H a:4,b:4 python -V", "-H a:4,b:4 needs --interface NAME"),
         ("--interface 'eth0 -x' -np 2 true", "not the name of an interface"),
         ("--pass TOKEN=1 -np 2 true", "--pass TOKEN=1: give the name of a variable, not its value"),
+        ("--start-timeout 1.5 -np 2 true", "--start-timeout 1.5: not a whole number of seconds"),
         ("--transport tcp -np 2 true", "--transport tcp: choose auto, mpi or gloo"),
         ("--cycle-ms 1ms -np 2 true", "--cycle-ms 1ms: not a number"),
         ("--port 80 -np 2 true", "--port 80: not a port"),

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -151,3 +152,18 @@ def test_ranks_end_with_their_server_and_it_with_its_starter(server):
         time.sleep(0.1)
     assert members(some.job) == []
     other.communicate()
+
+
+def test_a_server_that_does_not_answer_is_done_without(tmp_path):
+    """It hangs while it imports, for example. The client gives up after the time limit of a start, and becomes the rank."""
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM + "sys.exit(7 + len(sys.argv))")
+    name = f"hvdtrain-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(f"\0{name}")
+        silent.listen()
+        done = subprocess.run(
+            [sys.executable, "-m", "hvdtrain.engines.forking.client", script, "x"], cwd=ROOT, timeout=60,
+            env=environment(**{VARIABLE: name, "HVDTRAIN_START_TIMEOUT": "0.2"}), stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    assert done.returncode == 9

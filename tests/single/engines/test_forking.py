@@ -407,6 +407,17 @@ def test_the_import_ends_when_the_starter_is_killed(tmp_path):
     assert run.ends()[0] == -9
 
 
+def test_an_import_that_hangs_is_ended(tmp_path):
+    hangs = {"SETTINGS": '{"import_seconds": 600}'}
+    for options, variables in (("--start-timeout 0.5", {}), ("", {"HVDTRAIN_START_TIMEOUT": "0.5"})):
+        done = start(tmp_path, SLEEP, 2, options, **hangs, **variables)
+        assert done.code == 1, done
+        assert (
+            "the program's modules were not imported within 0 s: look at the file system that Python is on"
+            in done.stderr
+        )
+
+
 # ---- several hosts, here all on this one
 
 

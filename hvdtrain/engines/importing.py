@@ -1,0 +1,81 @@
+"""A rank's start before it has an engine: it reports that Python runs, and has a time limit to import torch.
+
+Imports almost nothing, because every `import hvdtrain` imports it.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+PIPE = "HVDTRAIN_START_PIPE"  # from launch/restarts.sh: pid, file descriptor, link of the descriptor in /proc
+LIMIT = "HVDTRAIN_START_TIMEOUT"
+LIMIT_SECONDS = 600.0
+AFTER_MESSAGE = 3.0  # seconds from the message to the end; rank 0 is RANK_ZERO_FIRST earlier than the others
+RANK_ZERO_FIRST = 2.0
+RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
+
+
+def report_start() -> None:
+    """Tell the wrapper that started this rank, if it runs on this host, that Python and hvdtrain could be read."""
+    told = os.environ.get(PIPE, "").split()
+    if len(told) != 3:
+        return
+    path = f"/proc/{told[0]}/fd/{told[1]}"
+    with contextlib.suppress(OSError):  # the wrapper is on another host, or has ended
+        # The number in "pipe:[NUMBER]" makes it unlikely that another host has the same pid and file descriptor.
+        if told[2].startswith("pipe:") and os.readlink(path) == told[2]:  # noqa: PTH115 - pathlib takes time to import
+            pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            os.write(pipe, b"\n")
+            os.close(pipe)
+
+
+def limit_seconds() -> float:
+    """Return the time limit from the environment; 0: no limit."""
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(os.environ.get(LIMIT) or LIMIT_SECONDS))
+    return LIMIT_SECONDS
+
+
+def limit_torch() -> None:
+    """In a process that a launcher started, limit the time that the first `import torch` may take."""
+    if "torch" in sys.modules or not any(name in os.environ for name in RANKS):
+        return
+    if seconds := limit_seconds():
+        from hvdtrain.engines.arrival import Arrival
+
+        Arrival("torch", during=lambda: limited(seconds))
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Context manager that ends this process, with a message and a traceback, if the block takes longer.
+
+    A Python thread cannot run while a library is loaded, which holds the GIL. faulthandler's thread, which prints the
+    traceback and ends the process, needs no GIL.
+    """
+    import faulthandler
+    import socket
+    import threading
+
+    rank = next(os.environ[name] for name in RANKS if name in os.environ)
+    over = threading.Event()
+    late = 0.0 if rank == "0" else RANK_ZERO_FIRST
+
+    def warn() -> None:
+        if not over.wait(seconds + late):
+            where = f"rank {rank} on {socket.gethostname()}"
+            sys.stderr.write(
+                f"hvdtrain: error: {where} could not import torch within {seconds:.0f} s: is its file system slow?\n"
+            )
+
+    thread = threading.Thread(target=warn, name="import", daemon=True)
+    thread.start()
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # sys.stderr is not a file
+        faulthandler.dump_traceback_later(seconds + late + AFTER_MESSAGE, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        over.set()
+        thread.join()
