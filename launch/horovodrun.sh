@@ -31,7 +31,7 @@ if ((remote)); then
         silent=$(for name in "${host_names[@]}"; do { answers "$name" || printf ' %s' "$name"; } & done && wait)
     fi
     if [[ -n $silent ]]; then # not `refuse`: with --restarts, the host may answer later
-        say "error: no answer over ssh:$silent: try \`ssh NAME true\`, and look at the host"
+        say "error: no answer over ssh:$silent: try ssh NAME true, and look at the host"
         exit 1
     fi
 elif [[ $asked != auto ]]; then

@@ -37,7 +37,7 @@ def test_ssh_that_hangs_ends_horovodrun_with_the_name_of_the_host(tmp_path, monk
     done = wrapper("horovodrun", *HOSTS, "--transport", "gloo", *PROGRAM, env=env)
     assert (done.code, done.stdout) == (1, ""), done
     assert done.stderr == (
-        "horovodrun.sh: error: no answer over ssh: elsewhere: try `ssh NAME true`, and look at the host\n"
+        "horovodrun.sh: error: no answer over ssh: elsewhere: try ssh NAME true, and look at the host\n"
     )
 
 
