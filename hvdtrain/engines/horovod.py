@@ -25,6 +25,11 @@ from hvdtrain.engines.launchers import alone_in_pid_namespace
 from hvdtrain.engines.tuning import tuned_environment
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the default of DDP's bucket_cap_mb
+# Open MPI ends a rank a second after its mpirun was killed. With this delay in seconds, the rank has the time to save a
+# checkpoint (training/resilience/monitor.py). It is less than `resume.LOCK_SECONDS`, for which the next attempt waits.
+# Also an MPI error then ends its rank later by as much.
+ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "8"}
+
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
 
 
@@ -112,6 +117,8 @@ class HorovodEngine(Engine):
 
         # Without a launcher, Open MPI 4 would start a daemon first. That takes time, and fails if MPI was relocated.
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
+        if launcher == "mpirun (Open MPI)":
+            os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
             refuse_unknown_own_name(socket.gethostname())
         first = Path("/proc/1/comm").read_text().strip() if Path("/proc/1/comm").exists() else ""

@@ -50,6 +50,7 @@ class Telemetry:
     ):
         """track_as: name of the MLflow experiment in which to record the run; None: do not use MLflow."""
         self.speaks = engine.rank == 0
+        self._launched = engine.size > 1
         self._lock = threading.Lock()
         self._began = time.monotonic() - seconds_since_process_start()
         self.output_dir = output_dir if self.speaks else None
@@ -93,15 +94,23 @@ class Telemetry:
             how = "name another directory, or free some space"
             raise UserError(f"--output-dir {directory} cannot be written ({error.strerror}): {how}") from error
 
+    def _reader_may_be_gone(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.suppress(OSError) if self._launched else contextlib.nullcontext()
+
     def say(self, line: str) -> None:
-        """Print a line on rank 0, above the progress bar if there is one."""
+        """Print a line on rank 0, above the progress bar if there is one.
+
+        If the launcher that reads the output was killed, the line is lost, and the watchdog ends the run. Otherwise, raises
+        OSError if it cannot be written.
+        """
         if not self.speaks:
             return
-        if self._display is not None:
-            self._display.clear()
-        print(line, flush=True)
-        if self._display is not None:
-            self._display.draw()
+        with self._reader_may_be_gone():
+            if self._display is not None:
+                self._display.clear()
+            print(line, flush=True)
+            if self._display is not None:
+                self._display.draw()
 
     def event(self, name: str, **fields: object) -> None:
         """Append an event to metrics.jsonl, as one line of JSON. Thread-safe."""
@@ -181,7 +190,8 @@ class Telemetry:
     def progress(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
         """Show the progress of training (see `progress.Display.show`)."""
         if self._display is not None:
-            self._display.show(epoch, step, steps, figures, window)
+            with self._reader_may_be_gone():
+                self._display.show(epoch, step, steps, figures, window)
 
     def end(self, summary: dict[str, object]) -> None:
         """Write summary.json (atomically) and the `end` event."""
@@ -197,7 +207,8 @@ class Telemetry:
     def close(self) -> None:
         """Close all files. Idempotent."""
         if self._display is not None:
-            self._display.close()
+            with self._reader_may_be_gone():
+                self._display.close()
         if self._board is not None:
             with contextlib.suppress(OSError):
                 self._board.close()

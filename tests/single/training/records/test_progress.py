@@ -1,5 +1,6 @@
 """What is shown while a run goes on: shares, hints, the slowest rank, the plain line, the clock."""
 
+import errno
 import io
 import os
 import sys
@@ -205,6 +206,22 @@ def test_a_line_is_said_above_the_bar(monkeypatch, capsys):
     assert before.endswith("\r\x1b[K")
     assert after.startswith("\repoch 1/2")
     assert after.endswith("\r\x1b[K")
+
+
+def test_a_launcher_that_no_longer_reads_does_not_end_its_rank_before_it_has_saved(monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(terminal, "find", lambda: terminal.Screen(sys.stdout, True, 7))
+    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+    with pytest.raises(OSError, match="Input/output"):  # one process: `| head` ends it
+        Telemetry(engine, None, progress=False).say("a line")
+    engine.size = 2
+    with Telemetry(engine, None, progress=True) as telemetry:
+        telemetry.say("a line")
+        telemetry.progress("epoch 1/2", 1, 100, FIGURES, window(rank(0, 9, 1)))
 
 
 def test_settings_are_counted_and_said_in_full_where_asked_for():
