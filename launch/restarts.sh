@@ -110,6 +110,7 @@ run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restar
     while :; do
         where=() late=0
         [[ -z $answering ]] || where=(-H "$answering")
+        while read -r -t 0 <&"$start_pipe"; do read -r <&"$start_pipe"; done # reports of the attempt before
         before=$(newest_checkpoint)
         # In a new session, so that Ctrl-C reaches only this shell, which then asks the job to stop, as for SIGTERM.
         setsid "$0" "$@" -np "$now_ranks" "${where[@]}" -- "${started[@]}" {start_pipe}>&- &

@@ -54,6 +54,14 @@ def test_a_job_whose_python_does_not_start_is_ended_and_started_again(body, tmp_
     assert (tmp_path / "tries").read_text() == "try\ntry\n"
 
 
+def test_what_the_ranks_of_one_attempt_report_does_not_count_for_the_next(tmp_path):
+    python = f"{shlex.quote(sys.executable)} -c 'import hvdtrain'"
+    body = f"[ -e {tmp_path}/second ] && exec sleep 600\ntouch {tmp_path}/second\n{python}\n{python}\nexit 1"
+    env = scripts(tmp_path, mpirun=MPIRUN + body)
+    done = wrapper("mpirun", "-np", "2", "--restarts", "1", "--start-timeout", "2", "--", *PROGRAM, env=env)
+    assert "no rank on this host has started Python within 2 s" in done.stderr, done
+
+
 def test_a_rank_that_imports_hvdtrain_has_started(tmp_path):
     """It takes longer than the limit afterwards; so may a program that does not import hvdtrain from its beginning."""
     ours, other = tmp_path / "ours.py", tmp_path / "other.py"
