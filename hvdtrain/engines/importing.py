@@ -68,6 +68,8 @@ def limited(seconds: float) -> Iterator[None]:
             sys.stderr.write(
                 f"hvdtrain: error: {where} could not import torch within {seconds:.0f} s: is its file system slow?\n"
             )
+            if not over.wait(2 * AFTER_MESSAGE):  # faulthandler could not write to sys.stderr
+                os._exit(1)
 
     thread = threading.Thread(target=warn, name="import", daemon=True)
     thread.start()
