@@ -287,6 +287,19 @@ def test_seconds_without_a_core_are_read_from_the_kernel(tmp_path):
     assert seconds_without_core(tmp_path) == 2.5
 
 
+def test_two_jobs_that_share_the_cores_are_told_to_use_one_thread_each(tmp_path):
+    """Measured on two cores: two of `hvdtrain.imagenet --dataset synthetic --image-size 64 --batch-size 16 --engine serial`.
+
+    28 images/s each with the default of two threads, whose main thread has this schedstat after 28 s; 58 with --threads 1.
+    """
+    (tmp_path / str(os.getpid())).mkdir()
+    (tmp_path / str(os.getpid()) / "schedstat").write_text("14950431392 13043150425 3856\n")
+    waited = seconds_without_core(tmp_path)
+    shared = [rank(compute=28.0)._replace(elapsed=28.0, without_core=waited)]
+    said = "ranks waited for a core 47% of the time: this host runs more threads than it has cores: try --threads 1"
+    assert hint(shared, 35, remedies({"threads": None}, 1, "cpu"))[1].startswith(said)
+
+
 def test_what_is_left_out_counts_for_nothing():
     clock = Clock()
     clock.leave_out(100)
