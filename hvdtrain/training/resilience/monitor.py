@@ -369,12 +369,25 @@ class Monitor:
             if not self._reports:
                 faulthandler.dump_traceback()
             sys.stderr.flush()
+        self._kill_silent()
         if self.rank == 0:
             self.send_all(verdict=headline)
             with contextlib.suppress(Exception):
                 self.failed(headline)
             time.sleep(self.timing.look / 2)
         self.leave(1)
+
+    def _kill_silent(self) -> None:
+        """Under torchrun, which waits 30 s until a rank obeys SIGTERM, kill the ranks of this host that did not answer.
+
+        Their connections are still open, so their pids are valid. Other launchers wait for seconds only.
+        """
+        if self._asked_at is None or not any("torch" in process.name for process in self.launchers):
+            return
+        for rank in set(self.channels) - set(self._reports):
+            if self.peers[rank].place == self.peers[self.rank].place:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.peers[rank].pid, signal.SIGKILL)
 
 
 def package_frames(stack: Stack) -> tuple[Stack, Stack]:

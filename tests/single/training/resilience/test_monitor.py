@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 
@@ -182,6 +183,28 @@ def test_a_rank_that_does_not_answer(job):
     some.wait_until(lambda: some.ranks[0].code == 1)
     assert some.ranks[0].said[0].startswith("rank 1 on h0 does not answer")
     some.ranks[1]._closing = True
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_torchrun_need_not_wait_for_a_rank_that_does_not_answer(deaf, launcher, job):
+    """It would send SIGTERM, which that rank cannot obey, and wait for half a minute."""
+    some = job(3)
+    me = processes.Process(os.getpid(), int(processes.stat(os.getpid())[19]), launcher)
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        for rank in some.ranks:
+            rank.train()
+            rank.launchers = [me]
+            rank.peers[deaf] = Peer("h0", "here", process.pid)
+        wait_in(some.ranks)
+        some.ranks[deaf]._receive = some.ranks[deaf]._look = lambda *_: time.sleep(0.1)
+        some.wait_until(lambda: some.ranks[2].code == some.ranks[1 - deaf].code == 1)
+        assert (process.poll() is None) == (launcher == "mpirun")
+    finally:
+        process.kill()
+        process.wait()
+    some.ranks[deaf]._closing = True
 
 
 def test_rank_0_does_not_answer(job, capfd):
