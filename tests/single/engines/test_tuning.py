@@ -5,12 +5,14 @@ import torch
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.horovod import (
+    ABORT_DELAY,
     PredividedCompressor,
     bucket_bytes,
     buckets,
     refuse_unknown_own_name,
     tuned_environment,
 )
+from hvdtrain.training.resume import LOCK_SECONDS
 
 
 def test_everything_is_set_where_nothing_was():
@@ -26,6 +28,11 @@ def test_what_the_user_set_stays():
     assert "HOROVOD_CYCLE_TIME" not in tuned_environment({"HOROVOD_CYCLE_TIME": "5"})
     mine = {"HOROVOD_CYCLE_TIME": "", "OMPI_MCA_mpi_yield_when_idle": "0", "HOROVOD_DISABLE_GROUP_FUSION": "0"}
     assert tuned_environment(mine | {"HOROVOD_WAKE_ON_ENQUEUE": "0"}) == {}
+
+
+def test_a_rank_of_a_killed_mpirun_has_ended_before_the_next_attempt_gives_up():
+    (seconds,) = map(int, ABORT_DELAY.values())
+    assert 1 + seconds < LOCK_SECONDS  # 1: Open MPI's own
 
 
 def test_buckets_hold_every_trainable_parameter_once_last_layer_first():
