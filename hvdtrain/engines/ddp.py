@@ -72,6 +72,24 @@ def give_gradients_the_weights_strides(model: nn.Module) -> None:
             parameter.register_hook(same_strides)
 
 
+def settle_buckets(replica: nn.parallel.DistributedDataParallel) -> None:
+    """Let DDP assign gradients to buckets now, not after the first step. A collective.
+
+    In the first step of a process, DDP has one bucket; then it assigns gradients to others, in the order in which they were
+    ready. The sum over three or more ranks is rounded differently at each place of a bucket, so the first step after a
+    restart would differ from the same step of an undisturbed run. Here the first backward pass has gradients of zero.
+    """
+    trained = [parameter for parameter in replica.module.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        replica.reducer.prepare_for_backward([])
+        # The last ones are ready first, as in the backward pass of most models.
+        nothing = [parameter.flatten()[:0].sum() for parameter in trained]
+        torch.autograd.backward(nothing, [torch.ones_like(each) for each in nothing])
+    replica.reducer._rebuild_buckets()
+    for parameter in trained:
+        parameter.grad = None
+
+
 class DdpEngine(Engine):
     """Trains with `torch.nn.parallel.DistributedDataParallel`. Raises UserError if the ranks cannot connect."""
 
@@ -189,6 +207,8 @@ class DdpEngine(Engine):
         hook = GradientHook(self.size, how.compression, how.predivide, how.reduction)
         self._hooks.append(hook)
         replica.register_comm_hook(None, hook.reduce)
+        if not how.find_unused_parameters:  # else DDP keeps its first buckets
+            settle_buckets(replica)
         return replica
 
     @contextlib.contextmanager

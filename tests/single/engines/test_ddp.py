@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from hvdtrain.engines import ddp
 from hvdtrain.engines.start import start
 
 
@@ -15,6 +16,46 @@ def threads() -> list[str]:
         with contextlib.suppress(OSError):  # it ended meanwhile
             names.append((task / "comm").read_text().strip())
     return names
+
+
+class Crossed(torch.nn.Module):
+    """Uses its layers in another order than it has them, as no guess at the order of gradients expects."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(400, 400) for _ in range(5))  # 0.6 MB each: several buckets
+
+    def forward(self, x):
+        for place in (3, 0, 4, 1, 2):
+            x = self.layers[place](x)
+        return x
+
+
+def test_gradients_are_reduced_in_the_same_buckets_from_the_first_step_on(monkeypatch):
+    """Else a run that continues from a checkpoint sums its first step's gradients in another order, on 3 ranks or more."""
+    seen: list[list[int]] = []
+    reduce = ddp.GradientHook.reduce
+
+    def recorded(self, state, bucket):
+        seen[-1].append([names[parameter] for parameter in bucket.parameters()])
+        return reduce(self, state, bucket)
+
+    monkeypatch.setattr(ddp.GradientHook, "reduce", recorded)
+    with start("ddp", device="cpu", tuning=False) as engine:
+        model = Crossed()
+        names = {parameter: number for number, parameter in enumerate(model.parameters())}
+        seen.append([])
+        replica, optimizer = engine.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        engine.broadcast(model, optimizer)
+        for _ in range(3):
+            seen.append([])
+            with engine.micro_batch([replica], [optimizer], 0, 1):
+                replica(torch.ones(1, 400)).sum().backward()
+        del replica
+    assert len(seen[1]) > 1
+    # Each bucket is reduced once it is full, so only their own order may differ.
+    assert sorted(seen[1]) == sorted(seen[2]) == sorted(seen[3])
 
 
 def test_shutdown_ends_gloos_threads():
