@@ -54,6 +54,7 @@ def test_a_job_whose_python_does_not_start_is_ended_and_started_again(body, tmp_
     assert (tmp_path / "tries").read_text() == "try\ntry\n"
 
 
+@pytest.mark.slow
 def test_what_the_ranks_of_one_attempt_report_does_not_count_for_the_next(tmp_path):
     python = f"{shlex.quote(sys.executable)} -c 'import hvdtrain'"
     body = f"[ -e {tmp_path}/second ] && exec sleep 600\ntouch {tmp_path}/second\n{python}\n{python}\nexit 1"
@@ -62,17 +63,18 @@ def test_what_the_ranks_of_one_attempt_report_does_not_count_for_the_next(tmp_pa
     assert "no rank on this host has started Python within 2 s" in done.stderr, done
 
 
+@pytest.mark.slow
 def test_a_rank_that_imports_hvdtrain_has_started(tmp_path):
     """It takes longer than the limit afterwards; so may a program that does not import hvdtrain from its beginning."""
     ours, other = tmp_path / "ours.py", tmp_path / "other.py"
-    ours.write_text("import hvdtrain\nimport time\ntime.sleep(3)\n")
-    other.write_text("import time\ntime.sleep(3)\n")
+    ours.write_text("import hvdtrain\nimport time\ntime.sleep(11)\n")
+    other.write_text("import time\ntime.sleep(11)\n")
     env = scripts(
         tmp_path, mpirun=f'{MPIRUN}while [ "$1" != {shlex.quote(sys.executable)} ]; do shift; done\nexec "$@"'
     )
     for program in (ours, other):
         done = wrapper(
-            "mpirun", "-np", "1", "--restarts", "1", "--start-timeout", "1", "--", sys.executable, str(program), env=env
+            "mpirun", "-np", "1", "--restarts", "1", "--start-timeout", "8", "--", sys.executable, str(program), env=env
         )
         assert (done.code, done.stderr) == (0, ""), done
 

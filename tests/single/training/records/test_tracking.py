@@ -207,7 +207,7 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
 
 def test_only_rank_0_tracks(server, tmp_path):
     for rank in (0, 1):
-        engine = types.SimpleNamespace(rank=rank)
+        engine = types.SimpleNamespace(rank=rank, size=2)
         telemetry = Telemetry(engine, tmp_path / str(rank), progress=False, track_as="sine")
         with telemetry:
             telemetry.open(continued=False)
