@@ -43,6 +43,7 @@ def test_the_record_counts_every_sample_of_the_test_set(runs):
         assert all(mistake["label"] != mistake["predicted"] for mistake in record["mistakes"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (Debian: apt-get install chromium)")
 @pytest.mark.leaves("org.chromium.")  # the browser's own
 def test_in_a_browser(made, tmp_path):

@@ -31,15 +31,11 @@ def run(name: str, directory: Path, flags: str = "", attack: dict | None = None,
     return launch(f"{start} {PYTHON} {attacked} {FLAGS} {flags} --output-dir {directory}", timeout=240, **extra)
 
 
+@pytest.mark.slow
 @pytest.mark.leaves("sem.hvdtrain-", "pymp-")  # of the workers of a killed rank; the next start removes them
 @pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("gan", 30),
-        pytest.param("augment", 30, marks=pytest.mark.slow),
-        pytest.param("tokens", 15, marks=pytest.mark.slow),  # which has eleven steps in an epoch
-    ],
-)
+    ("name", "step"), [("gan", 30), ("augment", 30), ("tokens", 15)]
+)  # tokens: 11 steps in an epoch
 def test_a_killed_program_ends_with_the_same_bits(name, step, tmp_path):
     whole = run(name, tmp_path / "whole")
     assert whole.code == 0, whole
