@@ -119,10 +119,10 @@ count_hosts() { # sets host_names, slots (in all), slots_each ('' where they dif
 
 is_this_host() { [[ $1 =~ ^(localhost|127\.0\.0\.1)$ || $1 == "${HOSTNAME:-}" ]]; } # NAME
 
-answers() { # NAME: of a host
+answers() { # NAME: of a host. ssh's own reason goes to standard error
     local limit=$((0 < start_timeout && start_timeout < ssh_seconds ? start_timeout : ssh_seconds))
     is_this_host "$1" ||
-        timeout -k 1 "$limit" ssh -o BatchMode=yes -o ConnectTimeout=5 "$1" true </dev/null >/dev/null 2>&1
+        timeout -k 1 "$limit" ssh -o BatchMode=yes -o LogLevel=ERROR -o ConnectTimeout=5 "$1" true </dev/null >/dev/null
 }
 
 choose_transport() { # replaces auto: MPI's shared memory is faster inside a host, Gloo between hosts (docs/launching.md)

@@ -26,7 +26,7 @@ hosts_that_answer() { # sets answering (as for -H) and answering_slots; without 
     [[ -n $hosts ]] || { answering_slots=$ranks && return; }
     for entry in ${hosts//,/ }; do
         name=${entry%%:*}
-        if answers "$name"; then
+        if answers "$name" 2>/dev/null; then
             answering+=${answering:+,}$entry
             if [[ $entry == *:* ]]; then ((answering_slots += ${entry##*:})); else ((answering_slots += 1)); fi
         else

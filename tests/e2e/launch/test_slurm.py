@@ -84,16 +84,23 @@ def test_srun_without_pmix_and_without_the_starter_trains_nothing(cluster):
 
 def test_signal_before_the_limit_requeues_until_done(cluster, tmp_path):
     """The first run ends at the signal, each rank with exit code 75; Slurm starts the job again, and that one ends it."""
-    program = tmp_path / "program.sh"  # not Python: Slurm sends the signal within seconds, also to the second run
+    program = tmp_path / "program.py"
     program.write_text(
-        "rank=$HOROVOD_RANK run=${SLURM_RESTART_COUNT:-0}\n"
-        "stop() { echo rank $rank got SIGUSR1 in run $run; sleep $rank; exit 75; }\n"  # one leaves before the other
-        "if [ $run = 0 ]; then trap stop USR1; else trap '' USR1; fi\n"
-        "echo rank $rank runs $run\n"
-        "[ $run != 0 ] || for second in {1..100}; do sleep 1; done\n"
+        "import os, signal, sys, time\n"
+        "run = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
+        "def stop(number, frame):\n"
+        "    print('rank', os.environ['RANK'], 'got', signal.Signals(number).name, 'in run', run, flush=True)\n"
+        "    time.sleep(int(os.environ['RANK']))\n"  # not all at once: the first to go must not end the others
+        "    sys.exit(75)\n"
+        "os.environ['RANK'] = os.environ['HOROVOD_RANK']\n"
+        "signal.signal(signal.SIGUSR1, stop)\n"
+        "print('rank', os.environ['RANK'], 'runs', run, flush=True)\n"
+        "if run == '0':\n"
+        "    time.sleep(100)\n"
     )
-    edits = {PROGRAM: f"program=(bash {program})", r"--time=\S+": "--time=00:01:00", r"USR1@120": "USR1@50"}
-    state, log = cluster.batch(edited(tmp_path, edits), 150)
+    # Slurm looks every 30 s, and signals up to 30 s early: both runs get 10 s before it, in which the second one ends.
+    edits = {PROGRAM: f"program=(python {program})", r"--time=\S+": "--time=00:01:00", r"USR1@120": "USR1@20"}
+    state, log = cluster.batch(edited(tmp_path, edits), 240)
     assert state == "COMPLETED", log
     for rank in "01":
         assert f"rank {rank} got SIGUSR1 in run 0" in log
