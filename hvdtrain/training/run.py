@@ -276,10 +276,12 @@ class Run:
 
     def _save(self, *, automatic: bool = False) -> None:
         what = self.prepared()
-        with self.guard.phase("checkpoint"), self.checkpoints.cadence.saving():
-            self.guard.compare_replicas(self.state, what.models)  # do not save weights that differ between ranks
-            parts = what.models, what.optimizers, what.scaler, self._registered
-            self.checkpoints.save(self.state, *parts, automatic=automatic)
+        parts = what.models, what.optimizers, what.scaler, self._registered
+        with self.checkpoints.cadence.saving():
+            # Do not save weights that differ between ranks. This waits for ranks that are in their step: its limit applies.
+            self.guard.compare_replicas(self.state, what.models)
+            with self.guard.phase("checkpoint"):
+                self.checkpoints.save(self.state, *parts, automatic=automatic)
 
     def _close_epoch(self) -> None:
         number = self.state.epoch + 1
