@@ -58,7 +58,8 @@ def edited(chance: random.Random, sound: bytes) -> tuple[str, bytes]:
     kind = chance.choice(HEADERS)
     if kind == "facts":
         facts = json.loads(metadata["facts"])
-        facts["state"][chance.choice(("epoch", "taken", "samples", "step"))] += chance.randint(1, 9)
+        state = facts["state"]
+        state[chance.choice([name for name, value in state.items() if isinstance(value, int)])] += chance.randint(1, 9)
         metadata["facts"] = json.dumps(facts)
     elif kind == "no checksum":
         metadata["sha256"] = chance.choice(("", "0" * 64))
