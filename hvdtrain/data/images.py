@@ -34,8 +34,13 @@ class Listing(NamedTuple):
         return bytes(self.names[start : int(self.ends[index])].numpy()).decode(errors="surrogateescape")
 
 
-def open_folder(engine: Engine, data_dir: Path | None, *, side: int, seed: int, workers: int) -> Source:
-    """Return the training and test sets in `data_dir`. A collective. Raises UserError on every rank."""
+def open_folder(
+    engine: Engine, data_dir: Path | None, *, side: int, seed: int, workers: int, reduced: bool = False
+) -> Source:
+    """Return the training and test sets in `data_dir`. A collective. Raises UserError on every rank.
+
+    reduced: see Prepare.
+    """
     with engine.raising_together("folder"):
         listed = None
         if data_dir is None:
@@ -64,14 +69,14 @@ def open_folder(engine: Engine, data_dir: Path | None, *, side: int, seed: int, 
 
     def train_batches(plan: Plan) -> Iterable[Loaded]:
         jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
-        return loader(
-            FolderBatches(data_dir / "train", train, Prepare(side, seed, train=True)), workers, engine.device, jobs
-        )
+        prepare = Prepare(side, seed, train=True, reduced=reduced)
+        return loader(FolderBatches(data_dir / "train", train, prepare), workers, engine.device, jobs)
 
     def test_batches() -> Iterable[Loaded]:
         mine = torch.arange(len(test.labels))[shard(len(test.labels), engine.rank, engine.size)]
         jobs = [(0, some.tolist()) for some in mine.split(TEST_BATCH) if len(some)]
-        return loader(FolderBatches(data_dir / "val", test, Prepare(side, train=False)), workers, engine.device, jobs)
+        prepare = Prepare(side, train=False, reduced=reduced)
+        return loader(FolderBatches(data_dir / "val", test, prepare), workers, engine.device, jobs)
 
     counts = f"{len(train.labels):,} and {len(test.labels):,} images of {classes:,} classes"
     return Source("folder", f"{data_dir}: {counts}", classes, len(train.labels), train_batches, test_batches)

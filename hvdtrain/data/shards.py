@@ -45,11 +45,12 @@ def open_shards(
     workers: int,
     classes: int | None,
     train_count: int | None,
+    reduced: bool = False,
 ) -> Source:
     """Return the training and test sets in the shards of `patterns`, or in `data_dir`. A collective.
 
     classes: number of classes; None: from classes.json. train_count: samples per epoch, required if they cannot be counted.
-    Raises UserError on every rank.
+    reduced: see Prepare. Raises UserError on every rank.
     """
     with engine.raising_together("webdataset"):
         try:
@@ -76,7 +77,7 @@ def open_shards(
     order = ShardOrder(train.sizes, window_of(train.sizes)) if train is not None else None
 
     def train_batches(plan: Plan) -> Iterable[Loaded]:
-        prepare = Prepare(side, seed, train=True)
+        prepare = Prepare(side, seed, train=True, reduced=reduced)
         if train is None:
             stream = StreamBatches(train_urls, prepare, classes, seed, engine.rank, engine.size, plan)
             return loader(stream, workers, engine.device)
@@ -85,7 +86,7 @@ def open_shards(
         return loader(dataset, workers, engine.device, jobs(planned, workers))
 
     def test_batches() -> Iterable[Loaded]:
-        prepare = Prepare(side, train=False)
+        prepare = Prepare(side, train=False, reduced=reduced)
         if test is None:
             stream = StreamBatches(test_urls, prepare, classes, seed, engine.rank, engine.size, None)
             return loader(stream, workers, engine.device)

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.bench.images import dali, jpeg
 from tests.bench.measurements import (
     Setting,
     compressed,
     ddp_as_it_comes,
     every_count,
     guards,
-    jpeg,
     memory,
     mnist_input,
     one_host,
@@ -94,8 +94,18 @@ def groups() -> tuple[Group, ...]:
               (Row("input", "MNIST input, per sample, over torchvision's dataset with a DataLoader", "at least 100", "39",
                    "memory: 784 bytes gathered and scaled, 3,136 written"),)),
         Group("jpeg", "python -m tests.bench --rows jpeg", jpeg,
-              (Row("jpeg", "image folder, JPEG, images/s per core over torchvision's tutorial", "at least 2", "",
-                   "decoding: both sides have libjpeg-turbo"),)),
+              (Row("jpeg", "image folder, JPEG, images/s per core over torchvision's tutorial, 500 x 375 pixels",
+                   "at least 2", "",
+                   "decoding: both sides have libjpeg-turbo"),
+               Row("jpeg-2000", "the same, 2,000 x 1,500 pixels", "at least 1", "", "as above"),
+               Row("jpeg-reduced", "with `--reduced-decode`, 500 x 375 pixels", "at least 2", "", "too small to be reduced"),
+               Row("jpeg-reduced-2000", "with `--reduced-decode`, 2,000 x 1,500 pixels", "at least 2", "",
+                   "Huffman decoding, which is of the whole image"))),
+        Group("dali", "python -m tests.bench --rows dali", dali,
+              (Row("dali", "images/s per core over NVIDIA DALI's CPU pipeline, 500 x 375 pixels", "at least 1", "",
+                   "decoding: DALI leaves out the rows outside of the crop"),
+               Row("dali-reduced-2000", "with `--reduced-decode` over DALI's, 2,000 x 1,500 pixels", "at least 1", "",
+                   "as above"))),
         Group("resnet", "mpirun -np 2 python -m hvdtrain.benchmark --batch-size 8 --amp bf16 --channels-last", resnet,
               (Row("resnet", "ResNet-50 on CPU, bf16 channels_last over float32 NCHW", "at least 1.6", "", ""),)),
         Group("wire-100", "launch/mpirun.sh -H a:1,b:1 --interface eth0 -- python -m hvdtrain.reduce --sweep", wire(100),

@@ -149,6 +149,65 @@ def test_an_image_that_would_fill_the_memory_is_refused(monkeypatch):
         loading.decode(bytes(content))
 
 
+def photograph(height: int, width: int) -> bytes:
+    """Return a JPEG image with about a photograph's spectrum: the amplitude falls with the frequency; colours vary less."""
+    generator = torch.Generator().manual_seed(1)
+    frequency = torch.hypot(torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)).clamp_min(1 / width)
+
+    def noise(deviation: float) -> torch.Tensor:
+        white = torch.fft.rfft2(torch.randn(height, width, generator=generator))
+        pixels = torch.fft.irfft2(white / frequency, s=(height, width))
+        return deviation * pixels / pixels.std()
+
+    light = 120 + noise(55)
+    pixels = torch.stack([light + noise(12) for _ in range(3)]).clamp(0, 255).byte()
+    file = io.BytesIO()
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+PHOTOGRAPH = photograph(901, 1203)
+
+
+@pytest.mark.parametrize("decoder", ["simplejpeg", "Pillow"])
+@pytest.mark.parametrize("scale", [2, 4, 8])
+def test_an_image_is_decoded_at_a_fraction_of_its_size_rounded_up(scale, decoder, monkeypatch):
+    if decoder == "Pillow":
+        monkeypatch.setattr(loading, "fast_decoder", lambda: None)
+    assert loading.jpeg_size(PHOTOGRAPH) == (901, 1203)
+    assert loading.decode(PHOTOGRAPH, scale).shape == (3, -(-901 // scale), -(-1203 // scale))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_reduced_decode_prepares_the_same_image_within_a_grey_level(train, monkeypatch):
+    prepare, photo = loading.Prepare(32, 1, train=train, reduced=True), photograph(904, 1200)
+    decode, random_part = loading.decode, loading.random_part
+    scales = []
+
+    def part_of_whole(image, box, side, draw):
+        return random_part(image, tuple(length * scales[-1] for length in box), side, draw)
+
+    for number in range(40):
+        with monkeypatch.context() as patch:
+            patch.setattr(loading, "decode", lambda content, scale=1: scales.append(scale) or decode(content, scale))
+            reduced = prepare(photo, 0, f"{number}.jpg").float()
+            patch.setattr(loading, "decode", lambda content, scale=1: decode(content))
+            patch.setattr(loading, "random_part", part_of_whole)
+            whole = prepare(photo, 0, f"{number}.jpg").float()
+        assert (reduced - whole).abs().mean() < 1
+    assert set(scales) == ({2, 4, 8} if train else {8})
+
+
+def test_an_image_too_small_to_be_reduced_keeps_its_pixels():
+    for content in (PHOTOGRAPH, jpeg(kind="PNG")):
+        for number in range(5):
+            whole, reduced = (
+                loading.Prepare(224, 1, train=True, reduced=reduced)(content, 0, f"{number}")
+                for reduced in (False, True)
+            )
+            assert torch.equal(whole, reduced)
+
+
 def test_random_parts_are_distributed_as_torchvisions():
     from torchvision.transforms import RandomResizedCrop
 
