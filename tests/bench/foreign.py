@@ -3,7 +3,7 @@
 python -m tests.bench.foreign --data-dir DIR --ranks 2,4            5 scripts, 5 rounds; DIR has MNIST's compressed files
 python -m tests.bench.foreign --scripts gan,sparse --over MPI --rounds 1       some of them
 python -m tests.bench.foreign --results FILE                        goes on where FILE ends; with --rounds 0, only the table
-python -m tests.bench.foreign --script "SCRIPT ARGUMENTS..."        your own
+python -m tests.bench.foreign --script "SCRIPT ARGUMENTS..."        your own; may be given several times
 
 Each round runs both sides of each comparison one right after the other, in a random order. Printed: the seconds of each run;
 then a table, by script, launcher and number of ranks: median and range of both sides, and of the ratio of a round. A run
@@ -56,14 +56,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=number_list, default=[2], help="such as 2,4 (default: 2)")
     parser.add_argument("--over", default=",".join(LAUNCHERS), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scripts", default=",".join(SCRIPTS), help="(default: %(default)s)")
-    parser.add_argument("--script", help="a script of your own, with its arguments, in place of ours")
+    parser.add_argument("--scripts", help=f"of {', '.join(SCRIPTS)} (default: all, or none with --script)")
+    parser.add_argument("--script", action="append", default=[], help="a script of your own, with its arguments")
     parser.add_argument("--results", type=Path, help="a file of JSON lines: runs found there are not repeated")
     parser.add_argument(
         "--limit", type=float, default=180.0, metavar="SECONDS", help="for a run (default: %(default)s)"
     )
     flags = parser.parse_args()
-    flags.scripts, flags.over = flags.scripts.split(","), flags.over.split(",")
+    flags.over = flags.over.split(",")
+    flags.scripts = flags.scripts.split(",") if flags.scripts else [] if flags.script else list(SCRIPTS)
     for names, known in ((flags.scripts, SCRIPTS), (flags.over, LAUNCHERS)):
         if unknown := [name for name in names if name not in known]:
             parser.error(f"nothing is called {unknown[0]!r}: choose from {', '.join(known)}")
@@ -71,12 +72,10 @@ def parse() -> argparse.Namespace:
 
 
 def commands(flags: argparse.Namespace) -> dict[str, list[str]]:
-    if flags.script:
-        return {"yours": shlex.split(flags.script)}
     found = {name: [str(FOREIGN / SCRIPTS[name][0]), *SCRIPTS[name][1:]] for name in flags.scripts}
     if flags.data_dir is not None and "mnist" in found:
         found["mnist"] += ["--data-dir", str(flags.data_dir)]
-    return found
+    return found | {Path(words[0]).stem: words for words in map(shlex.split, flags.script)}
 
 
 def measure(words: list[str], over: str, ranks: int, side: str, limit: float) -> float | None:
