@@ -131,6 +131,10 @@ class Cluster:
                 self._sh(first, f"mount --bind '{self.directory}/ssh_config' /etc/ssh/ssh_config")
                 self._popen(name, [SSHD, "-D", "-e", "-f", f"{self.directory}/sshd_config"], stderr=subprocess.DEVNULL)
         self._switch = switch
+        until = time.monotonic() + 20
+        while self._ssh and not all("sshd" in {program for _, program in self.listening(name)} for name in self.names):
+            assert time.monotonic() < until, "sshd does not listen"
+            time.sleep(0.05)
 
     def _write_ssh(self) -> None:
         for key in ("host", "user"):
