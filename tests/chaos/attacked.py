@@ -5,7 +5,8 @@ ATTACK='{"rank": 1, "point": "backward", "count": 7, "kind": "kill"}' mpirun -np
 
 Under a wrapper that starts the job again, the next attempt carries out the fault in "then", if there is one.
 
-The rank carries out the fault the `count`-th time (from 1) it comes to the point. TAKEN names a directory where each rank
+The rank carries out the fault the `count`-th time (from 1) it comes to the point; with "saved", once a checkpoint is
+complete, which another thread or rank writes. TAKEN names a directory where each rank
 logs the index of every sample that it takes, step by step. STRUCK names the file to which the rank adds when (seconds since
 the epoch) its fault struck: a launcher may lose what was printed just before.
 """
@@ -43,6 +44,7 @@ SIGNALS = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP, term=signal.SIGTERM, in
                segv=signal.SIGSEGV)  # fmt: skip
 SLOW_SECONDS = 8.0  # longer than the --step-timeout of attacked runs
 STRANGERS, STRANGER_SECONDS = 30, 20.0
+SAVED_SECONDS = 20.0
 FULL_SECONDS = 0.2  # most of a run is still to come
 reached = 0
 
@@ -79,6 +81,13 @@ def fill_disk() -> None:
     threading.Timer(FULL_SECONDS, os.close, [filler]).start()
 
 
+def await_checkpoint() -> None:
+    directory = Path(sys.argv[sys.argv.index("--output-dir") + 1]) / "checkpoints"
+    until = time.monotonic() + SAVED_SECONDS
+    while not checkpoint.listed(directory) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def come_to(point: str) -> bool:
     """Carry out the fault if this is its point, rank and count; tell whether a caller must carry it out itself."""
     global reached
@@ -88,6 +97,8 @@ def come_to(point: str) -> bool:
     if reached != ATTACK["count"]:
         return False
     kind = ATTACK["kind"]
+    if ATTACK.get("saved"):
+        await_checkpoint()
     with STRUCK.open("a") as struck:
         struck.write(f"{time.time():.3f} {kind} of rank {RANK} at {point} {reached}\n")
     if kind in SIGNALS:

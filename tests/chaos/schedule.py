@@ -25,9 +25,9 @@ def schedule(ranks: Sequence[int], scratch: Path, chance: random.Random) -> Outc
     left, detected, faults, deaths = 0, [], [], []
     for place, size in enumerate(ranks):
         last = place == len(ranks) - 1
-        # By the fifth step there is a checkpoint, every third step has one: each part goes on further than the one before.
+        # Every third step has a checkpoint. If the kill came before the first is complete, the next part would begin anew.
         attack = dict(rank=chance.randrange(size), point=chance.choice(("backward", "update")), count=chance.choice((4, 5)),
-                      kind="kill")  # fmt: skip
+                      kind="kill", saved=True)  # fmt: skip
         try:
             done = attacked(apart, ranks=size, batch=batch, flags=FLAGS, attack=None if last else attack, timeout=150)
         except AssertionError as error:
