@@ -19,7 +19,6 @@ PHASE_SECONDS = {
     "first step": 600.0,
     "compilation": 600.0,
     "reading data": 600.0,
-    "checkpoint": 600.0,
 }
 
 

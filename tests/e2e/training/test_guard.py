@@ -40,13 +40,21 @@ from tests.e2e.launchers import (
         pytest.param(
             dict(rank=0, point="load", kind="stop"), "rank 0 on {host} does not answer", marks=pytest.mark.slow
         ),
+        pytest.param(
+            dict(rank=1, point="snapshot", kind="spin"),
+            "rank 1 on {host} keeps the others waiting, at ",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["stopped", "spinning", "rank 0 stopped"],
+    ids=["stopped", "spinning", "rank 0 stopped", "spinning in a checkpoint"],
 )
 def test_a_hung_rank_is_named_and_ends_the_job(attack, blame, tmp_path):
     # More ranks than cores: those that wait in MPI spin, but that does not keep the others from running.
     ranks = 4 if attack["kind"] == "spin" else 2
-    done = attacked(tmp_path, ranks=ranks, flags="--step-timeout 4 --epochs 200", attack={**attack, "count": 5})
+    timeout = 1 if attack["point"] == "snapshot" else 4  # a checkpoint has ten times that
+    done = attacked(
+        tmp_path, ranks=ranks, flags=f"--step-timeout {timeout} --epochs 200", attack={**attack, "count": 5}
+    )
     took = time.time() - struck_at(tmp_path)
     assert done.code not in (0, 2, 75), done
     assert blame.format(host=os.uname().nodename) in done.stderr, done
