@@ -24,8 +24,8 @@ _MOVED = {
     "guard": "training.resilience.guard", "launching": "analysis.launching",
     "links": "training.resilience.control_channel", "measuring": "analysis.measuring",
     "mistakes": "training.records.misclassified", "optim": "training.optim", "plotting": "analysis.plotting",
-    "predicting": "analysis.predicting", "profiling": "training.records.profiling", "reporting": "analysis.reporting",
-    "resume": "training.resume", "sharding": "data.sharding", "speedup": "analysis.scaling_results",
+    "profiling": "training.records.profiling", "reporting": "analysis.reporting", "resume": "training.resume",
+    "sharding": "data.sharding", "speedup": "analysis.scaling_results",
     "telemetry": "training.records.telemetry", "traces": "training.records.traces",
     "watchdog": "training.resilience.watchdog", "weights": "models.weights", "world": "engines.start",
 }  # fmt: skip

@@ -4,8 +4,6 @@ python -m hvdtrain.scaling                                            this host:
 python -m hvdtrain.scaling --engines horovod,ddp,horovod-gloo --ranks 1,2,4,8 --rounds 7 --output-dir OUT
 python -m hvdtrain.scaling --ranks 1,4,8 --hosts a:4,b:4              two hosts
 python -m hvdtrain.scaling -- --model resnet50 --amp bf16             flags after -- go to hvdtrain.benchmark
-python -m hvdtrain.scaling --model-of OUT SWEEP --bandwidth-gbit 25 --latency-us 20    measures nothing: predicts 16 to
-                                                                      4,096 ranks from measurements (docs/predicting.md)
 
 The bounds are one rank alone, times N; and N ranks that train at the same time without communicating, and so share cores,
 caches and memory in the same way. Each round runs every configuration once, in a new order. Ratios are taken within a
@@ -29,7 +27,6 @@ from pathlib import Path
 
 from hvdtrain.analysis import measuring, other_work, plotting
 from hvdtrain.analysis.launching import VARIANTS, command, run_job, slots
-from hvdtrain.analysis.predicting import command as prediction
 from hvdtrain.analysis.scaling_results import ALONE, APART, Configuration, Rounds, busy, rate, summarize, table, write
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
@@ -57,7 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--ranks",
         type=rank_counts,
-        help="default: 1, 2, 4, ... up to the cores or GPUs, at least 2 (--model-of: 16 to 4,096)",
+        help="default: 1, 2, 4, ... up to the cores or GPUs, at least 2",
     )
     parser.add_argument(
         "--rounds", type=cli.positive_int, default=3, help="rounds; each runs every configuration once (default: 3)"
@@ -77,11 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--seed", type=cli.seed, default=1, help="seed for the order within rounds (default: 1)")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/scaling"), help="default: runs/scaling")
     parser.add_argument("benchmark", nargs="*", metavar="-- FLAGS", help="flags of hvdtrain.benchmark")
-    prediction.add_flags(parser)
     flags = parser.parse_args(argv)
-    prediction.check(flags)
-    if flags.model_of:
-        return flags
     cores = len(os.sched_getaffinity(0))
     total = slots(flags.hosts) if flags.hosts else None
     most = total or max(2, devices(cores))
@@ -180,8 +173,6 @@ def main() -> int:
     flags = parse()
     if announced().size > 1:
         raise UserError("hvdtrain.scaling starts the launchers itself: start it without one")
-    if flags.model_of:
-        return prediction.predict(flags)
     plotting.require_matplotlib()
     measuring.make_directory(flags.output_dir)
     signal.signal(signal.SIGTERM, interrupt)  # batch systems end jobs with SIGTERM: treat it like Ctrl-C
