@@ -131,9 +131,9 @@ def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = tor
 
 def measure(
     flags: Namespace, engine: Engine, model: nn.Module, batches: Batches
-) -> tuple[list[list[Repeat]], int, dict]:
-    """Train, and return the measurements by repeat and rank, the number of steps per repeat, and the energy of all repeats
-    (see `energy_per_sample`). A collective."""
+) -> tuple[list[list[Repeat]], int, float, dict]:
+    """Train, and return the measurements by repeat and rank, the number of steps per repeat, the seconds of the warm-up on
+    the slowest rank, and the energy of all repeats (see `energy_per_sample`). A collective."""
     others: Engine = engine
     if flags.no_communication:
         others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
@@ -182,7 +182,7 @@ def measure(
             measuring.settle(engine.device)
         clock.mark(phase)
 
-    repeat(flags.warmup_steps, False)
+    warmup_seconds = max(engine.all_gather_object(repeat(flags.warmup_steps, False).seconds, "warm-up"))
     steps = flags.steps
     if steps is None:
         trial = repeat(2, False).seconds / 2
@@ -204,7 +204,8 @@ def measure(
         ]
     by_rank = engine.all_gather_object(timed, "repeats")
     energy = energy_per_sample(meter, used, len(by_rank) * flags.repeats * steps * flags.batch_size)
-    return [[Repeat(*rank[number]) for rank in by_rank] for number in range(flags.repeats)], steps, energy
+    repeats = [[Repeat(*rank[number]) for rank in by_rank] for number in range(flags.repeats)]
+    return repeats, steps, warmup_seconds, energy
 
 
 def throughput(repeat: Sequence[Repeat]) -> float:
@@ -244,6 +245,7 @@ def summarize(
     engine: Engine,
     repeats: list[list[Repeat]],
     steps: int,
+    warmup_seconds: float,
     flops: int | None,
     gradient_bytes: int,
     energy: dict,
@@ -265,6 +267,7 @@ def summarize(
         model=flags.model, batch_size_per_rank=flags.batch_size, engine=engine.name, description=engine.description,
         communicates=not flags.no_communication, world_size=engine.size, hosts=len({rank["host"] for rank in ranks}),
         input=flags.input, amp=flags.amp, channels_last=flags.channels_last, compile=flags.compile, steps=steps,
+        warmup_seconds=warmup_seconds,  # of --warmup-steps, compilation included
         samples_per_second=mean._asdict(), samples_per_second_repeats=rates,
         tokens_per_sample=gpt.SIZES[flags.model].context if flags.model in gpt.SIZES else None,
         seconds_per_sample=phases([one for repeat in repeats for one in repeat]),
@@ -292,6 +295,8 @@ def block(result: dict) -> str:
         f"  throughput       {rate['mean']:,.1f} samples/s ({spread}n = {rate['n']} of {result['steps']} steps)",
         f"  us per sample    {_phases(result['seconds_per_sample'])}",
     ]
+    if result["compile"]:
+        lines.append(f"  warm-up          {result['warmup_seconds']:.1f} s, compilation included")
     if tokens := result.get("tokens_per_sample"):
         lines.insert(3, f"  tokens/s         {tokens * rate['mean']:,.0f} (a sample is a window of {tokens})")
     if size > 1:
@@ -355,9 +360,9 @@ def main() -> int:
             flops = count_flops(model, shape, torch.float32 if sizes is None else torch.int64)
             model = model.to(engine.device)
         batches = open_endless(flags, engine, classes, shape)
-        repeats, steps, energy = measure(flags, engine, model, batches)
+        repeats, steps, warmup_seconds, energy = measure(flags, engine, model, batches)
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        result = summarize(flags, engine, repeats, steps, flops, gradient_bytes, energy)
+        result = summarize(flags, engine, repeats, steps, warmup_seconds, flops, gradient_bytes, energy)
         if engine.rank == 0:
             print(block(result), flush=True)
             if flags.output_dir is not None:

@@ -1,7 +1,7 @@
 """Measure hvdtrain against its bounds and its peers, and write the table and the picture of docs/speed.md.
 
 make bench BENCH="--data-dir DIR"                                    all rows, 7 repeats: hours on two cores
-python -m tests.bench --rows throughput-2,start-2 --repeats 3        some of them; the others keep what was measured
+python -m tests.bench --rows throughput-2,start-2 --repeats 3        some of them; the others keep what docs/speed.md has
 python -m tests.bench --rows whole --add --data-dir DIR --peers PEERS
 
 Each repeat runs every side of a comparison once, in a random order, and takes the ratio: a slow minute touches both sides.
@@ -12,22 +12,24 @@ published them: `pytorch_mnist.py` and `pytorch_synthetic_benchmark.py` (horovod
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from hvdtrain.analysis import measuring, plotting
 from hvdtrain.training.records import files
 from hvdtrain.training.records.telemetry import versions
 from tests.bench.measurements import ROOT, Left
-from tests.bench.rows import Group, Row, groups, measure_once
+from tests.bench.rows import Group, groups, measure_once
 
 HEAD = """# Speed
 
 Made by `make bench` (`python -m tests.bench --help`); how each row is measured stands in `tests/bench/measurements.py` and
 `peers.py`. Ratios of runs on the same machine, interleaved; median over the repeats, and their range. "Before" is what the
-first prototype had, where it was measured; "reach" is what we set out for.
+first prototype had, where it was measured; "reach" is what we set out for. A row stands until it is measured again.
 
 """
 
@@ -51,8 +53,9 @@ def main() -> int:
     flags.results.mkdir(parents=True, exist_ok=True)
     for name in wanted:
         measure(known[name], flags)
-    write(list(known.values()), flags.results, flags.docs)
-    print(table(list(known.values()), flags.results))
+    found = collect(list(known.values()), flags.results, flags.docs / "speed.md")
+    write(list(known.values()), found, flags.results, flags.docs)
+    print(table(list(known.values()), found))
     return 0
 
 
@@ -81,32 +84,57 @@ def measure(group: Group, flags: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-def measured(group: Group, row: Row, results: Path) -> tuple[list[float], str]:
-    """Return a row's values, and why there are none."""
-    path = results / f"{group.name}.json"
-    if not path.exists():
-        return [], "not measured yet"
-    content = json.loads(path.read_text())
-    return content["values"].get(row.key, []), content["left"] or "not measured here"
+class Found(NamedTuple):
+    """A row's least, median and greatest value over so many repeats; or why there are none."""
+
+    values: tuple[float, float, float] | None
+    repeats: int = 0
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.values is None:
+            return self.why
+        least, median, most = self.values
+        return f"**{median:.3g}** ({least:.3g} to {most:.3g})"
 
 
-def table(known: list[Group], results: Path) -> str:
-    lines = ["| what | before | reach | reached: median (range) | n | what limits it |", "|---|---|---|---|---:|---|"]
+# A row of speed.md: what, before, reach, reached, repeats, what limits it.
+ROW = re.compile(
+    r"\| (?P<what>.*?) \|.*?\|.*?\| \*\*(?P<median>\S+)\*\* \((?P<least>\S+) to (?P<most>\S+)\) \| (?P<repeats>\d+) \|"
+)
+
+
+def collect(known: list[Group], results: Path, page: Path) -> dict[str, Found]:
+    """Return what each row has, by its key: from `results`, or else as an earlier run wrote it into `page`."""
+    lines = page.read_text().splitlines() if page.exists() else []
+    earlier = {match["what"]: match for match in map(ROW.match, lines) if match}
+    found = {}
     for group in known:
+        path = results / f"{group.name}.json"
+        content = json.loads(path.read_text()) if path.exists() else {"values": {}, "left": "not measured yet"}
         for row in group.rows:
-            values, why = measured(group, row, results)
-            reached = f"**{statistics.median(values):.3g}** ({min(values):.3g} to {max(values):.3g})" if values else why
-            cells = (row.what, row.before, row.reach, reached, str(len(values)), row.limit)
-            lines.append(f"| {' | '.join(cells)} |")
+            if values := content["values"].get(row.key, []):
+                found[row.key] = Found((min(values), statistics.median(values), max(values)), len(values))
+            elif match := earlier.get(row.what):
+                kept = float(match["least"]), float(match["median"]), float(match["most"])
+                found[row.key] = Found(kept, int(match["repeats"]))
+            else:
+                found[row.key] = Found(None, why=content["left"] or "not measured here")
+    return found
+
+
+def table(known: list[Group], found: dict[str, Found]) -> str:
+    lines = ["| what | before | reach | reached: median (range) | n | what limits it |", "|---|---|---|---|---:|---|"]
+    for row in (row for group in known for row in group.rows):
+        one = found[row.key]
+        lines.append(f"| {' | '.join((row.what, row.before, row.reach, str(one), str(one.repeats), row.limit))} |")
     return "\n".join(lines)
 
 
-def write(known: list[Group], results: Path, docs: Path) -> None:
-    parts = [
-        HEAD,
-        table(known, results),
-        "\n\n![what was reached, over what we set out for](speed.png)\n\n## Commands\n\n",
-    ]
+def commands(known: list[Group], results: Path, page: Path) -> list[str]:
+    """Return a line per group: what a reader types, when and where it was measured."""
+    lines = page.read_text().splitlines() if page.exists() else []
+    said = []
     for group in known:
         path = results / f"{group.name}.json"
         if path.exists():
@@ -116,18 +144,31 @@ def write(known: list[Group], results: Path, docs: Path) -> None:
                 f"{hardware['processor']}, {hardware['cores']} cores, load {hardware['load_average']:.1f} at the end"
             )
             with_ = ", ".join(f"{name} {used[name]}" for name in ("python", "torch", "horovod") if name in used)
-            parts.append(f"- {group.name}: `{group.commands}` ({content['date']}; {where}; {with_})\n")
+            said.append(f"- {group.name}: `{group.commands}` ({content['date']}; {where}; {with_})")
+        else:
+            said += [line for line in lines if line.startswith(f"- {group.name}: ")]
+    return said
+
+
+def write(known: list[Group], found: dict[str, Found], results: Path, docs: Path) -> None:
+    parts = [
+        HEAD,
+        table(known, found),
+        "\n\n![what was reached, over what we set out for](speed.png)\n\n## Commands\n\n",
+        "\n".join(commands(known, results, docs / "speed.md")),
+        "\n",
+    ]
     with files.replacing(docs / "speed.md") as file:
         file.write("".join(parts))
-    draw(known, results, docs / "speed.png")
+    draw(known, found, docs / "speed.png")
 
 
-def draw(known: list[Group], results: Path, path: Path) -> None:
+def draw(known: list[Group], found: dict[str, Found], path: Path) -> None:
     """Draw each row's median and range over what was to be reached: to the right of 1 is better."""
     points = []
     for group in known:
         for row in group.rows:
-            values, _ = measured(group, row, results)
+            values = found[row.key].values
             if values and row.reach:
                 goal = float(row.reach.split()[-1])
                 less = row.reach.startswith("at most")
@@ -137,10 +178,10 @@ def draw(known: list[Group], results: Path, path: Path) -> None:
 
     def reached(axes) -> None:
         for y, (_, values) in enumerate(reversed(points)):
-            middle = statistics.median(values)
+            middle = values[1]
             # Round is at least what we set out for, a cross is less: seen in greyscale, too.
             colour, marker = (plotting.COLOURS[2], "o") if middle >= 1 else (plotting.COLOURS[1], "X")
-            axes.plot([values[0], values[-1]], [y, y], color=colour)
+            axes.plot([values[0], values[2]], [y, y], color=colour)
             axes.plot([middle], [y], color=colour, marker=marker)
         axes.set_yticks(range(len(points)), [key for key, _ in reversed(points)])
         axes.axvline(1, color="grey", linewidth=1, linestyle="--")

@@ -5,6 +5,7 @@ import random
 import sys
 
 from hvdtrain.analysis.launching import program
+from hvdtrain.mnist import shared_batch
 from tests.bench.measurements import CONVNET, ROOT, Left, Setting, job, mnist_data, rate
 
 COMPUTED = ("forward", "backward", "gather", "step", "steps")
@@ -26,9 +27,10 @@ def fixed_cost(setting: Setting) -> dict[str, float]:
 
 def apart_default(setting: Setting) -> dict[str, float]:
     """The default network over ranks that never communicate, as `throughput` has it for convnet."""
-    cosinenet = ["--model", "cosinenet", "--batch-size", "128", "--channels-last", "--threads", "1"]
     ratios = {}
     for ranks in (2, 8):
+        each = str(shared_batch(ranks))
+        cosinenet = ["--model", "cosinenet", "--batch-size", each, "--channels-last", "--threads", "1"]
         sides: dict[str, list[str]] = {"horovod": [], "ddp": ["--no-communication"]}
         rates = {}
         for side in random.sample(list(sides), len(sides)):
