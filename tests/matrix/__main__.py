@@ -6,9 +6,10 @@ make matrix MATRIX="--only 3.11/2.15.0/none"                           one cell,
 make matrix MATRIX=--list                                              what would run
 
 A cell is PYTHON/TORCH/MPI. It is set up by `launch/setup` in a clone of this checkout's last commit, and examined by
-tests/matrix/examine.py. Cells whose result is in --results (JSON, one line each) are not run again, so the command can be
-stopped and repeated; the wheels that they build are kept in the usual cache. With --write the table in docs/installing.md is
-made from the results. Hours on two cores; a cell takes 5 to 15 minutes and 6 GB, which are freed when it is done.
+tests/matrix/examine.py. Cells whose result is in --results (JSON, one line each; part of the repository) are not run again,
+so the command can be stopped and repeated, also by somebody else; the wheels that they build are kept in the usual cache.
+With --write the table in docs/installing.md is made from the results. Hours on two cores; a cell takes 5 to 15 minutes and
+6 GB, which are freed when it is done. mpich: Debian's packages mpich and libmpich-dev, also beside another MPI.
 """
 
 import argparse
@@ -25,27 +26,33 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "tests" / "matrix" / "results.jsonl"
 PAGE = ROOT / "docs" / "installing.md"
 BEGIN, END = "<!-- matrix: made by `make matrix MATRIX=--write` -->", "<!-- end of matrix -->"
 PYTHONS, TORCHES = ("3.11", "3.12", "3.13"), ("2.15.0", "2.13.0", "2.9.1", "2.6.0", "2.3.1")
-MPIS = ("wheel:4.1.8", "wheel:5.0.11", "system", "none")
+MPIS = ("wheel:4.1.8", "wheel:5.0.11", "system", "mpich", "none")
+MPICH = ("mpicc", "mpicxx", "mpiexec", "mpirun")  # Debian's have names of their own, as mpicxx.mpich, beside Open MPI's
 SETUP_SECONDS, EXAMINE_SECONDS = 3600, 1800
 
 
 class Cell(NamedTuple):
     python: str
     torch: str
-    mpi: str  # as launch/setup --mpi has it
+    mpi: str  # as launch/setup --mpi has it; or mpich: the system's, where there is another one, too
 
     def __str__(self) -> str:
         return "/".join(self)
 
 
-def every_pair(*values: Iterable[str]) -> list[Cell]:
-    """Return few cells in which each value of one list meets each value of every other: greedy, the first values first."""
+def every_pair(*values: Iterable[str], known: Iterable[str] = ()) -> list[Cell]:
+    """Return few cells in which each value of one list meets each value of every other: greedy, the first values first.
+
+    known: cells that have a result; those of these values come first.
+    """
     product = [Cell(*row) for row in itertools.product(*values)]
     missing = {pair for row in product for pair in pairs(row)}
-    chosen: list[Cell] = []
+    chosen = [row for row in product if str(row) in known]
+    missing -= {pair for row in chosen for pair in pairs(row)}
     while missing:
         best = max(product, key=lambda row: len(pairs(row) & missing))
         chosen.append(best)
@@ -68,14 +75,16 @@ def run(cell: Cell, results: Path, work: Path) -> dict:
         with tempfile.TemporaryDirectory(dir=work, prefix="cell-") as folder:
             clone = Path(folder) / "clone"
             subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
-            setup = [interpreter, "launch/setup", "--mpi", cell.mpi, "--cpu", "--torch", cell.torch]
-            code, said = call(setup, clone, SETUP_SECONDS)
+            mpi = "system" if cell.mpi == "mpich" else cell.mpi
+            first = mpich(Path(folder) / "bin") if cell.mpi == "mpich" else ""
+            setup = [interpreter, "launch/setup", "--mpi", mpi, "--cpu", "--torch", cell.torch]
+            code, said = call(setup, clone, SETUP_SECONDS, first)
             found |= {"setup_seconds": round(time.monotonic() - began)}
             if code != 0:
                 found["refused" if code == 2 else "failed"] = last_line(said)
             else:
                 examine = [clone / ".venv" / "bin" / "python", "-m", "tests.matrix.examine", "--mpi", cell.mpi]
-                code, said = call(examine, clone, EXAMINE_SECONDS)
+                code, said = call(examine, clone, EXAMINE_SECONDS, first)
                 lines = [line for line in said.splitlines() if line.startswith('{"checks": ')]
                 found |= json.loads(lines[-1]) if code == 0 and lines else {"failed": last_line(said)}
     found["seconds"] = round(time.monotonic() - began)
@@ -84,10 +93,20 @@ def run(cell: Cell, results: Path, work: Path) -> dict:
     return found
 
 
-def call(words: list, directory: Path, seconds: float) -> tuple[int, str]:
-    """Return the exit code and the output of a command, with nothing of this environment in its own."""
+def mpich(directory: Path) -> str:
+    """Return `directory`, in which MPICH's commands have their ordinary names."""
+    directory.mkdir()
+    for name in MPICH:
+        if (found := shutil.which(f"{name}.mpich")) is not None:
+            (directory / name).symlink_to(found)
+    return str(directory)
+
+
+def call(words: list, directory: Path, seconds: float, first: str = "") -> tuple[int, str]:
+    """Return the exit code and the output of a command, with nothing of this environment in its own. first: on PATH."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    env["PATH"] = os.pathsep.join(part for part in env["PATH"].split(os.pathsep) if ".venv" not in part)
+    parts = [first, *(part for part in env["PATH"].split(os.pathsep) if ".venv" not in part)]
+    env["PATH"] = os.pathsep.join(filter(None, parts))
     try:
         done = subprocess.run(
             words, cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -144,15 +163,15 @@ def main() -> int:
     parser.add_argument("--mpis", default=",".join(MPIS), help="default: %(default)s")
     parser.add_argument("--only", metavar="CELL", help="PYTHON/TORCH/MPI")
     parser.add_argument("--list", action="store_true", help="print the cells and which have a result")
-    parser.add_argument("--results", type=Path, default=ROOT / "matrix.jsonl", help="default: matrix.jsonl")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: tests/matrix/results.jsonl")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="where clones are made")
     parser.add_argument("--write", action="store_true", help="also write the table into docs/installing.md")
     flags = parser.parse_args()
     if flags.only and flags.only.count("/") != 2:
         parser.error(f"--only {flags.only}: write PYTHON/TORCH/MPI, such as 3.11/2.15.0/none")
-    cells = every_pair(*(text.split(",") for text in (flags.pythons, flags.torches, flags.mpis)))
-    cells = [Cell(*flags.only.split("/"))] if flags.only else cells
     found = read(flags.results)
+    cells = every_pair(*(text.split(",") for text in (flags.pythons, flags.torches, flags.mpis)), known=found)
+    cells = [Cell(*flags.only.split("/"))] if flags.only else cells
     for number, cell in enumerate(cells, 1):
         known = str(cell) in found and not flags.only
         if flags.list or known:

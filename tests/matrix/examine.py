@@ -61,7 +61,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.matrix.examine", description=__doc__.split("\n")[0])
     parser.add_argument("--mpi", required=True, help="as for launch/setup")
     flags = parser.parse_args()
-    able = [name for name in LAUNCHERS if flags.mpi != "none" or name in ("gloo", "starter")]
+    launchers = LAUNCHERS | ({"mpirun": "mpirun -np {ranks}"} if flags.mpi == "mpich" else {})
+    able = [name for name in launchers if flags.mpi != "none" or name in ("gloo", "starter")]
+    struck = "gloo" if flags.mpi == "mpich" else able[0]  # attacks are started with Open MPI's options
     found: dict[str, str] = {}
     curves: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="hvd") as folder:
@@ -71,11 +73,11 @@ def main() -> int:
             require_close(curves[name], next(iter(curves.values())))
 
         for name in able:
-            start = LAUNCHERS[name].format(ranks=2)
+            start = launchers[name].format(ranks=2)
             check(found, name, lambda name=name, start=start: curve(name, f"{start} {PYTHON}"))
         check(found, "torchrun, ddp", lambda: curve("ddp", TORCHRUN.format(ranks=2), "--engine ddp"))
-    check(found, "killed and resumed", lambda: attacked(able[0]))
-    check(found, "tuned", lambda: tuned(LAUNCHERS[able[0]].format(ranks=2)))
+    check(found, "killed and resumed", lambda: attacked(struck))
+    check(found, "tuned", lambda: tuned(launchers[able[0]].format(ranks=2)))
     print(json.dumps({"checks": found, "python": platform.python_version(), "torch": torch.__version__}))
     return 0
 
