@@ -13,7 +13,7 @@ from tests.matrix.__main__ import Cell
 def test_each_pair_of_values_is_in_some_cell_and_there_are_few_cells():
     lists = matrix.PYTHONS, matrix.TORCHES, matrix.MPIS
     cells = matrix.every_pair(*lists)
-    assert len(cells) == len(set(cells)) <= 24 < 60
+    assert len(cells) == len(set(cells)) == len(matrix.TORCHES) * len(matrix.MPIS) < 60
     for one, other in itertools.combinations(range(3), 2):
         met = {(cell[one], cell[other]) for cell in cells}
         assert met == set(itertools.product(lists[one], lists[other]))
@@ -26,14 +26,22 @@ def test_a_value_alone_meets_all_others():
     ]
 
 
+def test_cells_that_have_a_result_count():
+    lists = ["3.11", "3.12"], ["2.15.0"], ["none", "system"]
+    known = ["3.12/2.15.0/system", "3.11/2.15.0/none", "3.11/2.6.0/none"]  # the last one is of other values
+    cells = list(map(str, matrix.every_pair(*lists, known=known)))
+    assert set(cells[:2]) == set(known[:2])
+    assert set(cells[2:]) == {"3.11/2.15.0/system", "3.12/2.15.0/none"}
+
+
 @pytest.fixture
 def outcomes(monkeypatch, tmp_path):
     """No cell is set up: launch/setup and the examination end as told."""
     ends: list[tuple[int, str]] = []
     called: list[list[str]] = []
 
-    def call(words, directory, seconds):
-        called.append([str(word) for word in words])
+    def call(words, directory, seconds, first=""):
+        called.append([str(word) for word in words] + [first.rpartition("/")[2]] * bool(first))
         return ends.pop(0)
 
     monkeypatch.setattr(matrix, "call", call)
@@ -65,6 +73,17 @@ def test_what_has_a_result_is_not_run_again(monkeypatch, tmp_path, outcomes, cap
     ends += [(0, ""), (0, json.dumps({"checks": {"gloo": "exit code 1", "tuned": "ok"}}))]
     assert command(monkeypatch, "--only", "3.12/2.15.0/none", "--results", results) == 1
     assert "| 3.12 | 2.15.0 | none | failed: gloo |" in capsys.readouterr().out
+
+
+def test_mpich_is_found_under_the_names_that_debian_gives_it(monkeypatch, tmp_path, outcomes):
+    ends, called = outcomes
+    ends += [(0, ""), (0, json.dumps({"checks": {"mpirun": "ok"}}))]
+    results = str(tmp_path / "results.jsonl")
+    assert command(monkeypatch, "--only", "3.12/2.15.0/mpich", "--results", results, "--work", str(tmp_path)) == 0
+    assert called[0][2:] == ["--mpi", "system", "--cpu", "--torch", "2.15.0", "bin"]
+    assert called[1][1:] == ["-m", "tests.matrix.examine", "--mpi", "mpich", "bin"]
+    assert matrix.mpich(tmp_path / "bin") == str(tmp_path / "bin")
+    assert (tmp_path / "bin" / "mpirun").readlink().name == "mpirun.mpich"
 
 
 def test_a_missing_python_and_a_failed_set_up_are_results(monkeypatch, tmp_path, outcomes, capsys):
