@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,12 +82,14 @@ def run(cell: Cell, results: Path, work: Path) -> dict:
             code, said = call(setup, clone, SETUP_SECONDS, first)
             found |= {"setup_seconds": round(time.monotonic() - began)}
             if code != 0:
-                found["refused" if code == 2 else "failed"] = last_line(said)
+                found["refused" if code == 2 else "failed"] = why(said)
             else:
                 examine = [clone / ".venv" / "bin" / "python", "-m", "tests.matrix.examine", "--mpi", cell.mpi]
                 code, said = call(examine, clone, EXAMINE_SECONDS, first)
                 lines = [line for line in said.splitlines() if line.startswith('{"checks": ')]
-                found |= json.loads(lines[-1]) if code == 0 and lines else {"failed": last_line(said)}
+                found |= json.loads(lines[-1]) if code == 0 and lines else {"failed": why(said)}
+            if "failed" in found:
+                (work / f"matrix-{str(cell).replace('/', '-')}.log").write_text(said)
     found["seconds"] = round(time.monotonic() - began)
     with results.open("a") as file:
         file.write(json.dumps(found) + "\n")
@@ -117,9 +120,11 @@ def call(words: list, directory: Path, seconds: float, first: str = "") -> tuple
     return done.returncode, done.stdout
 
 
-def last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"
+def why(text: str) -> str:
+    """Return the last line that names an error, or else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\berror\b", line, re.I)]
+    return (errors or lines or ["no output"])[-1][:300]
 
 
 def commit() -> str:
@@ -164,7 +169,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="CELL", help="PYTHON/TORCH/MPI")
     parser.add_argument("--list", action="store_true", help="print the cells and which have a result")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: tests/matrix/results.jsonl")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="where clones are made")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="where clones are made, and logs of what failed")
     parser.add_argument("--write", action="store_true", help="also write the table into docs/installing.md")
     flags = parser.parse_args()
     if flags.only and flags.only.count("/") != 2:

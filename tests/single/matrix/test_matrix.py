@@ -71,7 +71,7 @@ def test_what_has_a_result_is_not_run_again(monkeypatch, tmp_path, outcomes, cap
     assert "| 3.12 | 2.15.0 | none | all 2 checks |" in said
     assert "| 3.12 | 2.15.0 | system | refused: setup: error: no mpicxx on PATH |" in said
     ends += [(0, ""), (0, json.dumps({"checks": {"gloo": "exit code 1", "tuned": "ok"}}))]
-    assert command(monkeypatch, "--only", "3.12/2.15.0/none", "--results", results) == 1
+    assert command(monkeypatch, "--only", "3.12/2.15.0/none", "--results", results, "--work", str(tmp_path)) == 1
     assert "| 3.12 | 2.15.0 | none | failed: gloo |" in capsys.readouterr().out
 
 
@@ -91,9 +91,11 @@ def test_a_missing_python_and_a_failed_set_up_are_results(monkeypatch, tmp_path,
     results = str(tmp_path / "results.jsonl")
     assert command(monkeypatch, "--only", "3.14/2.15.0/none", "--results", results) == 0
     assert "skipped: no python3.14 on PATH" in capsys.readouterr().out
-    ends += [(1, "compiling ...\ncc1plus: error\n")]
-    assert command(monkeypatch, "--only", "3.12/2.3.1/none", "--results", results) == 1
+    ends += [(1, "compiling ...\ncc1plus: error\nsetup: output of all steps: .venv-setup.log\n")]
+    words = ["--only", "3.12/2.3.1/none", "--results", results, "--work", str(tmp_path)]
+    assert command(monkeypatch, *words) == 1
     assert "| 3.12 | 2.3.1 | none | failed: cc1plus: error |" in capsys.readouterr().out
+    assert (tmp_path / "matrix-3.12-2.3.1-none.log").read_text().startswith("compiling ...")
 
 
 def test_the_page_has_a_place_for_the_table():
