@@ -169,7 +169,9 @@ def main() -> int:
     parser.add_argument("--only", metavar="CELL", help="PYTHON/TORCH/MPI")
     parser.add_argument("--list", action="store_true", help="print the cells and which have a result")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: tests/matrix/results.jsonl")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="where clones are made, and logs of what failed")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()), help="where clones are made, and logs of what failed"
+    )
     parser.add_argument("--write", action="store_true", help="also write the table into docs/installing.md")
     flags = parser.parse_args()
     if flags.only and flags.only.count("/") != 2:
