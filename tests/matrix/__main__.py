@@ -32,7 +32,8 @@ PAGE = ROOT / "docs" / "installing.md"
 BEGIN, END = "<!-- matrix: made by `make matrix MATRIX=--write` -->", "<!-- end of matrix -->"
 PYTHONS, TORCHES = ("3.11", "3.12", "3.13"), ("2.15.0", "2.13.0", "2.9.1", "2.6.0", "2.3.1")
 MPIS = ("wheel:4.1.8", "wheel:5.0.11", "system", "mpich", "none")
-MPICH = ("mpicc", "mpicxx", "mpiexec", "mpirun")  # Debian's have names of their own, as mpicxx.mpich, beside Open MPI's
+# Debian's have names of their own beside Open MPI's, as mpicxx.mpich; hydra's proxy is looked for beside mpirun.
+MPICH = ("mpicc", "mpicxx", "mpiexec", "mpirun", "hydra_pmi_proxy")
 SETUP_SECONDS, EXAMINE_SECONDS = 3600, 1800
 
 
@@ -100,7 +101,7 @@ def mpich(directory: Path) -> str:
     """Return `directory`, in which MPICH's commands have their ordinary names."""
     directory.mkdir()
     for name in MPICH:
-        if (found := shutil.which(f"{name}.mpich")) is not None:
+        if (found := shutil.which(f"{name}.mpich") or shutil.which(name)) is not None:
             (directory / name).symlink_to(found)
     return str(directory)
 
