@@ -23,6 +23,14 @@ UPDATE = "call step.update() after the loop over step.batches()"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
 
 
+def autocasts(device_type: str) -> bool:
+    """Return whether autocast is enabled for the type of device: "cpu" or "cuda"."""
+    try:
+        return torch.is_autocast_enabled(device_type)
+    except TypeError:  # torch 2.3 has a function for each
+        return torch.is_autocast_cpu_enabled() if device_type == "cpu" else torch.is_autocast_enabled()
+
+
 def counted_or_zero(count: Tensor | float, batch: Batch) -> Tensor | float:
     """Return `count`, or 0 if this rank has no samples in `batch`."""
     return count if batch.count else 0.0
@@ -194,7 +202,7 @@ class Step:
                 "step.backward(count=...) in one micro-batch and not in another: give it in all, or in none"
             )
         with contextlib.ExitStack() as stack:
-            if torch.is_autocast_enabled(shared.engine.device.type):
+            if autocasts(shared.engine.device.type):
                 stack.enter_context(torch.autocast(shared.engine.device.type, enabled=False))
             scaled = prepared.scaler.scale(loss * weight)
             # With several optimizers, the hooks of the other optimizers' parameters must not run.

@@ -51,6 +51,19 @@ def test_a_venv_that_is_not_ours_is_left_alone(checkout: Path) -> None:
     assert (checkout / ".venv" / "precious").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [("2.2.2", "hvdtrain runs on 2.3 and newer"), ("1.13.1", "hvdtrain runs on 2.3"), ("new", "give a version")],
+)
+def test_a_torch_that_cannot_be_used_is_refused_before_anything_is_done(
+    version: str, said: str, checkout: Path
+) -> None:
+    result = setup(checkout, "--torch", version)
+    assert result.returncode == 2
+    assert f"--torch {version}: {said}" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
 def test_with_adds_an_extra_and_the_next_setup_keeps_it(checkout: Path) -> None:
     (checkout / "empty").mkdir()
 
