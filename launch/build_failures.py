@@ -9,10 +9,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from steps import last_lines
+from steps import TOO_MANY, last_lines
 
 REMEDIES = (
-    (r"No space left on device", "free some space, or set TMPDIR to a larger place"),
+    (r"No space left on device|Disk quota exceeded", "free some space, or set TMPDIR to a larger place"),
+    (TOO_MANY, "no more processes are allowed: --jobs 1, or raise `ulimit -u`"),
     (
         r"Killed|cc1plus.*(out of memory|terminated)|virtual memory exhausted",
         "not enough memory: --jobs 1, or more memory",

@@ -41,6 +41,8 @@ refuse() { # MESSAGE: one line and exit code 2
     exit 2
 }
 
+[[ -r /proc/self/stat ]] || refuse 'no /proc here, which MPI and Horovod read: mount it (as root: mount -t proc proc /proc)'
+
 read_options() { # ARGUMENTS...: sets the variables below, and `program` to what follows the options
     ranks='' hosts='' interface='' transport=auto fusion_mb='' cycle_ms='' timeline='' autotune='' port=9000
     restarts=0 min_ranks='' start_timeout=600 kept=() # kept: the options that every restart passes on unchanged

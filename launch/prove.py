@@ -119,6 +119,7 @@ def prove(mpi: bool = False, gpu: bool = False) -> dict[str, object]:
     worker = [sys.executable, "-c", RANK, *(("cuda", str(min(gpus, 2))) if built["NCCL"] and gpus else ("cpu", "2"))]
     ranks = worker[-1]
     horovodrun = [sys.executable, "-c", "from horovod.runner.launch import run_commandline as run; run()"]
+    horovodrun.append("--disable-cache")  # which would be in HOME: it may not be there, or be read-only
     launch(f"{ranks} ranks add up: horovodrun --gloo", [*horovodrun, "--gloo", "-np", ranks, *worker])
     if built["MPI"]:
         if shutil.which("mpirun", path=environment()["PATH"]) is None:

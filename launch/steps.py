@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -15,6 +16,13 @@ from packages import site_packages
 from stages import Stage, stage
 
 GIB = 1 << 30
+REMEDIES = {  # of errors of the system, by their number
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT), "free some space, or choose another place (for the checkout, --cache-dir, TMPDIR)"
+    ),
+    **dict.fromkeys((errno.EROFS, errno.EACCES), "choose a place that you can write to (--cache-dir, TMPDIR)"),
+    errno.EAGAIN: "no more processes are allowed: end some, raise `ulimit -u`, or --jobs 1",
+}
 
 
 class Refusal(Exception):
@@ -31,15 +39,17 @@ def main_with_exit_codes(main: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     name = Path(sys.argv[0]).name
     try:
+        require_proc()
         main()
     except Refusal as error:
         sys.exit(_fail(name, error, 2))
     except BuildFailure as error:
         sys.exit(_fail(name, error, 1))
     except OSError as error:
-        if error.errno not in (28, 122, 30, 13):  # ENOSPC, EDQUOT, EROFS, EACCES
+        remedy = REMEDIES.get(error.errno or 0)
+        if remedy is None:
             raise
-        sys.exit(_fail(name, f"{error}: free some space, or choose another place (--cache-dir, TMPDIR)", 2))
+        sys.exit(_fail(name, f"{error}: {remedy}", 2))
     except KeyboardInterrupt:
         sys.exit(_fail(name, "interrupted", 130))
 
@@ -121,6 +131,19 @@ class Pip:
             raise pip_failure(self.log.read_text(errors="replace")[start:], doing, self.offline)
 
 
+def pip_cache() -> Path:
+    """Return where pip keeps what it downloads, unless a configuration file names another directory."""
+    return Path(os.environ.get("PIP_CACHE_DIR") or user_cache() / "pip")
+
+
+def user_cache() -> Path:
+    """Return the directory of this user's caches. Raises Refusal."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no HOME, and not in /etc/passwd: a container with any user id
+        raise Refusal("this user has no home directory: set HOME or XDG_CACHE_HOME to a directory of yours") from None
+
+
 class _PipListener:
     """Shows the progress of pip. While pip installs, it prints nothing: its progress is read from the environment."""
 
@@ -148,14 +171,19 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+TOO_MANY = r"Resource temporarily unavailable|can't start new thread"  # processes and threads, by `ulimit -u`
+
+
 def pip_failure(output: str, doing: str, offline: Path | None) -> Exception:
     """Return an exception with the relevant line of pip's output and the remedy."""
     errors = [line.strip() for line in output.splitlines() if re.match(r"\s*ERROR:", line)]
     what = errors[0].removeprefix("ERROR:").strip() if errors else (output.strip().splitlines() or ["no output"])[-1]
     if "DO NOT MATCH THE HASHES" in output:
         return Refusal(f"{doing}: the file's sha256 is not the expected one; it was not run. Ask who serves your index")
-    if "No space left" in output:
+    if "No space left" in output or "Disk quota exceeded" in output:
         return Refusal(f"{doing}: no space left on the device: free some, or move the checkout or TMPDIR")
+    if re.search(TOO_MANY, output):
+        return Refusal(f"{doing}: no more processes are allowed: end some, or raise `ulimit -u`")
     if offline is not None:
         return Refusal(f"{doing}: {what}; to fill {offline}: launch/setup --download DIR where there is a network")
     network = r"NewConnectionError|Max retries|ConnectTimeout|ReadTimeout|Name or service|ProxyError|SSLError"
@@ -167,12 +195,37 @@ def pip_failure(output: str, doing: str, offline: Path | None) -> Exception:
 # ------------------------------------------------------------------------------------------------------- machine
 
 
-def require_space(path: Path, gib: float, what: str) -> None:
-    """Raise Refusal if the file system of `path` has less than `gib` GiB free."""
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free / GIB
+def existing(path: Path) -> Path:
+    """Return `path`, or the directory above it that exists."""
+    return next(parent for parent in (path, *path.parents) if parent.exists())
+
+
+def free_gib(path: Path) -> float:
+    """Return how much is free for this user in the file system of `path`, without quotas, which only writing shows."""
+    return shutil.disk_usage(existing(path)).free / GIB
+
+
+def require_space(path: Path, gib: float, what: str, instead: str = "") -> None:
+    """Raise Refusal if the file system of `path` has less than `gib` GiB free. `instead`: another remedy."""
+    free = free_gib(path)
     if free < gib:
-        raise Refusal(f"{what} needs {gib:g} GiB in {path}, which has {free:.1f}: free some, or use another place")
+        raise Refusal(
+            f"{what} needs {gib:g} GiB in {path}, which has {free:.1f}: free some, or use another place{instead}"
+        )
+
+
+def require_proc(proc: Path = Path("/proc")) -> None:
+    """Raise Refusal without /proc: mpirun ends without a word there, and Horovod's launchers read it."""
+    if not (proc / "self" / "stat").exists():
+        raise Refusal(f"no {proc} here, which MPI and Horovod read: mount it (as root: mount -t proc proc {proc})")
+
+
+def require_writable(directory: Path) -> None:
+    """Raise Refusal if this user cannot write to the checkout."""
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise Refusal(
+            f"{directory} cannot be written to: cp -r {directory} DIR, chmod -R u+w DIR, and make setup there"
+        )
 
 
 def compile_jobs() -> int:

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stages import stage
+from steps import user_cache
 from target import Target
 
 
 def default_cache() -> Path:
     """Return the default cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
+    return user_cache() / "hvdtrain"
 
 
 def cached_wheel(entry: Path) -> Path | None:

@@ -5,6 +5,7 @@ unpacked copy, and notes the identity of the files. Other processes and later ru
 The cache is optional: if it is not writable, every process reads the files itself.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NOTES = "verified.json"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 STALE_SECONDS = 3600.0  # age after which a partial file is considered abandoned
 
 Notes = dict[str, list[int | str]]  # absolute path -> identity of the file, sha256 of its unpacked content
@@ -45,8 +47,11 @@ def locked(path: Path, seconds: float) -> Iterator[str]:
         lock.acquire(timeout=seconds)
     except Timeout:  # a subclass of OSError, so it must come first
         problem = f"another process has held {path / '.lock'} for {seconds:.0f} seconds"
-    except (OSError, NotImplementedError) as error:  # NotImplementedError: the file system does not support locks
-        problem = f"{path} cannot be written ({getattr(error, 'strerror', None) or error})"
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, NotImplementedError) or error.errno in NO_LOCKS:
+            problem = f"{path} is on a file system without locks: set XDG_CACHE_HOME to a directory on another one"
+        else:
+            problem = f"{path} cannot be written ({error.strerror or error})"
     try:
         yield problem
     finally:

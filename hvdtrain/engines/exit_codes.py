@@ -11,6 +11,7 @@ from typing import NoReturn
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import write_whole_lines
+from hvdtrain.engines.processes import require_proc
 
 # 0: success.
 FAILED = 1
@@ -30,9 +31,15 @@ def run(main: Callable[[], int]) -> NoReturn:
     gc.freeze()
     gc.enable()  # disabled by `import hvdtrain`
     try:
+        require_proc()
         code = main()
     except (UserError, Failure) as error:
         end_with(error)
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        how = "end some, raise `ulimit -u`, or use fewer ranks"
+        end_with(UserError(f"this user may have no more processes and threads: {how}"))
     sys.exit(code)
 
 

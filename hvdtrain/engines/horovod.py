@@ -121,7 +121,9 @@ class HorovodEngine(Engine):
             os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
             refuse_unknown_own_name(socket.gethostname())
-        first = Path("/proc/1/comm").read_text().strip() if Path("/proc/1/comm").exists() else ""
+        first = ""
+        with contextlib.suppress(OSError):  # /proc may hide the processes of others (hidepid)
+            first = Path("/proc/1/comm").read_text().strip()
         if alone_in_pid_namespace(os.environ, os.getppid(), first) and "OMPI_MCA_btl" not in os.environ:
             os.environ.update({"OMPI_MCA_btl": "self,tcp"})
             self.notes.append(

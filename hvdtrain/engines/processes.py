@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from hvdtrain.engines.errors import UserError
+
 PROC = Path("/proc")
 # Launchers, by the name of their executable or script. When one of them ends, the ranks that it started must end.
 LAUNCHERS = re.compile(
@@ -25,6 +27,13 @@ class Process(NamedTuple):
     pid: int
     started: int
     name: str
+
+
+def require_proc(proc: Path = PROC) -> None:
+    """Raise UserError without /proc: mpirun ends without a word there, and Horovod's launchers fail."""
+    if not (proc / "self" / "stat").exists():
+        how = f"mount it (as root: mount -t proc proc {proc})"
+        raise UserError(f"no {proc} here, which MPI and Horovod read: {how}", everywhere=True)
 
 
 def stat(pid: int, proc: Path = PROC) -> list[str] | None:

@@ -1,5 +1,6 @@
 """hvdtrain.data.download: once per host, https only, bounded, verified before it has a name."""
 
+import errno
 import gzip
 import json
 import multiprocessing
@@ -390,3 +391,17 @@ def test_writing_replaces_or_leaves_no_trace(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         cache.write(tmp_path / "d", b"x")
     assert names(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")])
+def test_a_file_system_without_locks_is_named_with_the_remedy(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("filelock.FileLock.acquire", lambda self, timeout: refuse())
+    with cache.locked(tmp_path, 10) as problem:
+        assert (
+            problem == f"{tmp_path} is on a file system without locks: set XDG_CACHE_HOME to a directory on another one"
+        )

@@ -8,7 +8,14 @@ import time
 import pytest
 
 from hvdtrain.engines import processes
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.processes import Process, is_stopped, launcher_name, launchers, lives, stat
+
+
+def test_without_proc_nothing_begins(tmp_path):
+    processes.require_proc()
+    with pytest.raises(UserError, match="mount it"):
+        processes.require_proc(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,14 @@ def run_main(body: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+def test_a_limit_on_threads_is_one_line_and_other_errors_keep_their_traceback():
+    done = run_main('def main(): raise RuntimeError("can\'t start new thread")\nrun(main)')
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "ulimit -u" in done.stderr
+    done = run_main("def main(): raise RuntimeError('something else')\nrun(main)")
+    assert (done.returncode, "Traceback" in done.stderr) == (1, True)
+
+
 def test_user_error_is_one_line_and_code_two():
     done = run_main("def main(): raise UserError('no such thing: do this')\nrun(main)")
     assert (done.returncode, done.stdout) == (2, "")

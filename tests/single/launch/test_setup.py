@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import hashlib
+import importlib.machinery
+import importlib.util
 import io
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +31,7 @@ import packages  # noqa: E402
 import siblings  # noqa: E402
 import stages  # noqa: E402
 import steps  # noqa: E402
+import wheel_cache  # noqa: E402
 from steps import Refusal  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------------------ .venv
@@ -37,9 +45,9 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def setup(root: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def setup(root: Path, *arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(root / "launch" / "setup"), "--cache-dir", str(root / "cache"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | env)
 
 
 def test_a_venv_that_is_not_ours_is_left_alone(checkout: Path) -> None:
@@ -95,6 +103,131 @@ def test_a_failed_setup_is_never_half_used_and_the_next_goes_on_from_there(check
     assert "create .venv" in result.stdout
     assert "create .venv" not in again.stdout
     assert (venv / "kept").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- without root
+
+
+def test_without_links_a_venv_has_none(checkout: Path) -> None:
+    (checkout / "empty").mkdir()
+    without = checkout / "without"
+    without.mkdir()
+    refuse = "def refuse(*_, **__):\n    raise PermissionError(1, 'Operation not permitted')\n"
+    (without / "sitecustomize.py").write_text(f"import os\n{refuse}os.symlink = os.link = refuse\n")
+    result = setup(checkout, "--offline", checkout / "empty", PYTHONPATH=str(without))
+    assert result.returncode == 2, result
+    assert "--download" in result.stderr.splitlines()[-1]  # as far as with links
+    assert not [path for path in (checkout / ".venv").rglob("*") if path.is_symlink()]
+
+
+def test_a_checkout_of_somebody_else_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps.require_writable(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(Refusal, match=f"cp -r {tmp_path} DIR"):
+        steps.require_writable(tmp_path)
+
+
+def test_a_user_without_a_home_has_to_name_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(Refusal, match="set HOME"):
+        wheel_cache.default_cache()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert wheel_cache.default_cache() == Path("/somewhere/hvdtrain")
+
+
+def test_without_proc_nothing_begins(tmp_path: Path) -> None:
+    steps.require_proc()
+    with pytest.raises(Refusal, match="mount it"):
+        steps.require_proc(tmp_path)
+
+
+def said(main: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            steps.main_with_exit_codes(main)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EDQUOT, "free some space"), (errno.EROFS, "that you can write to"), (errno.EAGAIN, "ulimit -u")],
+)
+def test_an_error_of_the_system_has_its_remedy(number: int, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise OSError(number, os.strerror(number), "FILE")
+
+    line = said(main, capsys)
+    assert remedy in line
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "remedy"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 122] Disk quota exceeded", "no space left"),
+        ("RuntimeError: can't start new thread", "ulimit -u"),
+        ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "ulimit -u"),
+    ],
+)
+def test_limits_that_pip_meets_have_a_remedy(output: str, remedy: str) -> None:
+    found = steps.pip_failure(output, "install torch", None)
+    assert isinstance(found, Refusal)
+    assert remedy in str(found)
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """launch/setup as a module, which has no suffix."""
+    loader = importlib.machinery.SourceFileLoader("setup_program", str(LAUNCH / "setup"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader.exec_module(module)
+    before = os.environ.pop("PIP_NO_CACHE_DIR", None)
+    yield module
+    os.environ.pop("PIP_NO_CACHE_DIR", None)
+    os.environ.update({"PIP_NO_CACHE_DIR": before} if before is not None else {})
+
+
+def test_space_is_asked_for_where_it_is_taken(program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    free = {}  # GiB, by what lies there
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(program.tempfile, "gettempdir", lambda: "/proc")  # another file system
+    monkeypatch.setenv("PIP_CACHE_DIR", str(tmp_path / "pip"))
+    for module in (program, steps):
+        monkeypatch.setattr(
+            module, "free_gib", lambda path: free["home" if tmp_path in (path, *path.parents) else "tmp"]
+        )
+
+    def asked(home: float, tmp: float, **options: Any) -> bool:
+        """Return whether pip keeps its downloads."""
+        os.environ.pop("PIP_NO_CACHE_DIR", None)
+        free.update(home=home, tmp=tmp)
+        program.require_room(argparse.Namespace(**({"torch": None, "offline": None} | options)))
+        return "PIP_NO_CACHE_DIR" not in os.environ
+
+    assert asked(9.1, 3.1)
+    assert not asked(6.1, 3.1)  # .venv fits, but not also what pip would keep
+    with pytest.raises(Refusal, match="torch's CPU build"):
+        asked(5.9, 100)
+    with pytest.raises(Refusal, match="TMPDIR"):
+        asked(100, 2.9)
+    assert asked(6.1, 0.0, offline=tmp_path)
+    assert asked(3.1, 1.1, torch="2.15.0+cpu")
+    monkeypatch.setattr(program.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert asked(12.1, 0.0)
+    assert not asked(9.1, 0.0)
+    with pytest.raises(Refusal, match="in TMPDIR"):
+        asked(8.9, 100)
 
 
 # --------------------------------------------------------------------------------------------------------- packages
