@@ -121,18 +121,19 @@ def can_mount(directory: Path) -> bool:
 class Undisturbed:
     """What undisturbed runs end with, by program, transport and ranks."""
 
-    def __init__(self, scratch: Path, collected: Results):
-        self._scratch, self._collected = scratch, collected
+    def __init__(self, scratch: Path):
+        self._scratch = scratch
+        self._results: dict[str, dict] = {}
 
     def results(self, program: Program, launcher: str, ranks: int) -> dict:
         transport = TRANSPORTS[launcher]
         key = f"{program.name}-{transport}-{ranks}"
-        if key not in self._collected.undisturbed:
+        if key not in self._results:
             whole = self._scratch / key
             done = attacked(whole, ranks=ranks, batch=program.batch[ranks], launcher=transport, program=program)
             assert done.code == 0, done
-            self._collected.add_undisturbed(key, results(whole))
-        return self._collected.undisturbed[key]
+            self._results[key] = results(whole)
+        return self._results[key]
 
 
 def strike(
@@ -257,7 +258,7 @@ def main() -> int:
         names = flags.programs.split(",")
         if strange := [name for name in names if name not in known]:
             parser.error(f"--programs: {strange[0]!r} is not one of {', '.join(known)}")
-        undisturbed = Undisturbed(scratch, collected)
+        undisturbed = Undisturbed(scratch)
         for number in range(1, flags.attacks + 1):
             if (flags.seed, number) in collected.outcomes:
                 continue

@@ -26,6 +26,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.commit import commit
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "matrix" / "results.jsonl"
 PAGE = ROOT / "docs" / "installing.md"
@@ -126,12 +128,6 @@ def why(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\berror\b", line, re.I)]
     return (errors or lines or ["no output"])[-1][:300]
-
-
-def commit() -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
 
 
 def read(results: Path) -> dict[str, dict]:
