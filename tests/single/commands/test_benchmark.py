@@ -149,8 +149,9 @@ def test_measure_and_summary_agree(flags, engine):
     )
     engine.size = 1
     stream = open_endless(flags, engine, 10, (1, 28, 28))
-    repeats, steps, energy = benchmark.measure(flags, engine, ConvNet(), stream)
-    result = benchmark.summarize(flags, engine, repeats, steps, 1000, 4 * 29034, energy)
+    repeats, steps, warmup_seconds, energy = benchmark.measure(flags, engine, ConvNet(), stream)
+    result = benchmark.summarize(flags, engine, repeats, steps, warmup_seconds, 1000, 4 * 29034, energy)
+    assert result["warmup_seconds"] > 0
     assert [len(repeat) for repeat in repeats] == [1, 1, 1]
     for (mine,) in repeats:
         assert mine.cpu_seconds > 0
