@@ -19,7 +19,7 @@ VERSIONS = {
     "mpich": "HYDRA build details:\n    Version:   5.0.2\n    Process Manager:   pmi",
     "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 20260929\nCopyright 2003-2026, Intel Corporation.",
 }
-BARE = {"PATH": "{bin}:/usr/bin:/bin", "HOME": "/home/me", "CANARY_TOKEN": "s3cret"}
+BARE = {"PATH": "{bin}:/usr/bin:/bin", "HOME": "/tmp", "CANARY_TOKEN": "s3cret"}
 
 
 def wrapper(name: str, *arguments: str, launch_dir: Path = ROOT / "launch", timeout: float = 100, **options) -> Done:
