@@ -34,6 +34,8 @@ PAGE = ROOT / "docs" / "installing.md"
 BEGIN, END = "<!-- matrix: made by `make matrix MATRIX=--write` -->", "<!-- end of matrix -->"
 PYTHONS, TORCHES = ("3.11", "3.12", "3.13"), ("2.15.0", "2.13.0", "2.9.1", "2.6.0", "2.3.1")
 MPIS = ("wheel:4.1.8", "wheel:5.0.11", "system", "mpich", "none")
+# The first torch with a wheel for a Python that is newer than the oldest torch above: PyTorch's releases.
+FIRST_TORCH = {"3.13": (2, 5), "3.14": (2, 9)}
 # Debian's have names of their own beside Open MPI's, as mpicxx.mpich; hydra's proxy is looked for beside mpirun.
 MPICH = ("mpicc", "mpicxx", "mpiexec", "mpirun", "hydra_pmi_proxy")
 SETUP_SECONDS, EXAMINE_SECONDS = 3600, 1800
@@ -51,9 +53,9 @@ class Cell(NamedTuple):
 def every_pair(*values: Iterable[str], known: Iterable[str] = ()) -> list[Cell]:
     """Return few cells in which each value of one list meets each value of every other: greedy, the first values first.
 
-    known: cells that have a result; those of these values come first.
+    known: cells that have a result; those of these values come first. Pairs for which there is no torch are left out.
     """
-    product = [Cell(*row) for row in itertools.product(*values)]
+    product = [cell for row in itertools.product(*values) if there_is(cell := Cell(*row))]
     missing = {pair for row in product for pair in pairs(row)}
     chosen = [row for row in product if str(row) in known]
     missing -= {pair for row in chosen for pair in pairs(row)}
@@ -62,6 +64,11 @@ def every_pair(*values: Iterable[str], known: Iterable[str] = ()) -> list[Cell]:
         chosen.append(best)
         missing -= pairs(best)
     return chosen
+
+
+def there_is(cell: Cell) -> bool:
+    """Tell whether this torch was ever released for this Python."""
+    return tuple(map(int, cell.torch.split(".")[:2])) >= FIRST_TORCH.get(cell.python, (0, 0))
 
 
 def pairs(row: Cell) -> set[tuple[str, str]]:
@@ -110,7 +117,7 @@ def mpich(directory: Path) -> str:
 
 def call(words: list, directory: Path, seconds: float, first: str = "") -> tuple[int, str]:
     """Return the exit code and the output of a command, with nothing of this environment in its own. first: on PATH."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "OPAL_PREFIX")}
     parts = [first, *(part for part in env["PATH"].split(os.pathsep) if ".venv" not in part)]
     env["PATH"] = os.pathsep.join(filter(None, parts))
     try:

@@ -105,6 +105,35 @@ def test_a_failed_setup_is_never_half_used_and_the_next_goes_on_from_there(check
     assert (venv / "kept").exists()
 
 
+def test_another_kind_of_mpi_gets_an_environment_of_its_own(checkout: Path) -> None:
+    """Or the wheel's mpirun would stay in bin/, before the system's."""
+    (checkout / "empty").mkdir()
+    said = []
+    for mpi in ("none", "none", "system"):
+        result = setup(checkout, "--offline", checkout / "empty", "--mpi", mpi)
+        assert result.returncode == 2, result
+        said.append("create .venv" in result.stdout)
+        record = checkout / ".venv" / "hvdtrain-setup.json"
+        record.write_text(record.read_text().replace('"creating"', '"updating"'))
+    assert said == [True, False, True]
+
+
+def test_the_environment_that_set_up_runs_in_is_left(
+    program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its mpicxx and its Open MPI are not the system's, which `--mpi system` means."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:")
+    monkeypatch.setenv("OPAL_PREFIX", str(tmp_path))
+    program.leave_environment()
+    assert os.environ["PATH"] == "/usr/bin:"
+    assert "OPAL_PREFIX" not in os.environ
+    monkeypatch.setenv("OPAL_PREFIX", "/opt/openmpi")  # a site's
+    program.leave_environment()
+    assert os.environ["OPAL_PREFIX"] == "/opt/openmpi"
+
+
 # ----------------------------------------------------------------------------------------------------- without root
 
 

@@ -16,7 +16,8 @@ def test_each_pair_of_values_is_in_some_cell_and_there_are_few_cells():
     assert len(cells) == len(set(cells)) == len(matrix.TORCHES) * len(matrix.MPIS) < 60
     for one, other in itertools.combinations(range(3), 2):
         met = {(cell[one], cell[other]) for cell in cells}
-        assert met == set(itertools.product(lists[one], lists[other]))
+        none = {("3.13", "2.3.1")}  # PyTorch has no such wheel
+        assert met == set(itertools.product(lists[one], lists[other])) - none
 
 
 def test_a_value_alone_meets_all_others():
