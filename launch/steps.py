@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 import shutil
 import signal
@@ -189,6 +190,14 @@ def pip_failure(output: str, doing: str, offline: Path | None) -> Exception:
     network = r"NewConnectionError|Max retries|ConnectTimeout|ReadTimeout|Name or service|ProxyError|SSLError"
     if re.search(network, output):
         return Refusal(f"{doing}: no package index answers: check network, proxy, `pip config list`; or --offline DIR")
+    if found := re.search(r"No matching distribution found for (\S+)", output):
+        there = re.search(r"\(from versions: (?!none)(.*?)\)", what)
+        version = ".".join(platform.python_version_tuple()[:2])
+        return Refusal(
+            f"no {found[1]} for Python {version} on {platform.machine()} in the package index"
+            + (f", which has {there[1]}: take one of these" if there else "")
+            + ", or another Python: make PYTHON=python3.12"
+        )
     return BuildFailure(f"{doing}: {what}")
 
 

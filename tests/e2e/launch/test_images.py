@@ -180,9 +180,11 @@ def test_hosts_mpirun_around_one_charliecloud_container_per_rank(ranks, expected
     root = tmp_path / "image"
     root.mkdir()
     temporary = Path(os.environ["TMPDIR"])
-    os.chown(temporary, USER, USER)  # /tmp is the host's: mpirun and its ranks meet there
+    os.chown(temporary, USER, USER)
     words = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" "$1"; shift; exec "$@"', mounted, str(root)]
     words += ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs"]
+    # mpirun and its ranks meet in the host's /tmp. With TMPDIR set, ch-run would show that directory as /tmp instead.
+    words += ["env", "--unset=TMPDIR"]
     words += ["mpirun", "--oversubscribe", "-np", str(ranks), "ch-run", *UNSET, f"--bind={out}:/mnt", str(root), "--"]
     words += ["/opt/hvdtrain/.venv/bin/python", *TRAIN.split(), *(SHORT.split() if ranks > 2 else ())]
     words += ["--output-dir", "/mnt"]
