@@ -196,7 +196,7 @@ def pip_failure(output: str, doing: str, offline: Path | None) -> Exception:
         return Refusal(
             f"no {found[1]} for Python {version} on {platform.machine()} in the package index"
             + (f", which has {there[1]}: take one of these" if there else "")
-            + ", or another Python: make PYTHON=python3.12"
+            + ", or another Python (make PYTHON=...)"
         )
     return BuildFailure(f"{doing}: {what}")
 

@@ -206,7 +206,7 @@ def test_an_error_of_the_system_has_its_remedy(number: int, remedy: str, capsys:
         (
             "ERROR: Could not find a version that satisfies the requirement torch==2.3.1 (from versions: 2.5.0, 2.15.0)\n"
             "ERROR: No matching distribution found for torch==2.3.1\n",
-            "which has 2.5.0, 2.15.0: take one of these, or another Python: make PYTHON=",
+            "which has 2.5.0, 2.15.0: take one of these, or another Python (make PYTHON=...)",
         ),
         ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "ulimit -u"),
     ],
