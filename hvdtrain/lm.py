@@ -146,11 +146,7 @@ def learning_rate(step: int, steps: int, flags: Flags) -> float:
 def adamw(net: GPT, flags: Flags) -> torch.optim.Optimizer:
     """Return AdamW for `net`, fused if this torch has the kernel."""
     settings = dict(lr=flags.lr, betas=(0.9, flags.beta2), weight_decay=flags.weight_decay)
-    kind, groups = optim.eager(torch.optim.AdamW), optim.decay_groups(net)
-    try:
-        return kind(groups, **settings, fused=True)  # one kernel instead of ten for each parameter
-    except RuntimeError:  # torch before 2.4 has none for CPUs
-        return kind(groups, **settings)
+    return optim.with_fused(torch.optim.AdamW, optim.decay_groups(net), **settings)
 
 
 def loss_of(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

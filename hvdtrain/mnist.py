@@ -116,7 +116,8 @@ def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
     torch.manual_seed(flags.seed)
     net = MODELS[flags.model]()
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    optimizer = optim.build(flags.optimizer, trained, peak_rate, flags.momentum, flags.weight_decay)
+    fused = flags.model == "cosinenet"  # the others keep the bits that they have always had
+    optimizer = optim.build(flags.optimizer, trained, peak_rate, flags.momentum, flags.weight_decay, fused)
     model, _ = run.prepare(net, optimizer)
     if flags.tensorboard:
         run.graph(net, scaled(train_images[:1]))

@@ -30,10 +30,12 @@ class Process(NamedTuple):
 
 
 def require_proc(proc: Path = PROC) -> None:
-    """Raise UserError without /proc: mpirun ends without a word there, and Horovod's launchers fail."""
+    """Raise UserError without /proc of this PID namespace: mpirun ends without a word, or pids are another process's."""
+    how = f"mount it (as root: mount -t proc proc {proc})"
     if not (proc / "self" / "stat").exists():
-        how = f"mount it (as root: mount -t proc proc {proc})"
         raise UserError(f"no {proc} here, which MPI and Horovod read: {how}", everywhere=True)
+    if (proc / "self").readlink() != Path(str(os.getpid())):
+        raise UserError(f"{proc} is another PID namespace's: {how}", everywhere=True)
 
 
 def stat(pid: int, proc: Path = PROC) -> list[str] | None:

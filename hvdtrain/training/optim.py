@@ -90,9 +90,24 @@ def eager(kind: type[Kind]) -> type[Kind]:
     return cast("type[Kind]", type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(plain["step"])}))
 
 
-def build(name: str, parameters, rate: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Return an optimizer: `name` is "sgd", "adam" or "adamw". For adam and adamw, `momentum` is beta 1."""
+def build(
+    name: str, parameters, rate: float, momentum: float, weight_decay: float, fused: bool = False
+) -> torch.optim.Optimizer:
+    """Return an optimizer: `name` is "sgd", "adam" or "adamw". For adam and adamw, `momentum` is beta 1.
+
+    fused: one kernel for all parameters, which rounds differently; for adam and adamw, where this torch has it.
+    """
     if name == "sgd":
         return eager(torch.optim.SGD)(parameters, lr=rate, momentum=momentum, weight_decay=weight_decay)
     kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-    return eager(kind)(parameters, lr=rate, betas=(momentum, 0.999), weight_decay=weight_decay)
+    settings = dict(lr=rate, betas=(momentum, 0.999), weight_decay=weight_decay)
+    return with_fused(kind, parameters, **settings) if fused else eager(kind)(parameters, **settings)
+
+
+def with_fused(kind: type[torch.optim.Adam], parameters, **settings: object) -> torch.optim.Optimizer:
+    """Return the optimizer with its fused kernel: one for all parameters instead of ten for each."""
+    groups = list(parameters)
+    try:
+        return eager(kind)(groups, **settings, fused=True)
+    except RuntimeError:  # torch before 2.4 has none for CPUs
+        return eager(kind)(groups, **settings)

@@ -59,12 +59,13 @@ def test_cpu_recipe_builds_and_passes_its_test(debian):
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         pytest.skip("needs root, and apt install debootstrap")
     recipe = sections(ROOT / "containers" / "hvdtrain-cpu.def")
-    # As Singularity would build it: this machine's hosts, resolver, certificates and index, its /proc, /dev and /sys.
+    # As Singularity would build it: this machine's hosts, resolver, certificates and index, its /dev and /sys.
     for path in ("/etc/hosts", "/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt"):
         if Path(path).is_file():
             (debian / path[1:]).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, debian / path[1:])
-    mounts = "".join(f"mount --rbind /{name} '{debian}/{name}'; " for name in ("proc", "dev", "sys"))
+    mounts = "".join(f"mount --rbind /{name} '{debian}/{name}'; " for name in ("dev", "sys"))
+    mounts += f"mount -t proc proc '{debian}/proc'; "
     index = {k: v for k, v in os.environ.items() if k.startswith("PIP_") and k not in ("PIP_CERT", "PIP_FIND_LINKS")}
     for name, seconds in (("post", 2000), ("test", 300)):
         # Namespaces of their own: the mounts, and whatever was left running, go with them.

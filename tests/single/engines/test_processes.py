@@ -18,6 +18,15 @@ def test_without_proc_nothing_begins(tmp_path):
         processes.require_proc(tmp_path)
 
 
+def test_proc_of_another_pid_namespace_is_refused(tmp_path):
+    """After `unshare --pid` without `--mount-proc`: every pid read there would be some other process's."""
+    (tmp_path / "77777777").mkdir()
+    (tmp_path / "77777777" / "stat").touch()
+    (tmp_path / "self").symlink_to("77777777")
+    with pytest.raises(UserError, match="another PID namespace's: mount it"):
+        processes.require_proc(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("line", "name"),
     [

@@ -57,6 +57,32 @@ def test_optimizers_take_the_flags(name, kind):
     assert group["lr"] == 0.25
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_fused_is_the_same_up_to_rounding_and_a_loop_where_torch_has_no_kernel(name, monkeypatch):
+    def trained(fused: bool) -> tuple[torch.Tensor, bool]:
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
+        optimizer = optim.build(name, iter([weight]), 0.1, 0.9, 0.1, fused)
+        for _ in range(6):
+            weight.grad = weight.detach().cos()
+            optimizer.step()
+        return weight.detach(), bool(optimizer.param_groups[0]["fused"])
+
+    (loop, no), (kernel, yes) = trained(False), trained(True)
+    assert (no, yes) == (False, True)
+    torch.testing.assert_close(kernel, loop)
+    real = torch.optim.Adam.__init__
+
+    def older(self, *args, fused=None, **settings):
+        if fused:
+            raise RuntimeError("`fused=True` requires all the params to be floating point Tensors of supported devices")
+        real(self, *args, **settings)
+
+    monkeypatch.setattr(torch.optim.Adam, "__init__", older)  # AdamW's calls it
+    fallback, no = trained(True)
+    assert not no
+    assert torch.equal(fallback, loop)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam)])
 def test_eager_optimizers_are_torchs_own_to_the_bit(name, kind):
     """Also after a restart from a state_dict, with weight decay."""
