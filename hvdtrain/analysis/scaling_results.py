@@ -104,7 +104,7 @@ def table(rows: list[dict]) -> str:
         cells = [
             row["name"],
             str(row["ranks"]),
-            cell(row["samples_per_second"], ",.0f"),
+            cell(row["samples_per_second"], ",.0f" if row["samples_per_second"].median >= 100 else ".1f"),
             cell(row["speed_up"], ".2f"),
             cell(row["efficiency_alone"], ".2f"),
             cell(row["efficiency_apart"], ".2f"),
@@ -178,7 +178,7 @@ def draw(rows: list[dict], about: str, path: Path, notes: tuple[str, ...] = ()) 
         if len(bound) > 1:
             bars(axes, bound, "samples_per_second", color="grey", marker="x", linestyle="--", label="no communication")
         over_ranks(axes, "samples_per_second", "samples/s, all ranks")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
 
     def share(axes) -> None:
         axes.axhline(1, color="grey", linewidth=1, linestyle="--")

@@ -6,7 +6,7 @@ have no state to save.
 
 import inspect
 import math
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -100,11 +100,11 @@ def build(
     if name == "sgd":
         return eager(torch.optim.SGD)(parameters, lr=rate, momentum=momentum, weight_decay=weight_decay)
     kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-    settings = dict(lr=rate, betas=(momentum, 0.999), weight_decay=weight_decay)
+    settings: dict[str, Any] = dict(lr=rate, betas=(momentum, 0.999), weight_decay=weight_decay)
     return with_fused(kind, parameters, **settings) if fused else eager(kind)(parameters, **settings)
 
 
-def with_fused(kind: type[torch.optim.Adam], parameters, **settings: object) -> torch.optim.Optimizer:
+def with_fused(kind: type[torch.optim.Adam], parameters, **settings: Any) -> torch.optim.Optimizer:
     """Return the optimizer with its fused kernel: one for all parameters instead of ten for each."""
     groups = list(parameters)
     try:
