@@ -61,7 +61,7 @@ def test_optimizers_take_the_flags(name, kind):
 def test_fused_is_the_same_up_to_rounding_and_a_loop_where_torch_has_no_kernel(name, monkeypatch):
     def trained(fused: bool) -> tuple[torch.Tensor, bool]:
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
-        optimizer = optim.build(name, iter([weight]), 0.1, 0.9, 0.1, fused)
+        optimizer = optim.build(name, iter([{"params": [weight]}]), 0.1, 0.9, 0.1, fused)
         for _ in range(6):
             weight.grad = weight.detach().cos()
             optimizer.step()
@@ -73,9 +73,9 @@ def test_fused_is_the_same_up_to_rounding_and_a_loop_where_torch_has_no_kernel(n
     real = torch.optim.Adam.__init__
 
     def older(self, *args, fused=None, **settings):
+        real(self, *args, fused=fused, **settings)
         if fused:
             raise RuntimeError("`fused=True` requires all the params to be floating point Tensors of supported devices")
-        real(self, *args, **settings)
 
     monkeypatch.setattr(torch.optim.Adam, "__init__", older)  # AdamW's calls it
     fallback, no = trained(True)
