@@ -148,7 +148,7 @@ def test_gradients_that_are_not_finite_name_step_rank_and_layer(skipped, tmp_pat
 
 @pytest.mark.slow
 def test_a_flipped_bit_is_found_within_one_interval_and_its_rank_named(tmp_path):
-    # Not the lowest bit: the next update may round it away, as it does on an Intel Xeon, and then the weights are right again.
+    # Not the lowest bit: the next update may round it away, as on an Intel Xeon, and then the weights are right again.
     attack = dict(rank=2, point="update", count=5, kind="flip", bit=3, parameter=4)
     done = attacked(tmp_path, ranks=3, flags="--model convnet --check-steps 4 --epochs 200", attack=attack)
     assert done.code == 1, done
