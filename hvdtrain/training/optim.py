@@ -107,9 +107,8 @@ def build(
 def with_fused(kind: type[torch.optim.Adam], parameters, **settings: Any) -> torch.optim.Optimizer:
     """Return the optimizer with its fused kernel: one for all parameters instead of ten for each."""
     given = list(parameters)
-    copies = [
-        dict(group) if isinstance(group, dict) else group for group in given
-    ]  # the constructor adds `fused` to them
+    # The constructor adds `fused` to the groups that it is given.
+    copies = [dict(group) if isinstance(group, dict) else group for group in given]
     try:
         return eager(kind)(copies, **settings, fused=True)
     except RuntimeError:  # torch before 2.4 has none for CPUs
