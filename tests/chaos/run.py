@@ -49,6 +49,7 @@ TRANSPORTS = {"mpirun": "mpirun", "horovodrun": "mpirun", "gloo": "gloo", "start
               "torchrun": "torchrun"}  # fmt: skip
 DISK = "512m"  # size of the file system that is full
 ATTEMPTS = 5  # starts of one run, after which it counts as not survived
+LIMIT = 300  # seconds of one start, after which it hangs: 8 ranks with input workers, beside a second sitting, take over 150
 
 
 def draw(chance: random.Random, kinds: Sequence[str], ranks: int, program: Program, *, restarted: bool = False) -> dict:
@@ -184,7 +185,7 @@ def run_to_its_end(
         try:
             done = attacked(
                 directory, ranks=outcome.ranks, batch=program.batch[outcome.ranks], flags="--step-timeout 5",
-                attack=attack, launcher=launcher, timeout=150, program=program,
+                attack=attack, launcher=launcher, timeout=LIMIT, program=program,
             )  # fmt: skip
         except AssertionError as error:
             outcome.note = f"hang: {str(error)[:60]}"
