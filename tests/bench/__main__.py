@@ -51,7 +51,8 @@ def main() -> int:
     wanted = [] if flags.rows == "none" else flags.rows.split(",")
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"--rows: {unknown[0]!r} is not one of {', '.join(known)}")
-    flags.results.mkdir(parents=True, exist_ok=True)
+    for directory in (flags.results, flags.docs):  # before hours of measuring
+        directory.mkdir(parents=True, exist_ok=True)
     for name in wanted:
         measure(known[name], flags)
     found = collect(list(known.values()), flags.results, flags.docs / "speed.md")

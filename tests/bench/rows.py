@@ -137,8 +137,13 @@ def groups() -> tuple[Group, ...]:
                     for ranks in (2, 8) for kind, name in (("mpi", "MPI"), ("gloo", "Gloo")))),
         Group("apart-default", "horovodrun -np 2 python -m hvdtrain.benchmark --model cosinenet --batch-size 128 "
               "--channels-last --threads 1", apart_default,
-              tuple(Row(f"apart-default-{ranks}", f"cosinenet, {ranks} ranks on 2 cores: over {ranks} ranks that never "
-                        "communicate", "at least 0.92", "", "1: the other side does strictly less") for ranks in (2, 8))),
+              tuple(Row(f"apart-default-{ranks}x{each}", f"cosinenet, {ranks} ranks on 2 cores, {each} samples each: over "
+                        f"{ranks} ranks that never communicate", "at least 0.92", "", limit)
+                    for ranks, each, limit in (
+                        (2, 128, "1: the other side does strictly less"),
+                        (8, 32, "a step of 3 ms: see network.md"),
+                        (8, 128, "1: the other side does strictly less"),
+                    ))),
         Group("fixed-cost", "horovodrun -np 2 python tests/bench/split.py --data-dir DIR --no-progress", fixed_cost,
               (Row("fixed-cost", "a step of cosinenet on 2 ranks, less forward, backward and reading its samples: ms",
                    "at most 1", "", "the optimizer, and waiting for the other rank"),)),
