@@ -29,8 +29,7 @@ HEAD = """# Speed
 
 Made by `make bench` (`python -m tests.bench --help`); how each row is measured stands in `tests/bench/measurements.py` and
 `peers.py`. Ratios of runs on the same machine, interleaved; median over the repeats, and their range. "Before" is what the
-first prototype had, where it was measured; "reach" is what we set out for. A row stands until it is measured again: those of
-start-up and memory of 2026-11-21 are of convnet, the default until cosinenet ([network.md](network.md)).
+first prototype had, where it was measured; "reach" is what we set out for. A row stands until it is measured again.
 
 """
 

@@ -19,6 +19,8 @@ from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, events, launc
 # Without batch norm, which sees each rank's own samples: one loss curve on every engine.
 TRAIN = "-m hvdtrain.mnist --dataset digits --model convnet-nonorm --batch-size 32 --epochs 1 --log-steps 1 --threads 1"
 TRAIN += " --no-progress"
+LANGUAGE_MODEL = "-m hvdtrain.lm --text README.md --layers 1 --heads 2 --width 32 --context 32 --steps 20 --log-steps 1"
+LANGUAGE_MODEL += " --threads 1 --no-progress"
 
 
 def check(found: dict[str, str], name: str, what: Callable[[], None]) -> None:
@@ -30,8 +32,8 @@ def check(found: dict[str, str], name: str, what: Callable[[], None]) -> None:
         found[name] = (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
-def losses(start: str, directory: Path, flags: str = "") -> list[float]:
-    done = launch(f"{start} {TRAIN} {flags} --output-dir {directory}", timeout=300)
+def losses(start: str, directory: Path, flags: str = "", train: str = TRAIN) -> list[float]:
+    done = launch(f"{start} {train} {flags} --output-dir {directory}", timeout=300)
     assert done.code == 0, f"exit code {done.code}: {done.stderr.strip().splitlines()[-1:]}"
     assert summary(directory)["world_size"] == 2, f"{summary(directory)['world_size']} ranks"
     return [line["loss"] for line in events(directory, "train")]
@@ -76,6 +78,14 @@ def main() -> int:
             start = launchers[name].format(ranks=2)
             check(found, name, lambda name=name, start=start: curve(name, f"{start} {PYTHON}"))
         check(found, "torchrun, ddp", lambda: curve("ddp", TORCHRUN.format(ranks=2), "--engine ddp"))
+
+        def language_model() -> None:
+            start = f"{launchers[able[0]].format(ranks=2)} {PYTHON}"
+            ours = losses(start, Path(folder) / "lm", train=LANGUAGE_MODEL)
+            ddp = losses(TORCHRUN.format(ranks=2), Path(folder) / "lm-ddp", "--engine ddp", LANGUAGE_MODEL)
+            require_close(ours, ddp)
+
+        check(found, "language model", language_model)
     check(found, "killed and resumed", lambda: attacked(struck))
     check(found, "tuned", lambda: tuned(launchers[able[0]].format(ranks=2)))
     print(json.dumps({"checks": found, "python": platform.python_version(), "torch": torch.__version__}))
