@@ -187,12 +187,14 @@ def draw(known: list[Group], found: dict[str, Found], path: Path) -> None:
         axes.set_yticks(range(len(points)), [key for key, _ in reversed(points)])
         axes.axvline(1, color="grey", linewidth=1, linestyle="--")
         axes.set_xscale("log")
-        axes.set_xticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
+        axes.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+        axes.margins(y=0.02)
         axes.set_xticks([], minor=True)
         axes.set_xlabel("reached / set out for")
 
     said = "reached, over what we set out for (1; further right is better)"
-    plotting.write(path, "", [plotting.Panel("", said, reached, height=0.5 + 0.15 * len(points))], width=8)
+    panel = plotting.Panel("", said, reached, height=0.5 + 0.15 * len(points))
+    plotting.write(path, "", [panel], width=8, height=0.8 + 0.2 * len(points))  # a line of text per row
 
 
 if __name__ == "__main__":
