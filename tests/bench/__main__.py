@@ -188,8 +188,8 @@ def draw(known: list[Group], found: dict[str, Found], path: Path) -> None:
         axes.axvline(1, color="grey", linewidth=1, linestyle="--")
         axes.set_xscale("log")
         axes.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
-        axes.margins(y=0.02)
         axes.set_xticks([], minor=True)
+        axes.margins(y=0.02)
         axes.set_xlabel("reached / set out for")
 
     said = "reached, over what we set out for (1; further right is better)"

@@ -8,6 +8,8 @@ from hvdtrain.analysis.launching import program
 from hvdtrain.mnist import shared_batch
 from tests.bench.measurements import CONVNET, ROOT, Left, Setting, job, mnist_data, rate
 
+# Ranks, and samples of each: what `hvdtrain.mnist` chooses; on 8 ranks also as many as on 2.
+APART = ((2, shared_batch(2)), (8, shared_batch(8)), (8, shared_batch(2)))
 COMPUTED = ("forward", "backward", "gather", "step", "steps")
 
 
@@ -26,12 +28,9 @@ def fixed_cost(setting: Setting) -> dict[str, float]:
 
 
 def apart_default(setting: Setting) -> dict[str, float]:
-    """The default network over ranks that never communicate, as `throughput` has it for convnet.
-
-    With the samples per rank that `hvdtrain.mnist` chooses; on 8 ranks also with as many as on 2.
-    """
+    """The default network over ranks that never communicate, as `throughput` has it for convnet."""
     ratios = {}
-    for ranks, each in ((2, shared_batch(2)), (8, shared_batch(8)), (8, shared_batch(2))):
+    for ranks, each in APART:
         cosinenet = ["--model", "cosinenet", "--batch-size", str(each), "--channels-last", "--threads", "1"]
         sides: dict[str, list[str]] = {"horovod": [], "ddp": ["--no-communication"]}
         rates = {}

@@ -131,7 +131,9 @@ class Undisturbed:
         key = f"{program.name}-{transport}-{ranks}"
         if key not in self._results:
             whole = self._scratch / key
-            done = attacked(whole, ranks=ranks, batch=program.batch[ranks], launcher=transport, program=program)
+            done = attacked(
+                whole, ranks=ranks, batch=program.batch[ranks], launcher=transport, timeout=LIMIT, program=program
+            )
             assert done.code == 0, done
             self._results[key] = results(whole)
         return self._results[key]

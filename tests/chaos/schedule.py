@@ -29,7 +29,7 @@ def schedule(ranks: Sequence[int], scratch: Path, chance: random.Random) -> Outc
         attack = dict(rank=chance.randrange(size), point=chance.choice(("backward", "update")), count=chance.choice((4, 5)),
                       kind="kill", saved=True)  # fmt: skip
         try:
-            done = attacked(apart, ranks=size, batch=batch, flags=FLAGS, attack=None if last else attack, timeout=150)
+            done = attacked(apart, ranks=size, batch=batch, flags=FLAGS, attack=None if last else attack)
         except AssertionError as error:
             return Outcome("ranks changed", label, False, False, note=f"hang: {str(error)[:60]}")
         left += done.left_behind
