@@ -17,6 +17,7 @@ import os
 import runpy
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -148,9 +149,11 @@ real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnis
 
 def fsync(handle: int) -> None:
     come_to("fsync")
-    if ATTACK.get("point") == "half" and reached + 1 == ATTACK["count"] and os.fstat(handle).st_size > 1000:
-        os.ftruncate(handle, os.fstat(handle).st_size // 2)  # as if only half had been written yet
-    come_to("half")
+    found = os.fstat(handle)
+    if stat.S_ISREG(found.st_mode):  # directories are synchronized, too
+        if ATTACK.get("point") == "half" and reached + 1 == ATTACK["count"] and found.st_size > 1000:
+            os.ftruncate(handle, found.st_size // 2)  # as if only half had been written yet
+        come_to("half")
     real_fsync(handle)
 
 

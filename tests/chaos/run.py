@@ -194,7 +194,8 @@ def run_to_its_end(
             return False
         ended, struck = time.time(), all_struck(directory)
         outcome.leftovers += done.left_behind
-        tail = " ".join((done.stderr or done.stdout).split())[-200:]
+        errors = "\n".join(line for line in done.stderr.splitlines() if "error: " in line)  # not what mpirun says of it
+        tail = " ".join((errors or done.stderr or done.stdout).split())[-300:]
         if done.code == 0:
             faults += struck if launcher == WRAPPER else []  # those after which the wrapper has started it again
             break

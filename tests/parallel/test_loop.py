@@ -14,6 +14,8 @@ from hvdtrain import training
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training.cadence import Cadence
+from hvdtrain.training.contents import flatten
+from hvdtrain.training.resilience.guard import Stopped
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.start import started
 from hvdtrain.training.state import Metric
@@ -223,3 +225,55 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
                 shutil.rmtree(directory)
     assert ends[0] == ends[1]
     assert engine.all_gather_object(steps, "steps") == [steps] * engine.size
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2, 3], ids=["first", "second", "in a later epoch", "after the last epoch"])
+def test_an_evaluation_that_was_stopped_and_repeated_ends_with_the_same_bits(engine, stop):
+    """Each rank has its own batch statistics, and an evaluation averages them. Averaging twice changes bits, on 8 ranks."""
+
+    def train(directory: str, stop: int | None) -> tuple[list[float], list]:
+        losses: list[float] = []
+        own = torch.zeros(0)  # the statistics that the repeated evaluations begin with
+        with contextlib.suppress(Stopped), a_run(engine, "--output-dir", directory, epochs=2) as run:
+            torch.manual_seed(5)
+            net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+            model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+
+            def evaluate() -> None:
+                with run.evaluating(N) as mine:
+                    if len(losses) == stop and engine.rank == engine.size - 1:
+                        run.guard._watchdog._monitor._learn_stop("the test")
+                    run.record(loss=F.mse_loss(net(X[mine]), Y[mine], reduction="sum"))
+                losses.append(run.evaluation["loss"])
+
+            for epoch in run.epochs(2):
+                for step in run.steps(X, Y):
+                    for x, y in step.batches():
+                        step.backward(F.mse_loss(model(x), y))
+                    step.update()
+                own = flatten([net])
+                evaluate()
+                if epoch == 0:
+                    evaluate()
+            own = flatten([net])
+            evaluate()
+        if stop is not None:
+            assert torch.equal(flatten([net]), own)
+        return losses, [tensor.tolist() for tensor in net.state_dict().values()]
+
+    directories = [tempfile.mkdtemp() for _ in range(2)] if engine.rank == 0 else None
+    directories = engine.broadcast_object(directories, "directories")
+    try:
+        whole, weights = train(directories[0], None)
+        assert len(whole) == 4
+        before, _ = train(directories[1], stop)
+        after, resumed = train(directories[1], None)
+    finally:
+        engine.barrier()
+        if engine.rank == 0:
+            for directory in directories:
+                shutil.rmtree(directory)
+    repeated = [0, 0, 2, 3][stop]  # an epoch's evaluations are repeated from its first
+    assert before == whole[:stop]
+    assert after == whole[repeated:]
+    assert resumed == weights

@@ -280,9 +280,12 @@ class Monitor:
         self._ask(now, starved)
 
     def _ask(self, now: float, starved: float) -> None:
-        late = 3 * self.timing.reply * (self.rank != 0)  # rank 0 decides first, if it can
         limit = step_limit(self.step_timeout, self._longest)
-        if not self.channels or self.step_timeout == 0 or self._stalled < limit + late or now < self._ask_again:
+        if not self.channels or self.step_timeout == 0 or self._stalled < limit or now < self._ask_again:
+            return
+        # Rank 0 decides first, if it can.
+        late = 0.0 if self.rank == 0 or self._is_stopped(0) else 2 * self.timing.reply
+        if self._stalled < limit + late:
             return
         if self._asked_at is None:
             self._asked_at, self._reports = now, {self.rank: self._report()}

@@ -223,6 +223,25 @@ def test_rank_0_does_not_answer(job, capfd):
     some.ranks[0]._closing = True
 
 
+@pytest.mark.parametrize(
+    ("state", "patience"), [("R", 2.0), ("T", 0.0)], ids=["it may be about to decide", "it is stopped"]
+)
+def test_how_long_the_others_leave_the_decision_to_rank_0(job, monkeypatch, state, patience):
+    some = job(2, step_timeout=60.0)
+    one = some.ranks[1]
+    monkeypatch.setattr(processes, "is_stopped", lambda pid: state == "T")
+    asked = []
+    monkeypatch.setattr(one, "_look", lambda: None)  # the test calls what it would
+    monkeypatch.setattr(one, "send_all", lambda **message: asked.append(one._stalled))
+    for quarters in range(4 * 60 - 4, 4 * 60 + 16):
+        one._stalled = quarters / 4
+        one._ask(time.monotonic(), 0.0)
+        if asked:
+            break
+    monkeypatch.undo()
+    assert asked == [60.0 + patience]  # the second is FAST.reply
+
+
 def test_all_ranks_save_after_the_same_step(job):
     """Rank 0 says which, two steps ahead; here it is far ahead of the others otherwise, as long as nothing is announced."""
     some = job(5, step_timeout=60.0)
