@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from hvdtrain.data import leftovers
 from hvdtrain.engines import flags as cli
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -60,6 +61,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
     )
     with engine.raising_together("start"):
         checkpoints = Checkpoints(engine, flags, metrics, telemetry)
+    leftovers.sweep()  # of the attempts before; also where no sample is left, and no input worker starts
     state = checkpoints.begin()
     with (
         telemetry,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 from hvdtrain import training
 from hvdtrain.analysis.reporting.runs import read_runs
+from hvdtrain.data import leftovers
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training import checkpoint
@@ -513,3 +515,15 @@ def test_modes_and_random_numbers_of_training_survive_an_evaluation():
             assert net.training
             assert not net[1].training
         assert run.evaluation["count"] == N
+
+
+def test_every_start_removes_what_a_killed_rank_has_left(tmp_path, monkeypatch):
+    """Also if the run has no sample left to train on, so that no input worker starts."""
+    monkeypatch.setattr(leftovers, "SEMAPHORES", tmp_path)
+    dead, living = (
+        tmp_path / f"sem.{tag}-x" for tag in (f"hvdtrain-{leftovers.machine()}-4194305-1", leftovers.tag(os.getpid()))
+    )
+    dead.touch()
+    living.touch()
+    with training.start(flags_for()):
+        assert [path.name for path in tmp_path.iterdir()] == [living.name]
