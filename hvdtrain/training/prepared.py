@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.weights import load_weights
+from hvdtrain.training.contents import floating_buffers
 from hvdtrain.training.flags import Flags
 from hvdtrain.training.resilience.guard import named_parameters
 
@@ -52,6 +53,8 @@ class Prepared:
         for optimizer in self.optimizers:
             own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             self._parameters[optimizer] = [(name, p) for name, p in named if p in own and p.requires_grad]
+        self._averaged_at: object = None
+        self._own_buffers: list[Tensor] = []
         self._missing: list[str] = []  # parameters that got no gradient on this rank in this step
         # Adasum reduces weight updates; a missing gradient counts as zero.
         self._zero_for_missing = find_unused_parameters or flags.reduction == "adasum"
@@ -59,6 +62,23 @@ class Prepared:
             engine.broadcast_model(model)
         for optimizer in self.optimizers:
             engine.broadcast_optimizer_state(optimizer)
+
+    def average_buffers(self, position: object) -> None:
+        """Average batch norm's running statistics over ranks, for an evaluation. A collective.
+
+        position: in training; a resume repeats all evaluations of the same one. See `restore_own_buffers`.
+        """
+        if position != self._averaged_at:
+            self._averaged_at = position
+            self._own_buffers = [buffer.clone() for buffer in floating_buffers(self.models)]
+        for model in self.models:
+            self._engine.average_buffers(model)
+
+    def restore_own_buffers(self) -> None:
+        """Restore this rank's statistics of before the evaluations at this position, for a checkpoint from which these are
+        repeated: averaging the means again could change bits, because the sum of equal numbers is rounded."""
+        for buffer, own in zip(floating_buffers(self.models), self._own_buffers, strict=True):
+            buffer.copy_(own)
 
     def in_order_of(self, parts: Sequence[Any]) -> Any:
         """Return the wrapped objects in the order of `parts`: a single object, or a tuple."""

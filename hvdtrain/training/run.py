@@ -19,7 +19,6 @@ from hvdtrain.engines import flags as cli
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.exit_codes import TARGET_MISSED
-from hvdtrain.training.contents import floating_buffers
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.flags import Flags
 from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators, to_device
@@ -60,7 +59,6 @@ class Run:
         self._goals: dict[str, float] = {}
         self._in_epoch = self._in_steps = self._had_steps = False
         self._evaluation: Evaluation | None = None  # the current one, inside `evaluating`
-        self._own_buffers: list[Tensor] | None = None  # from before the evaluations that a resume would repeat
 
     # ---- before training
 
@@ -215,7 +213,7 @@ class Run:
             raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
         if self._in_steps or self._had_steps:
             raise UserError("run.steps() was called twice in one epoch: use one loop of steps per epoch")
-        self._in_steps, self._own_buffers = True, None
+        self._in_steps = True
         return self._steps(*self._open(data))
 
     def _open(self, data: tuple[Any, ...]) -> tuple[Input, Plan]:
@@ -299,7 +297,6 @@ class Run:
         self.journal.evaluation(self._opened and self._opened[1])
         line = self.journal.epoch()
         self.state.end_epoch()
-        self._own_buffers = None
         self._save()
         self.say(line)
 
@@ -318,10 +315,7 @@ class Run:
             raise UserError("run.evaluating() inside of run.evaluating(): end the first block before the next")
         self.journal.evaluation(self._opened and self._opened[1])
         began = time.perf_counter()
-        if self._own_buffers is None and not self._in_steps:
-            self._own_buffers = [buffer.clone() for buffer in floating_buffers(prepared.models)]
-        for model in prepared.models:
-            self.engine.average_buffers(model)
+        prepared.average_buffers((self.state.epoch, self.state.step, self._in_steps))
         self._evaluation = evaluation = Evaluation(self.engine, data, self.seed, self._go_on_evaluating)
         modes = [(module, module.training) for model in prepared.replicas for module in model.modules()]
         for model in prepared.replicas:
@@ -339,9 +333,7 @@ class Run:
         # Stopped between steps: save, and do not record the partial evaluation, which is repeated after the resume. Within a
         # step, the position does not match the weights yet, so nothing is saved before the step has ended.
         if not self._in_steps and self.guard.stops_here("evaluate.stop"):
-            # The repeated evaluation averages the buffers again, and the mean of equal numbers may be rounded.
-            for buffer, own in zip(floating_buffers(prepared.models), self._own_buffers or [], strict=True):
-                buffer.copy_(own)
+            prepared.restore_own_buffers()
             self._save()
             raise Stopped
         self.journal.evaluated(evaluation.means(), prefix)
