@@ -3,6 +3,7 @@
 Only rank 0 reads and writes files. It broadcasts what it has read to the other ranks.
 """
 
+import errno
 import fcntl
 import os
 import sys
@@ -309,9 +310,17 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.flush(heartbeat)
             if self._writer.failed is not None:
-                reason = self._writer.failed.strerror or self._writer.failed
-                message = (
-                    f"the last checkpoint could not be written to {self.directory} ({reason}): free some space there"
-                )
+                message = self._unsaved(self._writer.failed)
         self._unlock()
         return self.engine.broadcast_object(message, "checkpoint.close")
+
+    def _unsaved(self, error: OSError) -> str:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "free some space there"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            remedy = "make it writable"
+        else:
+            remedy = "examine its file system"
+        if self._last_good:
+            remedy += f"; --resume auto then continues from {self._last_good}"
+        return f"the last checkpoint could not be written to {self.directory} ({error.strerror or error}): {remedy}"

@@ -1,5 +1,6 @@
 """What --output-dir, --resume, --checkpoint-steps and --keep do, in one process."""
 
+import errno
 import fcntl
 import json
 import os
@@ -13,7 +14,7 @@ import pytest
 
 from hvdtrain import imagenet, mnist, training
 from hvdtrain.data.loading import Plan
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
 from hvdtrain.training import checkpoint
 from hvdtrain.training.cadence import Cadence
@@ -180,6 +181,38 @@ def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(training.Run, "evaluating", remove)
     assert alone(tmp_path / "out") == 0
     checkpoint.read(tmp_path / "out" / "checkpoints" / checkpoint.name_of(4))
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free some space there"),
+        (errno.EDQUOT, "free some space there"),
+        (errno.EROFS, "make it writable"),
+        (errno.EIO, "examine its file system"),
+    ],
+)
+def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_left(
+    tmp_path, monkeypatch, number, remedy
+):
+    write = checkpoint.write
+
+    def fail_at_the_end(path, facts, tensors):
+        if path.name == checkpoint.name_of(4):
+            raise OSError(number, os.strerror(number))
+        write(path, facts, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", fail_at_the_end)
+        with pytest.raises(Failure) as failure:
+            alone(tmp_path, "--checkpoint-steps 1")
+    place = tmp_path / "checkpoints"
+    assert str(failure.value) == (
+        f"the last checkpoint could not be written to {place} ({os.strerror(number)}): {remedy}; "
+        "--resume auto then continues from step-00000003.safetensors"
+    )
+    assert alone(tmp_path) == 0
+    assert results(tmp_path)["steps"] == 4
 
 
 def test_checkpoint_steps_need_a_place():
