@@ -4,7 +4,9 @@ import json
 import shlex
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.chaos.programs import EPOCHS, MNIST, Program
 from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, Done, launch, summary
@@ -12,6 +14,7 @@ from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, Done, launch,
 RESULTS = ("parameters_sha256", "test_loss", "test_accuracy", "accuracy", "samples", "steps", "epochs")
 
 OWN = ("ATTACK", "TAKEN", "STRUCK", "ATTEMPT", "PROGRAM")  # variables that attacked.py reads
+SURVIVED = ("slow", "stranger", "full", "refill")  # faults after which training goes on
 WRAPPER = "mpirun.sh"  # it starts a job that has failed again
 WRAPPED = f"bash {shlex.quote(str(ROOT / 'launch' / WRAPPER))} -np {{ranks}} --restarts 5"
 STARTS = {launcher: f"{start} {PYTHON}" for launcher, start in LAUNCHERS.items()} | {
@@ -72,31 +75,47 @@ def tally(directory: Path, epochs: int = EPOCHS, samples: int = MNIST.samples) -
     return lost, repeated
 
 
+class Fault(NamedTuple):
+    """When (seconds since the epoch) and how a rank was attacked."""
+
+    time: float
+    kind: str
+
+
 def struck_at(directory: Path) -> float | None:
-    """Return when (seconds since the epoch) the fault of the last attempt struck; None where it never came to its point."""
-    return next(iter(all_struck(directory)), None)
+    """Return when the fault of the last attempt struck; None if it never came to its point."""
+    return next((fault.time for fault in all_struck(directory)), None)
 
 
-def all_struck(directory: Path) -> list[float]:
-    """Return the same of each fault of the last launch: a wrapper's attempts may have several."""
+def all_struck(directory: Path) -> list[Fault]:
+    """Return all faults of the last launch, in order: a wrapper's attempts may have several."""
     path = directory / "struck"
-    return [float(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
+    words = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [Fault(float(time), kind) for time, kind, *_ in words]
 
 
-def seconds_lost(directory: Path, faults: list[float]) -> float:
-    """Return how many seconds of training were done again, over the faults that struck at these times.
+def seconds_lost(directory: Path, faults: Sequence[Fault]) -> float:
+    """Return how many seconds of training were done again, over all attempts that ended by one of these faults.
 
-    For each: from the checkpoint that the next attempt went on from, or from the attempt's own start where that came later.
+    For each: from the checkpoint that the next attempt continued from, or from the attempt's own start if that came later,
+    to the fault. Nothing after a stop signal, whose checkpoint is saved after the fault, and nothing for a fault that training
+    survives. A checkpoint that is not on record was completed when the fault struck.
     """
     paths = directory.glob("metrics*.jsonl")  # an attempt that found no checkpoint begins a new one
     lines = sorted(
         (json.loads(line) for path in paths for line in path.read_text().splitlines()), key=lambda e: e["time"]
     )
+    starts = [e["time"] for e in lines if e["event"] == "start"]
     lost = 0.0
-    for previous, fault in zip([0.0, *faults], faults, strict=False):
-        began = max((e["time"] for e in lines if e["event"] == "start" and previous < e["time"] < fault), default=fault)
-        until = next((later for later in faults if later > fault), float("inf"))
-        resumed = next((e["step"] for e in lines if e["event"] == "resume" and fault < e["time"] < until), None)
-        saved = [e["time"] for e in lines if e["event"] == "checkpoint" and e["step"] == resumed and e["time"] < fault]
-        lost += fault - max([began, *saved])
+    for began, again, until in zip(starts, starts[1:], [*starts[2:], float("inf")], strict=False):
+        struck = [fault for fault in faults if began < fault.time < again]
+        ended = [fault for fault in struck if fault.kind not in SURVIVED] or struck[
+            -1:
+        ]  # a full disk ends the last save
+        if not ended:
+            continue
+        step = next((e["step"] for e in lines if e["event"] == "resume" and again <= e["time"] < until), None)
+        times = [e["time"] for e in lines if e["event"] == "checkpoint" and e["step"] == step and e["time"] < again]
+        saved = began if step is None else max(times, default=ended[0].time)
+        lost += max(0.0, ended[0].time - max(began, saved))
     return lost

@@ -206,7 +206,7 @@ def run_to_its_end(
             outcome.note = f"code {done.code} without a fault: {tail}"
             return False
         faults += struck
-        detected.append(ended - struck[-1])
+        detected.append(ended - struck[-1].time)
         if chance.random() < 0.2:
             outcome.attack += damage(chance, directory)
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hvdtrain.training import checkpoint
-from tests.chaos.lineage import attacked, results, seconds_lost, struck_at, tally
+from tests.chaos.lineage import all_struck, attacked, results, seconds_lost, tally
 from tests.chaos.outcome import Outcome
 
 GLOBAL_BATCH = 64
@@ -33,15 +33,15 @@ def schedule(ranks: Sequence[int], scratch: Path, chance: random.Random) -> Outc
         except AssertionError as error:
             return Outcome("ranks changed", label, False, False, note=f"hang: {str(error)[:60]}")
         left += done.left_behind
-        struck = struck_at(apart)
-        if (done.code == 0) != last or (struck is None) != last:
+        struck = all_struck(apart)
+        if (done.code == 0) != last or (not struck) != last:
             return Outcome(
                 "ranks changed", label, False, False, leftovers=left, note=f"part {place + 1}: {str(done)[-300:]}"
             )
-        if struck is not None:
+        if struck:
             deaths.append(attack["rank"])
-            faults.append(struck)
-            detected.append(time.time() - struck)
+            faults += struck
+            detected.append(time.time() - struck[0].time)
     whole = attacked(together, ranks=ranks[0], batch=batch, flags=FLAGS)
     assert whole.code == 0, whole
     lost, repeated = tally(apart)

@@ -8,7 +8,7 @@ import torch
 
 from hvdtrain.training import checkpoint
 from tests.chaos.damages import damages
-from tests.chaos.lineage import attacked, results, seconds_lost, struck_at, tally
+from tests.chaos.lineage import all_struck, attacked, results, seconds_lost, tally
 from tests.chaos.schedule import schedule
 from tests.e2e.launchers import events, summary
 
@@ -39,7 +39,7 @@ def test_a_killed_run_ends_as_if_nothing_had_been(launcher, attack, whole, tmp_p
     if launcher == "starter":
         assert killed.code == 137, killed
         assert f"rank 1 on {socket.gethostname()} was killed by SIGKILL" in killed.stderr, killed
-    struck = struck_at(tmp_path)
+    struck = all_struck(tmp_path)
     assert struck, killed
     done = attacked(tmp_path, launcher=launcher)
     assert done.code == 0, done
@@ -47,7 +47,7 @@ def test_a_killed_run_ends_as_if_nothing_had_been(launcher, attack, whole, tmp_p
     assert tally(tmp_path) == (0, 0)  # samples lost, samples repeated
     (resumed,) = events(tmp_path, "resume")
     assert 0 < resumed["step"] < 16
-    assert 0 <= seconds_lost(tmp_path, [struck]) < killed.seconds
+    assert 0 <= seconds_lost(tmp_path, struck) < killed.seconds
     lines = events(tmp_path)
     assert [line["event"] for line in lines][0 :: len(lines) - 1] == ["start", "end"]  # one record of both parts
     assert not [path for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")]
