@@ -98,8 +98,8 @@ def seconds_lost(directory: Path, faults: Sequence[Fault]) -> float:
     """Return how many seconds of training were done again, over all attempts that ended by one of these faults.
 
     For each: from the checkpoint that the next attempt continued from, or from the attempt's own start if that came later,
-    to the fault. Nothing after a stop signal, whose checkpoint is saved after the fault, and nothing for a fault that training
-    survives. A checkpoint that is not on record was completed when the fault struck.
+    to the fault. Nothing after a stop signal, whose checkpoint is saved after the fault, and nothing for a fault that
+    training survives. A checkpoint that is not on record was completed when the fault struck.
     """
     paths = directory.glob("metrics*.jsonl")  # an attempt that found no checkpoint begins a new one
     lines = sorted(
