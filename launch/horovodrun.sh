@@ -16,7 +16,6 @@ fi
 
 [[ -w /dev/shm || ${DRY_RUN:-0} != 0 ]] || refuse "/dev/shm cannot be written (read-only or absent): mount it, or use mpirun.sh"
 command=(horovodrun -np "$ranks")
-[[ -w ${HOME-} ]] || command+=(--disable-cache) # kept in ~/.horovod; without a HOME, Horovod would end with a traceback
 [[ -z $hosts ]] || command+=(-H "$hosts")
 asked=$transport
 choose_transport

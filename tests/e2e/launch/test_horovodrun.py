@@ -12,10 +12,12 @@ import pytest
 from tests.e2e.launchers import (
     LAUNCHERS,
     MARK,
+    PYTHON,
     ROOT,
     environment,
     events,
     kill,
+    launch,
     members,
     new_job,
     train,
@@ -52,6 +54,13 @@ def test_bad_input_ends_with_two(launcher, flags, complaint):
         assert ended_by(done) == ["horovodrun: rank 0 on localhost ended the job with exit code 2"], done
         assert len(done.stderr.splitlines()) == 2, done
     assert done.left_behind == 0
+
+
+def test_a_home_that_cannot_be_written_is_not_needed():
+    """Horovod's launcher keeps a cache there. Nobody, root included, can make a directory in /proc."""
+    done = launch(f"{LAUNCHERS['gloo'].format(ranks=2)} {PYTHON} -c 'print(6 * 7)'", HOME="/proc/none")
+    assert done.code == 0, done
+    assert done.stdout.count("42") == 2, done
 
 
 @pytest.mark.slow

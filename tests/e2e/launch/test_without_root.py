@@ -93,8 +93,6 @@ CONDITIONS = {
 def test_an_ordinary_user_trains(user, home, condition, launcher):
     flags = f"--dataset digits --epochs 1 --no-progress --output-dir {home}/out"
     start = LAUNCHERS[launcher].format(ranks=2)
-    if condition == "no home":  # Horovod keeps a cache there
-        start = start.replace("horovodrun", "horovodrun --disable-cache")
     done = as_user(home, f"{start} {PYTHON} -m hvdtrain.mnist {flags}", **CONDITIONS[condition])
     assert done.code == 0, done
     assert done.left_behind == 0, done
