@@ -24,8 +24,6 @@ if ((remote)); then
     [[ -n $interface ]] || refuse "-H $hosts needs --interface NAME: the interface that joins the hosts"
     [[ $transport == gloo ]] || refuse "--transport mpi between hosts: use mpirun.sh"
     command+=(--gloo --network-interfaces "$interface")
-    # Horovod passes `cd DIRECTORY` to a remote shell without quotes.
-    [[ $PWD =~ ^[A-Za-z0-9_./@%+=:,-]+$ ]] || refuse "$PWD: Horovod's launcher breaks on such a directory name: use mpirun.sh"
     silent=''
     if ((start_timeout)) && [[ ${DRY_RUN:-0} == 0 ]]; then # Horovod's own check has no time limit after the login
         silent=$(for name in "${host_names[@]}"; do { answers "$name" || printf ' %s' "$name"; } & done && wait)

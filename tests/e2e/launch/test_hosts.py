@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.e2e.cluster import Cluster, needs_hosts, needs_ssh
+from tests.e2e.launch.test_wrappers import HOSTILE
 from tests.e2e.launchers import ROOT, events, launch, summary, wait_for_training
 
 pytestmark = [needs_hosts, pytest.mark.slow]
@@ -67,13 +68,17 @@ def test_wrappers_train_on_two_hosts_as_on_one(case, on_one_host, tmp_path):
     wrapper, transport = WRAPPERS[case]
     script, *options = wrapper.split()
     command = [f"{ROOT}/launch/{script}", "-H", "a:1,b:1", "--interface", "eth0", *options, "--", *TRAIN]
+    here = tmp_path / HOSTILE
+    here.mkdir()
     with Cluster(tmp_path, ["a", "b"], ssh=True) as cluster:
-        done = cluster.run("a", [*command, "--output-dir", str(tmp_path / "out")])
+        change = ["sh", "-c", 'cd "$0" && exec "$@"', str(here)]
+        done = cluster.run("a", [*change, *command, "--output-dir", str(tmp_path / "out")])
         assert done.code == 0, done
         assert f"2 ranks on 2 hosts, {transport}" in done.stdout, done
         assert [rank["host"] for rank in events(tmp_path / "out", "start")[0]["ranks"]] == ["a", "b"]
         assert cluster.processes() == []
     assert losses(tmp_path / "out") == on_one_host
+    assert list(here.iterdir()) == []
 
 
 def test_starter_and_ddp_train_on_four_hosts_as_on_one(four, tmp_path):

@@ -110,8 +110,7 @@ def test_mpirun_between_hosts_takes_gloo_through_the_starter(some_mpi):
     assert shlex.split(printed) == [*two_hosts(some_mpi), *tuned, *program]
 
 
-def test_horovodrun(monkeypatch):
-    monkeypatch.chdir("/")  # between hosts, its directory must not have a blank
+def test_horovodrun():
     env = BARE | {"PATH": "/usr/bin:/bin"}
     one = dry("horovodrun", "-np", "8", "python", "-m", "hvdtrain.mnist", env=env)
     assert one == "env -u CANARY_TOKEN horovodrun -np 8 python -m hvdtrain.mnist\n"
@@ -156,10 +155,8 @@ def test_refused_in_one_line_with_code_two(name, arguments, complaint):
     assert done.stderr.count("\n") == 1, done
 
 
-def test_refused_for_one_launcher_only(tmp_path):
-    (tmp_path / HOSTILE).mkdir()
+def test_refused_for_one_launcher_only():
     many = ("-H", "a:4,b:4", "--interface", "eth0")
-    assert "use mpirun.sh" in wrapper("horovodrun", *many, "true", cwd=tmp_path / HOSTILE).stderr
     assert "use mpirun.sh" in wrapper("horovodrun", *many, "--transport", "mpi", "true").stderr
     assert "--transport gloo starts Python programs" in wrapper("mpirun", *many, "true").stderr
     nowhere = environment() | {"PATH": "/usr/bin:/bin"}
