@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import json
 import math
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, spawn
 from types import ModuleType
 from typing import NamedTuple
 
@@ -107,12 +108,14 @@ class Source:
     facts: Mapping[str, object] = field(default_factory=dict)  # further JSON values that identify the training samples
 
 
+PROGRAM = "hvdtrain-program-"  # begins what the command line of a fork server says about the rank's program
+LONGEST_PROGRAM = 2**16  # characters; Linux allows twice as many in an argument
 IMAGES = ("hvdtrain.data.loading", "torchvision.transforms.v2", "PIL.JpegImagePlugin", "simplejpeg")
 
 
 def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
-    """Start the fork server of the input workers, with the modules in `preload` imported. If possible, call it before the
-    engine starts.
+    """Start the fork server of the input workers, with the modules in `preload` and the rank's program imported. If
+    possible, call it before the engine starts.
 
     A rank must not fork while MPI or NCCL are running: the child inherits locks that are never released and, with
     InfiniBand, the parent's registered pages become copy-on-write, so that it sends old data. The fork server is started
@@ -121,7 +124,8 @@ def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
     leftovers.sweep()
     leftovers.claim()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))  # modules that are not installed are ignored
+    # Modules that are not installed are ignored, and so is the last name, which is there for fork_server.py.
+    context.set_forkserver_preload([*preload, "hvdtrain.data.fork_server", PROGRAM + described_program()])
     # Ignored signals stay ignored across exec and fork. Launchers and Ctrl-C send them to every process of a job, but the
     # rank decides when to stop. When the rank has ended, its workers exit, and then the server.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}
@@ -131,6 +135,17 @@ def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     atexit.register(_end_workers)
+
+
+def described_program() -> str:
+    """Return what a worker has to know to import the rank's program: JSON in hexadecimal digits; "" if that is too long.
+
+    Not an environment variable: glibc's setenv is not safe while other threads, such as MPI's, read the environment.
+    """
+    program = spawn.get_preparation_data("server")
+    keys = ("sys_path", "sys_argv", "orig_dir", "dir", "init_main_from_name", "init_main_from_path")
+    text = json.dumps({key: program[key] for key in keys if key in program}).encode().hex()
+    return text if len(text) <= LONGEST_PROGRAM else ""
 
 
 def _end_workers() -> None:

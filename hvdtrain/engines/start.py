@@ -1,5 +1,6 @@
 """Start an engine and check it against the launcher. The returned engine is the only source of rank and size."""
 
+import multiprocessing
 import os
 import socket
 from collections.abc import Mapping
@@ -23,8 +24,12 @@ def start(
 
     `threads`: number of torch threads on this rank; None derives it from the cores available to this rank.
     `timeline`: whether `Engine.start_timeline` will be called.
-    Raises UserError if launcher and engine disagree, or the device is not available.
+    Raises UserError if launcher and engine disagree, if the device is not available, and in an input worker that imports
+    the program.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # the mark of multiprocessing itself
+        how = 'start training under `if __name__ == "__main__":`'
+        raise UserError(f"an input worker imports the program, which must not train again there: {how}", everywhere=True)
     write_whole_lines()
     told = announced()
     unbind = tuning and bound_by_default(os.environ)

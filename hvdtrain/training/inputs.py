@@ -235,7 +235,7 @@ def iterate(engine: Engine, given: DataLoader, seed: int, jobs: Iterator[tuple[i
     """Return an iterator over the batches of `jobs` (epoch, indices), with the workers of `given`. Raises UserError."""
     options: dict[str, Any] = {"timeout": given.timeout}
     if given.num_workers:
-        loading.start_workers_early(["__main__"])  # the script defines the class of the data set
+        loading.start_workers_early([])
         options |= {"prefetch_factor": given.prefetch_factor, "worker_init": given.worker_init_fn}
     try:
         return iter(loading.loader(Samples(given, seed), given.num_workers, engine.device, jobs, **options))

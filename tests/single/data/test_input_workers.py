@@ -1,0 +1,75 @@
+"""The processes that load batches for a rank: a fork server that imports the program, and the workers that it forks."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.data import loading
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.start import start
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+import os, sys
+import torch
+from hvdtrain.data.loading import loader, start_workers_early
+
+{top}
+
+class Numbers:
+    def __getitem__(self, index):
+        import gc
+        return gc.get_freeze_count(), os.getppid() == SERVER, int(sys.argv[1])
+
+SERVER = os.getpid()  # where the program is imported
+
+if __name__ == "__main__":
+    start_workers_early({preload})
+    for batch in loader(Numbers(), 1, torch.device("cpu"), range(1)):
+        print(*batch)
+"""
+TOPS = {
+    "its own arguments": "int(sys.argv[1])",
+    "prints": "print('imported')",
+    "ends the server's import": "if __name__ != '__main__' and os.environ.pop('FIRST', ''): sys.exit(2)",
+}
+
+
+def run(directory: Path, *command: str, top: str = "", preload: str = "[]") -> list[str]:
+    (directory / "numbers_of.py").write_text(PROGRAM.format(top=top, preload=preload))
+    done = subprocess.run(
+        [sys.executable, *command, "7"], capture_output=True, text=True, timeout=120, cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FIRST": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("command", [("numbers_of.py",), ("-m", "numbers_of")], ids=["FILE", "-m NAME"])
+def test_the_server_imports_the_program_for_its_workers_and_freezes_it(command, tmp_path):
+    frozen, in_server, argument = run(tmp_path, *command)
+    assert int(frozen) > 50_000  # torch's objects are several times as many
+    assert (in_server, argument) == ("True", "7")
+
+
+@pytest.mark.parametrize("top", TOPS)
+def test_whatever_the_program_does_when_it_is_imported_its_workers_work(top, tmp_path):
+    *said, _, in_server, argument = run(tmp_path, "numbers_of.py", top=TOPS[top])
+    assert said == ["imported"] * (top == "prints")
+    assert (in_server, argument) == (str(not top.startswith("ends")), "7")
+
+
+def test_arguments_too_long_for_a_command_line_are_left_to_the_workers(monkeypatch):
+    assert "sys_argv" in bytes.fromhex(loading.described_program()).decode()
+    monkeypatch.setattr(sys, "argv", ["program", "x" * loading.LONGEST_PROGRAM])
+    assert loading.described_program() == ""
+
+
+def test_a_worker_that_imports_the_program_does_not_train(monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(UserError, match='under `if __name__ == "__main__":`'):
+        start("serial")
