@@ -24,6 +24,10 @@ def import_program(preparation: str) -> None:
     """Import the program as multiprocessing does in a worker. If that fails, a worker will do the same, and say so."""
     current = process.current_process()
     current._inheriting = True  # type: ignore[attr-defined] # as in a worker: the program must not start processes now
+    with contextlib.suppress(ImportError):
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # `from mpi4py import MPI` would join the job as one more process
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             spawn.prepare(json.loads(preparation))

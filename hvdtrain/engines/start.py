@@ -29,7 +29,9 @@ def start(
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # the mark of multiprocessing itself
         how = 'start training under `if __name__ == "__main__":`'
-        raise UserError(f"an input worker imports the program, which must not train again there: {how}", everywhere=True)
+        raise UserError(
+            f"an input worker imports the program, which must not train again there: {how}", everywhere=True
+        )
     write_whole_lines()
     told = announced()
     unbind = tuning and bound_by_default(os.environ)

@@ -2,15 +2,21 @@
 
 import multiprocessing
 import os
+import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from hvdtrain.data import loading
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.start import start
+from hvdtrain.training import inputs
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
@@ -35,6 +41,8 @@ if __name__ == "__main__":
 TOPS = {
     "its own arguments": "int(sys.argv[1])",
     "prints": "print('imported')",
+    "a Path in sys.path": "import pathlib; sys.path.append(pathlib.Path('elsewhere'))",
+    "MPI": "from mpi4py import MPI; assert MPI.Is_initialized() == (__name__ == '__main__')",
     "ends the server's import": "if __name__ != '__main__' and os.environ.pop('FIRST', ''): sys.exit(2)",
 }
 
@@ -67,6 +75,25 @@ def test_arguments_too_long_for_a_command_line_are_left_to_the_workers(monkeypat
     assert "sys_argv" in bytes.fromhex(loading.described_program()).decode()
     monkeypatch.setattr(sys, "argv", ["program", "x" * loading.LONGEST_PROGRAM])
     assert loading.described_program() == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (EOFError("unexpected EOF"), Failure, "has ended while it imported the program"),
+        (ConnectionRefusedError(), Failure, "has ended while it imported the program"),
+        (pickle.PicklingError("<lambda>"), UserError, "the Dataset cannot be sent to workers (<lambda>)"),
+    ],
+)
+def test_workers_that_cannot_start_say_why(monkeypatch, error, raised, said):
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(loading, "start_workers_early", lambda preload: None)
+    monkeypatch.setattr(loading, "loader", fail)
+    given = DataLoader(torch.arange(4), num_workers=1)
+    with pytest.raises(raised, match=re.escape(said)):
+        inputs.iterate(SimpleNamespace(device=torch.device("cpu")), given, 1, iter(()))
 
 
 def test_a_worker_that_imports_the_program_does_not_train(monkeypatch):
