@@ -145,7 +145,7 @@ def described_program() -> str:
     program = spawn.get_preparation_data("server")
     keys = ("sys_path", "sys_argv", "orig_dir", "dir", "init_main_from_name", "init_main_from_path")
     known = {key: program[key] for key in keys if key in program}
-    text = json.dumps(known, default=str).encode().hex()  # some programs put a Path into sys.path
+    text = json.dumps(known, default=str).encode().hex()  # a program may put a Path into sys.argv
     return text if len(text) <= LONGEST_PROGRAM else ""
 
 

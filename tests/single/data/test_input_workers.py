@@ -41,7 +41,7 @@ if __name__ == "__main__":
 TOPS = {
     "its own arguments": "int(sys.argv[1])",
     "prints": "print('imported')",
-    "a Path in sys.path": "import pathlib; sys.path.append(pathlib.Path('elsewhere'))",
+    "a Path in sys.argv": "import pathlib; sys.argv.append(pathlib.Path('elsewhere'))",
     "MPI": "from mpi4py import MPI; assert MPI.Is_initialized() == (__name__ == '__main__')",
     "ends the server's import": "if __name__ != '__main__' and os.environ.pop('FIRST', ''): sys.exit(2)",
 }
