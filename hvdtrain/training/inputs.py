@@ -22,7 +22,7 @@ from hvdtrain.data.loading import Plan, Source, mixed_seed
 from hvdtrain.data.sharding import Batch as Planned
 from hvdtrain.data.sharding import shard
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.errors import UserError
 from hvdtrain.training.flags import Flags
 from hvdtrain.training.state import Initial, TrainState
 
@@ -240,7 +240,7 @@ def iterate(engine: Engine, given: DataLoader, seed: int, jobs: Iterator[tuple[i
     try:
         return iter(loading.loader(Samples(given, seed), given.num_workers, engine.device, jobs, **options))
     except (EOFError, ConnectionError) as error:
-        raise Failure(
+        raise UserError(
             "the process that starts input workers has ended while it imported the program: keep what uses MPI or other "
             'ranks under `if __name__ == "__main__":`, or use num_workers=0'
         ) from error

@@ -14,7 +14,8 @@ from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, Done, launch,
 RESULTS = ("parameters_sha256", "test_loss", "test_accuracy", "accuracy", "samples", "steps", "epochs")
 
 OWN = ("ATTACK", "TAKEN", "STRUCK", "ATTEMPT", "PROGRAM")  # variables that attacked.py reads
-SURVIVED = ("slow", "stranger", "full", "refill")  # faults after which training goes on
+HARMLESS = ("slow", "stranger")  # faults without any effect
+SURVIVED = (*HARMLESS, "full", "refill")  # faults after which training goes on
 WRAPPER = "mpirun.sh"  # it starts a job that has failed again
 WRAPPED = f"bash {shlex.quote(str(ROOT / 'launch' / WRAPPER))} -np {{ranks}} --restarts 5"
 STARTS = {launcher: f"{start} {PYTHON}" for launcher, start in LAUNCHERS.items()} | {
@@ -109,13 +110,12 @@ def seconds_lost(directory: Path, faults: Sequence[Fault]) -> float:
     lost = 0.0
     for began, again, until in zip(starts, starts[1:], [*starts[2:], float("inf")], strict=False):
         struck = [fault for fault in faults if began < fault.time < again]
-        ended = [fault for fault in struck if fault.kind not in SURVIVED] or struck[
-            -1:
-        ]  # a full disk ends the last save
-        if not ended:
+        if not struck:
             continue
+        # If training survives all of them, the last one was a full disk at the last checkpoint of all.
+        fault = next((fault for fault in struck if fault.kind not in SURVIVED), struck[-1]).time
         step = next((e["step"] for e in lines if e["event"] == "resume" and again <= e["time"] < until), None)
         times = [e["time"] for e in lines if e["event"] == "checkpoint" and e["step"] == step and e["time"] < again]
-        saved = began if step is None else max(times, default=ended[0].time)
-        lost += max(0.0, ended[0].time - max(began, saved))
+        saved = began if step is None else max(times, default=fault)
+        lost += max(0.0, fault - max(began, saved))
     return lost

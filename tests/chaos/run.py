@@ -28,7 +28,7 @@ from pathlib import Path
 from hvdtrain.training import checkpoint
 from tests.chaos.collected import Results
 from tests.chaos.damages import damages
-from tests.chaos.lineage import WRAPPER, all_struck, attacked, results, seconds_lost, tally
+from tests.chaos.lineage import HARMLESS, WRAPPER, all_struck, attacked, results, seconds_lost, tally
 from tests.chaos.outcome import Outcome, table
 from tests.chaos.programs import EPOCHS, MNIST, Program, programs
 from tests.chaos.schedule import schedule
@@ -39,7 +39,6 @@ WRITING = {"digest": 7, "fsync": 7, "half": 7, "rename": 7, "directory": 7, "pru
 STARTING = {"import": 1, "start": 1, "broadcast": 1, "restore": 1}
 HANGS = ("stop", "spin", "sleep")
 SLOW = {"backward": 1, "evaluating": 2, "snapshot": 7}  # what may take longer than a step: the first one, and these
-HARMLESS = ("slow", "stranger")  # the run goes on as if nothing had been
 # How often each is drawn.
 KINDS = {"kill": 4, "segv": 2, "raise": 2, "stop": 2, "spin": 1, "sleep": 1, "term": 2, "full": 1}
 KINDS |= {"slow": 1, "stranger": 1, "launcher": 1, "usr1": 1, "refill": 1}

@@ -34,7 +34,7 @@ def schedule(ranks: Sequence[int], scratch: Path, chance: random.Random) -> Outc
             return Outcome("ranks changed", label, False, False, note=f"hang: {str(error)[:60]}")
         left += done.left_behind
         struck = all_struck(apart)
-        if (done.code == 0) != last or (not struck) != last:
+        if (done.code == 0) != last or bool(struck) == last:
             return Outcome(
                 "ranks changed", label, False, False, leftovers=left, note=f"part {place + 1}: {str(done)[-300:]}"
             )

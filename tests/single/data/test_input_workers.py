@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hvdtrain.data import loading
-from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import start
 from hvdtrain.training import inputs
 
@@ -34,7 +34,7 @@ class Numbers:
 SERVER = os.getpid()  # where the program is imported
 
 if __name__ == "__main__":
-    start_workers_early({preload})
+    start_workers_early()
     for batch in loader(Numbers(), 1, torch.device("cpu"), range(1)):
         print(*batch)
 """
@@ -47,8 +47,8 @@ TOPS = {
 }
 
 
-def run(directory: Path, *command: str, top: str = "", preload: str = "[]") -> list[str]:
-    (directory / "numbers_of.py").write_text(PROGRAM.format(top=top, preload=preload))
+def run(directory: Path, *command: str, top: str = "") -> list[str]:
+    (directory / "numbers_of.py").write_text(PROGRAM.format(top=top))
     done = subprocess.run(
         [sys.executable, *command, "7"], capture_output=True, text=True, timeout=120, cwd=directory,
         env={**os.environ, "PYTHONPATH": str(ROOT), "FIRST": "1"},
@@ -78,21 +78,21 @@ def test_arguments_too_long_for_a_command_line_are_left_to_the_workers(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("error", "raised", "said"),
+    ("error", "said"),
     [
-        (EOFError("unexpected EOF"), Failure, "has ended while it imported the program"),
-        (ConnectionRefusedError(), Failure, "has ended while it imported the program"),
-        (pickle.PicklingError("<lambda>"), UserError, "the Dataset cannot be sent to workers (<lambda>)"),
+        (EOFError("unexpected EOF"), "has ended while it imported the program"),
+        (ConnectionRefusedError(), "has ended while it imported the program"),
+        (pickle.PicklingError("<lambda>"), "the Dataset cannot be sent to workers (<lambda>)"),
     ],
 )
-def test_workers_that_cannot_start_say_why(monkeypatch, error, raised, said):
+def test_workers_that_cannot_start_say_why(monkeypatch, error, said):
     def fail(*arguments, **options):
         raise error
 
     monkeypatch.setattr(loading, "start_workers_early", lambda preload: None)
     monkeypatch.setattr(loading, "loader", fail)
     given = DataLoader(torch.arange(4), num_workers=1)
-    with pytest.raises(raised, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(said)):
         inputs.iterate(SimpleNamespace(device=torch.device("cpu")), given, 1, iter(()))
 
 
