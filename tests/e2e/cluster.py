@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from .launchers import MARK, ROOT, Done, environment, kill, members, new_job
+from .launchers import MARK, ROOT, Done, environment, kill, new_job, remaining
 
 SSHD = "/usr/sbin/sshd"
 TOOLS = ("ip", "unshare", "nsenter", "tc")
@@ -212,7 +212,6 @@ class Cluster:
         self.cut(name)
         os.kill(self._first[name], signal.SIGKILL)
 
-    def processes(self) -> list[int]:
-        """Return what is alive on any host beside the namespaces' own first process and sshd."""
-        own = {"sleep", "sshd", "unshare", "nsenter"}
-        return [pid for pid in members(self.job) if Path(f"/proc/{pid}/comm").read_text().strip() not in own]
+    def processes(self) -> list[str]:
+        """Return what stays alive on any host beside the namespaces' own first process and sshd: see `remaining`."""
+        return remaining(self.job, own={"sleep", "sshd", "unshare", "nsenter"})

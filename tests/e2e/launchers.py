@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,12 +87,24 @@ def members(job: str) -> list[int]:
     return found
 
 
-def remaining(job: str) -> list[int]:
-    """Return the processes of a job that its launcher left behind: those that are about to end have GRACE_SECONDS for it."""
+def remaining(job: str, own: Collection[str] = ()) -> list[str]:
+    """Return number and command of the processes of a job that its launcher left behind, but not of the programs `own`.
+
+    Those that are about to end have GRACE_SECONDS for it: mpirun does not wait for the ssh that it has started.
+    """
     until = time.monotonic() + GRACE_SECONDS
-    while (left := members(job)) and time.monotonic() < until:
+    while (left := _commands(job, own)) and time.monotonic() < until:
         time.sleep(0.1)
     return left
+
+
+def _commands(job: str, own: Collection[str]) -> list[str]:
+    found = []
+    for pid in members(job):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if Path(f"/proc/{pid}/comm").read_text().strip() not in own:
+                found.append(f"{pid} {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')}".strip())
+    return found
 
 
 def kill(job: str) -> None:
