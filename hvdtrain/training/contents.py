@@ -5,7 +5,7 @@ optimizer.I.NAME, or optimizers.K.I.NAME   the optimizer's tensors for parameter
 registered.NAME.N                          tensor N of the object registered under NAME (`Run.register`)
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,9 +76,13 @@ def plain(value: object) -> object:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
-def snapshot(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy of `tensor` on the CPU."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+def snapshot(tensors: Mapping[str, Tensor], heartbeat: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+    """Return contiguous copies of `tensors` on the CPU. heartbeat: called after each."""
+    copies = {}
+    for name, tensor in tensors.items():
+        copies[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        heartbeat()
+    return copies
 
 
 def prefixes(kind: str, count: int) -> list[str]:
@@ -89,16 +93,16 @@ def prefixes(kind: str, count: int) -> list[str]:
 def collect(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]
 ) -> tuple[Facts, dict[str, Tensor]]:
-    """Return a snapshot of all state: the facts (JSON), and the tensors by name, copied to the CPU."""
+    """Return all state: the facts (JSON), and the tensors by name. They are not copied: see `snapshot`."""
     tensors: dict[str, Tensor] = {}
     for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
-        tensors |= {f"{prefix}{name}": snapshot(tensor) for name, tensor in model.state_dict().items()}
+        tensors |= {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
     described = []
     for optimizer, prefix in zip(optimizers, prefixes("optimizer", len(optimizers)), strict=True):
         held = optimizer.state_dict()
         state: dict[int, dict] = held["state"]
         for index, entries in state.items():
-            tensors |= {f"{prefix}{index}.{k}": snapshot(v) for k, v in entries.items() if isinstance(v, Tensor)}
+            tensors |= {f"{prefix}{index}.{k}": v for k, v in entries.items() if isinstance(v, Tensor)}
         values = {i: {k: v for k, v in entries.items() if not isinstance(v, Tensor)} for i, entries in state.items()}
         groups = [{k: plain(v) for k, v in group.items() if k != "params"} for group in held["param_groups"]]
         described.append({"values": {str(i): v for i, v in values.items() if v}, "groups": groups})
@@ -113,7 +117,7 @@ def pack(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         number = sum(name.startswith(f"{prefix}.") for name in tensors)
-        tensors[f"{prefix}.{number}"] = snapshot(value)
+        tensors[f"{prefix}.{number}"] = value
         return {TENSOR: number, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value):

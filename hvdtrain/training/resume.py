@@ -258,10 +258,11 @@ class Checkpoints:
         registered: Mapping[str, Any],
         *,
         automatic: bool = False,
+        heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a snapshot and return. Rank 0 writes it in the background. A collective.
 
-        automatic: not requested by the user; the next automatic checkpoint replaces it.
+        automatic: not requested by the user; the next automatic checkpoint replaces it. heartbeat: called for each tensor.
         """
         if not self.writes:
             return
@@ -282,7 +283,7 @@ class Checkpoints:
             "scaler": scaler.state_dict(),
             "buffers": list(buffers.shape),
         }
-        self._writer.put(facts, {**tensors, "buffers": buffers})
+        self._writer.put(facts, {**contents.snapshot(tensors, heartbeat), "buffers": buffers})
 
     def _score(self, state: TrainState) -> Facts | None:
         """Return metric, direction and value of this checkpoint, if it follows the evaluation of an epoch."""

@@ -278,10 +278,10 @@ class Run:
         what = self.prepared()
         parts = what.models, what.optimizers, what.scaler, self._registered
         with self.checkpoints.cadence.saving():
-            # Do not save weights that differ between ranks. This waits for ranks that are in their step: its limit applies.
+            # Do not save weights that differ between ranks. This waits for ranks that are in their step.
             self.guard.compare_replicas(self.state, what.models)
-            with self.guard.phase("checkpoint"):
-                self.checkpoints.save(self.state, *parts, automatic=automatic)
+            with self.guard.phase("checkpoint", 0.0):  # the limit of a step: each tensor that is copied is progress
+                self.checkpoints.save(self.state, *parts, automatic=automatic, heartbeat=self.guard.heartbeat)
 
     def _close_epoch(self) -> None:
         number = self.state.epoch + 1
@@ -379,7 +379,7 @@ class Run:
         """Wait for the last checkpoint and write the summary. Called at the end of `training.start`."""
         if self._in_epoch:  # the script left the loop over `run.epochs` early
             self._close_epoch()
-        with self.guard.phase("checkpoint"):
+        with self.guard.phase("checkpoint", 0.0):
             unsaved = self.checkpoints.close(self.guard.heartbeat)
         extra = self._opened[1].summary() if self._opened is not None else {}
         models = self._prepared.models if self._prepared is not None else []

@@ -21,6 +21,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from hvdtrain.data import loading
 from hvdtrain.engines import exit_codes, launchers, processes
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.start import engine_class
-from hvdtrain.training import checkpoint, resume
+from hvdtrain.training import checkpoint, contents, resume
 from hvdtrain.training.resilience import watchdog
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
@@ -112,7 +113,7 @@ def come_to(point: str) -> bool:
         import ctypes
 
         ctypes.PyDLL(None).sleep(10_000)
-    elif kind == "slow":
+    elif kind == "slow" and point != "snapshot":  # a checkpoint's copy makes progress: see `save`
         time.sleep(SLOW_SECONDS)
     elif kind == "launcher":
         kill_launcher()
@@ -138,13 +139,29 @@ before(training, "start", "start")
 before(torch.Tensor, "backward", "backward")
 before(training.Run, "evaluating", "evaluate")
 before(training.Run, "_go_on_evaluating", "evaluating")
-before(resume.Checkpoints, "save", "snapshot")
 before(resume.Checkpoints, "restore", "restore")
 before(checkpoint, "digest", "digest")
 before(checkpoint, "sync_directory", "directory")
 before(checkpoint, "prune", "prune")
 
 real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch
+real_save, real_snapshot = resume.Checkpoints.save, contents.snapshot
+
+
+def save(self: resume.Checkpoints, *args, **named) -> None:
+    struck = come_to("snapshot")
+    contents.snapshot = slowly if struck and ATTACK["kind"] == "slow" else real_snapshot
+    real_save(self, *args, **named)
+
+
+def slowly(tensors: Mapping[str, torch.Tensor], heartbeat: Callable[[], None]) -> dict[str, torch.Tensor]:
+    """Take SLOW_SECONDS for the copy of all tensors."""
+
+    def wait() -> None:
+        time.sleep(SLOW_SECONDS / len(tensors))
+        heartbeat()
+
+    return real_snapshot(tensors, wait)
 
 
 def fsync(handle: int) -> None:
@@ -219,6 +236,7 @@ def listen(hosts: list[str]):
 
 watchdog.listen = listen
 os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch = fsync, replace, scaled, epoch
+resume.Checkpoints.save = save
 patch(engine_class("ddp" if "ddp" in sys.argv else "horovod"))
 if __name__ == "__main__":  # an input worker imports this file, too
     come_to("import")

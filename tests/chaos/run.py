@@ -68,6 +68,8 @@ def draw(chance: random.Random, kinds: Sequence[str], ranks: int, program: Progr
         points = chance.choice((training, STARTING, STARTING) if restarted else (training, training, WRITING, STARTING))
         rank = 0 if points is WRITING else chance.randrange(ranks)
     point = chance.choice(list(points))
+    if kind == "slow" and point == "snapshot":
+        rank = 0  # only this one copies
     first = 2 if kind in HANGS else 1
     return dict(rank=rank, point=point, count=chance.randint(first, max(first, points[point])), kind=kind)
 

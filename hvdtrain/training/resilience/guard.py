@@ -74,7 +74,7 @@ class Guard:
         self._watchdog.heartbeat()
 
     def phase(self, name: str, seconds: float | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for a long phase on every rank. seconds: time limit without a heartbeat."""
+        """Return a context manager for a phase that is not part of a step. seconds: see `Progress.during`."""
         return self._watchdog.phase(name, seconds)
 
     @property

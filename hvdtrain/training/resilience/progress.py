@@ -23,7 +23,8 @@ PHASE_SECONDS = {
 
 
 class Phase(NamedTuple):
-    """A phase of the main thread. seconds: time limit without progress; None: the default for this name."""
+    """A phase of the main thread. seconds: time limit without progress, at least that of a step; None: the default for this
+    name."""
 
     name: str
     seconds: float | None = None
@@ -81,8 +82,8 @@ class Progress:
 
     @contextlib.contextmanager
     def during(self, name: str, seconds: float | None = None) -> Iterator[None]:
-        """Context manager for a long phase. seconds: time limit without progress; None: the default for this name, at least
-        10 times the limit of a step."""
+        """Context manager for a phase. seconds: time limit without progress, at least that of a step; None: the default for
+        this name, at least 10 times the limit of a step."""
         self._inside.append(Phase(name, seconds))
         self.moves += 1
         try:
