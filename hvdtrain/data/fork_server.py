@@ -18,10 +18,14 @@ import sys
 from multiprocessing import process, spawn
 
 from hvdtrain.data.loading import PROGRAM
+from hvdtrain.engines import start
 
 
 def import_program(preparation: str) -> None:
-    """Import the program as multiprocessing does in a worker. If that fails, a worker will do the same, and say so."""
+    """Import the program as multiprocessing does in a worker. If that fails, a worker will do the same, and say so.
+
+    Raises SystemExit if the program starts to train: no worker could import it, and the rank says so (`inputs.iterate`).
+    """
     current = process.current_process()
     current._inheriting = True  # type: ignore[attr-defined] # as in a worker: the program must not start processes now
     with contextlib.suppress(ImportError):
@@ -35,6 +39,8 @@ def import_program(preparation: str) -> None:
         pass
     finally:
         del current._inheriting  # type: ignore[attr-defined]
+    if start.refused_in_worker:
+        raise SystemExit
 
 
 if found := re.search(f"{PROGRAM}([0-9a-f]*)", sys.orig_argv[-1]):

@@ -15,6 +15,7 @@ from hvdtrain.engines.lines import write_whole_lines
 from hvdtrain.engines.malloc import keep_freed_memory
 
 ENGINES = ("horovod", "ddp", "dataparallel", "serial")
+refused_in_worker = False  # whether `start` was called while multiprocessing imported the program
 
 
 def start(
@@ -28,6 +29,8 @@ def start(
     the program.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # the mark of multiprocessing itself
+        global refused_in_worker
+        refused_in_worker = True
         how = 'start training under `if __name__ == "__main__":`'
         raise UserError(
             f"an input worker imports the program, which must not train again there: {how}", everywhere=True

@@ -241,8 +241,8 @@ def iterate(engine: Engine, given: DataLoader, seed: int, jobs: Iterator[tuple[i
         return iter(loading.loader(Samples(given, seed), given.num_workers, engine.device, jobs, **options))
     except (EOFError, ConnectionError) as error:
         raise UserError(
-            "the process that starts input workers has ended while it imported the program: keep what uses MPI or other "
-            'ranks under `if __name__ == "__main__":`, or use num_workers=0'
+            "the process that starts input workers has ended while it imported the program: keep what trains, or uses MPI "
+            'or other ranks, under `if __name__ == "__main__":`, or use num_workers=0'
         ) from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(

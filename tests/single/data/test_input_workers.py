@@ -64,6 +64,21 @@ def test_the_server_imports_the_program_for_its_workers_and_freezes_it(command, 
     assert (in_server, argument) == ("True", "7")
 
 
+def test_a_program_that_would_train_in_each_worker_ends_with_one_line(tmp_path):
+    guarded = (ROOT / "docs/programs/augment.py").read_text()
+    guard = 'if __name__ == "__main__":\n    training.main(main)\n'
+    assert guarded.endswith(guard)
+    (tmp_path / "unguarded.py").write_text(guarded.removesuffix(guard) + "training.main(main)\n")
+    done = subprocess.run(
+        [sys.executable, "unguarded.py", "--engine", "serial", "--epochs", "1"], capture_output=True, text=True,
+        timeout=120, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2, done
+    assert done.stderr.startswith("unguarded: error: the process that starts input workers has ended"), done
+    assert 'keep what trains, or uses MPI or other ranks, under `if __name__ == "__main__":`' in done.stderr, done
+    assert done.stderr.count("\n") == 1, done
+
+
 @pytest.mark.parametrize("top", TOPS)
 def test_whatever_the_program_does_when_it_is_imported_its_workers_work(top, tmp_path):
     *said, _, in_server, argument = run(tmp_path, "numbers_of.py", top=TOPS[top])
@@ -98,5 +113,6 @@ def test_workers_that_cannot_start_say_why(monkeypatch, error, said):
 
 def test_a_worker_that_imports_the_program_does_not_train(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    monkeypatch.setattr("hvdtrain.engines.start.refused_in_worker", False)
     with pytest.raises(UserError, match='under `if __name__ == "__main__":`'):
         start("serial")
