@@ -102,8 +102,9 @@ def _commands(job: str, own: Collection[str]) -> list[str]:
     found = []
     for pid in members(job):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            if Path(f"/proc/{pid}/comm").read_text().strip() not in own:
-                found.append(f"{pid} {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')}".strip())
+            if Path(f"/proc/{pid}/comm").read_text(errors="replace").strip() not in own:
+                command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+                found.append(f"{pid} {command}".strip())
     return found
 
 
