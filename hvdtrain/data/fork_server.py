@@ -4,9 +4,8 @@ It imports the rank's program, as each worker would otherwise do by itself: torc
 per worker. Python's own way, a preload of "__main__", does nothing before 3.12.8 and 3.13.1 (python/cpython#126631), nothing
 for `python -m NAME`, and ends the server if the program fails.
 
-What is imported by then stays until the end, so the garbage collector need not examine it: not in the workers, where that
-would copy the memory pages that they share with the server, and not when the server exits. That takes 0.2 s of CPU time then
-instead of 1.1 s, for which a launcher waits, because the server holds its output open.
+What is imported by then stays until the end, so the garbage collector need not examine it. In the workers, that would copy
+the memory pages that they share with the server.
 """
 
 import contextlib

@@ -1,8 +1,10 @@
 """Other processes on this host, read from /proc: the launcher of this rank, and other ranks."""
 
 import contextlib
+import ctypes
 import os
 import re
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ LAUNCHERS = re.compile(
 WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # only with --restarts; otherwise they exec the launcher
 MODULES = re.compile(r"torch\.distributed\.(run|launch)|hvdtrain\.(scaling|doctor|starter)|horovod\.runner\.launch")
 MOST_ANCESTORS = 30
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
 STARTERS: list[int] = []  # in a forked rank: the pid of its starter
 PROXY: list[int] = []  # in a rank of a fork server: the pid of the client that the launcher started in its place
 
@@ -51,6 +54,19 @@ def began(proc: Path = PROC) -> int:
     fields = stat((STARTERS or PROXY or [os.getpid()])[0], proc) or stat(os.getpid(), proc)
     assert fields is not None
     return int(fields[19])
+
+
+def prctl(option: int, value: int) -> None:
+    """Call prctl(2)."""
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send the signal to this process when the thread of `parent` that started it ends. If that has
+    happened already, exit."""
+    prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def is_stopped(pid: int, proc: Path = PROC) -> bool:

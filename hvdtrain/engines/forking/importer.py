@@ -1,7 +1,6 @@
 """The process that imports all modules once and forks the ranks. `start` starts it, and also returns in each rank."""
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -15,9 +14,6 @@ from hvdtrain.engines import processes, program
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.forking import fitting, preload
 from hvdtrain.engines.meeting import environment
-
-# <sys/prctl.h>
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Importer(NamedTuple):
@@ -54,7 +50,9 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
     words: the program, see `program.find`. asked: modules to import in addition to those found in the program.
     Raises UserError in the importer if there is no such program, or there are more ranks than GPUs.
     """
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # the ranks become children of this process when the importer exits
+    processes.prctl(
+        processes.PR_SET_CHILD_SUBREAPER, 1
+    )  # the ranks become children of this process when the importer exits
     (orders, orders_end), (news_end, news), (reports_end, reports) = os.pipe(), os.pipe(), os.pipe()
     starter = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -70,13 +68,11 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
         return Importer(pid, orders_end, news_end, reports_end)
     # A separate process group: signals from the terminal reach only the starter, which forwards them to the ranks once.
     os.setpgid(0, 0)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    processes.end_with_parent(starter, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(orders_end)
     os.close(news_end)
     os.close(reports_end)
-    if os.getppid() != starter:
-        os._exit(1)
     return _import_and_fork(words, ranks, asked, oversubscribe, starter, orders, news, reports)
 
 
@@ -127,9 +123,7 @@ def _become_rank(told: Orders, local_rank: int, starter: int, importer: int) -> 
     while os.getppid() == importer:  # the importer is about to exit
         time.sleep(0.001)
     # SIGTERM when the starter is killed: a program that handles it can still save a checkpoint.
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != starter:
-        os._exit(1)
+    processes.end_with_parent(starter, signal.SIGTERM)
     if local_rank > 0 or os.isatty(0):  # a background process group cannot read from the terminal
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -148,8 +142,3 @@ def reduces_on_gpus() -> bool:
     """Return whether torch and Horovod are built for GPUs. Does not initialize CUDA."""
     torch, hvd = sys.modules.get("torch"), sys.modules.get("horovod.torch")
     return torch is not None and torch.version.cuda is not None and hvd is not None and bool(hvd.nccl_built())
-
-
-def prctl(option: int, value: int) -> None:
-    """Call prctl(2)."""
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

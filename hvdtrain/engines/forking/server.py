@@ -22,7 +22,7 @@ import sys
 from typing import NamedTuple
 
 from hvdtrain.engines import processes, program
-from hvdtrain.engines.forking import importer, leaving, preload
+from hvdtrain.engines.forking import leaving, preload
 from hvdtrain.engines.forking.client import HANDED_ON, VARIABLE
 
 LOOK_SECONDS = 1.0  # between two checks whether the parent process still runs
@@ -160,9 +160,7 @@ def receive(connection: socket.socket, streams: list[int]) -> Place:
 
 def become_rank(place: Place, server: int) -> program.Program:
     """Take over the state of the client in this process, and return the program."""
-    importer.prctl(importer.PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != server:
-        os._exit(1)
+    processes.end_with_parent(server, signal.SIGTERM)
     for number in HANDED_ON:
         signal.signal(number, signal.SIG_IGN if number in place.ignored else signal.SIG_DFL)
     if signal.SIGINT not in place.ignored:

@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from hvdtrain.data import loading
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.processes import stat
 from hvdtrain.engines.start import start
 from hvdtrain.training import inputs
 
@@ -62,6 +64,30 @@ def test_the_server_imports_the_program_for_its_workers_and_freezes_it(command, 
     frozen, in_server, argument = run(tmp_path, *command)
     assert int(frozen) > 50_000  # torch's objects are several times as many
     assert (in_server, argument) == ("True", "7")
+
+
+def test_the_server_ends_with_its_rank_though_it_still_imports(tmp_path):
+    (tmp_path / "endless.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path('new').write_text(str(os.getpid()))\n"
+        "os.rename('new', 'pid')\n"
+        "time.sleep(300)\n"
+    )
+    (tmp_path / "rank.py").write_text(
+        "import os, pathlib, time\n"
+        "from hvdtrain.data.loading import start_workers_early\n"
+        "start_workers_early(['endless'])\n"
+        "while not pathlib.Path('pid').exists(): time.sleep(0.01)\n"
+        "os._exit(1)\n"
+    )
+    subprocess.run(
+        [sys.executable, "rank.py"], cwd=tmp_path, timeout=60, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    )
+    server = int((tmp_path / "pid").read_text())
+    until = time.monotonic() + 60
+    while (found := stat(server)) is not None and found[0] not in "ZX":
+        assert time.monotonic() < until, "the server is still there"
+        time.sleep(0.01)
 
 
 def test_a_program_that_would_train_in_each_worker_ends_with_one_line(tmp_path):
