@@ -4,8 +4,9 @@ It imports the rank's program, as each worker would otherwise do by itself: torc
 per worker. Python's own way, a preload of "__main__", does nothing before 3.12.8 and 3.13.1 (python/cpython#126631), nothing
 for `python -m NAME`, and ends the server if the program fails.
 
-What is imported by then stays until the end, so the garbage collector need not examine it. In the workers, that would copy
-the memory pages that they share with the server.
+What is imported by then stays until the end, so the garbage collector need not examine it: not in the workers, where that
+would copy the memory pages that they share with the server, and not when the server exits. That takes 0.2 s of CPU time then
+instead of 1.1 s, for which a launcher waits, because the server holds its output open.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from multiprocessing import process, spawn
 
 from hvdtrain.data.loading import PROGRAM
 from hvdtrain.engines import start
+from hvdtrain.engines.processes import PR_SET_PDEATHSIG, prctl
 
 
 def import_program(preparation: str) -> None:
@@ -46,3 +48,4 @@ if found := re.search(f"{PROGRAM}([0-9a-f]*)", sys.orig_argv[-1]):
     if found[1]:
         import_program(bytes.fromhex(found[1]).decode())
     gc.freeze()
+    prctl(PR_SET_PDEATHSIG, 0)  # see ends_with_rank.py; from here on, it exits with what the program does at its exit

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hvdtrain.data import ends_with_rank, leftovers
+from hvdtrain.data import leftovers
 from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.data.sharding import Batch, Step, epoch_order, steps, steps_per_epoch
 
@@ -124,9 +124,9 @@ def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
     leftovers.sweep()
     leftovers.claim()
     context = multiprocessing.get_context("forkserver")
-    # Modules that are not installed are ignored, and so are names that are there for the module before or after them.
-    first = ends_with_rank.RANK + str(os.getpid()), ends_with_rank.__name__
-    context.set_forkserver_preload([*first, *preload, "hvdtrain.data.fork_server", PROGRAM + described_program()])
+    # Modules that are not installed are ignored, and so is the last name, which is there for fork_server.py.
+    first, last = "hvdtrain.data.ends_with_rank", "hvdtrain.data.fork_server"
+    context.set_forkserver_preload([first, *preload, last, PROGRAM + described_program()])
     # Ignored signals stay ignored across exec and fork. Launchers and Ctrl-C send them to every process of a job, but the
     # rank decides when to stop. When the rank has ended, its workers exit, and then the server.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}

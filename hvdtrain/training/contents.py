@@ -5,7 +5,8 @@ optimizer.I.NAME, or optimizers.K.I.NAME   the optimizer's tensors for parameter
 registered.NAME.N                          tensor N of the object registered under NAME (`Run.register`)
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,9 +92,13 @@ def prefixes(kind: str, count: int) -> list[str]:
 
 
 def collect(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]
-) -> tuple[Facts, dict[str, Tensor]]:
-    """Return all state: the facts (JSON), and the tensors by name. They are not copied: see `snapshot`."""
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any],
+    heartbeat: Callable[[], None] = lambda: None,
+) -> tuple[Facts, dict[str, Tensor]]:  # fmt: skip
+    """Return all state: the facts (JSON), and the tensors by name. They are not copied: see `snapshot`.
+
+    heartbeat: called for each registered object.
+    """
     tensors: dict[str, Tensor] = {}
     for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
         tensors |= {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
@@ -106,25 +111,28 @@ def collect(
         values = {i: {k: v for k, v in entries.items() if not isinstance(v, Tensor)} for i, entries in state.items()}
         groups = [{k: plain(v) for k, v in group.items() if k != "params"} for group in held["param_groups"]]
         described.append({"values": {str(i): v for i, v in values.items() if v}, "groups": groups})
-    packed = {name: pack(what.state_dict(), f"registered.{name}", tensors) for name, what in registered.items()}
+    packed = {}
+    for name, what in registered.items():
+        packed[name] = pack(what.state_dict(), f"registered.{name}", tensors, itertools.count())
+        heartbeat()
     return {"optimizers": described, "registered": packed}, tensors
 
 
-def pack(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON. Its tensors are added to `tensors` as PREFIX.0, PREFIX.1, ...
+def pack(value: Any, prefix: str, tensors: dict[str, Tensor], numbers: Iterator[int]) -> Any:
+    """Return `value` as JSON. Its tensors are added to `tensors` as PREFIX.N, with the next of `numbers`.
 
     Raises UserError for objects that JSON cannot represent.
     """
     if isinstance(value, Tensor):
-        number = sum(name.startswith(f"{prefix}.") for name in tensors)
+        number = next(numbers)
         tensors[f"{prefix}.{number}"] = value
         return {TENSOR: number, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value):
-            return {key: pack(item, prefix, tensors) for key, item in value.items()}
-        return {"__items__": [[plain(key), pack(item, prefix, tensors)] for key, item in value.items()]}
+            return {key: pack(item, prefix, tensors, numbers) for key, item in value.items()}
+        return {"__items__": [[plain(key), pack(item, prefix, tensors, numbers)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
-        return [pack(item, prefix, tensors) for item in value]
+        return [pack(item, prefix, tensors, numbers) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     name = prefix.partition(".")[2]

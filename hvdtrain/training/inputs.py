@@ -239,6 +239,9 @@ def iterate(engine: Engine, given: DataLoader, seed: int, jobs: Iterator[tuple[i
         options |= {"prefetch_factor": given.prefetch_factor, "worker_init": given.worker_init_fn}
     try:
         return iter(loading.loader(Samples(given, seed), given.num_workers, engine.device, jobs, **options))
+    except BrokenPipeError as error:
+        how = "use num_workers=0 to see the error in the rank"
+        raise UserError(f"an input worker has ended while it started (what it printed is above): {how}") from error
     except (EOFError, ConnectionError) as error:
         raise UserError(
             "the process that starts input workers has ended while it imported the program: keep what trains, or uses MPI "

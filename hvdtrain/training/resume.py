@@ -262,14 +262,15 @@ class Checkpoints:
     ) -> None:
         """Take a snapshot and return. Rank 0 writes it in the background. A collective.
 
-        automatic: not requested by the user; the next automatic checkpoint replaces it. heartbeat: called for each tensor.
+        automatic: not requested by the user; the next automatic checkpoint replaces it. heartbeat: called for each tensor
+        and each registered object.
         """
         if not self.writes:
             return
         buffers = self.engine.all_gather(contents.flatten(models), "checkpoint.buffers")
         if self._writer is None:
             return
-        facts, tensors = contents.collect(models, optimizers, registered)
+        facts, tensors = contents.collect(models, optimizers, registered, heartbeat)
         facts |= {
             "format": checkpoint.FORMAT,
             "state": asdict(state),

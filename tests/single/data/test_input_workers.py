@@ -81,7 +81,7 @@ def test_the_server_ends_with_its_rank_though_it_still_imports(tmp_path):
         "os._exit(1)\n"
     )
     subprocess.run(
-        [sys.executable, "rank.py"], cwd=tmp_path, timeout=60, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+        [sys.executable, "rank.py"], cwd=tmp_path, timeout=120, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     )
     server = int((tmp_path / "pid").read_text())
     until = time.monotonic() + 60
@@ -112,6 +112,19 @@ def test_whatever_the_program_does_when_it_is_imported_its_workers_work(top, tmp
     assert (in_server, argument) == (str(not top.startswith("ends")), "7")
 
 
+def test_workers_work_whose_server_cannot_import_hvdtrain(tmp_path):
+    """As for a program beside a checkout, started from another directory: the server does not know the rank's sys.path."""
+    packages = Path(torch.__file__).parents[1]
+    program = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(packages)!r}]\n{PROGRAM.format(top='')}"
+    (tmp_path / "elsewhere.py").write_text(program)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", "elsewhere.py", "7"], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env=variables,
+    )  # fmt: skip
+    assert done.stdout.split() == ["0", "False", "7"], done
+
+
 def test_arguments_too_long_for_a_command_line_are_left_to_the_workers(monkeypatch):
     assert "sys_argv" in bytes.fromhex(loading.described_program()).decode()
     monkeypatch.setattr(sys, "argv", ["program", "x" * loading.LONGEST_PROGRAM])
@@ -121,6 +134,7 @@ def test_arguments_too_long_for_a_command_line_are_left_to_the_workers(monkeypat
 @pytest.mark.parametrize(
     ("error", "said"),
     [
+        (BrokenPipeError(), "an input worker has ended while it started (what it printed is above)"),
         (EOFError("unexpected EOF"), "has ended while it imported the program"),
         (ConnectionRefusedError(), "has ended while it imported the program"),
         (pickle.PicklingError("<lambda>"), "the Dataset cannot be sent to workers (<lambda>)"),
