@@ -198,10 +198,10 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
     chance = random.Random(7)
     ends, steps, save = [], [], Checkpoints.save
 
-    def noted(self, state, *parts, automatic):
+    def noted(self, state, *parts, automatic, heartbeat):
         if automatic:
             steps.append(state.step)
-        save(self, state, *parts, automatic=automatic)
+        save(self, state, *parts, automatic=automatic, heartbeat=heartbeat)
 
     monkeypatch.setattr(Checkpoints, "save", noted)
     for due in (lambda: False, lambda: engine.rank == 0 and chance.random() < 0.4):
