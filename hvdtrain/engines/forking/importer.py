@@ -50,9 +50,8 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
     words: the program, see `program.find`. asked: modules to import in addition to those found in the program.
     Raises UserError in the importer if there is no such program, or there are more ranks than GPUs.
     """
-    processes.prctl(
-        processes.PR_SET_CHILD_SUBREAPER, 1
-    )  # the ranks become children of this process when the importer exits
+    # The ranks become children of this process when the importer exits.
+    processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1)
     (orders, orders_end), (news_end, news), (reports_end, reports) = os.pipe(), os.pipe(), os.pipe()
     starter = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
