@@ -90,6 +90,16 @@ def test_the_server_ends_with_its_rank_though_it_still_imports(tmp_path):
         time.sleep(0.01)
 
 
+def test_the_server_does_what_the_program_does_at_its_exit(tmp_path):
+    top = "import atexit, pathlib; own = os.getpid()\n"
+    top += "if __name__ != '__main__': atexit.register(lambda: os.getpid() == own and pathlib.Path('exited').touch())"
+    assert run(tmp_path, "numbers_of.py", top=top)[1:] == ["True", "7"]  # imported by the server
+    until = time.monotonic() + 60
+    while not (tmp_path / "exited").exists():
+        assert time.monotonic() < until, "the server was killed, or is still there"
+        time.sleep(0.01)
+
+
 def test_a_program_that_would_train_in_each_worker_ends_with_one_line(tmp_path):
     guarded = (ROOT / "docs/programs/augment.py").read_text()
     guard = 'if __name__ == "__main__":\n    training.main(main)\n'
