@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hvdtrain import cli
 from hvdtrain.analysis import measuring
 from hvdtrain.data import idx
 from hvdtrain.data.endless import Batches, open_endless, reads_folders
 from hvdtrain.data.loading import default_workers, start_workers_early
-from hvdtrain.engines import flags as cli
-from hvdtrain.engines.base import Engine
+from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.single import SerialEngine
@@ -143,7 +143,7 @@ def measure(
     replica, optimizer = others.distribute(model, optimizer, compression=flags.compression, predivide=predivide)
     others.broadcast(model, optimizer)
     forward = compiled(replica, engine.device) if flags.compile else replica
-    autocast = torch.autocast(engine.device.type, cli.AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
+    autocast = torch.autocast(engine.device.type, AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
     scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
 
     def repeat(steps: int, apart: bool) -> Repeat:

@@ -25,14 +25,14 @@ from pathlib import Path
 
 import torch
 
+from hvdtrain import cli
 from hvdtrain.data import idx
-from hvdtrain.engines import flags as cli
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import LINGER_SECONDS, run
 from hvdtrain.engines.launchers import announced
-from hvdtrain.engines.start import ENGINES, start
+from hvdtrain.engines.start import start
 from hvdtrain.engines.tuning import own_script
 from hvdtrain.training.records import energy
 
@@ -348,7 +348,7 @@ def show(findings: list[dict[str, object]], size: int, as_json: bool) -> None:
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.doctor", __doc__)
-    parser.add_argument("--engine", choices=ENGINES, default="horovod")
+    parser.add_argument("--engine", choices=cli.ENGINES, default="horovod")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--data-dir", type=Path, help="where MNIST's files should be")
     parser.add_argument("--output-dir", type=Path, help="where training would write; checks whether all hosts share it")

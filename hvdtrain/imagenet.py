@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain import training
+from hvdtrain.cli import Flags, add_optimization
 from hvdtrain.data.corrupt import CorruptSamples
 from hvdtrain.data.images import open_folder
 from hvdtrain.data.loading import Source, default_workers, start_workers_early
@@ -30,7 +31,6 @@ from hvdtrain.engines.start import cores_of_rank
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled
 from hvdtrain.training import optim
-from hvdtrain.training.flags import Flags, add_optimization
 
 # Without --lr: 0.1 for every 256 images of the global batch (arXiv:1706.02677, section 2.1).
 RECIPES: dict[str, dict[str, object]] = {

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from hvdtrain import training
 from hvdtrain.analysis.measuring import matrix_product_rate
+from hvdtrain.cli import Flags
 from hvdtrain.data import text, vocabularies
+from hvdtrain.engines.base import AMP_DTYPES
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.flags import AMP_DTYPES
 from hvdtrain.engines.launchers import announced
 from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes
 from hvdtrain.training import checkpoint, contents, optim
-from hvdtrain.training.flags import Flags
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
 RECIPES: dict[str, dict[str, object]] = {

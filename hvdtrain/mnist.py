@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain import training
+from hvdtrain.cli import Flags, add_optimization
 from hvdtrain.data import idx
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.training import optim
-from hvdtrain.training.flags import Flags, add_optimization
 from hvdtrain.training.records.misclassified import record_mistakes
 
 RECIPES: dict[str, dict[str, object]] = {

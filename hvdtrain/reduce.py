@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
+from hvdtrain import cli
 from hvdtrain.analysis import measuring, other_work, plotting
-from hvdtrain.engines import flags as cli
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
-from hvdtrain.engines.start import ENGINES, engine_class, start
+from hvdtrain.engines.start import engine_class, start
 from hvdtrain.training.records.telemetry import versions
 
 REDUCTIONS = ("sum", "average", "min", "max", "product", "adasum")
@@ -59,7 +59,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     cli.add_engine(parser)
     flags = parser.parse(argv)
     if flags.op not in engine_class(flags.engine).reductions:
-        able = " or ".join(name for name in ENGINES if flags.op in engine_class(name).reductions)
+        able = " or ".join(name for name in cli.ENGINES if flags.op in engine_class(name).reductions)
         said = f"--reduction {flags.op} is not for --engine {flags.engine}: use --engine {able}"
         raise UserError(said, everywhere=True)
     if flags.min_bytes > flags.max_bytes:

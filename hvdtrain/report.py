@@ -15,9 +15,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain import cli
 from hvdtrain.analysis import plotting
 from hvdtrain.analysis.reporting import page, pictures, runs, seeds, table
-from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced

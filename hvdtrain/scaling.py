@@ -25,10 +25,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain import cli
 from hvdtrain.analysis import measuring, other_work, plotting
 from hvdtrain.analysis.launching import VARIANTS, command, run_job, slots
 from hvdtrain.analysis.scaling_results import ALONE, APART, Configuration, Rounds, busy, rate, summarize, table, write
-from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced

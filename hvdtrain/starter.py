@@ -24,8 +24,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.cli import Parser, non_negative, positive, positive_int
 from hvdtrain.engines import importing, program
-from hvdtrain.engines.arguments import Parser, non_negative, positive, positive_int
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default

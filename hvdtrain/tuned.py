@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from hvdtrain.cli import Parser
 from hvdtrain.engines import program
-from hvdtrain.engines.arguments import Parser
 from hvdtrain.engines.arrival import Arrival
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError

@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hvdtrain.engines import flags as cli
+from hvdtrain import cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced

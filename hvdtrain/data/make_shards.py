@@ -10,10 +10,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain import cli
 from hvdtrain.data.images import list_folder, refuse_other_classes
 from hvdtrain.data.shard_index import obtain
 from hvdtrain.data.sharding import epoch_order
-from hvdtrain.engines import flags as cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 

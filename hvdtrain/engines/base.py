@@ -43,6 +43,9 @@ class Reduction(NamedTuple):
     find_unused_parameters: bool = False  # a step may leave parameters without a gradient, different ones on each rank
 
 
+AMP_DTYPES = {"off": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
 class Setting(str):
     """A note about a setting that only affects speed. It is printed only with --verbose."""
 
@@ -82,7 +85,6 @@ class Engine(ABC):
     local_size: int
     device: torch.device
     reductions: tuple[str, ...]  # values of `op` that `all_reduce_` supports
-    lacks: ClassVar[dict[str, tuple | None]] = {}  # flag -> values that this engine does not support; None: all values
     tells_missing_gradients: ClassVar[bool] = False  # a gradient missing on one rank becomes NaN on all ranks
     waiting_in: str | None = None  # the collective that the main thread is in; read by the watchdog
     notes: list[str]  # automatic decisions with their reasons; printed once at the start

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,6 @@ class DdpEngine(Engine):
 
     name = "ddp"
     reductions = ("sum", "average", "min", "max", "product")
-    lacks: ClassVar[dict[str, tuple | None]] = {"reduction": ("adasum",)}
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):
         super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)

@@ -1,7 +1,5 @@
 """The engines with one process: `serial` on one device, `dataparallel` on all GPUs of this machine."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -14,11 +12,6 @@ class SerialEngine(Engine):
 
     name = "serial"
     reductions = ("sum", "average", "min", "max", "product")
-    lacks: ClassVar[dict[str, tuple | None]] = {
-        "compression": ("fp16",),
-        "reduction": ("sum", "adasum"),
-        "gradient_predivide_factor": None,
-    }
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
         super().__init__(tuning=tuning, rank=0, size=1, launcher=launcher)

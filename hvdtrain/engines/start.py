@@ -14,7 +14,6 @@ from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexpl
 from hvdtrain.engines.lines import write_whole_lines
 from hvdtrain.engines.malloc import keep_freed_memory
 
-ENGINES = ("horovod", "ddp", "dataparallel", "serial")
 refused_in_worker = False  # whether `start` was called while multiprocessing imported the program
 
 
@@ -86,16 +85,14 @@ def engine_class(name: str) -> type[Engine]:
     return single.DataParallelEngine if name == "dataparallel" else single.SerialEngine
 
 
-def refuse_unsupported(engine_name: str, options: Mapping[str, object]) -> None:
-    """Raise UserError if the engine does not support one of `options` (flags by name; None: not given)."""
-    for name, refused in engine_class(engine_name).lacks.items():
-        value = options.get(name)
-        if value is not None and (refused is None or value in refused):
-            able = [
-                other
-                for other in ENGINES
-                if (lacked := engine_class(other).lacks.get(name, ())) is not None and value not in lacked
-            ]
-            flag = f"--{name.replace('_', '-')} {value}"
-            how = f"leave it out, or use --engine {' or '.join(able)}"
-            raise UserError(f"{flag} is not for --engine {engine_name}: {how}", everywhere=True)
+def require_same_flags(engine: Engine, flags: Mapping[str, object]) -> None:
+    """Raise UserError on every rank if flags differ between ranks. --data-dir may differ between hosts. A collective."""
+    mine = {name: str(value) for name, value in flags.items() if name != "data_dir"}
+    everyone = engine.all_gather_object(mine, "flags")
+    for rank, theirs in enumerate(everyone):
+        if unlike := [name for name in mine if theirs.get(name) != everyone[0].get(name)]:
+            pairs = (f"--{name.replace('_', '-')} {everyone[0].get(name)} and {theirs.get(name)}" for name in unlike)
+            said = (
+                f"ranks 0 and {rank} have different flags ({'; '.join(pairs)}): start every rank with the same command"
+            )
+            raise UserError(said, everywhere=True)

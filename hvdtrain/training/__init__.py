@@ -1,9 +1,9 @@
 """The library for your own training programs: `from hvdtrain import training`. See docs/script.md."""
 
+from hvdtrain.cli import count, fraction, non_negative, positive, positive_int
+from hvdtrain.cli import training_parser as parser
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.exit_codes import run as main
-from hvdtrain.engines.flags import count, fraction, non_negative, positive, positive_int
-from hvdtrain.training.flags import parser
 from hvdtrain.training.run import Run
 from hvdtrain.training.start import start
 from hvdtrain.training.state import Metric

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
+from hvdtrain.cli import Flags
 from hvdtrain.data import loading
 from hvdtrain.data.loading import Plan, Source, mixed_seed
 from hvdtrain.data.sharding import Batch as Planned
 from hvdtrain.data.sharding import shard
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.flags import Flags
 from hvdtrain.training.state import Initial, TrainState
 
 

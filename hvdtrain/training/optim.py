@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
-SCHEDULES = ("constant", "onecycle", "cosine", "step")
-OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
 def scaled_rate(rate: float, scaling: str, size: int, reduction: str = "average", accumulate: int = 1) -> float:

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.cli import Flags
 from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.weights import load_weights
 from hvdtrain.training.contents import floating_buffers
-from hvdtrain.training.flags import Flags
 from hvdtrain.training.resilience.guard import named_parameters
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.cli import Flags
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import checkpoint, contents
 from hvdtrain.training.cadence import Cadence
-from hvdtrain.training.flags import Flags
 from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.state import Initial, Metric, TrainState
 

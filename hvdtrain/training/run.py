@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdtrain.cli import Flags
 from hvdtrain.data.loading import Plan, mixed_seed
 from hvdtrain.data.sharding import passes_per_step
-from hvdtrain.engines import flags as cli
-from hvdtrain.engines.base import Engine
+from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.exit_codes import TARGET_MISSED
 from hvdtrain.training.evaluation import CutShort, Evaluation
-from hvdtrain.training.flags import Flags
 from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators, to_device
 from hvdtrain.training.journal import Journal
 from hvdtrain.training.prepared import Prepared
@@ -92,7 +91,7 @@ class Run:
         """Return an autocast context manager for --amp. `step.batches` and `evaluating` enter it automatically."""
         if self.flags.amp == "off":
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, cli.AMP_DTYPES[self.flags.amp])
+        return torch.autocast(self.device.type, AMP_DTYPES[self.flags.amp])
 
     def describe_data(self, name: str, reason: str, **facts: object) -> None:
         """Print and record which data is used. Raises UserError if the run to resume used other data.

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from hvdtrain.cli import Flags
 from hvdtrain.data import leftovers
-from hvdtrain.engines import flags as cli
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.start import require_same_flags
 from hvdtrain.engines.start import start as start_engine
-from hvdtrain.training.flags import Flags
 from hvdtrain.training.inputs import seed_generators
 from hvdtrain.training.records.profiling import Profile
 from hvdtrain.training.records.telemetry import Telemetry
@@ -47,7 +47,7 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
 def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iterator[Run]:
     """Do the same as `start`, with an engine that is already running."""
     asked = flags.given()
-    cli.require_equal(engine, asked)
+    require_same_flags(engine, asked)
     flags.compression = engine.choose_compression(flags.compression)
     flags.amp = engine.choose_amp(flags.amp)
     if flags.gradient_predivide_factor is None:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.engines.arguments import Parser
+from hvdtrain.cli import Parser
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.training.checkpoint import Damaged, read

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hvdtrain import benchmark, doctor, imagenet, lm, mnist, reduce, report, scaling, starter
-from hvdtrain.engines import arguments, cores, exit_codes, launchers, meeting, rendezvous
-from hvdtrain.engines import flags as cli
+from hvdtrain import benchmark, cli, doctor, imagenet, lm, mnist, reduce, report, scaling, starter
+from hvdtrain.engines import cores, exit_codes, launchers, meeting, rendezvous
 from hvdtrain.engines.errors import UserError
 from tests.single.examples import one_line, tried
 
@@ -39,14 +38,14 @@ PARSERS = {
 def flags_of(script: str) -> list[str]:
     """Return every flag that a script has, as its own help lists them."""
     known: list[str] = []
-    parse_args = arguments.Parser.parse_args
+    parse = cli.Parser.parse
 
-    def listed(self, argv=None, namespace=None):
+    def listed(self, argv=None, recipes=None):
         known.extend(option for action in self._actions for option in action.option_strings)
-        return parse_args(self, argv, namespace)
+        return parse(self, argv, recipes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arguments.Parser, "parse_args", listed)
+        patch.setattr(cli.Parser, "parse", listed)
         with contextlib.suppress(UserError):  # it needs one that was not given
             PARSERS[script]([])
     return sorted(set(known) - {"-h", "--help"})

@@ -1,0 +1,384 @@
+"""The command line of every command: one parser, groups of flags, and number types that reject what cannot be meant.
+
+Does not import torch, so that a command line with a mistake fails at once.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hvdtrain.engines.errors import UserError
+
+ENGINES = ("horovod", "ddp", "dataparallel", "serial")
+AMP = ("off", "fp16", "bf16", "auto")
+SCHEDULES = ("constant", "onecycle", "cosine", "step")  # optim.schedule_factor
+OPTIMIZERS = ("sgd", "adam", "adamw")
+TRACKERS = ("mlflow",)
+# Flags that an engine does not support, with the values that it refuses; None: every value.
+UNSUPPORTED: dict[str, dict[str, tuple[str, ...] | None]] = {
+    "horovod": {},
+    "ddp": {"reduction": ("adasum",)},
+    "dataparallel": {"compression": ("fp16",), "reduction": ("sum", "adasum"), "gradient_predivide_factor": None},
+    "serial": {"compression": ("fp16",), "reduction": ("sum", "adasum"), "gradient_predivide_factor": None},
+}
+# Flags that may change when a run is resumed: where and how it runs, its output, and when it ends early.
+MAY_CHANGE = frozenset({
+    *("check_steps", "checkpoint_steps", "compression", "device", "engine", "gradient_predivide_factor", "keep"),
+    *("log_steps", "max_skipped", "no_progress", "output_dir", "profile", "resume", "step_timeout", "tensorboard"),
+    *("threads", "track", "tuning", "verbose", "weights"),
+})  # fmt: skip
+LARGEST = 1e38  # upper limit of floating-point flags: they are combined with float32 weights, whose maximum is 3.4e38
+Recipes = Mapping[str, Mapping[str, object]]
+
+
+class Flags(argparse.Namespace):
+    """The parsed flags of `program`.
+
+    may_change: names of the flags that may change when a run is resumed. derived: names of the flags that were not given,
+    and whose value follows from the number of ranks; it may differ when another number of ranks resumes.
+    """
+
+    def __init__(self, program: str):
+        super().__init__()
+        self._program, self._may_change, self._derived = program, MAY_CHANGE, frozenset[str]()
+
+    @property
+    def program(self) -> str:
+        return self._program
+
+    @property
+    def may_change(self) -> frozenset[str]:
+        return self._may_change
+
+    @property
+    def derived(self) -> frozenset[str]:
+        return self._derived
+
+    def derive(self, name: str, value: object) -> None:
+        """Set a flag that was not given, from the number of ranks."""
+        setattr(self, name, value)
+        self._derived |= {name}
+
+    def given(self) -> dict[str, object]:
+        """Return the flags by name, as stored in records and checkpoints."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UserError on invalid input: one line instead of the usage text from every rank."""
+
+    def __init__(self, name: str, description: str | None):
+        super().__init__(
+            prog=name,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self._may_change: frozenset[str] = MAY_CHANGE
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists every flag)", everywhere=True)
+
+    def may_change_on_resume(self, *names: str) -> None:
+        """Declare flags of the script that may change when a run is resumed, because they do not affect training."""
+        self._may_change |= {name.lstrip("-").replace("-", "_") for name in names}
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Flags:  # type: ignore[override]
+        """The same as `parse`, under argparse's name."""
+        return self.parse(args)
+
+    def parse(self, argv: Sequence[str] | None = None, recipes: Recipes | None = None) -> Flags:
+        """Parse `argv` (default: sys.argv) and set each flag that is None from the recipe chosen by --recipe.
+
+        Raises UserError for invalid flags and unsupported combinations.
+        """
+        flags = super().parse_args(argv, Flags(self.prog))
+        flags._may_change = self._may_change
+        for name, value in (recipes or {}).get(getattr(flags, "recipe", ""), {}).items():
+            if getattr(flags, name) is None:
+                setattr(flags, name, value)
+        given = flags.given()
+        if "engine" in given:
+            refuse_unsupported(flags.engine, given)
+        if (given.get("amp"), given.get("reduction")) == ("fp16", "adasum"):
+            # Adasum steps inside backward(), on scaled gradients, and ranks would detect overflows independently.
+            raise UserError("--amp fp16 cannot go with --reduction adasum: use --amp bf16", everywhere=True)
+        for name in ("checkpoint_steps", "profile", "tensorboard", "track"):
+            if given.get(name) and given["output_dir"] is None:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} needs --output-dir, to write there", everywhere=True)
+        return flags
+
+
+def refuse_unsupported(engine: str, given: Mapping[str, object]) -> None:
+    """Raise UserError if the engine does not support one of the flags given (None: not given)."""
+    for name, refused in UNSUPPORTED[engine].items():
+        value = given.get(name)
+        if value is None or (refused is not None and value not in refused):
+            continue
+        lacking = {other: UNSUPPORTED[other].get(name, ()) for other in ENGINES}
+        able = [other for other, values in lacking.items() if values is not None and value not in values]
+        flag, how = f"--{name.replace('_', '-')} {value}", f"leave it out, or use --engine {' or '.join(able)}"
+        raise UserError(f"{flag} is not for --engine {engine}: {how}", everywhere=True)
+
+
+def training_parser(name: str, description: str | None, **defaults: object) -> Parser:
+    """Return a parser with the flags of every training run.
+
+    name: of the program, used in messages. defaults: default values of these flags, such as `epochs=20, batch_size=64`.
+    """
+    made = Parser(name, description)
+    add_run(made)
+    add_fault_tolerance(made)
+    made.set_defaults(**defaults)
+    return made
+
+
+def add_run(group: Parser) -> None:
+    """Add the flags for the length of training, batches, precision, devices and output."""
+    group.add_argument("--epochs", type=positive_int, default=10)
+    group.add_argument("--batch-size", type=positive_int, default=32, help="samples per rank and micro-batch")
+    group.add_argument(
+        "--accumulate",
+        "--gradient-accumulation-steps",
+        type=positive_int,
+        default=1,
+        help="micro-batches per step; their gradients are averaged",
+    )
+    group.add_argument(
+        "--amp",
+        choices=AMP,
+        default="off",
+        help="compute in this type where it is safe; fp16 scales the loss; auto: bf16 if the device supports it",
+    )
+    add_compression(group)
+    group.add_argument(
+        "--gradient-predivide-factor",
+        type=positive,
+        help="divide gradients by this before summing them over ranks (default: 1; with fp16 the number of ranks)",
+    )
+    group.add_argument(
+        "--reduction",
+        choices=("average", "sum", "adasum"),
+        default="average",
+        help="how gradients are reduced over ranks (default: average)",
+    )
+    group.add_argument("--weights", type=Path, help="start from the state_dict in this file (.pt or .safetensors)")
+    add_engine(group)
+    group.add_argument(
+        "--seed", type=seed, default=1, help="seed of the weights and of the order of the samples (default: 1)"
+    )
+    group.add_argument(
+        "--output-dir",
+        type=Path,
+        help="write metrics.jsonl, summary.json and checkpoints to this directory (default: write nothing)",
+    )
+    group.add_argument(
+        "--log-steps",
+        type=positive_int,
+        default=50,
+        help="steps between two train events in metrics.jsonl (default: 50)",
+    )
+    group.add_argument("--no-progress", action="store_true", help="show no progress")
+    group.add_argument("-v", "--verbose", action="store_true", help="print each automatic setting, one per line")
+    group.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="also write scalars and the model's graph to --output-dir/tensorboard",
+    )
+    group.add_argument(
+        "--track",
+        choices=TRACKERS,
+        help="also record the run with MLflow, where MLFLOW_TRACKING_URI says (default: in --output-dir/mlflow)",
+    )
+    group.add_argument(
+        "--profile",
+        type=positive_int,
+        metavar="STEPS",
+        help="record this many steps of every rank into --output-dir/profile.json.gz (for ui.perfetto.dev)",
+    )
+
+
+def add_fault_tolerance(group: Parser) -> None:
+    """Add the flags for checkpoints, restarts and failures (docs/surviving.md)."""
+    group.add_argument(
+        "--checkpoint-steps",
+        type=count,
+        metavar="N",
+        help="save a checkpoint every N steps, in addition to the end of each epoch (default: as often as that takes at "
+        "most 1 %% of the time; of these, the newest two are kept; 0: only at the end of each epoch)",
+    )
+    group.add_argument(
+        "--keep",
+        type=positive_int,
+        default=3,
+        help="how many of the newest checkpoints to keep, besides the best (default: 3; automatic ones do not count)",
+    )
+    group.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="auto: continue the run in --output-dir, if there is one; PATH: start from this checkpoint (default: auto)",
+    )
+    group.add_argument(
+        "--check-steps",
+        type=count,
+        default=100,
+        help="steps between two checks that the weights are the same on all ranks (default: 100; 0: never)",
+    )
+    group.add_argument(
+        "--max-skipped",
+        type=count,
+        help="skip up to this many steps in a row whose gradients are not finite (default: 0; 20 with --amp fp16)",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=non_negative,
+        metavar="SECONDS",
+        help="seconds without progress before the hung rank is named and the job ends (default: 30, or 20 times the longest "
+        "step so far if that is more; a given value: at least 3 times the longest step; 10 minutes or 10 times as long for "
+        "the first step; time without a free core does not count; 0: wait forever)",
+    )
+
+
+def add_optimization(group: Parser) -> None:
+    """Add the optimization flags of classifiers. Those not given are set from the recipe."""
+    group.add_argument("--lr", type=positive, help="peak learning rate, before scaling")
+    group.add_argument(
+        "--lr-scaling", choices=("none", "linear"), help="linear: multiply the rate by the number of ranks"
+    )
+    group.add_argument("--lr-schedule", choices=SCHEDULES)
+    group.add_argument("--warmup-epochs", type=non_negative, help="linear warm-up, in epochs (fractions allowed)")
+    group.add_argument("--optimizer", choices=OPTIMIZERS)
+    group.add_argument("--momentum", type=fraction, help="sgd: momentum; adam, adamw: beta 1")
+    group.add_argument("--weight-decay", type=non_negative)
+    group.add_argument("--label-smoothing", type=fraction)
+    group.add_argument(
+        "--target-accuracy",
+        type=accuracy,
+        help="stop when the test accuracy (0 to 1) is reached; exit code 3 if it is not",
+    )
+    group.may_change_on_resume("recipe", "target_accuracy")
+
+
+def add_engine(group: Parser) -> None:
+    """Add the flags for the arguments of `start`: engine, device, threads, tuning."""
+    group.add_argument(
+        "--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)"
+    )
+    group.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+    )
+    group.add_argument(
+        "--threads", type=threads, help="torch threads per rank (default: this rank's share of the cores)"
+    )
+    group.add_argument(
+        "--tuning",
+        choices=("auto", "off"),
+        default="auto",
+        help="auto: settings that make Horovod, MPI and malloc fast, unless you set them; off: keep all defaults",
+    )
+
+
+def add_compression(group: Parser) -> None:
+    """Add the flags for gradient compression."""
+    group.add_argument(
+        "--compression",
+        choices=("none", "fp16", "auto"),
+        default="none",
+        help="of gradients on the network; auto: fp16 between hosts, none within a host",
+    )
+    group.add_argument(
+        "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"
+    )
+
+
+def some_of(able: Collection[str]) -> Callable[[str], list[str]]:
+    """Return an argparse type for a comma-separated list of names from `able`. Duplicates are removed.
+
+    The returned function raises ArgumentTypeError for a name that is not in `able`.
+    """
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in able:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(able)}")
+        return list(dict.fromkeys(names))
+
+    return parse
+
+
+def positive_int(text: str) -> int:
+    """Return `text` as an int of at least 1. Raises ArgumentTypeError."""
+    return _whole(text, 1, 2**31 - 1)
+
+
+def count(text: str) -> int:
+    """Return `text` as an int of at least 0. Raises ArgumentTypeError."""
+    return _whole(text, 0, 2**31 - 1)
+
+
+def byte_count(text: str) -> int:
+    """Return `text` as a number of bytes from 1 to 2**50. Raises ArgumentTypeError."""
+    return _whole(text, 1, 2**50)
+
+
+def seed(text: str) -> int:
+    """Return `text` as a random seed from 0 to 2**63 - 1. Raises ArgumentTypeError."""
+    return _whole(text, 0, 2**63 - 1)
+
+
+def threads(text: str) -> int:
+    """Return `text` as a number of threads from 1 to 1024. Raises ArgumentTypeError."""
+    return _whole(text, 1, 1024)  # torch itself has no limit
+
+
+def non_negative(text: str) -> float:
+    """Return `text` as a float of at least 0. Raises ArgumentTypeError."""
+    return _number(text, least=0.0, open_end=False)
+
+
+def positive(text: str) -> float:
+    """Return `text` as a float greater than 0. Raises ArgumentTypeError."""
+    return _number(text, least=0.0, open_end=True)
+
+
+def accuracy(text: str) -> float:
+    """Return `text` as a float greater than 0 and at most 1. Raises ArgumentTypeError."""
+    value = _number(text, least=0.0, open_end=True)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1 (99 % is 0.99)")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Return `text` as a float of at least 0 and less than 1. Raises ArgumentTypeError."""
+    value = _number(text, least=0.0, open_end=False)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
+    return value
+
+
+def _whole(text: str, least: int, most: int) -> int:
+    # int() also accepts 1_000, and raises a different error for more than 4,300 digits.
+    value = int(text) if re.fullmatch("[+-]?[0-9]{1,4000}", text) else least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number of at least {least}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is more than {most}, the largest value allowed")
+    return value
+
+
+def _number(text: str, *, least: float, open_end: bool) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (least < value if open_end else least <= value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {'above' if open_end else 'of at least'} {least:g}")
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {LARGEST:g}, the largest value allowed")
+    return value
