@@ -4,7 +4,7 @@ python -m hvdtrain.imagenet --data-dir DIR                          one process;
 mpirun -np 8 python -m hvdtrain.imagenet --data-dir DIR             eight ranks, one GPU each
 torchrun --nproc-per-node 8 -m hvdtrain.imagenet --engine ddp --data-dir DIR
 
---dataset shards --data-dir DIR     tar files, DIR/train/*.tar and DIR/val/*.tar (hvdtrain.data.shards makes them)
+--dataset shards --data-dir DIR     tar files, DIR/train/*.tar and DIR/val/*.tar (hvdtrain.data.make_shards makes them)
 --dataset synthetic                 random images, made once on the device
 --model resnet18 --image-size 64    any torchvision classifier, any size
 --amp bf16 --compile                mixed precision, torch.compile

@@ -4,7 +4,7 @@ python -m hvdtrain.mnist                                  one process
 horovodrun -np 2 python -m hvdtrain.mnist                 two ranks on this machine
 horovodrun --gloo -np 2 python -m hvdtrain.mnist          the same without MPI
 mpirun -np 4 python -m hvdtrain.mnist                     the same, started by MPI
-horovodrun -np 8 -H a:4,b:4 python -m hvdtrain.mnist      two hosts
+launch/horovodrun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.mnist   two hosts (hvdtrain.unpack writes launch/)
 
 --dataset mnist --data-dir DIR      the IDX files in DIR, compressed or not
 --recipe classic --epochs 10        plain SGD at a constant rate, as tutorials do

@@ -6,8 +6,8 @@ MASTER_ADDR=a MASTER_PORT=9000 WORLD_SIZE=2 RANK=0 python -m hvdtrain.starter --
 MASTER_ADDR=a MASTER_PORT=9000 WORLD_SIZE=2 RANK=1 python -m hvdtrain.starter --local-ranks 8 -m hvdtrain.mnist  on host b
 
 With --local-ranks, this process imports torch, Horovod and the program's modules once, then forks the ranks; WORLD_SIZE and
-RANK count hosts. Signals are forwarded to the ranks. If a rank fails, the others are ended, and the starter exits with the
-code of the first that failed.
+RANK count hosts. More ranks than cores or GPUs need --oversubscribe. Signals are forwarded to the ranks. If a rank
+fails, the others are ended, and the starter exits with the code of the first that failed.
 
 srun --ntasks 8 python -m hvdtrain.starter -m hvdtrain.mnist                                 a process per rank, by Slurm
 MASTER_ADDR=a MASTER_PORT=9000 WORLD_SIZE=2 RANK=0 python -m hvdtrain.starter -m hvdtrain.mnist         on host a

@@ -1,7 +1,8 @@
-"""Measure hvdtrain against its bounds and its peers, and write the table and the picture of docs/speed.md.
+"""Measure hvdtrain against its bounds and its peers, and print the rows; on request, write them into docs/speed.md.
 
 make bench BENCH="--data-dir DIR"                                    all rows, 7 repeats: hours on two cores
-python -m tests.bench --rows throughput-2,start-2 --repeats 3        some of them; the others keep what docs/speed.md has
+make bench BENCH="--rows none --docs docs"                           write what was measured into docs/speed.md
+python -m tests.bench --rows throughput-2,start-2 --repeats 3        some of them
 python -m tests.bench --rows whole --add --data-dir DIR --peers PEERS
 
 Each repeat runs every side of a comparison once, in a random order, and takes the ratio: a slow minute touches both sides.
@@ -29,7 +30,7 @@ HEAD = """# Speed
 
 Made by `make bench` (`python -m tests.bench --help`); how each row is measured stands in `tests/bench/measurements.py` and
 `peers.py`. Ratios of runs on the same machine, interleaved; median over the repeats, and their range. "Before" is what the
-first prototype had, where it was measured; "reach" is what we set out for. A row stands until it is measured again.
+first prototype had, where it was measured; "reach" is the target. A row stands until it is measured again.
 
 """
 
@@ -45,18 +46,24 @@ def main() -> int:
     parser.add_argument("--data-dir", type=lambda text: Path(text).resolve(), help="where MNIST's files are")
     parser.add_argument("--peers", type=lambda text: Path(text).resolve(), help="where the peers' examples are")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "bench", help="what was measured, row by row")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="gets speed.md and the plot (PNG, SVG, PDF)")
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        help="write speed.md and its plot (PNG, SVG, PDF) there; rows not measured keep what it has",
+    )
     flags = parser.parse_args()
     wanted = [] if flags.rows == "none" else flags.rows.split(",")
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"--rows: {unknown[0]!r} is not one of {', '.join(known)}")
-    for directory in (flags.results, flags.docs):  # before hours of measuring
+    for directory in filter(None, (flags.results, flags.docs)):  # before hours of measuring
         directory.mkdir(parents=True, exist_ok=True)
     for name in wanted:
         measure(known[name], flags)
-    found = collect(list(known.values()), flags.results, flags.docs / "speed.md")
-    write(list(known.values()), found, flags.results, flags.docs)
-    print(table(list(known.values()), found))
+    if flags.docs is not None:
+        found = collect(list(known.values()), flags.results, flags.docs / "speed.md")
+        write(list(known.values()), found, flags.results, flags.docs)
+    shown = [known[name] for name in wanted] or list(known.values())
+    print(table(shown, collect(shown, flags.results, ROOT / "docs" / "speed.md")))
     return 0
 
 
@@ -155,7 +162,8 @@ def write(known: list[Group], found: dict[str, Found], results: Path, docs: Path
     parts = [
         HEAD,
         table(known, found),
-        "\n\n![what was reached, over what we set out for](speed.png)\n\n## Commands\n\n",
+        "\n\n![each row's median and range, relative to its target: a mark right of 1 has reached it](speed.png)",
+        "\n\n## Commands\n\n",
         "\n".join(commands(known, results, docs / "speed.md")),
         "\n",
     ]

@@ -1,7 +1,8 @@
 """The documentation's commands, run in order as a reader would type them, and what is said to come out of them.
 
 A block marked ```sh is run; one marked ```sh slow only by `make test-all`. One marked ```python NAME becomes the file NAME.
-A block marked ```text right after commands is what they print: the same words, line for line, but not the same numbers;
+A block marked ```text right after commands is what they print: the same words, line for line, but not the same numbers,
+and without samples/s at the end of a line;
 `...` alone on a line stands for any lines.
 """
 
@@ -43,7 +44,7 @@ def blocks(text: str) -> list[Block]:
 def words(output: str) -> list[str]:
     """Return the lines with numbers and hashes taken out, without those that depend on the machine."""
     lines = [line.strip() for line in output.replace("[1,0]<stdout>:", "").splitlines()]
-    lines = [line for line in lines if line and not OF_THIS_MACHINE.match(line)]
+    lines = [re.sub(r"  [\d,]+ samples/s$", "", line) for line in lines if line and not OF_THIS_MACHINE.match(line)]
     return [re.sub(r"\b[0-9a-f]{64}\b|\d[\d,.]*", "#", line) for line in lines]
 
 

@@ -1,6 +1,7 @@
 """The table of docs/speed.md: what a part of the rows leaves of the others."""
 
 import json
+import sys
 
 import pytest
 
@@ -27,6 +28,20 @@ def results(directory, **values):
 def written(measured, docs) -> str:
     bench.write(GROUPS, bench.collect(GROUPS, measured, docs / "speed.md"), measured, docs)
     return (docs / "speed.md").read_text()
+
+
+def test_measuring_leaves_the_documentation_as_it_is(tmp_path, monkeypatch, capsys):
+    measured = results(tmp_path / "measured", fast=[1.0, 3.0, 2.0])
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(bench, "groups", lambda: GROUPS)
+    monkeypatch.setattr(sys, "argv", ["bench", "--rows", "none", "--results", str(measured)])
+    assert bench.main() == 0
+    assert "| **2** (1 to 3) | 3 | the wire |" in capsys.readouterr().out
+    assert list((tmp_path / "docs").iterdir()) == []
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--docs", str(tmp_path / "docs")])
+    assert bench.main() == 0
+    assert "| **2** (1 to 3) | 3 | the wire |" in (tmp_path / "docs" / "speed.md").read_text()
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """What the documentation shows can be typed, and what it links to is there. (tests/e2e/docs runs it.)"""
 
+import ast
 import importlib
 import os
 import re
@@ -32,6 +33,13 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 def test_every_command_shown_can_be_parsed(path):
     for module, flags in commands(path.read_text()):
         importlib.import_module(module).parse(flags)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_commands_that_a_help_text_names_exist(path):
+    """`hvdtrain.data.shards` was named as what makes shards: it can be imported, and does nothing when run."""
+    for name in re.findall(r"\bhvdtrain(?:\.\w+)+", ast.get_docstring(ast.parse(path.read_text()))):
+        assert callable(importlib.import_module(name).main), name
 
 
 def test_the_readme_shows_commands():

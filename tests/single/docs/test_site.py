@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 
 from hvdtrain import training
+from hvdtrain.training.step import Step
 
 ROOT = Path(__file__).resolve().parents[3]
 SITE = ROOT / "docs" / "site"
@@ -45,6 +47,11 @@ def test_the_navigation_lists_every_page_once():
 def test_the_api_page_has_what_programs_import():
     named = set(re.findall(r"hvdtrain\.training\.(\w+)", (SITE / "api.md").read_text()))
     assert set(training.__all__) <= named
+
+
+def test_the_api_page_has_what_a_program_iterates_over():
+    (yielded,) = typing.get_args(typing.get_type_hints(Step.batches)["return"])
+    assert f"autoclass:: {yielded.__module__}.{yielded.__qualname__}()" in (SITE / "api.md").read_text()
 
 
 @built
