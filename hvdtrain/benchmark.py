@@ -73,7 +73,12 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--amp", choices=cli.AMP, default="off", help="compute in this type where it is safe")
     parser.add_argument("--channels-last", action="store_true", help="store images as height, width, channel")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
-    parser.add_argument("--input", choices=("synthetic", "mock", "real"), default="synthetic")
+    parser.add_argument(
+        "--input",
+        choices=("synthetic", "mock", "real"),
+        default="synthetic",
+        help="synthetic: random samples in memory (default); mock: one prepared batch again and again; real: as training reads",
+    )
     parser.add_argument("--dataset", choices=idx.NAMES, default="auto", help="with --input real and convnet")
     parser.add_argument("--data-dir", type=Path, help="with --input real")
     parser.add_argument("--workers", type=cli.count, help="with image folders: input processes per rank")
@@ -85,7 +90,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
         "--repeats", type=cli.positive_int, default=10, help="number of repeats; their mean is the result (default: 10)"
     )
     parser.add_argument("--steps", type=cli.positive_int, help="steps per repeat (default: as many as take a second)")
-    parser.add_argument("--seed", type=cli.seed, default=1)
+    parser.add_argument("--seed", type=cli.seed, default=1, help="of weights and data (default: 1)")
     parser.add_argument(
         "--output-dir", type=Path, help="write benchmark.json to this directory (default: write nothing)"
     )

@@ -138,7 +138,7 @@ def training_parser(name: str, description: str | None, **defaults: object) -> P
 
 def add_run(group: Parser) -> None:
     """Add the flags for the length of training, batches, precision, devices and output."""
-    group.add_argument("--epochs", type=positive_int, default=10)
+    group.add_argument("--epochs", type=positive_int, default=10, help="passes through the training set")
     group.add_argument("--batch-size", type=positive_int, default=32, help="samples per rank and micro-batch")
     group.add_argument(
         "--accumulate",
@@ -249,12 +249,14 @@ def add_optimization(group: Parser) -> None:
     group.add_argument(
         "--lr-scaling", choices=("none", "linear"), help="linear: multiply the rate by the number of ranks"
     )
-    group.add_argument("--lr-schedule", choices=SCHEDULES)
+    group.add_argument(
+        "--lr-schedule", choices=SCHEDULES, help="how the rate changes during training (docs/choosing.md)"
+    )
     group.add_argument("--warmup-epochs", type=non_negative, help="linear warm-up, in epochs (fractions allowed)")
-    group.add_argument("--optimizer", choices=OPTIMIZERS)
+    group.add_argument("--optimizer", choices=OPTIMIZERS, help="default: that of the recipe")
     group.add_argument("--momentum", type=fraction, help="sgd: momentum; adam, adamw: beta 1")
-    group.add_argument("--weight-decay", type=non_negative)
-    group.add_argument("--label-smoothing", type=fraction)
+    group.add_argument("--weight-decay", type=non_negative, help="L2 penalty; adamw: decoupled weight decay")
+    group.add_argument("--label-smoothing", type=fraction, help="share of each label that is spread over all classes")
     group.add_argument(
         "--target-accuracy",
         type=accuracy,

@@ -348,8 +348,8 @@ def show(findings: list[dict[str, object]], size: int, as_json: bool) -> None:
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.doctor", __doc__)
-    parser.add_argument("--engine", choices=cli.ENGINES, default="horovod")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--engine", choices=cli.ENGINES, default="horovod", help="what training would use")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what training would use")
     parser.add_argument("--data-dir", type=Path, help="where MNIST's files should be")
     parser.add_argument("--output-dir", type=Path, help="where training would write; checks whether all hosts share it")
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON object")

@@ -54,7 +54,9 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's 
 def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.imagenet", __doc__, epochs=None, batch_size=None)
-    parser.add_argument("--dataset", choices=("folder", "shards", "synthetic"), default="folder")
+    parser.add_argument(
+        "--dataset", choices=("folder", "shards", "synthetic"), default="folder", help="default: folder"
+    )
     parser.add_argument("--data-dir", type=Path, help="directory with train/ and val/, of folders or of shards")
     parser.add_argument("--train-shards", help="a glob, a brace pattern, a URL or pipe:COMMAND, instead of --data-dir")
     parser.add_argument("--test-shards", help="the same for the test set")
@@ -80,9 +82,13 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         default=0.001,
         help="stop if more samples than this cannot be read: a share if below 1, else a number (default: 0.001)",
     )
-    parser.add_argument("--recipe", choices=tuple(RECIPES), default="cosine")
+    parser.add_argument(
+        "--recipe", choices=tuple(RECIPES), default="cosine", help="a set of values for the flags not given"
+    )
     parser.add_argument("--model", default="resnet50", help="any torchvision classifier (default: resnet50)")
-    parser.add_argument("--memory-format", choices=tuple(MEMORY_FORMATS), default="channels_last")
+    parser.add_argument(
+        "--memory-format", choices=tuple(MEMORY_FORMATS), default="channels_last", help="of the images and of computing"
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     add_optimization(parser)
     parser.may_change_on_resume(

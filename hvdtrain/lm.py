@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     parser = training.parser("hvdtrain.lm", __doc__, epochs=None, batch_size=None, accumulate=None)
     add = parser.add_argument
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="default: the standard library's sources")
-    add("--recipe", choices=tuple(RECIPES), default="shakespeare-cpu")
+    add("--recipe", choices=tuple(RECIPES), default="shakespeare-cpu", help="a set of values for the flags not given")
     add("--tokens", choices=vocabularies.KINDS, help="pairs: needs the package tokenizers")
     add(
         "--vocabulary-size",
@@ -66,17 +66,17 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         help="pairs: number of tokens to learn from the text",
     )
     add("--tokenizer", type=Path, help="pairs: use this tokenizer.json instead of learning one")
-    add("--layers", type=training.positive_int)
+    add("--layers", type=training.positive_int, help="transformer blocks")
     add("--heads", type=training.positive_int, help="attention heads per layer")
     add("--width", type=training.positive_int, help="values per token")
     add("--context", type=training.positive_int, help="tokens per window")
     add("--tied", action=BooleanOptionalAction, help="share the token embedding's weights with the head")
     add("--bias", action=BooleanOptionalAction, help="biases in linear layers and layer norms")
-    add("--dropout", type=training.fraction)
+    add("--dropout", type=training.fraction, help="share of activations that are zeroed in training")
     add("--steps", type=training.positive_int, help="number of steps; or give --epochs N, passes through the text")
     add("--lr", type=training.positive, help="learning rate after the warm-up")
     add("--min-lr", type=training.non_negative, help="learning rate at the end of the cosine")
-    add("--warmup-steps", type=training.count)
+    add("--warmup-steps", type=training.count, help="steps of linear warm-up")
     add("--beta2", type=training.fraction, help="AdamW's beta 2; beta 1 is 0.9")
     add("--weight-decay", type=training.non_negative, help="weight decay of matrices; vectors do not decay")
     add("--clip-norm", type=training.positive, help="clip each step's gradient to this norm")

@@ -60,7 +60,9 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     )
     parser.add_argument("--data-dir", type=Path, help="where the data files are, or are downloaded to")
     parser.add_argument("--train-samples", type=training.positive_int, help="train only on the first N samples")
-    parser.add_argument("--recipe", choices=tuple(RECIPES), default="fast")
+    parser.add_argument(
+        "--recipe", choices=tuple(RECIPES), default="fast", help="a set of values for the flags not given"
+    )
     parser.add_argument("--model", choices=tuple(MODELS), help="default: cosinenet; with --recipe classic convnet")
     add_optimization(parser)
     # On resume, the resulting data set and number of samples are compared instead of these flags.

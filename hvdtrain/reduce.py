@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.reduce", __doc__)
     # dest: `refuse_foreign` has other rules for a `reduction` of gradients.
-    parser.add_argument("--reduction", dest="op", choices=REDUCTIONS, default="sum")
+    parser.add_argument("--reduction", dest="op", choices=REDUCTIONS, default="sum", help="default: sum")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32; with --sweep float32 and float16")
     parser.add_argument(
         "--sweep", action="store_true", help="measure its speed from --min-bytes to --max-bytes, in powers of two"

@@ -50,7 +50,7 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Return the command's flags. Raises UserError."""
     parser = cli.Parser("hvdtrain.data.make_shards", __doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="has train/CLASS/* and val/CLASS/*")
     parser.add_argument("shards", type=Path, help="a new directory")
     parser.add_argument("--samples-per-shard", type=cli.positive_int, default=1000, help="maximum (default: 1000)")
     parser.add_argument("--seed", type=cli.seed, default=1, help="seed of the order (default: 1)")

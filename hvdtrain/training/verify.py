@@ -17,7 +17,7 @@ from hvdtrain.training.checkpoint import Damaged, read
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Return the command's flags. Raises UserError."""
     parser = Parser("hvdtrain.training.verify", __doc__)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, help="a checkpoint")
     parser.add_argument("--export", type=Path, metavar="W.safetensors", help="write the model's weights there")
     return parser.parse_args(argv)
 
