@@ -77,7 +77,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
         "--input",
         choices=("synthetic", "mock", "real"),
         default="synthetic",
-        help="synthetic: random samples in memory (default); mock: one prepared batch again and again; real: as training reads",
+        help="synthetic: random samples in memory (default); mock: one prepared batch always; real: as training reads",
     )
     parser.add_argument("--dataset", choices=idx.NAMES, default="auto", help="with --input real and convnet")
     parser.add_argument("--data-dir", type=Path, help="with --input real")
