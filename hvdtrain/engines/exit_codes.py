@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import announced
-from hvdtrain.engines.lines import write_whole_lines
+from hvdtrain.engines.lines import say_within, write_whole_lines
 from hvdtrain.engines.processes import require_proc
 
 # 0: success.
@@ -65,4 +65,4 @@ def say(error: UserError | Failure, script: str) -> None:
         script += f": rank {rank} on {socket.gethostname()}"
     if rank == 0 or not error.everywhere:
         line = " ".join(str(error).splitlines())  # user input in the message may contain line breaks
-        print(f"{script}: error: {line}", file=sys.stderr, flush=True)
+        say_within(f"{script}: error: {line}\n")

@@ -19,6 +19,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import say
 from hvdtrain.engines.horovod import HorovodEngine, buckets
 from hvdtrain.engines.launchers import Announced, remedy
+from hvdtrain.engines.lines import WRITE_SECONDS, within
 
 program.HIDDEN.add(__file__)
 
@@ -85,7 +86,7 @@ def leave(error: UserError) -> NoReturn:
     os._exit, because an `hvd.shutdown` on a normal exit would cause errors on the other ranks, which would print first.
     """
     say(error, "hvdtrain.tuned")
-    sys.stdout.flush()
+    within(WRITE_SECONDS, sys.stdout.flush)
     os._exit(error.exit_code)
 
 

@@ -58,6 +58,8 @@ def limited(seconds: float) -> Iterator[None]:
     import socket
     import threading
 
+    from hvdtrain.engines.lines import say_within
+
     rank = next(os.environ[name] for name in RANKS if name in os.environ)
     over = threading.Event()
     late = 0.0 if rank == "0" else RANK_ZERO_FIRST
@@ -65,7 +67,7 @@ def limited(seconds: float) -> Iterator[None]:
     def warn() -> None:
         if not over.wait(seconds + late):
             where = f"rank {rank} on {socket.gethostname()}"
-            sys.stderr.write(
+            say_within(
                 f"hvdtrain: error: {where} could not import torch within {seconds:.0f} s: is its file system slow?\n"
             )
             if not over.wait(2 * AFTER_MESSAGE):  # faulthandler could not write to sys.stderr

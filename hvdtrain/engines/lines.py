@@ -1,7 +1,12 @@
-"""Write output line by line, so that launchers put their tag only at the beginning of each line."""
+"""Lines on standard output and standard error: written whole, and never waited for by what ends a process."""
 
 import contextlib
+import os
 import sys
+import threading
+from collections.abc import Callable
+
+WRITE_SECONDS = 2.0  # for the reader of a last message to take it
 
 
 def write_whole_lines() -> None:
@@ -13,3 +18,42 @@ def write_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # the stream was replaced or closed
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+
+
+def within(seconds: float, action: Callable[[], object]) -> bool:
+    """Call `action` in a thread of its own, and return after at most `seconds`; whether it has ended by then.
+
+    For everything that a process writes before it ends because of a fault: a full pipe (a paused pager, Ctrl-S) and a file
+    system that hangs block a write for ever. Exceptions of `action` are ignored.
+    """
+
+    def call() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=call, name="last words", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # this user may have no more threads
+        return False
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def say_within(text: str, seconds: float = WRITE_SECONDS) -> bool:
+    """Write `text` to standard error, and return after at most `seconds`; whether all of it was written.
+
+    Trap: not through `sys.stderr`, whose lock a thread that never returns would hold when the interpreter flushes it.
+    """
+
+    def write() -> None:
+        try:
+            number = sys.stderr.fileno()
+        except (AttributeError, OSError, ValueError):  # closed, or replaced by an object without a file
+            sys.stderr.write(text)
+            return
+        left = text.encode(errors="backslashreplace")
+        while left:
+            left = left[os.write(number, left) :]
+
+    return within(seconds, write)

@@ -75,6 +75,12 @@ def is_stopped(pid: int, proc: Path = PROC) -> bool:
     return fields is not None and fields[0] in "Tt"
 
 
+def runs(pid: int, proc: Path = PROC) -> bool:
+    """Return whether there is a process of this number that is no zombie."""
+    fields = stat(pid, proc)
+    return fields is not None and fields[0] not in "ZX"
+
+
 def lives(process: Process, proc: Path = PROC) -> bool:
     """Return whether the process still runs. A zombie does not."""
     fields = stat(process.pid, proc)

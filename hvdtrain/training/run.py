@@ -78,6 +78,13 @@ class Run:
         """Tell the watchdog that this rank makes progress. Call it during long operations outside of steps."""
         self.guard.heartbeat()
 
+    def alone(self, seconds: float | None = None) -> contextlib.AbstractContextManager[None]:
+        """Context manager for work of one rank while the others wait: a file of your own, pictures, samples.
+
+        seconds: time limit (default: ten minutes, or ten times the limit of a step if that is more). No collectives inside.
+        """
+        return self.guard.phase("work of one rank", seconds)
+
     def raising_together(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context manager for a block that may fail on some ranks. If one rank raises, every rank raises. A collective."""
         return self.engine.raising_together(name)
@@ -249,6 +256,7 @@ class Run:
         state.train_seconds += self.clock.lap()
         self.journal.ranks(self.clock)
         self._in_steps, self._had_steps = False, True
+        self.guard.leave_steps()
 
     def _finish_step(self, step: Step, opened: Input) -> None:
         state, clock = self.state, self.clock

@@ -111,6 +111,7 @@ class Step:
             raise UserError("step.batches() inside step.batches(): end the first loop before the next")
         loop = self._loops
         self._loops += 1
+        self._shared.guard.compute()
         self._tokens = None
         self._backwards = {}
         yield from self._loop(loop)
@@ -279,6 +280,7 @@ class Step:
                     prepared.scaler.unscale_(one)
                     self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.parameters([one]), clip_norm)
                 prepared.scaler.step(one)  # unscales; skips the step after an overflow, the same on all ranks
+        shared.guard.update()
 
     def record(self, **values: Tensor | float) -> None:
         """Record training metrics of this micro-batch: one value per sample, or their mean. Each metric needs a unique name.

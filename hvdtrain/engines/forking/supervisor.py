@@ -6,7 +6,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Container
@@ -15,6 +14,7 @@ from pathlib import Path
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.exit_codes import FAILED, STOPPED, TARGET_MISSED, WRONG_INPUT
 from hvdtrain.engines.forking.importer import Importer, Orders
+from hvdtrain.engines.lines import say_within
 from hvdtrain.engines.meeting import FAILURE_SECONDS
 
 HANDED_ON = (
@@ -251,6 +251,5 @@ def memory(number: int) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line on stderr."""
-    sys.stderr.write(f"hvdtrain.starter: {line}\n")
-    sys.stderr.flush()
+    """Print a line on stderr, within a limit: the ranks wait for their end."""
+    say_within(f"hvdtrain.starter: {line}\n")

@@ -32,6 +32,7 @@ class Channel:
         connection.settimeout(SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
+        self.error: OSError | None = None  # why nothing more can be received; None also after a regular end
         self._unread = b""
         self._lock = threading.Lock()
         self._sends = True
@@ -50,8 +51,8 @@ class Channel:
         """Return the messages received; None if the peer is gone. Raises ValueError for an invalid message."""
         try:
             data = self.socket.recv(65536)
-        except OSError:
-            data = b""
+        except OSError as error:
+            data, self.error = b"", error
         *lines, self._unread = (self._unread + data).split(b"\n")
         if not data or len(self._unread) > LONGEST_LINE:
             return None

@@ -2,15 +2,12 @@
 
 import contextlib
 import sys
-import sysconfig
 import threading
 from typing import Any
 
 from hvdtrain.engines.foreign import ForeignEngine, Listener
-from hvdtrain.training.resilience.monitor import PACKAGE, Stack
+from hvdtrain.hangs import leaving
 from hvdtrain.training.resilience.watchdog import Watchdog
-
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class Watch(Listener):
@@ -26,7 +23,8 @@ class Watch(Listener):
 
     def started(self, engine: ForeignEngine) -> None:
         self.engine = engine
-        self.watchdog = Watchdog(engine, self.seconds, self._failed, guest=script_frames)
+        leaving.stop()  # a script that starts Horovod again
+        self.watchdog = Watchdog(engine, self.seconds, self._failed, guest=True)
         if self.watchdog.off and engine.rank == 0:
             said = f"warning: hung ranks will not be noticed: the ranks cannot connect ({self.watchdog.off})"
             print(said, file=sys.stderr, flush=True)
@@ -44,15 +42,18 @@ class Watch(Listener):
             if threading.current_thread() is threading.main_thread():
                 self.engine.waiting_in = None
             self.watchdog.heartbeat()
+            self.watchdog.compute()
 
     def loaded(self, began: float, ended: float, batch: object) -> None:
         if self.watchdog is not None:
             self.watchdog.heartbeat()
+            self.watchdog.compute()
 
     def stepped(self, optimizer: Any) -> None:
         self.steps += 1
         if self.watchdog is not None:
             self.watchdog.finish_step(self.steps)
+            self.watchdog.update()
 
     def left(self) -> None:
         self._close(None)
@@ -66,9 +67,3 @@ class Watch(Listener):
         if watchdog is not None:
             with contextlib.suppress(OSError):
                 watchdog.close(failure)
-
-
-def script_frames(stack: Stack) -> tuple[Stack, Stack]:
-    """Return the frames of the script without those of libraries, and all frames except those of hvdtrain."""
-    shown = [frame for frame in stack if not frame.filename.startswith((PACKAGE, "<frozen"))]
-    return [frame for frame in shown if not frame.filename.startswith(LIBRARIES)], shown

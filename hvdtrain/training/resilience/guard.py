@@ -17,6 +17,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.exit_codes import STOPPED
 from hvdtrain.engines.launchers import announced
+from hvdtrain.hangs import leaving
 from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.resilience.watchdog import Watchdog
 from hvdtrain.training.resume import Checkpoints
@@ -72,10 +73,23 @@ class Guard:
     def heartbeat(self) -> None:
         """Tell the watchdog that this rank makes progress within a step or a phase: its time limit restarts."""
         self._watchdog.heartbeat()
+        leaving.heartbeat()
 
     def phase(self, name: str, seconds: float | None = None) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for a phase that is not part of a step. seconds: see `Progress.during`."""
         return self._watchdog.phase(name, seconds)
+
+    def compute(self) -> None:
+        """Tell the watchdog that the step computes gradients."""
+        self._watchdog.compute()
+
+    def update(self) -> None:
+        """Tell the watchdog that the step has updated the weights. What follows may be work of one rank alone."""
+        self._watchdog.update()
+
+    def leave_steps(self) -> None:
+        """Tell the watchdog that the loop over steps has ended."""
+        self._watchdog.leave_steps()
 
     @property
     def stop_requested(self) -> str | None:

@@ -7,34 +7,31 @@ itself. A stop request on one rank is forwarded to all ranks at once.
 """
 
 import contextlib
-import faulthandler
 import os
 import selectors
 import signal
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.engines import processes
 from hvdtrain.engines.exit_codes import STOPPED
+from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
+from hvdtrain.hangs.leaving import Leaving
+from hvdtrain.hangs.stacks import stack_of, where, worth_printing
+from hvdtrain.hangs.work import Work
 from hvdtrain.training.resilience.control_channel import Channel
-from hvdtrain.training.resilience.progress import STEP, Progress, phase_limit, step_limit
+from hvdtrain.training.resilience.progress import STEP, TIMES_STEP, UPDATED, Progress, phase_limit, step_limit
 from hvdtrain.training.resilience.starvation import Starvation
 from hvdtrain.training.resilience.stop_signals import StopSignals
 from hvdtrain.training.resilience.verdict import MOST_STARVED, Report, judge
 
-STACK_FRAMES = 6  # printed per rank
 MOST_TRACEBACKS = 3  # printed for internal errors of the thread
-PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
-Stack = list[traceback.FrameSummary]
-# Takes a stack, outermost frame first. Returns the frames of the program itself, and the frames to print.
-Frames = Callable[[Stack], tuple[Stack, Stack]]
+LOST = "died: its connection closed unexpectedly"
 
 
 class Timing(NamedTuple):
@@ -80,10 +77,12 @@ class Monitor:
         self.channels: dict[int, Channel] = {}
         self.alone = False  # there are other ranks, but they are not connected
         self.gone: dict[int, tuple[float, str]] = {}  # disconnected ranks: since when, and the reason
+        self.leaving: Leaving | None = None  # once all other ranks have left
         self.signals = StopSignals()
         self.launchers: list[processes.Process] = []  # launchers of this rank; if one ends, the job stops
         self.each_look: Callable[[], None] = lambda: None
-        self.frames: Frames = package_frames
+        self.announce: str | None = None  # how the program announces that a rank works alone
+        self.guest = False  # the program does not use hvdtrain: hide our frames
         self.save_at: int | None = None  # the step after which all ranks save a checkpoint
         self._know_of_saving: set[int] = set()
         self._all_know_of_saving = threading.Event()
@@ -96,6 +95,7 @@ class Monitor:
         self._seen, self._stalled, self._longest, self._looked_at = 0, 0.0, 0.0, time.monotonic()
         self._phase = progress.phase  # phase in which the main thread made its last progress
         self._starvation = Starvation()
+        self._work, self._idle = Work(), 0.0  # seconds since this rank was last seen at work; counted in UPDATED only
         self._excused = 0.0  # seconds without progress that a lack of CPU cores on any rank explains
         self._stop_known_at = 0.0
         self._interrupts = 0
@@ -157,8 +157,8 @@ class Monitor:
             return
         if failure is not None:
             time.sleep(0.2)  # another rank that has just died may be the cause
-            for rank, (_, what) in list(self.gone.items()):
-                sys.stderr.write(f"hvdtrain: error: {self.name(rank)} {what}\n")
+            for rank in list(self.gone):
+                say_within(f"hvdtrain: error: {self.name(rank)} {self._fate(rank)}\n")
         self._closing = True
         self.send_all(**({"bye": True} if failure is None else {"failed": failure}))
         self.signals.wake()
@@ -193,7 +193,7 @@ class Monitor:
             self._errors += 1
             if self._errors <= MOST_TRACEBACKS and not self._closing:
                 said = f"warning: the watchdog of {self.name(self.rank)} continues after an internal error:\n"
-                sys.stderr.write(said + traceback.format_exc())
+                say_within(said + traceback.format_exc())
             time.sleep(0.1)
 
     def _hear_signals(self) -> None:
@@ -254,29 +254,39 @@ class Monitor:
         if messages is None:
             self._selector.unregister(channel.socket)
             self.channels.pop(rank, None)
-            self.gone.setdefault(rank, (time.monotonic(), "died: its connection closed unexpectedly"))
+            self.gone.setdefault(rank, (time.monotonic(), LOST if channel.error is None else str(channel.error)))
+            if not self.channels and all(what == "left" for _, what in self.gone.values()):
+                self.leaving = self.make_leaving()
 
     def _look(self) -> None:
         now = time.monotonic()
         # Count only time in which this thread ran: a job that was suspended as a whole is not hung.
         elapsed, self._looked_at = min(now - self._looked_at, 2 * self.timing.look), now
-        for rank, (since, what) in list(self.gone.items()):
+        for rank, (since, _) in list(self.gone.items()):
             if now - since > self.timing.grace + (rank == 0):
-                self._end(f"{self.name(rank)} {what}")
+                self._end(f"{self.name(rank)} {self._fate(rank)}")
         self.each_look()
         self._miss_launcher()
         self._leave_before_the_first_step(now)
         starved = self._starvation.seconds()
         moves, phase = self.progress.moves, self.progress.phase
         if moves != self._seen:
-            if self._phase == STEP:  # other phases do not count for the longest step
-                self._longest = max(self._longest, self._stalled - max(starved, self._excused))
-            self._seen, self._stalled, self._phase = moves, 0.0, phase
+            # Other phases do not count for the longest step, nor does waiting for a rank in one.
+            took = self._stalled - max(starved, self._excused)
+            if self._phase == STEP and took < step_limit(self.step_timeout, self._longest):
+                self._longest = max(self._longest, took)
+            self._seen, self._stalled, self._phase, self._idle = moves, 0.0, phase, 0.0
             self._asked_at, self._ask_again, self._excused, self._reports = None, 0.0, 0.0, {}
             self._starvation.reset()
+            if self.leaving is not None:
+                self.leaving.heartbeat()
             return
         self._phase = phase
         self._stalled += elapsed
+        if phase is UPDATED:
+            self._idle = 0.0 if self._work.seen() else self._idle + elapsed
+        if self.leaving is not None:
+            self.leaving.look(elapsed)
         self._ask(now, starved)
 
     def _ask(self, now: float, starved: float) -> None:
@@ -310,7 +320,7 @@ class Monitor:
         silent = [rank for rank in range(len(self.peers)) if rank not in self._reports]
         stopped = [rank for rank in silent if self._is_stopped(rank)]
         reports = {rank: report for rank, (report, _) in sorted(self._reports.items())}
-        verdict = judge(reports, names, self.rank, stopped)
+        verdict = judge(reports, names, self.rank, stopped, self.announce)
         if verdict.headline is not None:
             self._end(verdict.headline)
         self._excused = verdict.excused
@@ -325,17 +335,32 @@ class Monitor:
 
     def _report(self) -> tuple[Report, list[str]]:
         """Return a report about the main thread, and the innermost frames of its stack."""
-        stack = traceback.extract_stack(sys._current_frames().get(self.watched or 0))
-        ours, telling = self.frames(stack)
-        ours = ours or stack
-        at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}, {ours[-1].name}" if ours else "nowhere"
+        stack = stack_of(self.watched)
         phase, limit = self.progress.phase, step_limit(self.step_timeout, self._longest)
         waits_in = "the other ranks to agree on the step to stop at or to save" if self._announces else self.waits_in()
         stalled = 0.0 if self.progress.moves != self._seen else self._stalled
-        report = Report(
-            self.progress.step, phase.name, phase_limit(phase, limit), stalled, self._starvation.seconds(), waits_in, at
-        )
-        return report, traceback.format_list(telling[-STACK_FRAMES:])
+        allowed = phase_limit(phase, limit)
+        if phase is UPDATED:
+            allowed = stalled + min(limit - self._idle, TIMES_STEP * limit - stalled)
+        starved = self._starvation.seconds()
+        report = Report(self.progress.step, phase.name, allowed, stalled, starved, waits_in, where(stack))
+        return report, traceback.format_list(worth_printing(stack, self.guest))
+
+    def make_leaving(self) -> Leaving:
+        """Return the limit of this rank's own end, for when no other rank waits for it."""
+        limit = TIMES_STEP * step_limit(self.step_timeout, self._longest) if self.step_timeout != 0 else float("inf")
+        return Leaving(self.name(self.rank), limit, self.watched, self.leave, self.guest)
+
+    def _fate(self, rank: int) -> str:
+        """Return what became of a rank whose connection is gone."""
+        mine, theirs, what = self.peers[self.rank], self.peers[rank], self.gone[rank][1]
+        if what.startswith("failed: ") or what == "left":
+            return what
+        if mine.place == theirs.place and processes.runs(theirs.pid):
+            return "is cut off: its connection was lost, but its process runs"
+        if mine.place == theirs.place or what == LOST:
+            return LOST
+        return f"died or is cut off: its connection was lost ({what})"
 
     def _miss_launcher(self) -> None:
         """Request a stop if one of the launchers of this rank has ended."""
@@ -352,8 +377,9 @@ class Monitor:
             return
         if self._closing or now - self._stop_known_at < self.timing.leave:
             return
+        reason = self.stop_reason
         self.send_all(leave=True)
-        self.stopped(self.stop_reason)
+        within(WRITE_SECONDS, lambda: self.stopped(reason))
         time.sleep(self.timing.look / 2)
         self.leave(STOPPED)
 
@@ -367,16 +393,14 @@ class Monitor:
             during = "" if report.phase == STEP.name else f", {report.phase}"
             lines.append(f"  {self.name(rank)}: step {report.step}{during}, {state} at {report.at}{what}\n")
             lines += stack
-        with contextlib.suppress(OSError):  # the reader may be gone
-            sys.stderr.write("".join(lines))
-            if not self._reports:
-                faulthandler.dump_traceback()
-            sys.stderr.flush()
+        if not self._reports:
+            stack = traceback.format_list(worth_printing(stack_of(self.watched), self.guest))
+            lines += [f"  {self.name(self.rank)}:\n", *stack]
+        say_within("".join(lines))
         self._kill_silent()
         if self.rank == 0:
             self.send_all(verdict=headline)
-            with contextlib.suppress(Exception):
-                self.failed(headline)
+            within(WRITE_SECONDS, lambda: self.failed(headline))
             time.sleep(self.timing.look / 2)
         self.leave(1)
 
@@ -391,9 +415,3 @@ class Monitor:
             if self.peers[rank].place == self.peers[self.rank].place:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(self.peers[rank].pid, signal.SIGKILL)
-
-
-def package_frames(stack: Stack) -> tuple[Stack, Stack]:
-    """Return the frames in hvdtrain, and the frames to print."""
-    ours = [frame for frame in stack if frame.filename.startswith(PACKAGE)]
-    return ours, [f for f in stack if not f.filename.endswith("contextlib.py") and f.name != "marked"]

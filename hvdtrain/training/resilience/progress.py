@@ -19,6 +19,7 @@ PHASE_SECONDS = {
     "first step": 600.0,
     "compilation": 600.0,
     "reading data": 600.0,
+    "work of one rank": 600.0,
 }
 
 
@@ -31,6 +32,8 @@ class Phase(NamedTuple):
 
 
 START, FIRST_STEP, STEP, COMPILATION = Phase("start-up"), Phase("first step"), Phase("step"), Phase("compilation")
+UPDATED = Phase("the end of a step")  # after the update: the limit of a step, and a longer one while it is at work
+BETWEEN = Phase("between epochs")  # outside of the loop over steps
 
 
 class Progress:
@@ -59,15 +62,30 @@ class Progress:
     def begin_step(self, step: int) -> None:
         """Report the beginning of a step. step: number of finished steps. The first step has a longer limit."""
         self.step = step
-        if self._base is START:
-            self._base = FIRST_STEP
+        self._base = FIRST_STEP if self._base in (START, FIRST_STEP) else STEP
         self.moves += 1
+
+    def compute(self) -> None:
+        """Report that the step computes gradients, perhaps again after an update."""
+        if self._base is UPDATED:
+            self._base = STEP
+
+    def update(self) -> None:
+        """Report that the step has updated the weights. What follows in it may be work of one rank alone."""
+        if self._base is STEP:
+            self._base = UPDATED
+            self.moves += 1
 
     def finish_step(self, step: int) -> None:
         """Report the end of a step. step: number of finished steps."""
         self.step = step
         self.finished += 1
         self._base = STEP
+        self.moves += 1
+
+    def leave_steps(self) -> None:
+        """Report the end of the loop over steps."""
+        self._base = BETWEEN
         self.moves += 1
 
     def begin_compilation(self) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
+from hvdtrain.engines.lines import say_within
+from hvdtrain.hangs import leaving
 from hvdtrain.training.resilience.progress import PHASE_SECONDS, TIMES_STEP
 
 PACKAGE = str(Path(__file__).resolve().parents[2])
@@ -46,6 +48,7 @@ def limited_start(step_timeout: float | None, leave: Callable[[int], None] = os.
 
     step_timeout: see `Watchdog`; 0: no limit. Time for which the process was suspended does not count.
     """
+    leaving.stop()  # of a training before this one
     starting, over = Starting(), threading.Event()
     limit = max(PHASE_SECONDS["start-up"], TIMES_STEP * (step_timeout or 0.0)) if step_timeout != 0 else float("inf")
 
@@ -58,15 +61,12 @@ def limited_start(step_timeout: float | None, leave: Callable[[int], None] = os.
         while not over.wait(LOOK_SECONDS):
             seconds += LOOK_SECONDS
             if seconds >= limit + RANK_ZERO_FIRST * (rank > 0):
-                sys.stderr.write(
-                    f"hvdtrain: error: {me} {starting.where()}; start-up did not finish within {limit:.0f} s\n"
-                )
-                sys.stderr.flush()
+                say_within(f"hvdtrain: error: {me} {starting.where()}; start-up did not finish within {limit:.0f} s\n")
                 leave(1)
                 return
             if seconds >= SAY_SECONDS and not said:
                 said = True
-                sys.stderr.write(f"warning: {me} {starting.where()}, for {seconds:.0f} s\n")
+                say_within(f"warning: {me} {starting.where()}, for {seconds:.0f} s\n")
 
     threading.Thread(target=count, name="start-up", daemon=True).start()
     try:

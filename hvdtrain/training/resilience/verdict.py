@@ -7,6 +7,9 @@ answer. Outside, a rank has the time limit of its phase (evaluation, compilation
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from hvdtrain.training.resilience.progress import BETWEEN, STEP, UPDATED
+
+MAY_BE_ALONE = (UPDATED.name, BETWEEN.name)  # phases in which programs let one rank work
 MOST_STARVED = 9.0  # time without a core extends a limit by at most 9 times the limit
 
 
@@ -21,7 +24,7 @@ class Report(NamedTuple):
         0.0  # time, within `stalled`, for which threads were ready to run but had no core; summed over threads
     )
     waits_in: str | None = None  # the collective in which it waits for other ranks; None: it is not in a collective
-    at: str = ""  # FILE:LINE, FUNCTION
+    at: str = ""  # the program's innermost line: FILE:LINE, FUNCTION
 
 
 class Verdict(NamedTuple):
@@ -33,12 +36,14 @@ class Verdict(NamedTuple):
 
 
 def judge(
-    reports: Mapping[int, Report], names: Sequence[str], asker: int = 0, stopped: Collection[int] = ()
-) -> Verdict:
+    reports: Mapping[int, Report], names: Sequence[str], asker: int = 0, stopped: Collection[int] = (),
+    announce: str | None = None,
+) -> Verdict:  # fmt: skip
     """Decide from the `reports` (by rank) whether to end the job. A rank without a report did not answer in time.
 
     names: name of each rank. asker: the rank that asked; it must have a report. stopped: ranks without a report that are
-    known to be stopped (SIGSTOP); the job is ended without waiting for them.
+    known to be stopped (SIGSTOP); the job is ended without waiting for them. announce: how a program announces that a rank
+    works alone, if it can.
     """
     starved = sum(report.starved for report in reports.values())  # ranks may have waited for each other
     mine = reports[asker]
@@ -50,19 +55,22 @@ def judge(
     def named(ranks: Sequence[int]) -> str:
         return " and ".join(names[rank] for rank in ranks)
 
-    if mine.phase == "step":
+    if mine.phase == STEP.name:
         since = f"; no step for {mine.stalled:.0f} s after step {mine.step}"
     else:
         since = f"; no progress for {mine.stalled:.0f} s in {mine.phase}, after step {mine.step}"
     silent = [rank for rank in range(len(names)) if rank not in reports]
     # Ranks go through the phases together: a rank that does not answer gets the time limit of the asker's phase.
     if silent and (set(silent) & set(stopped) or left(mine) <= 0):
-        blamed = [rank for rank in silent if rank in stopped] or silent
-        return Verdict(f"{named(blamed)} does not answer (stopped, spinning outside Python, or cut off){since}")
+        deaf = [rank for rank in silent if rank in stopped] or silent
+        return Verdict(f"{named(deaf)} does not answer (stopped, spinning outside Python, or cut off){since}")
     outside = {rank: report for rank, report in reports.items() if report.waits_in is None}
     late = [rank for rank, report in outside.items() if left(report) <= 0]
     if late:
-        return Verdict(f"{named(late)} keeps the others waiting, at {reports[late[0]].at}{since}")
+        blamed = reports[late[0]]
+        alone = announce is not None and blamed.phase in MAY_BE_ALONE
+        how = f" (if it was at work: announce that by {announce})" if alone else ""
+        return Verdict(f"{named(late)} keeps the others waiting, at {blamed.at}{since}{how}")
     if silent:
         return Verdict(None, min(left(report) for report in [mine, *outside.values()]), excused)
     if outside:

@@ -19,7 +19,7 @@ import torch
 from hvdtrain.engines import processes
 from hvdtrain.engines.base import Engine
 from hvdtrain.training.resilience.control_channel import Channel, accept, listen, say_hello
-from hvdtrain.training.resilience.monitor import Frames, Monitor, Peer
+from hvdtrain.training.resilience.monitor import Monitor, Peer
 from hvdtrain.training.resilience.progress import Progress
 
 
@@ -27,14 +27,13 @@ class Watchdog:
     """The watchdog of this rank. Creating it is a collective. From then on, stop signals are handled as requests.
 
     step_timeout: in seconds; None: 30 s, or more if steps take long; 0: no limit. failed(headline): called on rank 0, in the
-    thread, before the job is ended. stopped(reason): the same for a stop before the first step is finished. guest: for
-    scripts that do not use hvdtrain, the function that selects their frames from a stack; signals and launchers are then
-    not monitored.
+    thread, before the job is ended. stopped(reason): the same for a stop before the first step is finished. guest: the
+    program does not use hvdtrain: its signals and launchers are not monitored.
     """
 
     def __init__(
         self, engine: Engine, step_timeout: float | None, failed: Callable[[str], None] = lambda headline: None,
-        stopped: Callable[[str], None] = lambda reason: None, guest: Frames | None = None,
+        stopped: Callable[[str], None] = lambda reason: None, guest: bool = False,
     ):  # fmt: skip
         self.rank, self.size = engine.rank, engine.size
         self.off: str | None = None  # why the ranks could not be connected; None if they are connected
@@ -48,11 +47,11 @@ class Watchdog:
         self._monitor.each_look = self._hear_of_compilations
         channels = self._connect([peer.host for peer in peers]) if self.size > 1 else {}
         self._monitor.alone = self.off is not None
-        if guest is None:
+        self._monitor.guest = guest
+        if not guest:
+            self._monitor.announce = "`with run.alone():`"
             self._monitor.launchers = processes.launchers()
             self._monitor.signals.listen()
-        else:
-            self._monitor.frames = guest
         self._monitor.start(channels)
 
     def _waits_in(self) -> str | None:
@@ -153,6 +152,18 @@ class Watchdog:
         """Report the end of a step. step: number of finished steps."""
         self._progress.finish_step(step)
 
+    def compute(self) -> None:
+        """Report that the step computes gradients, perhaps again after an update."""
+        self._progress.compute()
+
+    def update(self) -> None:
+        """Report that the step has updated the weights."""
+        self._progress.update()
+
+    def leave_steps(self) -> None:
+        """Report the end of the loop over steps."""
+        self._progress.leave_steps()
+
     def phase(self, name: str, seconds: float | None = None) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for a phase with its own time limit. See `Progress.during`."""
         return self._progress.during(name, seconds)
@@ -162,8 +173,12 @@ class Watchdog:
         self._monitor.announce_stop(step)
 
     def close(self, failure: str | None = None) -> None:
-        """Disconnect from the other ranks. failure: the error on this rank, if it leaves the job alone."""
+        """Disconnect from the other ranks. failure: the error on this rank, if it leaves the job alone.
+
+        From then on, the program has a time limit for its end.
+        """
         self._monitor.close(failure)
+        self._monitor.make_leaving().start()
 
 
 def inside(function: str) -> bool:

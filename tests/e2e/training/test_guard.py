@@ -57,7 +57,7 @@ def test_a_hung_rank_is_named_and_ends_the_job(attack, blame, tmp_path):
     assert blame.format(host=os.uname().nodename) in done.stderr, done
     # And where the others stood. 4 s of silence, 3 s for answers (6 s more before rank 0 is doubted), the launcher's end.
     assert f"rank {1 - attack['rank']} on " in done.stderr, done
-    assert "waits at horovod.py" in done.stderr, done
+    assert "waits at mnist.py" in done.stderr, done
     assert took < 120, done  # on quiet cores 10 to 20; else it would hang for ever
 
 

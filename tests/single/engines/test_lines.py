@@ -1,44 +1,42 @@
-"""One write per line: what launchers tag, and where."""
+"""What a process writes before it ends does not keep it from ending."""
 
-import io
-import sys
+import os
 
 import pytest
 
-from hvdtrain.engines.lines import write_whole_lines
+from hvdtrain.engines.lines import say_within, within
 
 
-class Writes(io.RawIOBase):
-    """Keeps each write apart, as a pipe's reader may see them."""
-
-    def __init__(self) -> None:
-        self.all: list[bytes] = []
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data) -> int:
-        self.all.append(bytes(data))
-        return len(self.all[-1])
+def test_a_line_is_written_whole(capfd):
+    assert say_within("error: ä\n" * 3)
+    assert capfd.readouterr().err == "error: ä\n" * 3
 
 
-@pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_print_writes_a_line_at_once(name, monkeypatch):
-    writes = Writes()
-    monkeypatch.setattr(sys, name, io.TextIOWrapper(writes, write_through=True))  # as PYTHONUNBUFFERED=1 has it
-    print("as it comes", file=getattr(sys, name), flush=True)
-    assert writes.all == [b"as it comes", b"\n"]  # else there is nothing to do
-    writes.all.clear()
-    for _ in range(2):
-        write_whole_lines()
-    print("one", "line", file=getattr(sys, name))
-    print("another", file=getattr(sys, name), flush=True)
-    assert writes.all == [b"one line\n", b"another\n"]
+def test_a_stream_without_a_file_is_written_too(capsys):
+    assert say_within("error\n")
+    assert capsys.readouterr().err == "error\n"
 
 
-def test_streams_that_are_something_else_are_left_alone(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    monkeypatch.setattr(sys, "stderr", None)
-    write_whole_lines()
-    print("still there")
-    assert sys.stdout.getvalue() == "still there\n"
+def test_a_reader_that_does_not_read_is_waited_for_no_longer_than_said(monkeypatch):
+    """A full pipe, as under a paused pager."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 65536)
+    os.set_blocking(writer, True)
+    monkeypatch.setattr("sys.stderr", os.fdopen(writer, "w", buffering=1, closefd=False))
+    assert not say_within("error\n", 0.2)  # that it comes back is the test
+    os.close(reader)  # what still waits for it fails
+
+
+def test_an_error_of_what_is_called_is_nobodys():
+    assert within(20.0, lambda: {}[0])
+
+
+def test_without_another_thread_nothing_is_said_and_nothing_raised(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    assert not say_within("error\n")

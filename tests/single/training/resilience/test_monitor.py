@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -268,11 +269,125 @@ def test_a_rank_that_never_learns_when_to_save_is_named(job):
     some.ranks[1]._closing = True
 
 
+@pytest.mark.parametrize("blocked", ["standard error", "metrics.jsonl"])
+def test_no_write_keeps_a_hung_job_from_ending(blocked, job, monkeypatch):
+    """A paused pager; a file system that hangs."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 65536)
+    os.set_blocking(writer, True)
+    some = job(3)
+    if blocked == "standard error":
+        monkeypatch.setattr("sys.stderr", os.fdopen(writer, "w", buffering=1, closefd=False))
+    else:
+        some.ranks[0].failed = lambda headline: os.write(writer, b"x")
+    for rank in some.ranks:
+        rank.train()
+    wait_in(some.ranks[:2])
+    some.wait_until(some.ended)
+    assert {rank.code for rank in some.ranks} == {1}
+    os.close(reader)  # what still waits for it fails
+    os.close(writer)
+
+
+def test_between_epochs_a_rank_has_ten_limits_and_the_remedy_is_said(job):
+    some = job(2, timing=FAST._replace(look=0.05))
+    for rank in some.ranks:
+        rank.train()
+    wait_in(some.ranks[:1])
+    some.ranks[0].announce = "`with run.alone():`"
+    some.ranks[1].progress.leave_steps()
+    time.sleep(3.0)
+    assert some.ranks[1].code is None
+    some.wait_until(some.ended)
+    assert some.ranks[0].said[0].endswith(" (if it was at work: announce that by `with run.alone():`)")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_after_the_update_a_rank_has_ten_limits_if_it_is_at_work(works, job):
+    some = job(2, timing=FAST._replace(look=0.05))
+    for rank in some.ranks:
+        rank.train()
+    wait_in(some.ranks[:1])
+    late = some.ranks[1]
+    late._work.seen = lambda: works
+    late.progress.update()
+    began = time.monotonic()
+    some.wait_until(some.ended)
+    assert (time.monotonic() - began >= 5.0) == works
+    assert "keeps the others waiting" in some.ranks[0].said[0]
+
+
+def test_an_update_is_over_when_gradients_are_computed_again(job, capfd):
+    some = job(2, timing=FAST._replace(look=0.05))
+    for rank in some.ranks:
+        rank.train()
+        rank._work.seen = lambda: True
+    wait_in(some.ranks[:1])
+    some.ranks[1].progress.update()
+    some.ranks[1].progress.compute()
+    some.wait_until(some.ended)
+    assert "rank 1 on h0: step 1, stands at" in capfd.readouterr().err  # in a step, and not at its end
+
+
+def test_waiting_for_a_rank_in_a_long_phase_makes_no_step_longer(job):
+    some = job(2, timing=FAST._replace(look=0.05))
+    for rank in some.ranks:
+        rank.train()
+    wait_in(some.ranks[:1])
+    with some.ranks[1].progress.during("evaluation"):
+        time.sleep(2.0)
+        some.ranks[0].inside = None
+        some.ranks[0].train()
+        time.sleep(0.2)
+    assert some.ranks[0]._longest < 0.5
+
+
+def test_a_rank_that_hangs_when_all_others_have_left_ends(job, capfd):
+    some = job(2, step_timeout=0.1)
+    for rank in some.ranks:
+        rank.train()
+    some.ranks[1].progress.update()
+    some.ranks[0].close()
+    some.wait_until(lambda: some.ranks[1].leaving is not None)
+    leaving = some.ranks[1].leaving
+    leaving._work.seen = lambda: False  # this process is at work
+    some.wait_until(lambda: some.ranks[1].code == 1)
+    assert "rank 1 on h0 does not end after training: it is at " in capfd.readouterr().err
+
+
 def test_a_rank_that_dies_ends_the_job(job):
     some = job(3, step_timeout=60.0)
     some.ranks[2].channels[0].socket.shutdown(socket.SHUT_RDWR)
     some.wait_until(lambda: some.ranks[0].code == some.ranks[1].code == 1)
     assert some.ranks[0].said == ["rank 2 on h0 died: its connection closed unexpectedly"]
+
+
+@pytest.mark.parametrize(
+    ("place", "process", "reset", "said"),
+    [
+        ("here", NOBODY, True, "died: its connection closed unexpectedly"),
+        ("here", os.getpid(), True, "is cut off: its connection was lost, but its process runs"),
+        ("there", NOBODY, False, "died: its connection closed unexpectedly"),
+        ("there", NOBODY, True, "died or is cut off: its connection was lost ([Errno 104] Connection reset by peer)"),
+    ],
+)
+def test_who_is_said_to_have_died(place, process, reset, said, job):
+    some = job(2, step_timeout=60.0)
+    some.ranks[0].peers[1] = Peer("h0", place, process)
+    connection = some.ranks[1].channels[0].socket
+    some.ranks[1]._closing = True
+    if reset:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        some.ranks[1].signals.wake()
+        some.ranks[1]._thread.join()
+        connection.close()
+    else:
+        connection.shutdown(socket.SHUT_RDWR)
+    some.wait_until(lambda: some.ranks[0].code == 1)
+    assert some.ranks[0].said == [f"rank 1 on h0 {said}"]
 
 
 def test_no_error_ends_the_thread_and_a_signal_is_heard_after_it(job, monkeypatch, capfd):

@@ -1,0 +1,96 @@
+"""A rank that works while the others wait, and one that does not end after training: one program, real launchers."""
+
+import os
+
+import pytest
+
+from tests.e2e.launchers import LAUNCHERS, PYTHON, TORCHRUN, launch
+
+pytestmark = pytest.mark.slow  # each waits for limits; tests/single has the parts
+
+SCRIPT = """
+import atexit, sys, threading, time
+import torch
+from hvdtrain import training
+
+
+def busy(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(1000))
+
+
+def main():
+    parser = training.parser("own", "A program in which the last rank does something else.")
+    parser.add_argument("--does")
+    flags = parser.parse()
+    x = torch.randn(64, 4)
+    with training.start(flags) as run:
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        does = flags.does if run.rank == run.size - 1 else None
+        for epoch in run.epochs(2):
+            for step in run.steps(x):
+                for (inputs,) in step.batches():
+                    step.backward(model(inputs).square().mean())
+                step.update()
+                if does == "works after an update" and run.state.step == 0:
+                    busy(14)
+                if does == "sleeps after an update" and epoch == 1:
+                    time.sleep(1000)
+                if does == "is alone" and epoch == 1:
+                    with run.alone():
+                        time.sleep(14)
+            if does == "sleeps between epochs" and epoch == 0:
+                time.sleep(14)
+    if does == "sleeps after training":
+        time.sleep(1000)
+    if does == "leaves a thread":
+        threading.Thread(target=time.sleep, args=[1000], name="uploader").start()
+    if does == "hangs at exit":
+        atexit.register(time.sleep, 1000)
+    return run.exit_code
+
+
+training.main(main)
+"""
+
+
+def run(does: str, start: str, tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(SCRIPT)
+    return launch(f"{start} {script} --no-progress --step-timeout 2 --does '{does}'", timeout=600)
+
+
+@pytest.mark.parametrize("does", ["works after an update", "is alone", "sleeps between epochs"])
+def test_work_of_one_rank_is_no_hang(does, tmp_path):
+    done = run(does, LAUNCHERS["starter"].format(ranks=2), tmp_path)
+    assert done.code == 0, done
+    assert done.seconds > 14
+
+
+def test_a_rank_asleep_after_an_update_is_named_with_its_line_and_the_remedy(tmp_path):
+    done = run("sleeps after an update", LAUNCHERS["starter"].format(ranks=2), tmp_path)
+    assert done.code == 1, done
+    (said,) = [line for line in done.stderr.splitlines() if "keeps the others waiting" in line]
+    assert f"rank 1 on {os.uname().nodename} keeps the others waiting, at own.py:" in said
+    assert said.endswith(" (if it was at work: announce that by `with run.alone():`)")
+
+
+@pytest.mark.parametrize(
+    ("does", "start", "said"),
+    [
+        ("sleeps after training", LAUNCHERS["mpirun"].format(ranks=2) + f" {PYTHON}", "it is at own.py:"),
+        (
+            "leaves a thread",
+            LAUNCHERS["starter"].format(ranks=2),
+            "it waits for its thread uploader, which is no daemon",
+        ),
+        ("hangs at exit", TORCHRUN.format(ranks=2), "it runs its exit handlers, at "),
+        ("hangs at exit", PYTHON, "it runs its exit handlers, at "),
+    ],
+)
+def test_a_rank_that_does_not_end_is_named(does, start, said, tmp_path):
+    done = run(does, start, tmp_path)
+    assert done.code != 0, done
+    assert f" on {os.uname().nodename} does not end after training: {said}" in done.stderr, done
