@@ -13,6 +13,11 @@ torchrun --nproc-per-node 2 -m hvdtrain.benchmark --engine ddp --no-communicatio
 Samples per second: the samples of all ranks over the time of the slowest rank. docs/benchmarks.md describes the method.
 """
 
+from hvdtrain.launching import startup
+
+if __name__ == "__main__":
+    startup.begin()
+
 import copy
 import resource
 import socket

@@ -7,6 +7,11 @@ launch/mpirun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.doctor --output-
 Exit codes: 0 no problem (there may be warnings), 1 a problem, 2 bad input.
 """
 
+from hvdtrain.launching import startup
+
+if __name__ == "__main__":
+    startup.begin()
+
 import contextlib
 import json
 import os

@@ -12,6 +12,11 @@ torchrun --nproc-per-node 8 -m hvdtrain.imagenet --engine ddp --data-dir DIR
 --output-dir OUT                    metrics.jsonl, summary.json, checkpoints; the same command again resumes
 """
 
+from hvdtrain.launching import startup
+
+if __name__ == "__main__":
+    startup.begin()
+
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -12,6 +12,11 @@ python -m hvdtrain.lm --sample "First Citizen:" --output-dir OUT    text from th
 Trains on the first 90 % of the text, using each window once per epoch, and evaluates on all of the rest. See docs/lm.md.
 """
 
+from hvdtrain.launching import startup
+
+if __name__ == "__main__":
+    startup.begin()
+
 import math
 import sys
 from argparse import BooleanOptionalAction

@@ -11,6 +11,11 @@ launch/horovodrun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.mnist   two 
 --output-dir OUT                    metrics.jsonl, summary.json, mistakes.json, checkpoints; the same command again resumes
 """
 
+from hvdtrain.launching import startup
+
+if __name__ == "__main__":
+    startup.begin()
+
 from collections.abc import Sequence
 from pathlib import Path
 

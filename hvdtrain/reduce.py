@@ -9,6 +9,11 @@ Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). The algorithm band
 The bus bandwidth is 2(n-1)/n times that, and can be compared with the network or the memory for any n. GB: 10^9 bytes.
 """
 
+from hvdtrain.launching import startup
+
+if __name__ == "__main__":
+    startup.begin()
+
 import os
 import socket
 import statistics

@@ -11,6 +11,11 @@ still be running, or have been killed. Runs that differ only in --seed are combi
 the state at the time of the command: repeat the command to update it.
 """
 
+from hvdtrain.launching import startup
+
+if __name__ == "__main__":
+    startup.begin()
+
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path

@@ -15,6 +15,11 @@ Exit codes: 1 if a configuration failed (it is reported, and the others continue
 job and keeps the measurements so far.
 """
 
+from hvdtrain.launching import startup
+
+if __name__ == "__main__":
+    startup.begin()
+
 import json
 import os
 import random

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.cli import Parser, non_negative, positive, positive_int
-from hvdtrain.engines import importing, program
+from hvdtrain.engines import program
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default
@@ -38,6 +38,7 @@ from hvdtrain.engines.meeting import (
     resolve,
 )
 from hvdtrain.engines.rendezvous import meeting_point
+from hvdtrain.launching import import_timeout
 
 COME_SECONDS = 10.0  # how long a host whose import failed tries to tell the others, which would wait for it
 VALUELESS = ("--oversubscribe", "--help")
@@ -63,7 +64,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--wait", type=positive, default=120.0, help="seconds to wait for all ranks (default: 120)")
     parser.add_argument(
-        "--start-timeout", type=non_negative, default=importing.limit_seconds(), metavar="SECONDS",
+        "--start-timeout", type=non_negative, default=import_timeout.limit_seconds(), metavar="SECONDS",
         help="with --local-ranks: limit for the import (default: 600; 0: none)",
     )  # fmt: skip
     end = 0
@@ -160,6 +161,7 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
 
 
 def main() -> int:
+    import_timeout.report_start()
     options, words = parse(sys.argv[1:])
     if not words or words == ["-m"]:
         raise UserError("nothing to run: name a module, as in `-m hvdtrain.mnist`, or a file", everywhere=True)

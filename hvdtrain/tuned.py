@@ -10,7 +10,6 @@ main program: arguments, exit code, signals, tracebacks and worker processes are
 """
 
 import argparse
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.exit_codes import end_with
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default, cores_of_job, ranks_on_host
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, tuned_environment
+from hvdtrain.launching import import_timeout, startup
 
 if TYPE_CHECKING:
     from hvdtrain.engines.foreign import Listener
@@ -135,7 +135,8 @@ def script_of(words: list[str]) -> str:
 
 
 def main() -> None:
-    gc.enable()  # off since `import hvdtrain`
+    startup.open_standard_streams()
+    import_timeout.report_start()
     try:
         flags, words = parse()
         told = announced()

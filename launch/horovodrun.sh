@@ -40,6 +40,6 @@ fi
 [[ -z $timeline ]] || command+=(--timeline-filename "$timeline")
 [[ -z $autotune ]] || command+=(--autotune --autotune-log-file "$autotune")
 
-((start_timeout == 600)) || export HVDTRAIN_START_TIMEOUT=$start_timeout # for hvdtrain/engines/importing.py
+((start_timeout == 600)) || export HVDTRAIN_START_TIMEOUT=$start_timeout # for hvdtrain/launching/import_timeout.py
 split_environment
 run_without_dropped "${command[@]}" "${program[@]}"

@@ -20,7 +20,9 @@ if [[ $transport == gloo ]]; then # mpirun starts the processes, hvdtrain.starte
     [[ ${#program[@]} -gt 1 && ${program[0]} =~ (^|/)python[0-9.]*$ ]] ||
         refuse "--transport gloo starts Python programs: python -m MODULE, or python FILE (or use --transport mpi)"
     [[ -n $interface ]] || ! ((remote)) || refuse "-H $hosts needs --interface NAME: the interface that joins the hosts"
-    program=("${program[0]}" -m hvdtrain.starter --interface "${interface:-lo}" "${program[@]:1}")
+    safe_path=(-P) # as under `python FILE`, modules in the working directory do not replace those of the library
+    [[ ${program[1]} != -m ]] || safe_path=()
+    program=("${program[0]}" "${safe_path[@]}" -m hvdtrain.starter --interface "${interface:-lo}" "${program[@]:1}")
     settings+=("MASTER_ADDR=${host_names[0]:-localhost}" "MASTER_PORT=$port")
 elif ((${#host_names[@]} > 1)); then
     settings+=(HOROVOD_CPU_OPERATIONS=mpi)
@@ -30,7 +32,7 @@ fi
 [[ -z $cycle_ms ]] || settings+=("HOROVOD_CYCLE_TIME=$cycle_ms")
 [[ -z $timeline ]] || settings+=("HOROVOD_TIMELINE=$timeline")
 [[ -z $autotune ]] || settings+=(HOROVOD_AUTOTUNE=1 "HOROVOD_AUTOTUNE_LOG=$autotune")
-((start_timeout == 600)) || export HVDTRAIN_START_TIMEOUT=$start_timeout # for hvdtrain/engines/importing.py
+((start_timeout == 600)) || export HVDTRAIN_START_TIMEOUT=$start_timeout # for hvdtrain/launching/import_timeout.py
 split_environment
 
 open_mpi() { # MAJOR VERSION

@@ -44,7 +44,7 @@ ask_to_stop() { # PID: Open MPI's mpirun (also under horovodrun) sends SIGKILL a
 }
 
 serve_imports() { # sets `started`: the program, with ranks from a fork server if possible (hvdtrain/engines/forking/server.py)
-    local name='' dropped_here=() answers
+    local name='' dropped_here=() answers python=("${program[0]}")
     started=("${program[@]}")
     # On this host only, and not if hvdtrain.starter or hvdtrain.tuned must run first in each rank's process.
     ((!remote)) && [[ $transport == auto || $transport == mpi || ${0##*/} == horovodrun.sh ]] || return 0
@@ -52,28 +52,31 @@ serve_imports() { # sets `started`: the program, with ranks from a fork server i
     case ${program[1]} in
     -m) [[ ! ${program[2]-} =~ ^hvdtrain\.(starter|tuned)$ ]] || return 0 ;;
     -*) return 0 ;;
+    *) python+=(-P) ;; # as under `python FILE`, modules in the working directory do not replace those of the library
     esac
+    "${python[@]}" -c 'import hvdtrain' 2>/dev/null || return 0
     split_environment
     for name in "${dropped[@]}"; do dropped_here+=(-u "$name"); done
-    exec {answers}< <(exec env "${dropped_here[@]}" "${program[0]}" -m hvdtrain.engines.forking.server "${program[@]:1}" 2>/dev/null)
+    exec {answers}< <(exec env "${dropped_here[@]}" "${python[@]}" -m hvdtrain.engines.forking.server "${program[@]:1}")
     # shellcheck disable=SC2064  # this process
     trap "kill $! 2>/dev/null || :" EXIT
     if read -r -t 20 name <&"$answers"; then
         export HVDTRAIN_FORK_SERVER=$name
-        started=("${program[0]}" -m hvdtrain.engines.forking.client "${program[@]:1}")
+        started=("${python[@]}" -m hvdtrain.engines.forking.client "${program[@]:1}")
     fi
     exec {answers}<&-
 }
 
-reports_its_start() { # whether a rank on this host imports hvdtrain, which then writes to HVDTRAIN_START_PIPE
+reports_its_start() { # whether a rank on this host imports hvdtrain.training, which then writes to HVDTRAIN_START_PIPE
     local entry here=0
     [[ -n $answering ]] || here=1
     for entry in ${answering//,/ }; do ! is_this_host "${entry%%:*}" || here=1; done
     ((here && start_timeout)) && [[ ${#started[@]} -gt 1 && ${started[0]} =~ (^|/)python[0-9.]*$ ]] || return 1
+    [[ ${started[1]} != -P ]] || return 0 # the client of a fork server
     case ${started[1]} in
     -m) [[ ${started[2]-} == hvdtrain.* ]] ;;
     -*) return 1 ;;
-    *) grep -qsE '^(import|from) hvdtrain' -- "${started[1]}" ;;
+    *) grep -qsE '^(import hvdtrain\.training|from hvdtrain\.training|from hvdtrain import (.*, *)?training)\>' -- "${started[1]}" ;;
     esac
 }
 

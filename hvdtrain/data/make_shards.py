@@ -5,6 +5,11 @@ order. Also writes the index of each shard, the number of samples and the names 
 classes.json). The image files are not re-encoded.
 """
 
+from hvdtrain.launching import startup
+
+if __name__ == "__main__":
+    startup.begin()
+
 import json
 from argparse import Namespace
 from collections.abc import Sequence

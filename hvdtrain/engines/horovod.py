@@ -11,6 +11,7 @@ Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
 
 import contextlib
 import os
+import resource
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the
 # checkpoint (training/resilience/monitor.py). It is less than `resume.LOCK_SECONDS`, for which the next attempt waits.
 # Also an MPI error then ends its rank later by as much.
 ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "8"}
+
+GLOO_SIZES = ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")  # of the groups in which Gloo connects every rank with every other
+SPARE_FILES = 16  # open files besides Gloo's connections: the watchdog's, metrics, checkpoints
 
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
 
@@ -69,6 +73,19 @@ def refuse_unknown_own_name(name: str) -> None:
     except OSError:
         how = f"add `127.0.0.1 {name}` to /etc/hosts (podman run --add-host {name}:127.0.0.1)"
         raise UserError(f"this host's own name {name} does not resolve, and Gloo needs it: {how}") from None
+
+
+def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
+    """Allow this process as many open files as Gloo's connections need. Raise UserError where that is not permitted: Gloo
+    would crash."""
+    # Measured: 4 + 4 * size on one host, where each other rank is in two of Gloo's three groups.
+    needed = sum(1 for _ in Path("/proc/self/fd").iterdir()) + SPARE_FILES + 2 * (size + local_size + cross_size)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            how = f"raise `ulimit -n` to {needed}, or use fewer ranks"
+            raise UserError(f"this user may open {hard} files, fewer than Gloo needs for {size} ranks: {how}")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class PredividedCompressor:
@@ -121,6 +138,7 @@ class HorovodEngine(Engine):
             os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
             refuse_unknown_own_name(socket.gethostname())
+            refuse_too_few_files(*(int(os.environ.get(f"HOROVOD_{name}", "1")) for name in GLOO_SIZES))
         first = ""
         with contextlib.suppress(OSError):  # /proc may hide the processes of others (hidepid)
             first = Path("/proc/1/comm").read_text().strip()

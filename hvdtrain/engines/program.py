@@ -2,6 +2,9 @@
 
 `__main__`, sys.argv, sys.path[0], the exit code, tracebacks, and the main module that multiprocessing imports in workers
 are those of the script. Does not import torch.
+
+The option -P before `-m hvdtrain.NAME` concerns only that module (the wrappers in launch/ use it). PYTHONSAFEPATH and -I
+also keep the script's directory out of its sys.path.
 """
 
 import builtins
@@ -24,7 +27,7 @@ class Program(NamedTuple):
     code: CodeType
     main: ModuleType  # becomes sys.modules["__main__"]
     argv: list[str]
-    directory: str | None  # becomes sys.path[0]; None: sys.path[0] is not changed
+    directory: str | None  # becomes sys.path[0]; None: sys.path is not changed
 
 
 def find(words: list[str]) -> Program:
@@ -51,7 +54,8 @@ def _file(name: str, arguments: list[str]) -> Program:
     except OSError as error:
         raise UserError(f"{name} cannot be read ({error.strerror}): name a Python script, or `-m MODULE`") from None
     main = _main(path, loader("__main__", path), None)
-    return Program(code, main, [name, *arguments], None if sys.flags.safe_path else str(Path(path).resolve().parent))
+    safe_path = bool(os.environ.get("PYTHONSAFEPATH")) or sys.flags.isolated
+    return Program(code, main, [name, *arguments], None if safe_path else str(Path(path).resolve().parent))
 
 
 def _module(name: str, arguments: list[str]) -> Program:
@@ -105,7 +109,10 @@ def run(program: Program) -> None:
     """Run `program`. Its exceptions propagate; their tracebacks are printed without frames of hvdtrain."""
     sys.argv = program.argv
     if program.directory is not None:
-        sys.path[0] = program.directory
+        if sys.flags.safe_path:  # sys.path begins with the standard library
+            sys.path.insert(0, program.directory)
+        else:
+            sys.path[0] = program.directory
     sys.modules["__main__"] = program.main  # not restored: threads, pickle and exit handlers still use it
     try:
         exec(program.code, program.main.__dict__)

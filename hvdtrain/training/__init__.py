@@ -1,4 +1,10 @@
 """The library for your own training programs: `from hvdtrain import training`. See docs/script.md."""
+# ruff: noqa: E402
+
+from hvdtrain.launching import import_timeout
+
+import_timeout.report_start()
+import_timeout.import_torch()
 
 from hvdtrain.cli import count, fraction, non_negative, positive, positive_int
 from hvdtrain.cli import training_parser as parser

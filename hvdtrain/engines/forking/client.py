@@ -18,7 +18,7 @@ import socket
 import sys
 from typing import NoReturn
 
-from hvdtrain.engines import importing
+from hvdtrain.launching import import_timeout
 
 VARIABLE = "HVDTRAIN_FORK_SERVER"  # the server's name, an abstract Unix socket
 HANDED_ON = (
@@ -28,13 +28,14 @@ HANDED_ON = (
 
 def main() -> NoReturn:
     """Run the client, or become the rank if there is no server."""
+    import_timeout.report_start()
     words = sys.argv[1:]
     name = os.environ.pop(VARIABLE, None)
     # PMI_FD: the launchers of MPICH and Intel MPI use a file descriptor that only a child process inherits.
     if name and "PMI_FD" not in os.environ:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             try:
-                server.settimeout(importing.limit_seconds() or None)
+                server.settimeout(import_timeout.limit_seconds() or None)
                 server.connect(f"\0{name}")
                 pid = hand_over(server, words)
                 server.settimeout(None)

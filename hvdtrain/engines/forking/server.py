@@ -22,6 +22,7 @@ import sys
 from typing import NamedTuple
 
 from hvdtrain.engines import processes, program
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.forking import leaving, preload
 from hvdtrain.engines.forking.client import HANDED_ON, VARIABLE
 
@@ -189,7 +190,26 @@ def stream(number: int, unbuffered: bool, errors: str = "strict") -> io.TextIOWr
 
 
 def main() -> int:
-    """Run the server. Returns 0 at its end; in a forked rank, runs the program and does not return."""
+    """Run the server. Returns its exit code; in a forked rank, runs the program and does not return.
+
+    If it fails, its clients become the ranks themselves.
+    """
+    try:
+        found, shared = import_and_serve()
+    except UserError:  # no such program: each rank says so
+        return 1
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"warning: --restarts: each rank imports torch by itself ({why})", file=sys.stderr, flush=True)
+        return 1
+    if found is None:
+        return 0
+    os.environ.pop(VARIABLE, None)
+    leaving.run_and_leave(found, shared, lambda code: None)
+
+
+def import_and_serve() -> tuple[program.Program | None, frozenset[str]]:
+    """Return the program in a rank, None in the server at its end; and the modules that were imported before the fork."""
     starter, words = os.getppid(), sys.argv[1:]
     os.setpgid(0, 0)  # signals from the terminal are for the launcher
     for number in (signal.SIGUSR1, signal.SIGHUP):
@@ -203,16 +223,12 @@ def main() -> int:
     gc.disable()
     source = program.source(program.find(words))
     if not any(name.split(".")[0] == "hvdtrain" for name in preload.modules_of(source)):
-        return 0
+        return None, frozenset()
     preload.preload(source, ())
     preload.forget_finalizers()
     gc.freeze()  # the collector would write into pages that the ranks share
     shared = frozenset(sys.modules)
-    found = serve(listener, starter)
-    if found is None:
-        return 0
-    os.environ.pop(VARIABLE, None)
-    leaving.run_and_leave(found, shared, lambda code: None)
+    return serve(listener, starter), shared
 
 
 if __name__ == "__main__":

@@ -162,6 +162,8 @@ class Supervisor:
                     self._hand_on(signal.Signals(number))
 
     def _hand_on(self, number: signal.Signals) -> None:
+        if number == signal.SIGHUP and self._ranks:  # a closed terminal; torch's handler in the ranks does nothing
+            number = signal.SIGTERM
         self._handed_on.add(number)
         self._requests += number in ENDING
         # Before there are ranks there is nothing to save. (With them, the importer may still be about to exit.)

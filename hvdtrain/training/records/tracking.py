@@ -242,10 +242,12 @@ class Record:
 
     def _report(self, scratch: Path) -> Path | None:
         """Create the report in a subprocess, to avoid importing matplotlib here. Return its path; None if that failed."""
-        command = [sys.executable, "-m", "hvdtrain.report", str(self._directory), "--output-dir", str(scratch)]
+        # Modules are found as in this process: not in the working directory, unless it is in sys.path here.
+        command = [sys.executable, "-P", "-m", "hvdtrain.report", str(self._directory), "--output-dir", str(scratch)]
+        environment = without_launcher() | {"PYTHONPATH": os.pathsep.join(sys.path)}
         try:
             done = subprocess.run(
-                command, env=without_launcher(), stdin=subprocess.DEVNULL, capture_output=True, timeout=REPORT_SECONDS
+                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=REPORT_SECONDS
             )
             why = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1] if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -77,6 +77,21 @@ def test_it_gives_up_after_so_many(tmp_path):
     assert "giving up after 1 restarts" in done.stderr
 
 
+@pytest.mark.parametrize("options", ["--restarts 1", "--transport gloo"])
+def test_modules_in_the_working_directory_do_not_replace_those_of_the_library(options, tmp_path):
+    """`python FILE` would not import them either, and anyone may write into some directories."""
+    (tmp_path / "cwd").mkdir()
+    (tmp_path / "scripts").mkdir()
+    for name in ("secrets", "selectors", "json", "argparse", "threading"):
+        (tmp_path / "cwd" / f"{name}.py").write_text("import pathlib; pathlib.Path(__file__ + '.executed').touch()\n")
+    (tmp_path / "scripts" / "beside.py").touch()
+    program = tmp_path / "scripts" / "program.py"
+    program.write_text("import hvdtrain, sys, beside; print(sys.path[0])\n")
+    done = wrapper("mpirun", "-np", "1", *options.split(), "--", sys.executable, str(program), cwd=tmp_path / "cwd")
+    assert (done.code, done.stdout) == (0, f"{tmp_path / 'scripts'}\n"), done
+    assert not list((tmp_path / "cwd").glob("*.executed"))
+
+
 @pytest.mark.parametrize("name", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.slow)])
 def test_a_killed_rank_costs_nothing_but_time(name, tmp_path):
     flags = "--dataset digits --model convnet --epochs 3 --checkpoint-steps 4 --no-progress --log-steps 1"

@@ -55,7 +55,8 @@ def test_a_job_whose_python_does_not_start_is_ended_and_started_again(body, tmp_
 
 @pytest.mark.slow
 def test_what_the_ranks_of_one_attempt_report_does_not_count_for_the_next(tmp_path):
-    python = f"{shlex.quote(sys.executable)} -c 'import hvdtrain'"
+    report = "from hvdtrain.launching.import_timeout import report_start; report_start()"
+    python = f"{shlex.quote(sys.executable)} -c '{report}'"
     body = f"[ -e {tmp_path}/second ] && exec sleep 600\ntouch {tmp_path}/second\n{python}\n{python}\nexit 1"
     env = scripts(tmp_path, mpirun=MPIRUN + body)
     done = wrapper("mpirun", "-np", "2", "--restarts", "1", "--start-timeout", "2", "--", *PROGRAM, env=env)
@@ -63,10 +64,10 @@ def test_what_the_ranks_of_one_attempt_report_does_not_count_for_the_next(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_rank_that_imports_hvdtrain_has_started(tmp_path):
-    """It takes longer than the limit afterwards; so may a program that does not import hvdtrain from its beginning."""
+def test_a_rank_that_imports_the_library_has_started(tmp_path):
+    """It takes longer than the limit afterwards; so may a program that does not import hvdtrain.training."""
     ours, other = tmp_path / "ours.py", tmp_path / "other.py"
-    ours.write_text("import hvdtrain\nimport time\ntime.sleep(11)\n")
+    ours.write_text("from hvdtrain import training\nimport time\ntime.sleep(11)\n")
     other.write_text("import time\ntime.sleep(11)\n")
     env = scripts(
         tmp_path, mpirun=f'{MPIRUN}while [ "$1" != {shlex.quote(sys.executable)} ]; do shift; done\nexec "$@"'

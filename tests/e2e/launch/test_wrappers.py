@@ -108,6 +108,9 @@ def test_mpirun_between_hosts_takes_gloo_through_the_starter(some_mpi):
     tuned = settings(kind, {"MASTER_ADDR": "a", "MASTER_PORT": "9000", **SETTINGS})
     program = shlex.split("python -m hvdtrain.starter --interface eth0 -m hvdtrain.mnist")
     assert shlex.split(printed) == [*two_hosts(some_mpi), *tuned, *program]
+    printed = dry("mpirun", *shlex.split(MANY), "python", "train.py", env=some_mpi)
+    program = shlex.split("python -P -m hvdtrain.starter --interface eth0 train.py")
+    assert shlex.split(printed) == [*two_hosts(some_mpi), *tuned, *program]
 
 
 def test_horovodrun():

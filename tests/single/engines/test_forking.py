@@ -318,6 +318,23 @@ def test_ranks_get_a_signal_that_comes_before_the_importer_is_reaped(number):
     assert supervisor._code == 0  # the job's exit code is that of its ranks
 
 
+def test_a_closed_terminal_asks_the_ranks_to_stop_unless_nohup_has_it_ignored(tmp_path):
+    run = Running(tmp_path, HEARS, 2)
+    run.wait_for_lines(2)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.ends() == (75, "SIGTERM\n" * 2, "")
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    try:
+        run = Running(tmp_path, HEARS, 2)
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    run.wait_for_lines(2)
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)  # SIGTERM would be heard first
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.ends() == (75, "SIGUSR1\n" * 2, "")
+
+
 def test_ranks_that_a_signal_ends_give_its_code(tmp_path):
     run = Running(tmp_path, f"print('ready', flush=True)\n{SLEEP}", 2)
     run.wait_for_lines(2)

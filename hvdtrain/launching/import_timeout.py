@@ -1,6 +1,6 @@
 """A rank's start before it has an engine: it reports that Python runs, and has a time limit to import torch.
 
-Imports almost nothing, because every `import hvdtrain` imports it.
+Imports almost nothing, because commands import it before anything else.
 """
 
 import contextlib
@@ -37,14 +37,13 @@ def limit_seconds() -> float:
     return LIMIT_SECONDS
 
 
-def limit_torch() -> None:
-    """In a process that a launcher started, limit the time that the first `import torch` may take."""
-    if "torch" in sys.modules or not any(name in os.environ for name in RANKS):
+def import_torch() -> None:
+    """Import torch. In a process that a launcher started, this has a time limit."""
+    if "torch" in sys.modules:
         return
-    if seconds := limit_seconds():
-        from hvdtrain.engines.arrival import Arrival
-
-        Arrival("torch", during=lambda: limited(seconds))
+    seconds = limit_seconds() if any(name in os.environ for name in RANKS) else 0.0
+    with limited(seconds) if seconds else contextlib.nullcontext():
+        import torch  # noqa: F401
 
 
 @contextlib.contextmanager

@@ -7,18 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.engines import importing
-from hvdtrain.engines.arrival import Arrival
+from hvdtrain.launching import import_timeout
 
 ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = "import hvdtrain, torch, faulthandler, threading; print([t.name for t in threading.enumerate()])"
+PROGRAM = "from hvdtrain.launching.import_timeout import import_torch; import_torch()"
+PROGRAM += "; import threading; print([t.name for t in threading.enumerate()])"
 
 
-def run(directory: Path, torch: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    directory: Path, torch: str, *, program: tuple[str, ...] = ("-c", PROGRAM), **variables: str
+) -> subprocess.CompletedProcess[str]:
     (directory / "torch.py").write_text(torch)
-    clean = {name: value for name, value in os.environ.items() if name not in (*importing.RANKS, importing.PIPE)}
+    clean = {
+        name: value for name, value in os.environ.items() if name not in (*import_timeout.RANKS, import_timeout.PIPE)
+    }
     env = clean | {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"} | variables
-    return subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        [sys.executable, *program], env=env, cwd=directory, capture_output=True, text=True, timeout=100
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,26 +54,21 @@ def test_only_ranks_are_limited(tmp_path):
     assert run(tmp_path, says, SLURM_PROCID="3").stdout == "2\n['MainThread']\n"
 
 
-@pytest.mark.parametrize("failure", ["raise ImportError('no torch')", "raise ZeroDivisionError"])
-def test_an_import_that_fails_is_no_longer_limited(failure, tmp_path):
-    (tmp_path / "absent.py").write_text(failure)
-    seen = []
+def test_an_import_that_fails_is_no_longer_limited(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import time\nfrom hvdtrain.launching.import_timeout import import_torch\n"
+        "try:\n    import_torch()\nexcept ImportError:\n    time.sleep(4)\n    print('goes on')\n"
+    )
+    done = run(tmp_path, "raise ImportError", program=("train.py",), RANK="0", HVDTRAIN_START_TIMEOUT="0.1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", ""), done
 
-    class During:
-        def __enter__(self):
-            seen.append("begins")
 
-        def __exit__(self, *error):
-            seen.append("ends")
-
-    sys.path.insert(0, str(tmp_path))
-    try:
-        Arrival("absent", during=During)
-        with pytest.raises((ImportError, ZeroDivisionError)):
-            import absent  # type: ignore[import-not-found]  # noqa: F401
-    finally:
-        sys.path.remove(str(tmp_path))
-    assert seen == ["begins", "ends", "begins", "ends"]
+@pytest.mark.parametrize("program", [("-m", "hvdtrain.mnist"), ("-c", "from hvdtrain import training")])
+def test_commands_and_programs_that_import_the_library_are_limited(program, tmp_path):
+    hang = "import ctypes\nctypes.PyDLL(None).sleep(1000)"
+    done = run(tmp_path, hang, program=program, RANK="0", HVDTRAIN_START_TIMEOUT="0.1")
+    assert done.returncode == 1, done
+    assert f'File "{tmp_path}/torch.py", line 2' in done.stderr
 
 
 def test_the_wrapper_hears_of_a_rank_on_its_host_alone(monkeypatch):
@@ -75,12 +76,12 @@ def test_the_wrapper_hears_of_a_rank_on_its_host_alone(monkeypatch):
     os.set_blocking(read, False)
     link = str(Path(f"/proc/self/fd/{read}").readlink())
     for told in (f"{os.getpid()} {read} pipe:[1]", f"{os.getpid()} 999 {link}", "", f"x {link}"):
-        monkeypatch.setenv(importing.PIPE, told)
-        importing.report_start()
+        monkeypatch.setenv(import_timeout.PIPE, told)
+        import_timeout.report_start()
         with pytest.raises(BlockingIOError):
             os.read(read, 1)
-    monkeypatch.setenv(importing.PIPE, f"{os.getpid()} {read} {link}")
-    importing.report_start()
+    monkeypatch.setenv(import_timeout.PIPE, f"{os.getpid()} {read} {link}")
+    import_timeout.report_start()
     assert os.read(read, 10) == b"\n"
     os.close(read)
     os.close(write)

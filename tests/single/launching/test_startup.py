@@ -1,0 +1,88 @@
+"""What commands do before they import torch, and that `import hvdtrain` does none of it."""
+
+import gc
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.engines import exit_codes
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMANDS = [
+    "benchmark", "data.make_shards", "doctor", "imagenet", "lm", "mnist", "reduce", "report", "scaling", "unpack",
+]  # fmt: skip
+LOCAL_RANKS = shlex.quote(str(ROOT / "tests" / "single" / "engines" / "local_ranks.py"))
+STATE = (
+    "import gc, sys, threading; print(gc.isenabled(), threading.active_count(), len(sys.meta_path), file=sys.stderr)"
+)
+
+
+def python(directory: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"} | variables
+    return subprocess.run([sys.executable, *words], cwd=directory, env=env, capture_output=True, text=True, timeout=100)
+
+
+def test_importing_hvdtrain_does_nothing(tmp_path):
+    (tmp_path / "mypkg").mkdir()
+    (tmp_path / "mypkg" / "__init__.py").write_text(f"{STATE}\nimport hvdtrain\n{STATE}")
+    (tmp_path / "mypkg" / "train.py").write_text(STATE)
+    done = python(tmp_path, "-m", "mypkg.train", OMPI_COMM_WORLD_RANK="0")
+    before, after, trains = done.stderr.splitlines()
+    assert before.startswith("True 1 "), done
+    assert (after, trains) == (before, before), done
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_collector_rests_while_a_command_imports_torch(command, tmp_path):
+    (tmp_path / "torch.py").write_text(f"{STATE}\nsys.exit(5)")
+    done = python(tmp_path, "-m", f"hvdtrain.{command}")
+    assert (done.returncode, done.stderr[:8]) == (5, "False 1 "), done
+    done = python(tmp_path, "-c", f"import hvdtrain.{command}")  # from another program
+    assert (done.returncode, done.stderr[:7]) == (5, "True 1 "), done
+
+
+def test_it_is_on_when_the_program_runs(tmp_path):
+    program = f"from hvdtrain.launching import startup; startup.begin(); {STATE}; "
+    program += f"from hvdtrain.engines.exit_codes import run; run(lambda: exec({STATE!r}) or gc.get_freeze_count() < 1)"
+    (tmp_path / "torch.py").touch()
+    done = python(tmp_path, "-c", program)
+    assert done.returncode == 0, done
+    assert [line.split()[0] for line in done.stderr.splitlines()] == ["False", "True"], done
+
+
+def test_it_stays_off_in_a_program_that_has_disabled_it():
+    gc.disable()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            exit_codes.run(lambda: int(gc.isenabled()))
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize(
+    "command", ["-m hvdtrain.starter", "-m hvdtrain.tuned", f"{LOCAL_RANKS} --local-ranks 1 --oversubscribe"],
+    ids=["starter", "tuned", "local ranks"],
+)  # fmt: skip
+def test_standard_streams_may_be_closed(command, closed, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, sys
+print("out"); print("err", file=sys.stderr); sys.stdin.read()
+first = os.open("first", os.O_CREAT | os.O_WRONLY)  # must not become a standard stream
+assert first > 2
+os.write(first, b"done")
+""")
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" {command} script.py {closed}', sys.executable], cwd=tmp_path, timeout=100,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, (tmp_path / "first").read_text()) == (0, "done"), done
+    assert done.stdout == "out\n" * (">&-" not in closed.split()), done
+    assert ("err\n" in done.stderr) == ("2>&-" not in closed.split()), done
