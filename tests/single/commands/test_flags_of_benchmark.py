@@ -65,7 +65,7 @@ def plain(tmp_path_factory) -> Measured:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory) -> Measured:
-    flags = "--batch-size 6 --amp bf16 --channels-last --input mock --warmup-steps 2 --repeats 3 --steps 4 --seed 5 --threads 3"
+    flags = "--batch-size 6 --amp bf16 --input mock --warmup-steps 2 --repeats 3 --steps 4 --seed 5 --threads 3"
     return measured(flags, tmp_path_factory.mktemp("many"))
 
 
@@ -119,18 +119,28 @@ def test_without_communication_a_serial_engine_reduces(tmp_path, monkeypatch):
     assert measured("--no-communication", tmp_path).engines == ["serial"]
 
 
-def test_reduce_says_what_the_reduction_of_the_type_is(capsys, monkeypatch):
-    monkeypatch.setattr(
-        SerialEngine, "all_reduce_", lambda self, tensor, op, name: tensor.mul_(3 if op == "sum" else 1)
-    )
-    for flags, said in (("", "3"), ("--reduction max", "1"), ("--dtype bool", "True")):
+def test_reduce_reduces_in_the_type_and_by_the_operation_that_were_asked_for(capsys, monkeypatch):
+    dtypes = set()
+
+    def reduced(self, tensor: Tensor, op: str, name: str) -> None:
+        dtypes.add(tensor.dtype)
+        tensor.mul_(3 if op == "sum" else 1)
+
+    monkeypatch.setattr(SerialEngine, "all_reduce_", reduced)
+    for flags, said, dtype in (
+        ("", "3", "float32"),
+        ("--reduction max", "1", "float32"),
+        ("--dtype int16", "3", "int16"),
+    ):
+        dtypes.clear()
         monkeypatch.setattr(sys, "argv", ["reduce.py", "--engine", "serial", *flags.split()])
         assert reduce.main() == 0
         assert capsys.readouterr().out.splitlines()[-1] == f"after 0 data {said}"
+        assert dtypes == {getattr(torch, dtype)}
 
 
 def test_a_sweep_has_the_sizes_and_types_that_were_asked_for_and_is_written(capsys, monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(reduce, "draw", lambda about, rows, path, notes: path.touch())
     flags = "--sweep --min-bytes 16 --max-bytes 64 --dtype float64 --seconds-per-size 0.01 --threads 1"
     monkeypatch.setattr(sys, "argv", ["reduce.py", "--engine", "serial", *flags.split(), "--output-dir", str(tmp_path)])
     assert reduce.main() == 0

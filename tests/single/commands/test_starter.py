@@ -3,9 +3,10 @@
 import pytest
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import Announced
 from hvdtrain.engines.meeting import Place, place
 from hvdtrain.engines.rendezvous import meeting_point
-from hvdtrain.starter import parse
+from hvdtrain.starter import meeting_of, parse
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,16 @@ def test_own_options_end_where_the_program_begins(words, program):
     options, rest = parse(words.split())
     assert rest == program.split()
     assert options.port == (9000 if "9000" in words else None)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_interface_and_port_are_those_that_were_named(size, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "9001")
+    monkeypatch.setattr("hvdtrain.starter.address_of", {"eth7": "10.0.0.7", "lo": "127.0.0.1"}.get)
+    options, _ = parse(["--interface", "eth7", "--port", "9000", "x.py"])
+    meeting, interface = meeting_of(options, Announced("Slurm", 0, size))
+    assert (meeting.address, meeting.port, interface) == ("10.0.0.7", 9000, "eth7")
 
 
 def test_meeting_point():

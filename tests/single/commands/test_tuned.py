@@ -1,5 +1,6 @@
 """hvdtrain.tuned: a script runs as without it, and gets what it did not set itself. (tests/e2e has ranks.)"""
 
+import math
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.engines import program
-from hvdtrain.engines.cores import share_of_host
+from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced, cores_of_job, ranks_on_host, tasks_per_node
 from hvdtrain.engines.tuning import FAST, own_script
@@ -148,7 +149,7 @@ def test_signals_come_to_the_script(tmp_path):
 def test_what_is_set_and_what_the_user_had_stays(tmp_path):
     (tmp_path / "show.py").write_text(f"import os\nfor n in {SET}: print(n, os.environ.get(n))")
     shown = dict(line.split() for line in start("-m", "hvdtrain.tuned", "show.py", cwd=tmp_path).stdout.splitlines())
-    assert shown.pop("OMP_NUM_THREADS") == str(share_of_host(1, float("inf"))[0]) or os.cpu_count()
+    assert shown.pop("OMP_NUM_THREADS") == str(math.floor(min(len(os.sched_getaffinity(0)), cpu_quota())) or 1)
     assert shown == {**FAST, "OMPI_MCA_ess_singleton_isolated": "1"}
     mine = dict.fromkeys(SET, "7") | {"MALLOC_TRIM_THRESHOLD_": "5000"}
     done = start("-m", "hvdtrain.tuned", "show.py", cwd=tmp_path, **mine)

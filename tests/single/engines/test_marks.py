@@ -1,25 +1,65 @@
-"""Engines say in which collective the main thread is; the watchdog reads it."""
+"""Each collective of an engine tells the watchdog, while it runs, in which one the main thread is."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from hvdtrain.engines.base import collective
 from hvdtrain.engines.ddp import DdpEngine
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.single import SerialEngine
 
-COLLECTIVES = ("all_reduce_", "all_gather", "broadcast_")
+CALLS = {
+    "loss": lambda engine: engine.all_reduce_(torch.ones(1), "sum", "loss"),
+    "hosts": lambda engine: engine.all_gather(torch.ones(1), "hosts"),
+    "flags": lambda engine: engine.broadcast_(torch.ones(1), "flags"),
+}
 
 
-@pytest.mark.parametrize("engine", [HorovodEngine, DdpEngine])
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_every_collective_is_marked(engine, name):
-    assert hasattr(vars(engine)[name], "__wrapped__")
+class Library:
+    """What stands for Horovod or torch.distributed: each call only looks which collective the engine names."""
+
+    Sum = Average = Adasum = Min = Max = Product = None
+
+    def __init__(self) -> None:
+        self.engine: SimpleNamespace | HorovodEngine | DdpEngine = SimpleNamespace(waiting_in=None)
+        self.seen: list[str | None] = []
+
+    def look(self, tensor: torch.Tensor | None = None, *_, **__):
+        self.seen.append(self.engine.waiting_in)
+        return tensor
+
+    allreduce_ = allgather = broadcast_ = broadcast_parameters = look
 
 
-@pytest.mark.parametrize("name", ["broadcast_model", "synchronize"])
-def test_horovods_own_are_marked(name):
-    assert hasattr(vars(HorovodEngine)[name], "__wrapped__")
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", [HorovodEngine, DdpEngine])
+def test_a_collective_is_named_while_it_runs_and_not_after_it(kind, name, monkeypatch):
+    engine, library = kind.__new__(kind), Library()
+    engine.size, engine.waiting_in, engine.hvd = 1, None, library
+    library.engine = engine
+    for call in ("all_reduce", "all_gather", "broadcast"):
+        monkeypatch.setattr(torch.distributed, call, library.look)
+    CALLS[name](engine)
+    assert library.seen == [name]
+    assert engine.waiting_in is None
+
+
+def test_horovods_own_collectives_are_named():
+    engine, library = HorovodEngine.__new__(HorovodEngine), Library()
+    engine.size, engine.waiting_in, engine.hvd, engine._hows = 1, None, library, {}
+    library.engine = engine
+    engine.broadcast_model(nn.Linear(1, 1))
+
+    class Optimizer:
+        synchronize = library.look
+
+    engine._hows[Optimizer] = SimpleNamespace(reduction="average")
+    engine.synchronize(Optimizer)
+    assert library.seen == ["broadcast_model", "synchronize"]
+    assert engine.waiting_in is None
 
 
 def test_the_mark_has_the_collectives_name_and_goes_with_it():

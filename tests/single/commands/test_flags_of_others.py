@@ -1,0 +1,131 @@
+"""What the flags of hvdtrain.scaling, doctor, report and make_shards do: which runs, what is checked, which files."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import doctor, report, scaling
+from hvdtrain.analysis.launching import Ended
+from hvdtrain.data import make_shards
+from tests import image_set
+from tests.single.analysis.reporting.run_records import END, WHOLE, evaluation, leave, start, step  # noqa: F401
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Run hvdtrain.scaling with jobs that only leave a result; return the words of each, with its limit."""
+
+    def run(flags: str) -> list[tuple[list[str], float]]:
+        jobs: list[tuple[list[str], float]] = []
+
+        def job(words: list[str], limit: float, log: Path) -> Ended:
+            jobs.append((words, limit))
+            log.touch()
+            return Ended(1, "")
+
+        monkeypatch.setattr(scaling, "run_job", job)
+        monkeypatch.setattr(scaling, "command", lambda *words: [str(word) for word in words])
+        monkeypatch.setattr(sys, "argv", ["scaling.py", *flags.split()])
+        scaling.main()
+        return jobs
+
+    return run
+
+
+def test_scaling_runs_what_was_asked_for_within_its_time(measured, tmp_path):
+    out = tmp_path / "found"
+    flags = f"--engines ddp --ranks 1,3 --rounds 2 --threads 5 --timeout 7 --output-dir {out} -- --model convnet"
+    jobs = measured(flags)  # alone, three apart, ddp on one and on three; what fails is not run again
+    assert sorted((words[0], words[1]) for words, _ in jobs) == [("ddp", "1"), ("ddp", "1"), ("ddp", "3"), ("ddp", "3")]
+    assert {limit for _, limit in jobs} == {7.0}
+    assert all("'--threads', '5'" in words[3] and "'--model', 'convnet'" in words[3] for words, _ in jobs)
+    assert sum("--no-communication" in words[3] for words, _ in jobs) == 2
+    assert (out / "runs").is_dir()
+
+
+def test_scaling_starts_on_the_hosts_over_the_interface(measured, tmp_path):
+    flags = f"--engines horovod --ranks 2 --hosts a:1,b:1 --interface eth7 --output-dir {tmp_path}"
+    assert {(words[4], words[5]) for words, _ in measured(flags)} == {("a:1,b:1", "eth7")}
+
+
+def test_rounds_and_seed_decide_how_often_and_in_which_order(monkeypatch, tmp_path):
+    def order(seed: int, rounds: int) -> list[scaling.Configuration]:
+        found: list[scaling.Configuration] = []
+        monkeypatch.setattr(scaling, "measure", lambda which, *_: found.append(which) or {"mean": 1})
+        monkeypatch.setattr(scaling, "rate", lambda outcome: 1.0)
+        words = f"--engines horovod,ddp --ranks 1,2,3 --rounds {rounds} --seed {seed} --output-dir {tmp_path}"
+        flags = scaling.parse(words.split())
+        scaling.measure_all(flags, scaling.configurations(flags.engines, flags.ranks), [], {})
+        return found
+
+    assert len(order(1, 4)) == 4 * 9
+    assert order(1, 1) == order(1, 1) != order(2, 1)
+
+
+def test_the_doctor_checks_what_was_named(tmp_path, monkeypatch, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["doctor.py", *f"--engine serial --data-dir {tmp_path}/nowhere --json".split()])
+        assert doctor.main() == 1
+    said = json.loads(capsys.readouterr().out)
+    assert any(f"{tmp_path}/nowhere does not exist" in f["what"] + f["do"] for f in said["findings"])
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["doctor.py", *f"--engine serial --output-dir {tmp_path}/file/out".split()])
+    assert doctor.main() == 1
+    assert f"{tmp_path}/file/out" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--engine", "serial", "--device", "cuda"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert doctor.main() == 1
+    assert "--device cuda" in capsys.readouterr().out
+
+
+def report_on(monkeypatch, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
+    assert report.main() == 0
+
+
+def test_a_table_has_the_numbers_and_no_page_is_written(leave, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    report_on(monkeypatch, leave("one", *WHOLE), "--csv", tmp_path / "table.csv")
+    assert len((tmp_path / "table.csv").read_text().splitlines()) > 4
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_report_lies_where_it_was_asked_for_in_the_formats_that_were_with_seeds_folded_or_not(
+    leave,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    found: list[tuple[int, list[str]]] = []
+    monkeypatch.setattr(
+        report.pictures, "draw_all", lambda runs, out, formats: found.append((len(runs), formats)) or []
+    )
+    monkeypatch.setattr(report.page, "build", lambda runs, pictures: "")
+    monkeypatch.setattr(report.plotting, "require_matplotlib", lambda **_: None)
+    runs = []
+    for seed in (1, 2, 3):
+        lines = [
+            start(100.0, config={"seed": seed}),
+            *(step(100.0 + n, n) for n in range(1, 5)),
+            evaluation(105.0),
+            END,
+        ]
+        runs.append(leave(f"seed-{seed}", *lines))
+    for flags in ([], ["--each-run", "--figures", "svg"]):
+        report_on(monkeypatch, *runs, "--output-dir", tmp_path / "made", *flags)
+    assert found == [(1, []), (3, ["svg"])]
+    assert (tmp_path / "made" / "report.html").is_file()
+
+
+def test_shards_have_at_most_so_many_samples_in_the_order_of_the_seed(tmp_path, monkeypatch):
+    pytest.importorskip("webdataset")
+    folder = image_set.write(tmp_path / "folder", 12, 6)
+    contents = []
+    for number, flags in enumerate(("--samples-per-shard 5", "--samples-per-shard 5 --seed 2")):
+        target = tmp_path / str(number)
+        monkeypatch.setattr(sys, "argv", ["make_shards.py", str(folder), str(target), *flags.split()])
+        assert make_shards.main() == 0
+        assert list(json.loads((target / "train" / "sizes.json").read_text()).values()) == [4, 4, 4]
+        contents.append((target / "train" / "000000.tar").read_bytes())
+    assert contents[0] != contents[1]
