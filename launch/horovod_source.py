@@ -1,7 +1,7 @@
 """Fetches, verifies, unpacks and patches the source of Horovod 0.28.1 (2023, its last release).
 
 launch/patches/NN-name.patch are unified diffs, applied in the order of their names. The header of each says why it is needed
-and what it is safe against. launch/patches/optional/ has two more, for older versions of torch and for builds without MPI.
+and what it is safe against. launch/patches/optional/ has one more, for builds without MPI.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from steps import BuildFailure, Pip, Refusal
+from installer import Pip
+from steps import BuildFailure, Refusal
 
 VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
@@ -70,14 +71,9 @@ def cxx_standard(torch_version: str) -> int:
     return 20 if (major, minor) >= (2, 14) else 17
 
 
-def patches(torch_version: str, mpi: bool) -> list[Path]:
+def patches(mpi: bool) -> list[Path]:
     """Return the patches for this build, in the order in which they apply."""
-    chosen = sorted(PATCHES.glob("*.patch"))
-    if cxx_standard(torch_version) == 17:
-        chosen.append(PATCHES / "optional" / "cxx17.patch")
-    if not mpi:
-        chosen.append(PATCHES / "optional" / "without-mpi.patch")
-    return chosen
+    return sorted(PATCHES.glob("*.patch")) + ([] if mpi else [PATCHES / "optional" / "without-mpi.patch"])
 
 
 def apply_patch(source: Path, patch: Path) -> None:
@@ -104,9 +100,9 @@ def apply_patch(source: Path, patch: Path) -> None:
         path.write_text("".join(lines))
 
 
-def apply_patches(source: Path, torch_version: str, mpi: bool = True) -> None:
+def apply_patches(source: Path, mpi: bool = True) -> None:
     """Apply the patches for this build. Raises BuildFailure."""
-    for patch in patches(torch_version, mpi):
+    for patch in patches(mpi):
         apply_patch(source, patch)
 
 

@@ -30,4 +30,6 @@ def settle() -> None:
         path = Path(sys.prefix) / "etc" / name
         text = path.read_text() if path.is_file() else ""
         if line not in text.splitlines():
-            path.write_text(f"{text.rstrip()}\n\n{MARK}\n{line}\n")
+            ours = path.with_name(f"{name}.hvdtrain")  # a new file: the wheel's may be a link into uv's cache
+            ours.write_text(f"{text.rstrip()}\n\n{MARK}\n{line}\n")
+            ours.replace(path)

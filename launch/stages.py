@@ -1,94 +1,70 @@
-"""Progress output of the set-up programs: one stage after another, with its current step, progress and seconds.
-
-On a terminal, each stage is one line with a progress bar. In a log, it is one line, and another every 15 seconds.
-"""
+"""Stages of the set-up programs: each is one line of output, with its current step and its seconds; some wait for a lock."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 TERMINAL_SECONDS, LOG_SECONDS = 0.5, 15.0  # between two updates
-BAR = 20  # characters
 
 
 class Stage:
-    """Shows one stage, updated by a thread, so that the time advances even without output from the command."""
+    """What a stage shows: its current step, and at its end another result than its seconds."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.started = time.monotonic()
-        self.terminal = sys.stdout.isatty()
-        self.poll: Callable[[], None] = lambda: None  # called before each update, to set the progress
-        self._fraction: float | None = None
-        self._note = ""
-        self._broken = False  # in a log: whether lines were written since the text
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep_showing, daemon=True)
-        if self.terminal:
-            self._draw()
-        else:
-            _write(f"{text} ...")
-        self._thread.start()
+    note = ""
+    result = ""
 
-    def seconds(self) -> float:
-        """Return the seconds since the start of the stage."""
-        return time.monotonic() - self.started
 
-    def progress(self, fraction: float, note: str = "") -> None:
-        """Set the progress, 0 to 1."""
-        self._fraction, self._note = fraction, note
+@contextmanager
+def stage(text: str) -> Iterator[Stage]:
+    """Show a stage during the block. A terminal's line is drawn again every half second; a log has a line now and then."""
+    current, started, over = Stage(), time.monotonic(), threading.Event()
+    terminal = sys.stdout.isatty()
 
-    def note(self, text: str) -> None:
-        """Set the current step."""
-        self._note = text or self._note
+    def show() -> None:
+        while not over.wait(TERMINAL_SECONDS if terminal else LOG_SECONDS):
+            facts = f"{time.monotonic() - started:.0f} s  {current.note}".strip()
+            width = max(20, shutil.get_terminal_size().columns - 1)
+            _write(f"\r{f'{text} ... {facts}'[:width]}\x1b[K" if terminal else f"\n    {facts} ...")
 
-    def finish(self, result: str) -> None:
-        """End the stage and show its result."""
-        self._over.set()
-        self._thread.join()
-        if self.terminal:
-            _write(f"\r\x1b[K{self.text} ... {result}\n")
-        else:
-            _write(f"    {result}\n" if self._broken else f" {result}\n")
+    _write(f"{text} ...")
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    result = "failed after "
+    try:
+        yield current
+        result = current.result
+    finally:
+        over.set()
+        thread.join()
+        _write(f"{f'{chr(13)}{text} ...' if terminal else ''} {result}{time.monotonic() - started:.1f} s")
+        _write("\x1b[K\n" if terminal else "\n")
 
-    def _keep_showing(self) -> None:
-        while not self._over.wait(TERMINAL_SECONDS if self.terminal else LOG_SECONDS):
-            self.poll()
-            if self.terminal:
-                self._draw()
-            else:
-                percent = "" if self._fraction is None else f"{self._fraction:.0%}"
-                facts = ", ".join(filter(None, (percent, self._note, f"{self.seconds():.0f} s")))
-                _write(f"{'' if self._broken else chr(10)}    {facts}\n")
-                self._broken = True
 
-    def _draw(self) -> None:
-        width = max(20, shutil.get_terminal_size().columns - 1)
-        bar = ""
-        if self._fraction is not None:
-            full = min(BAR, int(self._fraction * BAR))
-            bar = f"[{'#' * full}{'.' * (BAR - full)}] {self._fraction:.0%} "
-        line = f"{self.text} ... {bar}{self.seconds():.0f} s  {self._note}"
-        _write("\r" + line[:width] + "\x1b[K")
+@contextmanager
+def only_one(directory: Path, what: str) -> Iterator[None]:
+    """Hold a lock on a directory, for which other processes wait here. The kernel releases it with its holder."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with stage(f"wait for the other {what}"):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError:
+        pass  # a file system without locks: both work, and atomic renames keep cached wheels valid
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-@contextmanager
-def stage(text: str) -> Iterator[Stage]:
-    """Show a stage during the block, and then its seconds."""
-    current = Stage(text)
-    try:
-        yield current
-    except BaseException:
-        current.finish(f"failed after {current.seconds():.1f} s")
-        raise
-    current.finish(f"{current.seconds():.1f} s")

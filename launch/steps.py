@@ -1,10 +1,9 @@
-"""Shared by the set-up programs: errors, commands with a log, pip, properties of the machine."""
+"""Shared by the set-up programs: errors, commands with a log, pinned versions, properties of the machine."""
 
 from __future__ import annotations
 
 import errno
 import os
-import platform
 import re
 import shutil
 import signal
@@ -13,10 +12,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from packages import site_packages
-from stages import Stage, stage
-
 GIB = 1 << 30
+TOO_MANY = r"Resource temporarily unavailable|can't start new thread"  # processes and threads, by `ulimit -u`
 REMEDIES = {  # of errors of the system, by their number
     **dict.fromkeys(
         (errno.ENOSPC, errno.EDQUOT), "free some space, or choose another place (for the checkout, --cache-dir, TMPDIR)"
@@ -24,6 +21,12 @@ REMEDIES = {  # of errors of the system, by their number
     **dict.fromkeys((errno.EROFS, errno.EACCES), "choose a place that you can write to (--cache-dir, TMPDIR)"),
     errno.EAGAIN: "no more processes are allowed: end some, raise `ulimit -u`, or --jobs 1",
 }
+
+
+def pins() -> dict[str, str]:
+    """Return the versions in constraints.txt, by package."""
+    lines = (Path(__file__).resolve().parent / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
 class Refusal(Exception):
@@ -107,101 +110,12 @@ def last_lines(log: Path, count: int = 12) -> str:
     return "\n".join(f"    {line[:300]}" for line in lines[-count:])
 
 
-# ----------------------------------------------------------------------------------------------------------- pip
-
-
-class Pip:
-    """The pip of one interpreter. Online, it uses the user's configuration; offline, only one directory and no network."""
-
-    def __init__(self, python: Path, log: Path, offline: Path | None = None) -> None:
-        self.python, self.log, self.offline = python, log, offline
-
-    def __call__(self, *arguments: str | Path, doing: str, env: Mapping[str, str] | None = None) -> None:
-        environment = dict(os.environ if env is None else env)
-        command: list[str | Path] = [self.python, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-        if self.offline is not None:
-            # Without this, pip would still use configured indexes and find-links, such as a mirror mounted as a directory.
-            environment = {name: value for name, value in environment.items() if not name.startswith("PIP_")}
-            environment["PIP_CONFIG_FILE"] = os.devnull
-            command += ["--no-index", "--find-links", self.offline]
-        with stage(doing) as current:
-            start = self.log.stat().st_size if self.log.exists() else 0
-            listener = _PipListener(current, self.python)
-            code = run(command, self.log, env=environment, on_line=listener.hear)
-        if code != 0:
-            raise pip_failure(self.log.read_text(errors="replace")[start:], doing, self.offline)
-
-
-def pip_cache() -> Path:
-    """Return where pip keeps what it downloads, unless a configuration file names another directory."""
-    return Path(os.environ.get("PIP_CACHE_DIR") or user_cache() / "pip")
-
-
 def user_cache() -> Path:
     """Return the directory of this user's caches. Raises Refusal."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # no HOME, and not in /etc/passwd: a container with any user id
         raise Refusal("this user has no home directory: set HOME or XDG_CACHE_HOME to a directory of yours") from None
-
-
-class _PipListener:
-    """Shows the progress of pip. While pip installs, it prints nothing: its progress is read from the environment."""
-
-    def __init__(self, stage: Stage, python: Path) -> None:
-        self.stage = stage
-        self.site = site_packages(python.parent.parent)
-        self.installing: list[str] = []
-
-    def hear(self, line: str) -> None:
-        words = line.split()
-        if line.startswith("Installing collected packages:"):
-            self.installing = [word.strip(",") for word in words[3:]]
-            self.stage.poll = self.look
-        elif words and words[0] in ("Collecting", "Downloading", "Processing", "Using", "Installing", "Preparing"):
-            self.stage.note(" ".join(words)[:100])
-
-    def look(self) -> None:
-        there = {_plain(info.parent.name.split("-")[0]) for info in self.site.glob("*.dist-info/RECORD")}
-        waiting = [name for name in self.installing if _plain(name) not in there]
-        done = len(self.installing) - len(waiting)
-        self.stage.progress(done / max(len(self.installing), 1), f"installing {waiting[0]}" if waiting else "")
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-TOO_MANY = r"Resource temporarily unavailable|can't start new thread"  # processes and threads, by `ulimit -u`
-
-
-def pip_failure(output: str, doing: str, offline: Path | None) -> Exception:
-    """Return an exception with the relevant line of pip's output and the remedy."""
-    errors = [line.strip() for line in output.splitlines() if re.match(r"\s*ERROR:", line)]
-    what = errors[0].removeprefix("ERROR:").strip() if errors else (output.strip().splitlines() or ["no output"])[-1]
-    if "DO NOT MATCH THE HASHES" in output:
-        return Refusal(f"{doing}: the file's sha256 is not the expected one; it was not run. Ask who serves your index")
-    if "No space left" in output or "Disk quota exceeded" in output:
-        return Refusal(f"{doing}: no space left on the device: free some, or move the checkout or TMPDIR")
-    if re.search(TOO_MANY, output):
-        return Refusal(f"{doing}: no more processes are allowed: end some, or raise `ulimit -u`")
-    if offline is not None:
-        return Refusal(f"{doing}: {what}; to fill {offline}: launch/setup --download DIR where there is a network")
-    network = r"NewConnectionError|Max retries|ConnectTimeout|ReadTimeout|Name or service|ProxyError|SSLError"
-    if re.search(network, output):
-        return Refusal(f"{doing}: no package index answers: check network, proxy, `pip config list`; or --offline DIR")
-    if found := re.search(r"No matching distribution found for (\S+)", output):
-        there = re.search(r"\(from versions: (?!none)(.*?)\)", what)
-        version = ".".join(platform.python_version_tuple()[:2])
-        return Refusal(
-            f"no {found[1]} for Python {version} on {platform.machine()} in the package index"
-            + (f", which has {there[1]}: take one of these" if there else "")
-            + ", or another Python (make PYTHON=...)"
-        )
-    return BuildFailure(f"{doing}: {what}")
-
-
-# ------------------------------------------------------------------------------------------------------- machine
 
 
 def existing(path: Path) -> Path:

@@ -19,14 +19,7 @@ from pathlib import Path
 
 import cuda_wheels
 import horovod_source
-from steps import BuildFailure, Refusal, has_nvidia_gpu
-
-
-def pins() -> dict[str, str]:
-    """Return the versions in constraints.txt, by package."""
-    lines = (Path(__file__).resolve().parent / "constraints.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
-
+from steps import BuildFailure, Refusal, has_nvidia_gpu, pins
 
 FLAGS = ("CXX", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "HOROVOD_BUILD_CUDA_CC_LIST")  # of the user's environment
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from stages import stage
 from steps import user_cache
 from target import Target
 
@@ -47,18 +43,3 @@ def store_wheel(entry: Path, wheel: Path, target: Target) -> Path:
     finally:
         partial.unlink(missing_ok=True)
     return entry / wheel.name
-
-
-@contextmanager
-def only_one(directory: Path, what: str) -> Iterator[None]:
-    """Hold a lock, so that concurrent builds of a wheel wait for each other. The kernel releases it with its holder."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with stage(f"wait for the other build of {what}"):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks: both build, and atomic renames keep the result valid
-        yield

@@ -41,8 +41,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not sdist.is_file():
         pytest.skip("Horovod's source is not in the cache: the wheel was")
     root = horovod_source.unpack(horovod_source.checked_sdist(sdist), tmp_path_factory.mktemp("source"))
-    horovod_source.apply_patches(root, "2.15.0")
+    horovod_source.apply_patches(root)
     return root
+
+
+def python(source: Path, tmp_path: Path, *arguments: str) -> str:
+    """Run Python with the patched source; return its standard output."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(source)},
+        text=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def horovodrun(source: Path, tmp_path: Path, what: str) -> subprocess.Popen[str]:
@@ -101,12 +111,7 @@ def test_run_from_python_still_raises(source: Path, tmp_path: Path) -> None:
         "    try:\n        horovod.run(rank, num_proc=2, use_gloo=True)\n"
         "    except RuntimeError as error:\n        print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "job.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(source)},
-        text=True, capture_output=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "rank 1 on localhost ended the job with exit code 3\n"
+    assert python(source, tmp_path, "job.py") == "rank 1 on localhost ended the job with exit code 3\n"
 
 
 RENDEZVOUS = """
@@ -133,11 +138,7 @@ print([ask("GET", path) for path in ("/local_a/0", "/local_a/1", "/cross_0/0")])
 
 
 def test_no_address_of_a_first_start_is_left_for_a_second(source: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(source)}
-    done = subprocess.run(
-        [sys.executable, "-c", RENDEZVOUS], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=60
-    )
-    assert done.stdout == "[404, 404, 404]\n", done.stderr
+    assert python(source, tmp_path, "-c", RENDEZVOUS) == "[404, 404, 404]\n"
 
 
 QUEUE = """
@@ -152,8 +153,29 @@ print(len(ranks))
 
 def test_all_ranks_can_connect_to_the_rendezvous_server_at_once(source: Path, tmp_path: Path) -> None:
     """As released the kernel queues six connections, drops the others, and each is tried again seconds later."""
-    environment = os.environ | {"PYTHONPATH": str(source)}
-    done = subprocess.run(
-        [sys.executable, "-c", QUEUE], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=60
-    )
-    assert done.stdout == "64\n", done.stderr
+    assert python(source, tmp_path, "-c", QUEUE) == "64\n"
+
+
+MPIRUN = """
+from horovod.runner import mpi_run
+
+class Settings:
+    hosts, num_proc, nics, verbose = "a:1,b:1", 2, ["eth0"], 0
+    __getattr__ = lambda self, name: None
+
+for says in ("mpirun (Open MPI) 4.1.8", "HYDRA build details:", "Intel(R) MPI Library", "MPICH"):
+    mpi_run.tiny_shell_exec.execute = lambda command, env=None: (says, 0)
+    ran = []
+    mpi_run.os.execve = lambda path, words, env: ran.append(words[-1])
+    settings = Settings()
+    mpi_run.mpi_run(settings, ["eth0"], {"PATH": "/usr/bin"}, ["python"])
+    print([part for part in ("exec mpirun", "--bind-to none", "^openib,ofi", "-iface eth0", "btl_tcp_if_include eth0")
+           if part in ran[0]])
+"""
+
+
+def test_each_mpirun_gets_its_own_options(source: Path, tmp_path: Path) -> None:
+    open_mpi, mpich, intel, _ = python(source, tmp_path, "-c", MPIRUN).splitlines()
+    assert open_mpi == "['exec mpirun', '--bind-to none', '^openib,ofi', 'btl_tcp_if_include eth0']"
+    assert mpich == "['exec mpirun', '--bind-to none', '-iface eth0']"
+    assert intel == "['exec mpirun', '-iface eth0']"
