@@ -38,9 +38,9 @@ from hvdtrain.data.endless import Batches, open_endless, reads_folders
 from hvdtrain.data.loading import default_workers, start_workers_early
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import cores_of_rank, start
+from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled, require_compiler

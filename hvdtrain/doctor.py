@@ -35,10 +35,10 @@ from hvdtrain.data import idx
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.exit_codes import LINGER_SECONDS, run
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.start import start
 from hvdtrain.engines.tuning import own_script
+from hvdtrain.launching.exit_codes import LINGER_SECONDS, run
 from hvdtrain.training.records import energy
 
 LEVELS = ("ok", "warning", "problem")

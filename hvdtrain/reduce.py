@@ -28,8 +28,8 @@ from hvdtrain import cli
 from hvdtrain.analysis import measuring, other_work, plotting
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.start import engine_class, start
+from hvdtrain.launching.exit_codes import run
 from hvdtrain.training.records.telemetry import versions
 
 REDUCTIONS = ("sum", "average", "min", "max", "product", "adasum")

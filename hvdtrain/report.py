@@ -24,8 +24,8 @@ from hvdtrain import cli
 from hvdtrain.analysis import plotting
 from hvdtrain.analysis.reporting import page, pictures, runs, seeds, table
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced
+from hvdtrain.launching.exit_codes import run
 from hvdtrain.training.records import files
 
 

@@ -35,8 +35,8 @@ from hvdtrain.analysis import measuring, other_work, plotting
 from hvdtrain.analysis.launching import VARIANTS, command, run_job, slots
 from hvdtrain.analysis.scaling_results import ALONE, APART, Configuration, Rounds, busy, rate, summarize, table, write
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced
+from hvdtrain.launching.exit_codes import run
 
 QUICK = ["--model", "convnet", "--repeats", "5"]  # of hvdtrain.benchmark; flags after -- override them
 INTERRUPTED = 130  # as in shells: 128 + SIGINT

@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.cli import Parser, non_negative, positive, positive_int
-from hvdtrain.engines import program
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default
-from hvdtrain.engines.meeting import (
+from hvdtrain.launching import import_timeout, run_script
+from hvdtrain.launching.exit_codes import run
+from hvdtrain.launching.local_rendezvous import (
     Meeting,
     address_of,
     address_towards,
@@ -37,8 +37,7 @@ from hvdtrain.engines.meeting import (
     interface_with,
     resolve,
 )
-from hvdtrain.engines.rendezvous import meeting_point
-from hvdtrain.launching import import_timeout
+from hvdtrain.launching.rendezvous import meeting_point
 
 COME_SECONDS = 10.0  # how long a host whose import failed tries to tell the others, which would wait for it
 VALUELESS = ("--oversubscribe", "--help")
@@ -99,41 +98,36 @@ def meeting_of(options: argparse.Namespace, told: Announced) -> tuple[Meeting, s
     ), interface
 
 
-def start_one(options: argparse.Namespace, told: Announced, words: list[str]) -> program.Program:
+def start_one(options: argparse.Namespace, told: Announced, words: list[str]) -> run_script.Program:
     """Connect to the other ranks, if there are any, and return the program that this process is to run."""
     if told.size > 1:
         meeting, interface = meeting_of(options, told)
         meeting.come(1)
         hosts = meeting.wait()
         os.environ.update(environment(told.rank, hosts, meeting.address, meeting.port, interface))
-    return program.find(words)
+    return run_script.find(words)
 
 
 def start_all(options: argparse.Namespace, told: Announced, words: list[str]) -> int:
     """Start all ranks of this host, and return their exit code. In a rank, this function does not return."""
     from hvdtrain.engines.cores import share_of_host
-    from hvdtrain.engines.forking import fitting, importer, leaving
-    from hvdtrain.engines.forking.supervisor import Supervisor, say
+    from hvdtrain.launching import capacity, forker
+    from hvdtrain.launching.supervisor import Orders, Supervisor, say
 
     ranks = options.local_ranks
     if bound_by_default(os.environ):  # by mpirun, which knows of only one process here
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    cores = fitting.cores_here(os.environ, told)
+    cores = capacity.cores_here(os.environ, told)
     if not options.oversubscribe:
-        fitting.refuse_too_many_for_cores(ranks, cores, told.launcher)
+        capacity.refuse_too_many_for_cores(ranks, cores, told.launcher)
     # OpenMP reads this once, when torch is imported, so each rank's share must be set before.
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_host(ranks, cores)[0]))
     imports = [name for name in options.imports.split(",") if name]
-    started = importer.start(words, ranks, imports, options.oversubscribe)
-    if isinstance(started, importer.Rank):
-        rank = started
-        leaving.run_and_leave(
-            rank.program, rank.shared, lambda code: os.write(rank.reports, b"[%d, %d]\n" % (rank.local_rank, code))
-        )
+    started = forker.start(words, ranks, imports, options.oversubscribe)
     meetings: list[Meeting] = []  # one, once this host has connected
     came = threading.Event()
 
-    def meet(imported: threading.Event) -> importer.Orders:
+    def meet(imported: threading.Event) -> Orders:
         meeting, interface = meeting_of(options, told)
         meeting.say = say
         meeting.come(ranks)
@@ -141,14 +135,14 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
         came.set()
         imported.wait()
         hosts = meeting.wait()
-        return importer.Orders(hosts, meeting.first, meeting.address, meeting.port, interface)
+        return Orders(hosts, meeting.first, meeting.address, meeting.port, interface)
 
     def tell(reason: str) -> None:
         if told.size > 1 and came.wait(COME_SECONDS):
             meetings[0].fail(reason)
 
     failed = (lambda: meetings[0].failure()) if told.size > 1 else None
-    supervisor = Supervisor(started, meet, failed, tell, options.start_timeout)
+    supervisor = Supervisor(started, words, meet, failed, tell, options.start_timeout)
     try:
         return supervisor.run()
     except (UserError, Failure) as error:
@@ -170,7 +164,7 @@ def main() -> int:
         raise UserError("horovodrun has started Horovod already: leave hvdtrain.starter out", everywhere=True)
     if options.local_ranks is not None:
         return start_all(options, told, words)
-    program.run(start_one(options, told, words))
+    run_script.run(start_one(options, told, words))
     return 0
 
 

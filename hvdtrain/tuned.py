@@ -18,14 +18,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli import Parser
-from hvdtrain.engines import program
-from hvdtrain.engines.arrival import Arrival
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.exit_codes import end_with
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default, cores_of_job, ranks_on_host
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, tuned_environment
-from hvdtrain.launching import import_timeout, startup
+from hvdtrain.launching import import_timeout, run_script, startup
+from hvdtrain.launching.exit_codes import end_with
+from hvdtrain.launching.import_hook import ImportHook
 
 if TYPE_CHECKING:
     from hvdtrain.engines.foreign import Listener
@@ -125,7 +124,7 @@ def attach(flags: argparse.Namespace, told: Announced, words: list[str], done: s
             listeners.append(Watch(None if flags.watch == "auto" else flags.watch, listeners))
         foreign.attach(hvd, told, listeners, repeatable=flags.repeatable)
 
-    Arrival("horovod.torch", arrived)
+    ImportHook("horovod.torch", arrived)
     return listeners
 
 
@@ -142,12 +141,12 @@ def main() -> None:
         told = announced()
         refuse_torchrun(told)
         done = tune(told, flags.repeatable)
-        script = program.find(words)
+        script = run_script.find(words)
         listeners = attach(flags, told, words, done)
     except UserError as error:
         end_with(error)
     except Exception:  # a syntax error in the script, or an exception of its package
-        program.show_from(None)
+        run_script.show_from(None)
         raise
     if told.rank == 0:
         say(done)
@@ -155,7 +154,7 @@ def main() -> None:
     failed: BaseException | None = None
     code: object = 0
     try:
-        program.run(script)
+        run_script.run(script)
     except SystemExit as left:
         code = left.code
         raise

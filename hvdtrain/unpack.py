@@ -20,8 +20,8 @@ from pathlib import Path
 
 from hvdtrain import cli
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced
+from hvdtrain.launching.exit_codes import run
 from hvdtrain.training.records import files
 
 PACKAGE = Path(__file__).resolve().parent

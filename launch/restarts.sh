@@ -43,7 +43,7 @@ ask_to_stop() { # PID: Open MPI's mpirun (also under horovodrun) sends SIGKILL a
     kill "-$signal" "$1" 2>/dev/null
 }
 
-serve_imports() { # sets `started`: the program, with ranks from a fork server if possible (hvdtrain/engines/forking/server.py)
+serve_imports() { # sets `started`: the program, with ranks from a fork server if possible (hvdtrain/launching/forker.py)
     local name='' dropped_here=() answers python=("${program[0]}")
     started=("${program[@]}")
     # On this host only, and not if hvdtrain.starter or hvdtrain.tuned must run first in each rank's process.
@@ -57,12 +57,12 @@ serve_imports() { # sets `started`: the program, with ranks from a fork server i
     "${python[@]}" -c 'import hvdtrain' 2>/dev/null || return 0
     split_environment
     for name in "${dropped[@]}"; do dropped_here+=(-u "$name"); done
-    exec {answers}< <(exec env "${dropped_here[@]}" "${python[@]}" -m hvdtrain.engines.forking.server "${program[@]:1}")
+    exec {answers}< <(exec env "${dropped_here[@]}" "${python[@]}" -m hvdtrain.launching.forker "${program[@]:1}")
     # shellcheck disable=SC2064  # this process
     trap "kill $! 2>/dev/null || :" EXIT
     if read -r -t 20 name <&"$answers"; then
         export HVDTRAIN_FORK_SERVER=$name
-        started=("${python[@]}" -m hvdtrain.engines.forking.client "${program[@]:1}")
+        started=("${python[@]}" -m hvdtrain.launching.fork_client "${program[@]:1}")
     fi
     exec {answers}<&-
 }

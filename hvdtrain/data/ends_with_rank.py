@@ -8,7 +8,7 @@ server holds its output open, and a job that is started again shares the cores w
 import signal
 import sys
 
-from hvdtrain.engines.processes import PR_SET_PDEATHSIG, prctl
+from hvdtrain.launching.processes import PR_SET_PDEATHSIG, prctl
 
 if sys.orig_argv[-1].startswith("from multiprocessing.forkserver import main"):
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

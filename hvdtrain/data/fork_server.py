@@ -19,7 +19,7 @@ from multiprocessing import process, spawn
 
 from hvdtrain.data.loading import PROGRAM
 from hvdtrain.engines import start
-from hvdtrain.engines.processes import PR_SET_PDEATHSIG, prctl
+from hvdtrain.launching.processes import PR_SET_PDEATHSIG, prctl
 
 
 def import_program(preparation: str) -> None:

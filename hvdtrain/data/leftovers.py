@@ -16,7 +16,7 @@ import time
 from multiprocessing import util
 from pathlib import Path
 
-from hvdtrain.engines.processes import Process, lives, stat
+from hvdtrain.launching.processes import Process, lives, stat
 
 SEMAPHORES = Path("/dev/shm")
 OWNER = "hvdtrain-owner"  # file with the owner's tag in a directory of sockets

@@ -20,7 +20,7 @@ from hvdtrain.data.images import list_folder, refuse_other_classes
 from hvdtrain.data.shard_index import obtain
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.exit_codes import run
+from hvdtrain.launching.exit_codes import run
 
 
 def make(root: Path, target: Path, per_shard: int, seed: int) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine, Reduction, collective
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.rendezvous import horovods_server, meeting_point, own_address_towards, put, wait_for
+from hvdtrain.launching.rendezvous import horovods_server, meeting_point, own_address_towards, put, wait_for
 
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
 MEETINGS = itertools.count()  # number of rendezvous in this process; the same on every rank

@@ -13,15 +13,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from hvdtrain.engines import program
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.exit_codes import say
 from hvdtrain.engines.horovod import HorovodEngine, buckets
 from hvdtrain.engines.launchers import Announced, remedy
 from hvdtrain.engines.lines import WRITE_SECONDS, within
+from hvdtrain.launching import run_script
+from hvdtrain.launching.exit_codes import say
 
-program.HIDDEN.add(__file__)
+run_script.HIDDEN.add(__file__)
 
 
 class ForeignEngine(HorovodEngine):

@@ -8,7 +8,7 @@ from pathlib import Path
 STACK_FRAMES = 6  # printed per rank
 PACKAGE = str(Path(__file__).resolve().parents[1])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-WRAPPERS = ("contextlib.py", "hvdtrain/tuned.py", "engines/program.py")
+WRAPPERS = ("contextlib.py", "hvdtrain/tuned.py", "launching/run_script.py")
 
 Stack = list[traceback.FrameSummary]
 

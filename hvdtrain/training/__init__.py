@@ -9,7 +9,7 @@ import_timeout.import_torch()
 from hvdtrain.cli import count, fraction, non_negative, positive, positive_int
 from hvdtrain.cli import training_parser as parser
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.exit_codes import run as main
+from hvdtrain.launching.exit_codes import run as main
 from hvdtrain.training.run import Run
 from hvdtrain.training.start import start
 from hvdtrain.training.state import Metric

@@ -273,7 +273,7 @@ class Writer:
 
 
 if __name__ == "__main__":
-    from hvdtrain.engines.exit_codes import run
+    from hvdtrain.launching.exit_codes import run
 
     def moved() -> int:
         """Refuse the command of the first layout. Remove with 0.2."""

@@ -18,7 +18,7 @@ from hvdtrain.data.loading import Plan, mixed_seed
 from hvdtrain.data.sharding import passes_per_step
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.exit_codes import TARGET_MISSED
+from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators, to_device
 from hvdtrain.training.journal import Journal

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvdtrain.cli import Parser
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.exit_codes import run
+from hvdtrain.launching.exit_codes import run
 from hvdtrain.training.checkpoint import Damaged, read
 
 

@@ -9,8 +9,8 @@ import time
 from collections import defaultdict
 
 from hvdtrain import mnist
-from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.launchers import announced
+from hvdtrain.launching.exit_codes import run
 from hvdtrain.training.resilience.guard import Guard
 from hvdtrain.training.resume import Checkpoints
 

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from hvdtrain.engines.rendezvous import Rendezvous
+from hvdtrain.launching.rendezvous import Rendezvous
 
 BYTES_OF_A_SOCKET = 136  # that a rank puts for each other rank
 

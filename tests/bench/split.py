@@ -17,9 +17,9 @@ import torch
 
 from hvdtrain import mnist
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.exit_codes import run
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import announced
+from hvdtrain.launching.exit_codes import run
 from hvdtrain.models.convnet import ConvNet, CosineNet
 from hvdtrain.training.inputs import Tensors
 from hvdtrain.training.prepared import Prepared

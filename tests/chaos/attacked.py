@@ -28,9 +28,10 @@ import torch
 
 from hvdtrain import mnist, training
 from hvdtrain.data import loading
-from hvdtrain.engines import exit_codes, launchers, processes
+from hvdtrain.engines import launchers
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.start import engine_class
+from hvdtrain.launching import exit_codes, processes
 from hvdtrain.training import checkpoint, contents, resume
 from hvdtrain.training.resilience import watchdog
 

@@ -14,8 +14,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from hvdtrain.engines import exit_codes
 from hvdtrain.engines.launchers import announced
+from hvdtrain.launching import exit_codes
 
 VARIABLE = re.compile(r"[A-Z_]+=")
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import processes
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.errors import UserError
+from hvdtrain.launching import processes
 from hvdtrain.training.records import files
 from hvdtrain.training.records.clock import Window
 from hvdtrain.training.records.misclassified import Mistake

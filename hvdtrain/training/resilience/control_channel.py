@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
-from hvdtrain.engines.rendezvous import own_address_towards
+from hvdtrain.launching.rendezvous import own_address_towards
 
 HELLO_SECONDS = 20.0  # for all ranks to connect, at the start
 ONE_HELLO_SECONDS = 5.0  # for one connection to authenticate; after a failure, a rank tries again

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.exit_codes import STOPPED
 from hvdtrain.engines.launchers import announced
 from hvdtrain.hangs import leaving
+from hvdtrain.launching.exit_codes import STOPPED
 from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.resilience.watchdog import Watchdog
 from hvdtrain.training.resume import Checkpoints

@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hvdtrain.engines import processes
-from hvdtrain.engines.exit_codes import STOPPED
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
 from hvdtrain.hangs.leaving import Leaving
 from hvdtrain.hangs.stacks import stack_of, where, worth_printing
 from hvdtrain.hangs.work import Work
+from hvdtrain.launching import processes
+from hvdtrain.launching.exit_codes import STOPPED
 from hvdtrain.training.resilience.control_channel import Channel
 from hvdtrain.training.resilience.progress import STEP, TIMES_STEP, UPDATED, Progress, phase_limit, step_limit
 from hvdtrain.training.resilience.starvation import Starvation

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from hvdtrain.engines import processes
 from hvdtrain.engines.base import Engine
+from hvdtrain.launching import processes
 from hvdtrain.training.resilience.control_channel import Channel, accept, listen, say_hello
 from hvdtrain.training.resilience.monitor import Monitor, Peer
 from hvdtrain.training.resilience.progress import Progress

@@ -67,7 +67,8 @@ def test_a_fault_on_one_host(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_that_differ():
-    body = "import sys, torch, hvdtrain.doctor as d; from hvdtrain.engines import exit_codes, launchers; "
+    body = "import sys, torch, hvdtrain.doctor as d; from hvdtrain.engines import launchers; "
+    body += "from hvdtrain.launching import exit_codes; "
     body += "torch.__version__ = f'2.{launchers.announced().rank}'; exit_codes.run(d.main)"
     done = launch(f'mpirun --oversubscribe -np 2 {PYTHON} -c "{body}" --json')
     assert done.code == 1, done

@@ -205,7 +205,7 @@ def test_refused_once_on_two_ranks(two):
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_though_workers_run(data):
     body = "import hvdtrain.imagenet as m; "
-    body += "from hvdtrain.engines import exit_codes, launchers; "
+    body += "from hvdtrain.engines import launchers; from hvdtrain.launching import exit_codes; "
     body += "rank = launchers.announced().rank; real = m.training.Run.evaluating; "
     body += "m.training.Run.evaluating = lambda *a, **k: real(*a, **k) if rank != 1 else 1 / 0; exit_codes.run(m.main)"
     start = f"{LAUNCHERS['mpirun'].format(ranks=2)} {PYTHON} -c '{body}' {SCRIPT.partition(' ')[2]}"

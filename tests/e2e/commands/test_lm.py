@@ -17,7 +17,8 @@ TINY = "--layers 1 --heads 2 --width 16 --context 8 --steps 34 --warmup-steps 2 
 KILLED = """
 import os, pathlib, signal, sys, time
 from hvdtrain import lm
-from hvdtrain.engines import exit_codes, launchers
+from hvdtrain.engines import launchers
+from hvdtrain.launching import exit_codes
 directory = pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1], "checkpoints")
 real = lm.learning_rate
 def learning_rate(step, steps, flags):

@@ -272,7 +272,7 @@ def test_launcher_and_engine_must_agree(launcher, alone):
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job():
     body = "import hvdtrain.mnist as m; "
-    body += "from hvdtrain.engines import exit_codes, launchers; "
+    body += "from hvdtrain.engines import launchers; from hvdtrain.launching import exit_codes; "
     body += "rank = launchers.announced().rank; real = m.training.Run.evaluating; "
     body += "m.training.Run.evaluating = lambda *a, **k: real(*a, **k) if rank != 1 else 1 / 0; exit_codes.run(m.main)"
     done = launch(f"mpirun --oversubscribe -np 3 {PYTHON} -c '{body}' --dataset digits", timeout=120)

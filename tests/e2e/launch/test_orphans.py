@@ -89,7 +89,7 @@ def test_a_run_in_the_background_outlives_its_shell(tmp_path):
 
 def slow_first_step(tmp_path: Path, seconds: float, flags: str) -> str:
     """Return a command whose rank 1 takes so long in its first backward pass."""
-    body = "import hvdtrain.mnist as m, time, torch; from hvdtrain.engines.exit_codes import run; "
+    body = "import hvdtrain.mnist as m, time, torch; from hvdtrain.launching.exit_codes import run; "
     body += (
         "from hvdtrain.engines.launchers import announced; real = torch.Tensor.backward; first = [announced().rank]; "
     )

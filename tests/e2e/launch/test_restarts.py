@@ -101,7 +101,7 @@ def test_a_killed_rank_costs_nothing_but_time(name, tmp_path):
 import os, pathlib, signal, sys
 from hvdtrain.training.resilience import guard
 from hvdtrain import mnist
-from hvdtrain.engines import exit_codes, processes
+from hvdtrain.launching import exit_codes, processes
 with pathlib.Path({str(tmp_path / "forked")!r}).open("a") as forked:
     forked.write("01"[bool(processes.PROXY)])
 once, steps = pathlib.Path({str(tmp_path / "once")!r}), iter(range(10**6))

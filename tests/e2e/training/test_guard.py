@@ -75,7 +75,7 @@ def test_a_checkpoint_whose_copy_takes_longer_than_the_timeout_is_not_a_hang(tmp
 def test_no_false_alarm_while_a_rank_is_only_slow(tmp_path):
     """Stopped for less than the time-out, then continued."""
     body = "import hvdtrain.mnist as m, os, subprocess; "
-    body += "from hvdtrain.engines import exit_codes, launchers; "
+    body += "from hvdtrain.engines import launchers; from hvdtrain.launching import exit_codes; "
     body += "real = m.training.Run.evaluating; rank = launchers.announced().rank; "
     body += "pause = lambda: rank == 1 and (subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}']), "
     body += "os.kill(os.getpid(), 19)); "
@@ -252,7 +252,7 @@ def test_ranks_with_different_flags_are_refused():
 @pytest.mark.slow
 def test_a_rank_that_never_comes_to_the_start_ends_the_job():
     body = "import sys, time; from hvdtrain import mnist; from hvdtrain.engines import launchers; "
-    body += "from hvdtrain.engines.exit_codes import run; from hvdtrain.training.resilience import starting; "
+    body += "from hvdtrain.launching.exit_codes import run; from hvdtrain.training.resilience import starting; "
     body += "starting.SAY_SECONDS = 1.0; starting.PHASE_SECONDS['start-up'] = 3.0; "
     body += "launchers.announced().rank and time.sleep(1000); run(mnist.main)"
     start = LAUNCHERS["mpirun"].format(ranks=2)

@@ -12,8 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvdtrain import benchmark, cli, doctor, imagenet, lm, mnist, reduce, report, scaling, starter
-from hvdtrain.engines import cores, exit_codes, launchers, meeting, rendezvous
+from hvdtrain.engines import cores, launchers
 from hvdtrain.engines.errors import UserError
+from hvdtrain.launching import exit_codes, local_rendezvous, rendezvous
 from tests.single.examples import one_line, tried
 
 NUMBERS = st.one_of(
@@ -200,9 +201,9 @@ def test_a_host_name_that_is_none_is_refused(name):
         raise OSError("no such host")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting.socket, "getaddrinfo", no_network)
+        patch.setattr(local_rendezvous.socket, "getaddrinfo", no_network)
         with pytest.raises(UserError, match="check MASTER_ADDR"):
-            meeting.resolve(name, deadline=0)
+            local_rendezvous.resolve(name, deadline=0)
 
 
 @tried(60)

@@ -4,8 +4,8 @@ import pytest
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced
-from hvdtrain.engines.meeting import Place, place
-from hvdtrain.engines.rendezvous import meeting_point
+from hvdtrain.launching.local_rendezvous import Place, place
+from hvdtrain.launching.rendezvous import meeting_point
 from hvdtrain.starter import meeting_of, parse
 
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.engines import program
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced, cores_of_job, ranks_on_host, tasks_per_node
 from hvdtrain.engines.tuning import FAST, own_script
+from hvdtrain.launching import run_script
 from hvdtrain.tuned import parse, refuse_torchrun, say
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -283,16 +283,16 @@ def test_the_doctor_says_what_a_script_would_gain():
 def test_frames_of_ours_between_those_of_the_script_are_hidden(monkeypatch):
     between: dict = {}
     exec(compile("def call(function):\n    function()", "ours.py", "exec"), between)
-    monkeypatch.setattr(program, "HIDDEN", {"ours.py"})
+    monkeypatch.setattr(run_script, "HIDDEN", {"ours.py"})
 
     def fail() -> None:
         raise ValueError
 
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         between["call"](fail)
-    shown = [frame.name for frame in traceback.extract_tb(program.without_hidden(raised.value.__traceback__))]
+    shown = [frame.name for frame in traceback.extract_tb(run_script.without_hidden(raised.value.__traceback__))]
     assert shown == ["test_frames_of_ours_between_those_of_the_script_are_hidden", "fail"]
-    assert program.without_hidden(None) is None
+    assert run_script.without_hidden(None) is None
 
 
 def test_a_line_is_one_write(monkeypatch):

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from hvdtrain.data import loading
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.processes import stat
 from hvdtrain.engines.start import start
+from hvdtrain.launching.processes import stat
 from hvdtrain.training import inputs
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -117,7 +117,7 @@ def test_open_mpi_five_says_nothing_of_its_binding_so_it_is_only_reported():
 
 
 def run_main(body: str, **environment: str) -> subprocess.CompletedProcess:
-    code = f"from hvdtrain.engines.exit_codes import run\nfrom hvdtrain.engines.errors import UserError\n{body}"
+    code = f"from hvdtrain.launching.exit_codes import run\nfrom hvdtrain.engines.errors import UserError\n{body}"
     return subprocess.run(
         [sys.executable, "-c", code],
         env={"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[3]), **environment},

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.engines import exit_codes
+from hvdtrain.launching import exit_codes
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = [
     "benchmark", "data.make_shards", "doctor", "imagenet", "lm", "mnist", "reduce", "report", "scaling", "unpack",
 ]  # fmt: skip
-LOCAL_RANKS = shlex.quote(str(ROOT / "tests" / "single" / "engines" / "local_ranks.py"))
+LOCAL_RANKS = shlex.quote(str(ROOT / "tests" / "single" / "launching" / "local_ranks.py"))
 STATE = (
     "import gc, sys, threading; print(gc.isenabled(), threading.active_count(), len(sys.meta_path), file=sys.stderr)"
 )
@@ -47,7 +47,9 @@ def test_the_collector_rests_while_a_command_imports_torch(command, tmp_path):
 
 def test_it_is_on_when_the_program_runs(tmp_path):
     program = f"from hvdtrain.launching import startup; startup.begin(); {STATE}; "
-    program += f"from hvdtrain.engines.exit_codes import run; run(lambda: exec({STATE!r}) or gc.get_freeze_count() < 1)"
+    program += (
+        f"from hvdtrain.launching.exit_codes import run; run(lambda: exec({STATE!r}) or gc.get_freeze_count() < 1)"
+    )
     (tmp_path / "torch.py").touch()
     done = python(tmp_path, "-c", program)
     assert done.returncode == 0, done

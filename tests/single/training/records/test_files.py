@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hvdtrain import mnist
-from hvdtrain.engines.exit_codes import run
+from hvdtrain.launching.exit_codes import run
 from hvdtrain.training.records import files
 
 

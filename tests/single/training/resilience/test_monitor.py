@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hvdtrain.engines import processes
+from hvdtrain.launching import processes
 from hvdtrain.training.resilience.control_channel import Channel, accept, allow_open_files, listen, say_hello
 from hvdtrain.training.resilience.monitor import Monitor, Peer, Timing
 from hvdtrain.training.resilience.progress import PHASE_SECONDS, Progress

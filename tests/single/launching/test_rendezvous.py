@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from hvdtrain.engines.rendezvous import Rendezvous, horovods_server, put, wait_for
+from hvdtrain.launching.rendezvous import Rendezvous, horovods_server, put, wait_for
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

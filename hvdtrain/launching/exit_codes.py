@@ -10,8 +10,8 @@ from typing import NoReturn
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import say_within, write_whole_lines
-from hvdtrain.engines.processes import require_proc
 from hvdtrain.launching import startup
+from hvdtrain.launching.processes import require_proc
 
 # 0: success.
 FAILED = 1

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from hvdtrain.engines import processes
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.processes import Process, is_stopped, launcher_name, launchers, lives, stat
+from hvdtrain.launching import processes
+from hvdtrain.launching.processes import Process, is_stopped, launcher_name, launchers, lives, stat
 
 
 def test_without_proc_nothing_begins(tmp_path):

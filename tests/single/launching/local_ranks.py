@@ -1,21 +1,23 @@
 """`hvdtrain.starter` as it is, but for what it imports: nothing, so that its ranks cost no more than a fork.
 
-SETTINGS='{"import_seconds": 60, "grace": 0.2}' python tests/single/engines/local_ranks.py --local-ranks 2 script.py
+SETTINGS='{"import_seconds": 60, "grace": 0.2}' python tests/single/launching/local_ranks.py --local-ranks 2 script.py
 """
 
+import importlib
 import json
 import os
 import sys
 import time
 
 from hvdtrain import starter
-from hvdtrain.engines import exit_codes, meeting
-from hvdtrain.engines.forking import preload, supervisor
+from hvdtrain.launching import exit_codes, local_rendezvous, preload, supervisor
 
 SETTINGS = json.loads(os.environ.get("SETTINGS", "{}"))
 
 
-def no_preload(source: str, asked: object) -> None:
+def no_preload(source: str, asked: list[str]) -> None:
+    for name in asked if SETTINGS.get("import") else ():
+        importlib.import_module(name)
     time.sleep(SETTINGS.get("import_seconds", 0.0))
     if "import_error" in SETTINGS:
         raise ZeroDivisionError(SETTINGS["import_error"])
@@ -23,7 +25,7 @@ def no_preload(source: str, asked: object) -> None:
 
 preload.preload = no_preload
 supervisor.GRACE_SECONDS = SETTINGS.get("grace", supervisor.GRACE_SECONDS)
-supervisor.FAILURE_SECONDS = meeting.FAILURE_SECONDS = 0.2
-meeting.SAY_SECONDS = 0.3
+supervisor.FAILURE_SECONDS = local_rendezvous.FAILURE_SECONDS = 0.2
+local_rendezvous.SAY_SECONDS = 0.3
 sys.argv[0] = starter.__file__
 exit_codes.run(starter.main)

@@ -4,6 +4,7 @@ The ranks here are small scripts that import nothing, under the real starter; te
 """
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -15,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.forking import fitting, preload
-from hvdtrain.engines.forking.importer import Importer
-from hvdtrain.engines.forking.supervisor import Supervisor
+from hvdtrain.launching import capacity, preload
 from hvdtrain.starter import parse
 from tests.e2e.launchers import MARK, PYTHON, environment, kill, launch, members, new_job
 
@@ -46,19 +46,19 @@ SLEEP = "import time; time.sleep(600)"
 def test_gpus_are_counted_without_cuda(devices, variables, gpus, tmp_path):
     for name in devices:
         (tmp_path / name).touch()
-    assert fitting.gpus_here(variables, tmp_path) == gpus
+    assert capacity.gpus_here(variables, tmp_path) == gpus
 
 
 def test_ranks_that_do_not_fit_are_refused_with_what_to_type():
-    fitting.refuse_too_many_for_cores(8, 8, "none")
+    capacity.refuse_too_many_for_cores(8, 8, "none")
     with pytest.raises(UserError, match=r"--local-ranks 9, but 8 cores here: use --local-ranks 8, or add --oversub"):
-        fitting.refuse_too_many_for_cores(9, 8, "none")
+        capacity.refuse_too_many_for_cores(9, 8, "none")
     with pytest.raises(UserError, match=r"but 1 core here: give the task more \(srun --cpus-per-task=8\), use"):
-        fitting.refuse_too_many_for_cores(8, 1, "Slurm")
-    fitting.refuse_too_many_for_gpus(8, 0)  # they train on the CPU
-    fitting.refuse_too_many_for_gpus(4, 4)
+        capacity.refuse_too_many_for_cores(8, 1, "Slurm")
+    capacity.refuse_too_many_for_gpus(8, 0)  # they train on the CPU
+    capacity.refuse_too_many_for_gpus(4, 4)
     with pytest.raises(UserError, match=r"--local-ranks 5, but 4 GPUs here: use --local-ranks 4, or add --oversub"):
-        fitting.refuse_too_many_for_gpus(5, 4)
+        capacity.refuse_too_many_for_gpus(5, 4)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,10 @@ print(__name__, sys.argv[1:], sys.path[0] == os.getcwd(), os.environ["OMP_NUM_TH
 
 
 def test_each_rank_has_its_share_of_the_hosts_threads(tmp_path):
-    done = start(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'])", 500 if os.cpu_count() > 400 else 4)
-    share = max(1, len(os.sched_getaffinity(0)) // 4)
-    assert {int(line) for line in done.stdout.split()} <= set(range(1, share + 1)), done
+    cores = math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota()))
+    for ranks in (1, 2):
+        done = start(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'])", ranks)
+        assert done.stdout.split() == [str(max(1, cores // ranks))] * ranks, done
 
 
 @pytest.mark.parametrize(
@@ -183,18 +184,20 @@ def test_the_first_rank_that_fails_ends_the_others_and_gives_the_code(tmp_path, 
     assert f"hvdtrain.starter: error: {said.replace('HOST', socket.gethostname())}" in done.stderr, done
     if "1 / 0" in first:  # its own error, in its own words, and nothing of ours around it
         assert "ZeroDivisionError: division by zero" in done.stderr, done
-        assert "importer.py" not in done.stderr, done
+        assert "forker.py" not in done.stderr, done
         assert "starter.py" not in done.stderr, done
 
 
 def test_a_rank_ends_as_under_the_interpreter(tmp_path):
     """With threads that it still has, with what it registered, with files that it did not close, with objects told."""
     script = """
-import atexit, os, threading, time
+import atexit, os, threading, time, weakref
+import beside
 class Told:
     def __del__(self):
         print("told", flush=True)
 told = Told()
+weakref.finalize(told, print, "finalized", flush=True)
 left_open = open("left_open." + os.environ["HOROVOD_RANK"], "w")
 left_open.write("written")
 atexit.register(print, "registered", flush=True)
@@ -204,10 +207,26 @@ def later():
 threading.Thread(target=later).start()
 print("no line end", end="")
 """
+    (tmp_path / "beside.py").write_text("left_open = open('left_open.beside', 'w'); left_open.write('written')")
     done = start(tmp_path, script, 1)
     assert done.code == 0, done
-    assert done.stdout == "no line endthread\nregistered\ntold\n", done
+    assert done.stdout == "no line endthread\nregistered\nfinalized\ntold\n", done
     assert (tmp_path / "left_open.0").read_text() == "written"
+    assert (tmp_path / "left_open.beside").read_text() == "written"
+
+
+def test_ranks_share_a_module_of_the_forker_and_run_its_exit_handlers_but_not_its_finalizers(tmp_path):
+    (tmp_path / "shared.py").write_text("""
+import atexit, os, weakref
+class Owned: pass
+owned, pid = Owned(), os.getpid()
+weakref.finalize(owned, print, "finalized", flush=True)
+atexit.register(print, "registered", flush=True)
+""")
+    script = "import os, shared; print(shared.pid == os.getppid(), flush=True)"
+    done = start(tmp_path, script, 2, "--import shared", SETTINGS='{"import": true}', PYTHONPATH=str(tmp_path))
+    assert done.code == 0, done
+    assert sorted(done.stdout.splitlines()) == ["True", "True", "registered", "registered"], done
 
 
 @pytest.mark.parametrize(
@@ -305,17 +324,6 @@ def test_signals_reach_each_rank_once(tmp_path, number, whole_group):
         run.process.send_signal(number)
     code, out, err = run.ends()
     assert (code, out, err) == (75, f"{number.name}\n" * 2, "")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_ranks_get_a_signal_that_comes_before_the_importer_is_reaped(number):
-    """Between the message with their pids and the importer's end, the supervisor still counts as importing."""
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as rank:
-        supervisor = Supervisor(Importer(rank.pid, -1, -1, -1), meet=None)
-        supervisor._ranks = {rank.pid: 0}
-        supervisor._hand_on(number)
-        assert rank.wait(20) == -number  # not SIGKILL
-    assert supervisor._code == 0  # the job's exit code is that of its ranks
 
 
 def test_a_closed_terminal_asks_the_ranks_to_stop_unless_nohup_has_it_ignored(tmp_path):

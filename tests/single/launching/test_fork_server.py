@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.engines.forking.client import VARIABLE
+from hvdtrain.launching.fork_client import VARIABLE
 from tests.e2e.launchers import MARK, ROOT, environment, kill, members, new_job
 
 SERVER = Path(__file__).parent / "fork_server.py"
@@ -22,7 +22,8 @@ PROGRAM = "import hvdtrain, json, os, signal, sys, time\n"
 FACTS = """
 facts = dict(pid=os.getpid(), parent=os.getppid(), argv=sys.argv[1:], name=__name__, directory=os.getcwd())
 facts |= dict(mine=os.environ.get("MINE"), server=os.environ.get("OF_SERVER"), group=os.getpgrp(), typed=sys.stdin.read())
-facts |= dict(proxy=sys.modules["hvdtrain.engines.processes"].PROXY if "hvdtrain.engines.processes" in sys.modules else [])
+processes = sys.modules.get("hvdtrain.launching.processes")
+facts |= dict(proxy=processes.PROXY if processes else [])
 print(json.dumps(facts))
 print("said", file=sys.stderr)
 sys.exit(7)
@@ -50,7 +51,7 @@ class Server:
 
     def client(self, *arguments: str, **variables: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain.engines.forking.client", self.script, *arguments], cwd=ROOT,
+            [sys.executable, "-m", "hvdtrain.launching.fork_client", self.script, *arguments], cwd=ROOT,
             env=self.variables | {VARIABLE: self.name} | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
@@ -163,7 +164,7 @@ def test_a_server_that_does_not_answer_is_done_without(tmp_path):
         silent.bind(f"\0{name}")
         silent.listen()
         done = subprocess.run(
-            [sys.executable, "-m", "hvdtrain.engines.forking.client", script, "x"], cwd=ROOT, timeout=60,
+            [sys.executable, "-m", "hvdtrain.launching.fork_client", script, "x"], cwd=ROOT, timeout=60,
             env=environment(**{VARIABLE: name, "HVDTRAIN_START_TIMEOUT": "0.2"}), stdin=subprocess.DEVNULL,
         )  # fmt: skip
     assert done.returncode == 9

@@ -6,6 +6,7 @@ other modules.
 
 import ast
 import contextlib
+import gc
 import importlib
 import sys
 import weakref
@@ -19,7 +20,6 @@ SAFE = {"PIL", "horovod", "hvdtrain", "numpy", "safetensors", "torch", "torchvis
 FIRST = ("torch", "horovod.torch")
 # Modules that hvdtrain's programs import later.
 OF_HVDTRAIN = ("hvdtrain.engines.horovod", "hvdtrain.data.digits")
-KEPT: list[object] = []
 
 
 def modules_of(source: str) -> list[str]:
@@ -87,14 +87,14 @@ def _check(allowed: int, what: str) -> None:
         raise UserError(f"{what} {' and '.join(done)}, which does not survive a fork: {remedy}", everywhere=True)
 
 
-def forget_finalizers() -> None:
-    """Remove all `weakref.finalize` exit handlers registered so far, so that the ranks do not run them.
+def keep_finalizers_to_this_process() -> None:
+    """Turn off the exit handlers (`weakref.finalize`) of what is imported by now, so that the ranks do not run them.
 
     torch registers hundreds of them; running them would copy 28 MB of shared pages in each rank.
     """
-    finalizers = weakref.finalize._registry  # type: ignore[attr-defined]
-    KEPT.append(dict(finalizers))  # keeps the handlers alive
-    finalizers.clear()
+    for each in gc.get_objects():
+        if type(each) is weakref.finalize:
+            each.atexit = False
 
 
 def fresh_generators() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.rendezvous import Rendezvous, own_address_towards
+from hvdtrain.launching.rendezvous import Rendezvous, own_address_towards
 
 POLL_SECONDS = 0.1
 SAY_SECONDS = 10.0  # between two lines about missing ranks

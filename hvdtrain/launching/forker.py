@@ -1,0 +1,305 @@
+"""The process that imports torch, Horovod and the program's modules once, and forks ranks from then on.
+
+hvdtrain.starter --local-ranks     forks it, and asks it for the ranks of this host over a socket each (`start`)
+launch/*.sh --restarts             starts it; a client in place of each rank asks it, in every attempt (fork_client.py):
+
+    python -m hvdtrain.launching.forker (-m MODULE | FILE) ARGUMENTS
+
+The latter prints the name of its socket, and exits after the process that started it, once no rank is left. It supports only
+programs that import hvdtrain, because these set their number of threads after the fork.
+
+A fork copies only the calling thread. Therefore this process has one thread, and uses neither MPI, CUDA nor OpenMP. A rank
+has its own process group, and ends when this process ends.
+"""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn, cast
+
+from hvdtrain.engines.errors import UserError
+from hvdtrain.launching import capacity, exit_codes, preload, processes, rank_exit, run_script
+from hvdtrain.launching.fork_client import HANDED_ON, VARIABLE, Request
+
+LOOK_SECONDS = 1.0  # between two checks whether the parent process still runs
+HELLO_SECONDS = 10.0  # time limit for a connected client to send its request
+MOST_BYTES = 2**26  # limit for a client's environment and arguments
+IMPORTED, FAILED, REFUSED = b"imported", b"failed", b"refused"  # answers to the starter, besides pid and exit code
+
+
+class Rank(NamedTuple):
+    """A running rank. asked: the other end has what was requested, and is sent pid and exit code."""
+
+    pid: int
+    connection: socket.socket
+    request: Request
+
+
+class Forker(NamedTuple):
+    """The starter's handle of its forker. connections: one for each rank."""
+
+    pid: int
+    connections: list[socket.socket]
+
+
+def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool) -> Forker:
+    """Fork a forker for `ranks` ranks, and return its handle; in the ranks, this does not return.
+
+    words: the program, see `run_script.find`. asked: modules to import in addition to those found in the program.
+    Raises UserError in the forker if there is no such program, or there are more ranks than GPUs.
+    """
+    starter = os.getpid()
+    pairs = [socket.socketpair() for _ in range(ranks)]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the forker is set up
+    pid = os.fork()
+    if pid != 0:
+        with contextlib.suppress(OSError):  # the child may have done this itself, and may have exited
+            os.setpgid(pid, pid)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for _, end in pairs:
+            end.close()
+        return Forker(pid, [connection for connection, _ in pairs])
+    # A separate process group: signals from the terminal reach only the starter, which forwards them to the ranks once.
+    os.setpgid(0, 0)
+    processes.end_with_parent(starter, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    for connection, _ in pairs:
+        connection.close()
+    import_once(run_script.source(run_script.find(words)), asked)
+    if not oversubscribe and reduces_on_gpus():
+        capacity.refuse_too_many_for_gpus(ranks, capacity.gpus_here(os.environ))
+    ends = [end for _, end in pairs]
+    for end in ends:
+        tell(end, IMPORTED)
+    serve(None, ends, starter)
+    os._exit(0)
+
+
+def main() -> int:
+    """Run the forker of --restarts. Returns its exit code; in a rank, this does not return.
+
+    If it fails, its clients become the ranks themselves.
+    """
+    starter, words = os.getppid(), sys.argv[1:]
+    os.setpgid(0, 0)  # signals from the terminal are for the launcher
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # An abstract socket leaves no file behind. Only the same user may connect (`receive`).
+    listener.bind(f"\0hvdtrain-{os.getpid()}-{secrets.token_hex(8)}")
+    listener.listen(4096)
+    print(listener.getsockname()[1:].decode(), flush=True)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):
+        os.dup2(null, descriptor)
+    os.close(null)
+    try:
+        source = run_script.source(run_script.find(words))
+        if not any(name.split(".")[0] == "hvdtrain" for name in preload.modules_of(source)):
+            return 0
+        import_once(source, ())
+    except UserError:  # no such program: each rank says so
+        return 1
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"warning: --restarts: each rank imports torch by itself ({why})", file=sys.stderr, flush=True)
+        return 1
+    serve(listener, [], starter)
+    os._exit(0)
+
+
+def import_once(source: str, asked: Sequence[str]) -> None:
+    """Import what the ranks share."""
+    rank_exit.prepare()
+    gc.disable()
+    preload.preload(source, asked)
+    preload.keep_finalizers_to_this_process()
+    gc.freeze()  # the garbage collector would write to memory pages that the ranks share
+
+
+def reduces_on_gpus() -> bool:
+    """Return whether torch and Horovod are built for GPUs. Does not initialize CUDA."""
+    torch, hvd = sys.modules.get("torch"), sys.modules.get("horovod.torch")
+    return torch is not None and torch.version.cuda is not None and hvd is not None and bool(hvd.nccl_built())
+
+
+def serve(listener: socket.socket | None, connections: list[socket.socket], starter: int) -> None:
+    """Fork a rank for each request, from `connections` and from those that `listener` accepts.
+
+    Returns once no connection is left, and the starter of a `listener` has ended. Does not return in the ranks.
+    """
+    ranks: dict[int, Rank] = {}  # by pid
+    wake, wake_end = socket.socketpair()
+    wake.setblocking(False)
+    wake_end.setblocking(False)
+    signal.set_wakeup_fd(wake_end.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    with selectors.DefaultSelector() as selector:
+        selector.register(wake, selectors.EVENT_READ)
+        for connection in connections:
+            selector.register(connection, selectors.EVENT_READ)
+        if listener is not None:
+            selector.register(listener, selectors.EVENT_READ)
+        waiting = set(connections)
+        while ranks or waiting or (listener is not None and os.getppid() == starter):
+            for key, _ in selector.select(LOOK_SECONDS):
+                ready = key.fileobj
+                if ready is wake:
+                    with contextlib.suppress(BlockingIOError):
+                        wake.recv(4096)
+                elif key.data is not None:  # who asked for this rank is gone
+                    selector.unregister(ready)
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        if key.data.request.proxy:
+                            os.killpg(key.data.pid, signal.SIGKILL)
+                        else:
+                            os.kill(key.data.pid, signal.SIGTERM)
+                else:
+                    connection = listener.accept()[0] if ready is listener and listener else cast(socket.socket, ready)
+                    if connection in waiting:
+                        waiting.remove(connection)
+                        selector.unregister(connection)
+                    open_here = [wake, wake_end, *waiting, *(rank.connection for rank in ranks.values())]
+                    rank = fork(connection, open_here if listener is None else [*open_here, listener])
+                    if rank is not None:
+                        ranks[rank.pid] = rank
+                        selector.register(rank.connection, selectors.EVENT_READ, rank)
+            ended = [(exit_code(rank.pid), rank) for rank in ranks.values() if has_ended(rank.pid)]
+            for code, rank in sorted(ended, key=lambda end: (end[0] >= 0, end[0] != 1)):  # killed, failed, others
+                del ranks[rank.pid]
+                with contextlib.suppress(KeyError):  # who asked for it is gone
+                    selector.unregister(rank.connection)
+                tell(rank.connection, b"%d" % code)
+                rank.connection.close()
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a child process has ended. If it has failed, kill what it leaves behind, such as input workers."""
+    # WNOWAIT leaves a zombie, so that its pid, which is also its process group, is not reused.
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status != 0):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    return ended is not None
+
+
+def exit_code(pid: int) -> int:
+    """Return the exit code of a child process that has ended; negative: the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def tell(connection: socket.socket, line: bytes) -> None:
+    """Send a line to who asked for a rank."""
+    with contextlib.suppress(OSError):  # gone
+        connection.sendall(line + b"\n")
+
+
+def fork(connection: socket.socket, others: Sequence[socket.socket]) -> Rank | None:
+    """Fork the rank that is asked for over `connection`. Returns None if the request was invalid or the fork failed.
+
+    others: sockets that the rank does not need. Does not return in the rank.
+    """
+    streams: list[int] = []
+    forker = os.getpid()
+    try:
+        asked = receive(connection, streams)
+        pid = os.fork()
+    except (OSError, ValueError, TypeError) as error:
+        tell(connection, REFUSED + f" {getattr(error, 'strerror', '')}".encode())
+        connection.close()
+        for stream in streams:
+            os.close(stream)
+        return None
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        for other in others:
+            other.close()
+        become_rank(connection, asked, streams, forker)
+    with contextlib.suppress(OSError):  # the child may have done this itself, and may have exited
+        os.setpgid(pid, pid)
+    for stream in streams:
+        os.close(stream)
+    tell(connection, b"%d" % pid)
+    return Rank(pid, connection, asked)
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return pid and user ID of the process at the other end of `connection`."""
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
+
+
+def receive(connection: socket.socket, streams: list[int]) -> Request:
+    """Return a request, and add its standard streams to `streams`. Raises OSError, ValueError or TypeError."""
+    connection.settimeout(HELLO_SECONDS)
+    if peer(connection)[1] != os.geteuid():
+        raise PermissionError("another user")
+    head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
+    streams += descriptors
+    while len(head) < 8 and (part := connection.recv(8 - len(head))):
+        head += part
+    length = int.from_bytes(head)
+    if len(streams) != 3 or length > MOST_BYTES:
+        raise ValueError("not a client's hello")
+    body = bytearray()
+    while len(body) < length and (part := connection.recv(length - len(body))):
+        body += part
+    asked = Request(**json.loads(body))
+    connection.settimeout(None)
+    return asked
+
+
+def become_rank(connection: socket.socket, asked: Request, streams: Sequence[int], forker: int) -> NoReturn:
+    """Take over the state of who asked for the rank, and run the program."""
+    os.setpgid(0, 0)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    # A program that handles SIGTERM can still save a checkpoint.
+    processes.end_with_parent(forker, signal.SIGTERM)
+    (processes.PROXY if asked.proxy else processes.STARTERS)[:] = [peer(connection)[0]]
+    for number in HANDED_ON:
+        signal.signal(number, signal.SIG_IGN if number in asked.ignored else signal.SIG_DFL)
+    if signal.SIGINT not in asked.ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(asked.environment)
+    os.environ.pop(VARIABLE, None)
+    os.chdir(asked.directory)
+    os.umask(asked.umask)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, asked.cores)
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = stream_of(1, unbuffered), stream_of(2, unbuffered, errors="backslashreplace")
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    preload.fresh_generators()
+    gc.enable()
+    if asked.proxy:  # it has no use for the message, and must notice when this connection is closed
+        connection.close()
+    try:
+        program = run_script.find(asked.words)
+    except UserError as error:
+        exit_codes.end_with(error)
+    rank_exit.run(program, lambda code: tell(connection, FAILED + b" %d" % code))
+
+
+def stream_of(number: int, unbuffered: bool, errors: str = "strict") -> io.TextIOWrapper:
+    """Return a standard stream as the interpreter creates it at startup. number: the file descriptor."""
+    made = open(number, "w", errors=errors, closefd=False)  # noqa: SIM115
+    made.reconfigure(line_buffering=number == 2 or os.isatty(number), write_through=unbuffered)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""The starter while its ranks run: it forwards signals, ends all ranks when one has failed, and returns the exit code."""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Container
+from typing import NamedTuple
+
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.lines import say_within
+from hvdtrain.launching.exit_codes import FAILED as EXIT_FAILED
+from hvdtrain.launching.exit_codes import STOPPED, TARGET_MISSED, WRONG_INPUT
+from hvdtrain.launching.fork_client import HANDED_ON, request, send
+from hvdtrain.launching.forker import FAILED, IMPORTED, REFUSED, Forker
+from hvdtrain.launching.local_rendezvous import FAILURE_SECONDS, environment
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+MOST_REQUESTS = 3  # after so many of these signals, the ranks are killed
+# Seconds that the other ranks have to exit by themselves, by the first exit code other than 0. With these codes, all ranks
+# exit together. If a rank was killed or failed alone, the others would wait for it: they get no time.
+BY_THEMSELVES = {STOPPED: 60.0, TARGET_MISSED: 60.0, WRONG_INPUT: 5.0}
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+
+
+class Orders(NamedTuple):
+    """The result of the rendezvous, which determines the ranks of this host."""
+
+    hosts: list[str]  # host name of every rank
+    first: int  # the first rank of this host
+    address: str
+    port: int
+    interface: str
+
+
+class Supervisor:
+    """Supervises the ranks of one host, from their import to their exit.
+
+    words: their program. meet: called in a thread at the start, with an event that is set after the import; returns the
+    Orders once all hosts have connected. failed(): returns how another host's ranks have failed, or None. told(reason):
+    tells the other hosts that ranks of this host have failed. import_seconds: time limit of the import; 0: none.
+    """
+
+    def __init__(
+        self, forker: Forker, words: list[str], meet: Callable[[threading.Event], Orders],
+        failed: Callable[[], str | None] | None = None, told: Callable[[str], None] = lambda reason: None,
+        import_seconds: float = 0.0,
+    ):  # fmt: skip
+        self._forker, self._words, self._meet, self._failed, self._told = forker, words, meet, failed, told
+        self._imported = threading.Event()
+        self._import_seconds = import_seconds
+        self._import_until = time.monotonic() + (import_seconds or float("inf"))
+        self._orders: Orders | None = None
+        self._error: UserError | Failure | None = None  # of the rendezvous
+        self._asked = False  # the forker was asked for the ranks
+        self._unread = [b""] * len(forker.connections)  # incomplete lines of the forker, by local rank
+        self._pids: dict[int, int] = {}  # local rank -> pid, of running ranks
+        self._exited: dict[int, int] = {}  # local rank -> exit code; negative: a signal
+        self._forker_runs = True
+        self._code = 0  # the first exit code other than 0
+        self._requests = 0
+        self._pressed = False  # the other ranks were sent SIGTERM
+        self._leaving: set[int] = set()  # local ranks whose program has failed and whose exit handlers run
+        self._handed_on: set[int] = set()  # signals forwarded so far
+        self._until: float | None = None  # time at which the other ranks are ended (time.monotonic)
+        self._wake, self._wake_end = socket.socketpair()
+        self._wake.setblocking(False)
+        self._wake_end.setblocking(False)
+
+    def run(self) -> int:
+        """Return the exit code once all ranks have exited. Raises UserError or Failure if the rendezvous failed."""
+        signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
+        for number in (*HANDED_ON, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCHLD):
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored signals stay ignored (nohup)
+                signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self._meet_others, name="meeting", daemon=True).start()
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake, selectors.EVENT_READ)
+                for local_rank, connection in enumerate(self._forker.connections):
+                    selector.register(connection, selectors.EVENT_READ, local_rank)
+                while self._forker_runs and len(self._exited) < len(self._forker.connections):
+                    before = set(self._exited)
+                    for ready, _ in selector.select(self._timeout()):
+                        if ready.fileobj is self._wake:
+                            self._hear_signals()
+                        elif not self._hear_forker(ready.data):
+                            selector.unregister(ready.fileobj)
+                    self._ranks_exited(set(self._exited) - before)
+                    self._reap_forker()
+                    self._limit_import()
+                    if self._error is not None and self._code == 0:
+                        raise self._error
+                    if self._orders is not None and not self._asked:
+                        self._ask_for_ranks(self._orders)
+                    if self._until is not None and time.monotonic() >= self._until:
+                        self._press()
+        except BaseException:
+            self._code = self._code or EXIT_FAILED
+            raise
+        finally:
+            if self._code:
+                self._kill()
+            for connection in self._forker.connections:
+                connection.close()  # then the forker ends
+            if self._forker_runs:
+                os.waitpid(self._forker.pid, 0)
+        return self._code
+
+    def _timeout(self) -> float | None:
+        """Return the time in seconds until something must be done; None: wait for events only."""
+        import_until = float("inf") if self._imported.is_set() else self._import_until
+        until = min(float("inf") if self._until is None else self._until, import_until)
+        return None if until == float("inf") else max(0.0, until - time.monotonic())
+
+    def _limit_import(self) -> None:
+        """Raise Failure if the import takes longer than its limit."""
+        if self._forker_runs and not self._imported.is_set() and time.monotonic() >= self._import_until:
+            how = "look at the file system that Python is on, or raise --start-timeout"
+            raise Failure(f"the program's modules were not imported within {self._import_seconds:.0f} s: {how}")
+
+    def _meet_others(self) -> None:
+        """Thread: connect to the other hosts, then check regularly whether one of them has failed."""
+        try:
+            self._orders = self._meet(self._imported)
+            self._wake_up()
+            while self._failed is not None:
+                time.sleep(FAILURE_SECONDS)
+                if reason := self._failed():
+                    raise Failure(reason)
+        except (UserError, Failure) as error:
+            self._error = error
+        except Exception as error:
+            self._error = Failure(f"the meeting failed: {type(error).__name__}: {error}")
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_end.send(b"\0")
+
+    def _ask_for_ranks(self, orders: Orders) -> None:
+        self._asked = True
+        null = os.open(os.devnull, os.O_RDONLY)
+        for local_rank, connection in enumerate(self._forker.connections):
+            rank = orders.first + local_rank
+            variables = dict(os.environ) | environment(
+                rank, orders.hosts, orders.address, orders.port, orders.interface
+            )
+            for name, value in (("RANK", rank), ("WORLD_SIZE", len(orders.hosts)), ("LOCAL_RANK", local_rank)):
+                if name in variables:  # until now they counted hosts
+                    variables[name] = str(value)
+            # A background process group cannot read from the terminal.
+            typed = null if local_rank > 0 or os.isatty(0) else 0
+            with contextlib.suppress(OSError):  # the forker has ended
+                send(connection, request(self._words, variables, proxy=False), (typed, 1, 2))
+        os.close(null)
+
+    def _hear_forker(self, local_rank: int) -> bool:
+        """Read what the forker says of a rank. Return whether there may be more."""
+        try:
+            part = self._forker.connections[local_rank].recv(65536)
+        except ConnectionError:
+            return False
+        *lines, self._unread[local_rank] = (self._unread[local_rank] + part).split(b"\n")
+        for line in lines:
+            kind, _, rest = line.partition(b" ")
+            if kind == IMPORTED:
+                self._imported.set()
+            elif kind == REFUSED:
+                how = "allow this user more processes (ulimit -u), or use fewer ranks"
+                which = f"rank {local_rank} of {len(self._forker.connections)} of this host ({rest.decode()})"
+                raise UserError(f"cannot start {which}: {how}")
+            elif kind == FAILED:
+                self._leaving.add(local_rank)
+                self._rank_failed(local_rank, int(rest))
+            elif local_rank not in self._pids:
+                self._pids[local_rank] = int(line)
+            else:
+                del self._pids[local_rank]
+                self._exited[local_rank] = int(line)
+        return bool(part)
+
+    def _hear_signals(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in self._wake.recv(4096):
+                if number == signal.SIGTSTP:  # Ctrl-Z
+                    self._send_all(signal.SIGSTOP)
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif number in (*HANDED_ON, signal.SIGWINCH):
+                    self._hand_on(signal.Signals(number))
+
+    def _hand_on(self, number: signal.Signals) -> None:
+        if number == signal.SIGHUP and self._pids:  # a closed terminal; torch's handler in the ranks does nothing
+            number = signal.SIGTERM
+        self._handed_on.add(number)
+        self._requests += number in ENDING
+        # Before there are ranks there is nothing to save.
+        unstarted = not self._pids and number in (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+        if unstarted or self._requests >= MOST_REQUESTS:
+            self._code = self._code or 128 + number
+            self._kill()
+        else:
+            self._send_all(number)
+
+    def _send_all(self, number: signal.Signals, but: Container[int] = ()) -> None:
+        for local_rank, pid in self._pids.items():
+            if local_rank not in but:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def _kill(self) -> None:
+        """Kill the forker, all ranks and their child processes."""
+        for pid in (self._forker.pid, *self._pids.values()) if self._forker_runs else self._pids.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _press(self) -> None:
+        """End the remaining ranks: send SIGTERM, and kill them at the next call."""
+        if not self._pressed:
+            self._pressed = True
+            self._send_all(signal.SIGTERM, but=self._leaving)
+            self._send_all(signal.SIGCONT)  # a stopped process handles no other signal
+            self._until = time.monotonic() + GRACE_SECONDS
+        else:
+            self._kill()
+            self._until = None
+
+    def _reap_forker(self) -> None:
+        done, status = os.waitpid(self._forker.pid, os.WNOHANG)
+        if done:
+            self._forker_runs = False
+            code = os.waitstatus_to_exitcode(status)
+            if self._code == 0 and len(self._exited) < len(self._forker.connections):
+                self._code = code if code > 0 else 128 - code
+                if code < 0:
+                    say(f"error: the import was killed by {signal.Signals(-code).name}{memory(-code)}")
+                self._told(f"its import ended with code {self._code}")
+
+    def _ranks_exited(self, local_ranks: Collection[int]) -> None:
+        """Of ranks that exited at the same time, report one that was killed first, then one that failed."""
+        ends = [(self._exited[local_rank], local_rank) for local_rank in local_ranks]
+        for code, local_rank in sorted(ends, key=lambda end: (end[0] >= 0, end[0] != EXIT_FAILED, end[1])):
+            if code != 0:
+                self._rank_failed(local_rank, code)
+
+    def _rank_failed(self, local_rank: int, code: int) -> None:
+        if self._code != 0:
+            return
+        self._code = code if code > 0 else 128 - code
+        rank = local_rank + (self._orders.first if self._orders is not None else 0)
+        by = (
+            f"was killed by {signal.Signals(-code).name}{memory(-code)}" if code < 0 else f"ended with exit code {code}"
+        )
+        if self._code not in BY_THEMSELVES and self._code - 128 not in self._handed_on:
+            others = ": ending the other ranks" if any(other != local_rank for other in self._pids) else ""
+            say(f"error: rank {rank} on {socket.gethostname()} {by}{others}")
+            self._told(f"rank {rank} {by}")
+        self._until = time.monotonic() + BY_THEMSELVES.get(self._code, 0.0)
+
+
+def memory(number: int) -> str:
+    """Return a hint if the signal is SIGKILL, which the kernel sends when memory runs out."""
+    return " (out of memory?)" if number == signal.SIGKILL else ""
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, within a limit: the ranks wait for their end."""
+    say_within(f"hvdtrain.starter: {line}\n")
