@@ -4,6 +4,7 @@ Does not import torch, so that a command line with a mistake fails at once.
 """
 
 import argparse
+import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,7 @@ class Parser(argparse.ArgumentParser):
                 setattr(flags, name, value)
         given = flags.given()
         if "engine" in given:
+            absolute(flags)
             refuse_unsupported(flags.engine, given)
         if (given.get("amp"), given.get("reduction")) == ("fp16", "adasum"):
             # Adasum steps inside backward(), on scaled gradients, and ranks would detect overflows independently.
@@ -110,6 +112,32 @@ class Parser(argparse.ArgumentParser):
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag} needs --output-dir, to write there", everywhere=True)
         return flags
+
+
+def absolute(flags: argparse.Namespace) -> None:
+    """Make the paths in `flags` absolute, because the program may change its working directory later."""
+    for name, value in vars(flags).items():
+        if isinstance(value, Path):
+            setattr(flags, name, absolute_path(value))
+        elif isinstance(value, list) and names_files(value):
+            setattr(flags, name, [absolute_path(item) if isinstance(item, Path) else item for item in value])
+
+
+def absolute_path(path: Path) -> Path:
+    """Return `path` made absolute. A leading ~ is expanded, which the shell does not do in --data-dir=~/x."""
+    with contextlib.suppress(RuntimeError):  # no such user
+        path = path.expanduser()
+    return path.absolute()
+
+
+def names_files(value: object) -> bool:
+    """Return whether a flag's value is a path, or a list of paths."""
+    return isinstance(value, Path) or (isinstance(value, list) and any(isinstance(item, Path) for item in value))
+
+
+def resumed(text: str) -> str | Path:
+    """Return "auto" and "never" as they are, and anything else as a path."""
+    return text if text in ("auto", "never") else Path(text)
 
 
 def refuse_unsupported(engine: str, given: Mapping[str, object]) -> None:
@@ -218,6 +246,7 @@ def add_fault_tolerance(group: Parser) -> None:
     )
     group.add_argument(
         "--resume",
+        type=resumed,
         default="auto",
         metavar="auto|never|PATH",
         help="auto: continue the run in --output-dir, if there is one; PATH: start from this checkpoint (default: auto)",

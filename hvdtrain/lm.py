@@ -230,7 +230,7 @@ def sample(flags: Flags) -> int:
     """Print --sample and its continuation by a trained model. Raises UserError without a checkpoint."""
     if announced().size > 1:
         raise UserError("--sample is one process: start it without a launcher", everywhere=True)
-    named = flags.output_dir if flags.resume in ("auto", "never") else Path(flags.resume)
+    named = flags.resume if isinstance(flags.resume, Path) else flags.output_dir
     if named is None:
         raise UserError("--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir")
     facts, tensors = checkpoint.find(named, f"--sample from {named}", lambda line: print(line, file=sys.stderr))

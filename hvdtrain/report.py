@@ -23,10 +23,10 @@ from pathlib import Path
 from hvdtrain import cli
 from hvdtrain.analysis import plotting
 from hvdtrain.analysis.reporting import page, pictures, runs, seeds, table
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
-from hvdtrain.training.records import files
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:

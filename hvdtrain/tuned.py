@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli import Parser
+from hvdtrain.cli import Parser, absolute
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default, cores_of_job, ranks_on_host
@@ -63,7 +63,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         help="write metrics.jsonl and summary.json to this directory (default: write nothing)",
     )
     parser.add_argument("--repeatable", action="store_true", help="make runs repeat bit for bit; not with hvd.join")
-    return parser.parse_args(argv[:end]), list(argv[end:])
+    flags = parser.parse_args(argv[:end])
+    absolute(flags)  # the script may change its working directory
+    return flags, list(argv[end:])
 
 
 def tune(told: Announced, repeatable: bool) -> str:

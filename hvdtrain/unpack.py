@@ -18,11 +18,10 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hvdtrain import cli
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
-from hvdtrain.training.records import files
 
 PACKAGE = Path(__file__).resolve().parent
 BESIDE = PACKAGE / "_checkout"  # setup.py puts it into the wheel

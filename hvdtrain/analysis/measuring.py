@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records import files
 
 # Student's t, two-sided 95 %, for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2).
 STUDENT_T = (

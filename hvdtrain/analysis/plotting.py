@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records import files
 
 # Okabe and Ito's palette, which is safe for colour-blind readers (jfly.uni-koeln.de/color).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

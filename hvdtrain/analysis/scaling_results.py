@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.analysis import measuring, other_work, plotting
-from hvdtrain.training.records import files
+from hvdtrain.engines import files
 from hvdtrain.training.records.telemetry import versions
 
 ALONE, APART = "alone", "apart"  # the bounds

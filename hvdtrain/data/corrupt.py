@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import UserError, one_line
 
 SAID_AT_ONCE = 10  # maximum number of lines printed at a time
 
@@ -66,7 +66,7 @@ class CorruptSamples:
         for number, each in enumerate(found.values()):
             telemetry.event("corrupt", file=each.name, why=each.why, samples=each.lost)
             if number < SAID_AT_ONCE:
-                telemetry.say(f"skipped: {each.name}: {each.why}")
+                telemetry.say(one_line(f"skipped: {each.name}: {each.why}"))
         if len(found) > SAID_AT_ONCE:
             telemetry.say(f"skipped: {len(found) - SAID_AT_ONCE:,} more, each named in metrics.jsonl")
         if self.total() > self.limit:

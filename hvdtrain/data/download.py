@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hvdtrain.data import cache
+from hvdtrain.engines import files
 
 SCHEMES = ("https",)  # allowed for mirrors and redirects
 ANSWER_SECONDS = 5.0  # for a mirror's first answer, including name resolution, connection, TLS and headers
@@ -70,7 +71,7 @@ def download(
             _fetch(mirrors, {file: sizes[file] for file in missing}, target, unpack, deadline)
         except DownloadFailed as error:
             with suppress(OSError):
-                cache.write(failure, json.dumps({"key": key, "time": time.time(), "reason": str(error)}).encode())
+                files.write(failure, json.dumps({"key": key, "time": time.time(), "reason": str(error)}).encode())
             raise
         with suppress(OSError):
             failure.unlink(missing_ok=True)
@@ -93,8 +94,8 @@ def _fetch(
                 problems.append(f"{urlsplit(left.pop(0)).netloc}: {error}")
         try:
             target.mkdir(parents=True, exist_ok=True)
-            cache.sweep(target)
-            cache.write(target / file, content)
+            files.remove_partial(target, cache.STALE_SECONDS)
+            files.write(target / file, content)
         except OSError as error:
             raise DownloadFailed(f"{target} cannot be written ({error.strerror})") from None
 
@@ -174,7 +175,7 @@ def _key(mirrors: Sequence[str]) -> str:
 def _raise_again(failure: Path, key: str, started: float) -> None:
     """Raise the recorded failure if it is recent, so that not every rank waits for the same dead network."""
     try:
-        noted = json.loads(failure.read_bytes())
+        noted = json.loads(files.read_small(failure))
         age = time.time() - noted["time"]
         # Recorded after this process has started to wait: it applies regardless of its age.
         if noted["key"] == key and (0 <= age < REMEMBER_SECONDS or noted["time"] >= started):

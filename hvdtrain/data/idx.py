@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hvdtrain.data import cache
 from hvdtrain.data.published import PUBLISHED, SIDE, BadFile, File, Published, content_of, gunzip, problem_of, show
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 
 NAMES = ("auto", "mnist", "fashion-mnist", "digits")
@@ -237,7 +238,7 @@ def _verify(published: Published, paths: Sequence[Path], shared: Path | None) ->
             return [bytearray(content_of(published, file, path)[0]) for file, path in pairs]
         notes = cache.read_notes(shared)
         sources: list[Path | bytearray] = []
-        cache.sweep(shared)
+        files.remove_partial(shared, cache.STALE_SECONDS)
         for file, path in pairs:
             source: Path | bytearray | None = _known(shared, notes, file, path)
             if source is None:
@@ -271,7 +272,7 @@ def _keep(shared: Path, notes: cache.Notes, file: File, content: bytes) -> Path 
     copy = shared / file.name
     try:
         if not cache.is_noted(notes, copy, file.sha256):
-            cache.write(copy, content)
+            files.write(copy, content)
             cache.note(notes, copy, copy.stat(), file.sha256)
         return copy
     except OSError:

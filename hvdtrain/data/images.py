@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from hvdtrain.data.corrupt import CorruptSample, why
 from hvdtrain.data.loading import Loaded, Plan, Prepare, Source, collate, loader
 from hvdtrain.data.sharding import shard
+from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 
@@ -94,7 +95,7 @@ class FolderBatches(Dataset):
         for index in indices:
             name = self.listing.name(index)
             try:
-                image = self.prepare((self.root / name).read_bytes(), epoch, name)
+                image = self.prepare(files.read_bytes(self.root / name), epoch, name)
                 samples.append((image, int(self.listing.labels[index])))
             except Exception as error:  # any exception of a decoder
                 corrupt.append(CorruptSample(str(self.root / name), why(error)))

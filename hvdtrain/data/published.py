@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 from hvdtrain.data import cache
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 
 SIDE = 28  # pixels
@@ -87,7 +88,7 @@ def content_of(published: Published, file: File, path: Path) -> tuple[bytes, os.
     Memory use is limited by the size of the published content, even for malicious files.
     """
     try:
-        with path.open("rb") as stream:
+        with files.opened(path) as stream:
             stat = os.fstat(stream.fileno())
             if path.suffix == ".gz":
                 # Limit the read: compressed data can be only slightly larger than the content.

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hvdtrain.data import cache
 from hvdtrain.data.corrupt import why
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 
 FORMAT = b"hvdtrain shard index 1 "
@@ -115,7 +116,7 @@ def save(path: Path, index: ShardIndex) -> None:
     content = FORMAT + json.dumps(header._asdict()).encode() + b"\n" + index.table.numpy().tobytes()
     for place in places(path):
         with contextlib.suppress(OSError):
-            cache.write(place, content)
+            files.write(place, content)
             return
 
 
@@ -124,7 +125,7 @@ def load(path: Path, shard: os.stat_result) -> ShardIndex | Header:
 
     Raises OSError or Unsound. The file may be malicious: memory use is limited to that of a valid index.
     """
-    with path.open("rb") as file:
+    with files.opened(path) as file:
         line = file.readline(LONGEST_LINE)
         header = read_header(line)
         if (header.size, header.mtime_ns) != (shard.st_size, shard.st_mtime_ns):
@@ -172,7 +173,7 @@ def lies_inside(table: Tensor, size: int) -> bool:
 
 def scan(path: Path) -> ShardIndex:
     """Read a tar file from beginning to end and return its index. Raises OSError; UserError if it is compressed."""
-    with path.open("rb") as file:
+    with files.opened(path) as file:
         stat = os.fstat(file.fileno())
         if file.read(6).startswith(COMPRESSED):
             raise UserError(f"{path} is compressed: unpack it, or read it as a stream, such as 'pipe:gunzip -c {path}'")

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from hvdtrain.data.corrupt import CorruptSample, why
 from hvdtrain.data.loading import Loaded, Prepare, collate
 from hvdtrain.data.shard_index import CRC, IMAGE_TYPES, LABEL, OFFSET, SIZE, key_at
+from hvdtrain.engines.files import open_regular
 
 READING_THREADS = 4  # per worker
 OPEN_FILES = 128  # per worker: enough for several windows; the usual limit of a process is 1,024
@@ -190,7 +191,7 @@ class OpenFile:
     fd = -1
 
     def __init__(self, path: str):
-        self.fd = os.open(path, os.O_RDONLY)
+        self.fd = open_regular(path)
 
     def __del__(self) -> None:
         if self.fd >= 0:

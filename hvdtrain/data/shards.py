@@ -25,6 +25,7 @@ from hvdtrain.data.shard_index import ShardIndex, obtain
 from hvdtrain.data.shard_order import ShardOrder, window_of
 from hvdtrain.data.shard_reading import ShardBatches, Shards, jobs
 from hvdtrain.data.shard_stream import StreamBatches
+from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 
@@ -174,7 +175,7 @@ def choose_classes(urls: list[str], asked: int | None) -> int:
 def read_json(path: Path, kind: type):
     """Return the content of a JSON file, an object of type `kind`. Raises UserError."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(files.read_bytes(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({why(error)}): create it again, or remove it") from error
     if not isinstance(value, kind):

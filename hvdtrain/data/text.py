@@ -12,8 +12,6 @@ import codecs
 import contextlib
 import hashlib
 import json
-import os
-import secrets
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from hvdtrain.data import cache
 from hvdtrain.data.vocabularies import CODE_POINTS, Bytes, Characters, Pairs, Vocabulary, code_points, restore
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 
 BLOCK_BYTES = 2**22  # read and converted at a time
@@ -149,7 +148,7 @@ def blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:
     for path in paths:
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
-            with path.open("rb") as file:
+            with files.opened(path) as file:
                 while chunk := file.read(BLOCK_BYTES):
                     yield chunk if kind == "bytes" else decoder.decode(chunk)
                 decoder.decode(b"", final=True)
@@ -176,7 +175,7 @@ def fingerprint(paths: Sequence[Path]) -> str:
     found = []
     for path in paths:
         try:
-            with path.open("rb") as file:
+            with files.opened(path) as file:
                 found.append(hashlib.file_digest(file, "sha256").hexdigest())
         except OSError as error:
             raise unreadable("--text", path, error) from error
@@ -186,7 +185,7 @@ def fingerprint(paths: Sequence[Path]) -> str:
 def read_tokenizer(path: Path) -> Pairs:
     """Return the vocabulary in a tokenizer.json. Raises UserError."""
     try:
-        content = path.read_text()
+        content = files.read_bytes(path).decode()
     except OSError as error:
         raise unreadable("--tokenizer", path, error) from error
     except UnicodeDecodeError as error:
@@ -203,7 +202,7 @@ def cached(directory: Path, stem: str) -> tuple[Facts, Tensor] | None:
     """Return facts and memory-mapped tokens of cache entry `stem`; None if it is missing or incomplete."""
     tokens = directory / f"{stem}.tokens"
     try:
-        facts = Facts(**json.loads((directory / f"{stem}.json").read_bytes()))
+        facts = Facts(**json.loads(files.read_bytes(directory / f"{stem}.json")))
         count = facts.train_tokens + facts.validation_tokens
         dtype = torch.uint8 if restore(facts.kind, facts.content).size <= 256 else torch.int32
         if tokens.stat().st_size != count * dtype.itemsize:
@@ -215,14 +214,7 @@ def cached(directory: Path, stem: str) -> tuple[Facts, Tensor] | None:
 
 def keep(directory: Path, stem: str, paths: Sequence[Path], kind: str, size: int, given: Pairs | None) -> None:
     """Convert the text to files in the cache, block by block. The caller holds the lock. Raises OSError, UserError."""
-    cache.sweep(directory)
-    partial = directory / f".{stem}.{os.getpid()}-{secrets.token_hex(4)}.partial"
-    try:
-        with partial.open("xb") as file:
-            facts = convert(paths, kind, size, given, lambda tokens: file.write(tokens.numpy().data))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(directory / f"{stem}.tokens")
-    finally:
-        partial.unlink(missing_ok=True)
-    cache.write(directory / f"{stem}.json", json.dumps(asdict(facts)).encode())
+    files.remove_partial(directory, cache.STALE_SECONDS)
+    with files.replacing(directory / f"{stem}.tokens", "wb", sync=True) as file:
+        facts = convert(paths, kind, size, given, lambda tokens: file.write(tokens.numpy().data))
+    files.write(directory / f"{stem}.json", json.dumps(asdict(facts)).encode())

@@ -1,5 +1,19 @@
 """The exceptions that end a run in one line, without a traceback."""
 
+LONGEST_LINE = 2000  # characters
+
+
+def one_line(text: object) -> str:
+    """Return `text` as one line that a terminal may show: names and values in files are not trusted.
+
+    Control characters are shown as Python writes them, and the middle of a long text is left out.
+    """
+    line = str(text)
+    if len(line) > LONGEST_LINE:
+        line = f"{line[: LONGEST_LINE // 2]} [...] {line[-LONGEST_LINE // 2 :]}"
+    line = " ".join(line.splitlines())
+    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
 
 class UserError(Exception):
     """Invalid input or environment. The message is one line that names the remedy; the exit code is 2.
@@ -10,7 +24,7 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, *, everywhere: bool = False):
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.everywhere = everywhere
 
 
@@ -19,3 +33,6 @@ class Failure(Exception):
 
     exit_code = 1
     everywhere = True
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))

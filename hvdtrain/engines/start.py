@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from hvdtrain.cli import names_files
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.cores import cpu_quota, threads_for
 from hvdtrain.engines.errors import UserError
@@ -86,11 +87,11 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def require_same_flags(engine: Engine, flags: Mapping[str, object]) -> None:
-    """Raise UserError on every rank if flags differ between ranks. --data-dir may differ between hosts. A collective."""
-    mine = {name: str(value) for name, value in flags.items() if name != "data_dir"}
+    """Raise UserError on every rank if flags differ between ranks. Paths may differ between hosts. A collective."""
+    mine = {name: str(value) for name, value in flags.items() if not names_files(value) and name != "data_dir"}
     everyone = engine.all_gather_object(mine, "flags")
     for rank, theirs in enumerate(everyone):
-        if unlike := [name for name in mine if theirs.get(name) != everyone[0].get(name)]:
+        if unlike := [name for name in everyone[0] | theirs if theirs.get(name) != everyone[0].get(name)]:
             pairs = (f"--{name.replace('_', '-')} {everyone[0].get(name)} and {theirs.get(name)}" for name in unlike)
             said = (
                 f"ranks 0 and {rank} have different flags ({'; '.join(pairs)}): start every rank with the same command"

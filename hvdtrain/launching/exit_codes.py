@@ -62,5 +62,4 @@ def say(error: UserError | Failure, script: str) -> None:
         time.sleep(LINGER_SECONDS)
         script += f": rank {rank} on {socket.gethostname()}"
     if rank == 0 or not error.everywhere:
-        line = " ".join(str(error).splitlines())  # user input in the message may contain line breaks
-        say_within(f"{script}: error: {line}\n")
+        say_within(f"{script}: error: {error}\n")

@@ -24,16 +24,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.tensor_files import refuse_large_header
-from hvdtrain.training import contents
-from hvdtrain.training.records import files
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
 FORMAT = 2
 PATIENCE_SECONDS = 600.0  # how long `Writer.flush` waits for a file system that hangs
 SPARE = 2  # newest checkpoints to keep in any case: if one is damaged, the previous one is nearly as recent
-TEMPORARY = re.compile(r"\.step-\d{8,}\.safetensors\.\d+")
 
 
 class Damaged(Exception):
@@ -65,20 +63,7 @@ def write(path: Path, facts: dict, tensors: Mapping[str, Tensor]) -> None:
     text = json.dumps(facts)
     data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": digest(text, tensors)})
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.replacing(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Call fsync on `directory`, so that a new file name in it is on the disk. Raises OSError."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    files.write(path, data)
 
 
 def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
@@ -104,9 +89,9 @@ def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
         raise Damaged(f"it has no {error} in its header") from error
     except Exception as error:  # SafetensorError, or several of torch's exceptions for unknown dtypes
         raise Damaged(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
-    if not isinstance(facts, dict) or facts.get("format") not in (1, FORMAT):
-        raise Damaged(f"it was not written by this program's formats 1 to {FORMAT}")
-    return contents.upgraded(facts), tensors
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise Damaged(f"it was not written in this program's format {FORMAT}")
+    return facts, tensors
 
 
 def read_facts(path: Path) -> dict:
@@ -119,7 +104,7 @@ def read_facts(path: Path) -> dict:
             facts = json.loads((file.metadata() or {})["facts"])
     except Exception:
         return {}
-    return contents.upgraded(facts) if isinstance(facts, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def listed(directory: Path) -> list[Path]:
@@ -201,14 +186,6 @@ def best_of(facts: Mapping[Path, dict]) -> Path | None:
     return best[1] if best else None
 
 
-def remove_temporaries(directory: Path) -> None:
-    """Remove temporary files left by a killed writer."""
-    with contextlib.suppress(OSError):
-        for path in list(directory.iterdir()):
-            if TEMPORARY.fullmatch(path.name):
-                path.unlink()
-
-
 class Writer:
     """Writes snapshots in a background thread, one at a time. A newer snapshot replaces one that is still waiting.
 
@@ -216,8 +193,15 @@ class Writer:
     `seconds` are then the CPU seconds and the wall seconds of this attempt.
     """
 
-    def __init__(self, directory: Path, keep: int, done: Callable[[Path, OSError | None], None]):
-        self.directory, self.keep, self.done = directory, keep, done
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        done: Callable[[Path, OSError | None], None],
+        lock: files.Lock | None = None,
+    ):
+        """lock: on the directory above. If that has been moved, another run may be writing under its name."""
+        self.directory, self.keep, self.done, self.lock = directory, keep, done, lock
         self.failed: OSError | None = None  # error of the last attempt
         self.processor = self.seconds = 0.0
         self._waiting: tuple[dict, dict[str, Tensor]] | None = None
@@ -262,6 +246,8 @@ class Writer:
         self.failed = None
         began, processor = time.monotonic(), time.thread_time()
         try:
+            if self.lock is not None:
+                self.lock.require_in_place()
             write(path, facts, tensors)
             prune(self.directory, self.keep)
         except OSError as error:
@@ -270,13 +256,3 @@ class Writer:
             self.failed = OSError(repr(error))
         self.seconds, self.processor = time.monotonic() - began, time.thread_time() - processor
         self.done(path, self.failed)
-
-
-if __name__ == "__main__":
-    from hvdtrain.launching.exit_codes import run
-
-    def moved() -> int:
-        """Refuse the command of the first layout. Remove with 0.2."""
-        raise UserError("this command is now hvdtrain.training.verify")
-
-    run(moved)

@@ -31,43 +31,39 @@ def require_whole(facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         sound = (
             all(isinstance(number, (int, float)) for number in numbers)
             and all(type(number) is int and 0 <= number < 2**53 for number in counts)
-            and min(initial) > 0
-            and state.train_seconds >= 0
+            and 0 < min(initial) <= max(initial) < 2**31
+            and max(state.epoch, state.skipped) <= state.step <= state.samples
+            and state.samples_of_epoch <= state.samples
+            and 0 <= state.train_seconds < float("inf")
+            and (not state.evaluation or 0 <= state.evaluation["count"] < 2**53)
             and isinstance(state.prefix, str)
             and all(isinstance(facts[name], dict) for name in ("config", "data", "scaler", "registered"))
             and all(isinstance(part, dict) for part in parts)
             and facts["buffers"] == list(tensors["buffers"].shape)
             and all(type(length) is int for length in facts["buffers"])
             and len(facts["buffers"]) == 2
+            and all(is_packed(value, f"registered.{name}", tensors) for name, value in facts["registered"].items())
         )
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise UserError("the checkpoint was written by another version of hvdtrain: use that, or --resume never")
 
 
-def upgraded(facts: Facts) -> Facts:
-    """Convert facts of format 1 to format 2: one model, one optimizer, and `accuracy` as the only metric."""
-    if facts.get("format") != 1:
-        return facts
-    renamed = {"taken": "samples_of_epoch"}
-    accuracy = facts.get("accuracy")
-    best = None if accuracy is None else {"metric": "accuracy", "direction": "max", "value": accuracy}
-    position = facts.get("position")
-    return {
-        **{
-            name: facts[name]
-            for name in ("world_size", "engine", "config", "data", "scaler", "buffers")
-            if name in facts
-        },
-        "format": 2,
-        "derived": True,  # a learning rate in `config` may have been derived from the batch size
-        "state": {renamed.get(k, k): v for k, v in position.items()} if isinstance(position, dict) else position,
-        "best": best,
-        "initial": facts.get("begun"),
-        "optimizers": [facts.get("optimizer")],
-        "registered": {},
-    }
+def is_packed(value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether `value` may have come from `pack`: its tensors are those in the file."""
+    if isinstance(value, dict) and TENSOR in value:
+        return value == described(tensors[f"{prefix}.{value[TENSOR]}"], value[TENSOR])
+    if isinstance(value, dict) and "__items__" in value:
+        pairs = value["__items__"]
+        return all(len(pair) == 2 and is_packed(pair[1], prefix, tensors) for pair in pairs)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(is_packed(item, prefix, tensors) for item in inner)
+
+
+def described(tensor: Tensor, number: int) -> Facts:
+    """Return the JSON object that stands for tensor `number`."""
+    return {TENSOR: number, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def plain(value: object) -> object:
@@ -126,7 +122,7 @@ def pack(value: Any, prefix: str, tensors: dict[str, Tensor], numbers: Iterator[
     if isinstance(value, Tensor):
         number = next(numbers)
         tensors[f"{prefix}.{number}"] = value
-        return {TENSOR: number, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        return described(value, number)
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value):
             return {key: pack(item, prefix, tensors, numbers) for key, item in value.items()}
@@ -215,6 +211,9 @@ def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if tensor.shape != expected[name].shape:
             shapes = f"{tuple(tensor.shape)} in the file, {tuple(expected[name].shape)} in the model"
             raise UserError(f"the checkpoint does not match the model: {name} is {shapes}: check --model")
+        if tensor.dtype != expected[name].dtype:  # load_state_dict would convert it
+            types = f"{tensor.dtype} in the file, {expected[name].dtype} in the model"
+            raise UserError(f"the checkpoint does not match the model: {name} is {types}: check --model")
     model.load_state_dict(dict(state))
 
 
@@ -224,7 +223,19 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     for name, tensor in tensors.items():
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = tensor
-    groups = [
-        {**mine, **theirs} for mine, theirs in zip(optimizer.state_dict()["param_groups"], held["groups"], strict=True)
-    ]
+    groups = []
+    for mine, theirs in zip(optimizer.state_dict()["param_groups"], held["groups"], strict=True):
+        for name, value in theirs.items():
+            if kind_of(value) != kind_of(mine.get(name, value)):
+                raise ValueError(f"{name} is {plain(value)!r}")
+        groups.append({**mine, **theirs})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def kind_of(setting: object) -> str:
+    """Return what an optimizer's setting is, such as "number"; flags that are None have their default."""
+    if isinstance(setting, bool | None):
+        return "flag"
+    if isinstance(setting, (list, tuple)):
+        return f"{len(setting)} of {','.join(sorted({kind_of(item) for item in setting}))}"
+    return "number" if isinstance(setting, (int, float, Tensor)) else "text" if isinstance(setting, str) else "other"

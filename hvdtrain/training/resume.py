@@ -4,10 +4,8 @@ Only rank 0 reads and writes files. It broadcasts what it has read to the other 
 """
 
 import errno
-import fcntl
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.cli import Flags
+from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.training import checkpoint, contents
 from hvdtrain.training.cadence import Cadence
 from hvdtrain.training.records.telemetry import Telemetry
@@ -50,12 +49,12 @@ class Checkpoints:
         self._found: tuple[Facts, dict[str, Tensor]] | None = None  # on rank 0, until it is restored
         self._last_good: str | None = None
         self._writer: checkpoint.Writer | None = None
-        self._lock_handle: int | None = None
+        self._lock: files.Lock | None = None
         if engine.rank == 0:
             try:
                 self._open()
             except UserError:
-                self._unlock()
+                self.release()
                 raise
 
     # ---- which one
@@ -66,49 +65,40 @@ class Checkpoints:
             how = "give the real directory with --output-dir"
             raise UserError(f"{self.directory} is a symbolic link, which is not followed: {how}")
         if self.directory is not None:
-            self._lock(self.directory.parent)
-            checkpoint.remove_temporaries(self.directory)
+            self._take(self.directory)
+            files.remove_partial(self.directory)
         if resume == "auto" and self.directory is not None:
             self._found = checkpoint.newest(self.directory, self._warn)
             self.continues = self._found is not None
-        elif resume not in ("auto", "never"):
-            self._found = checkpoint.find(Path(resume), f"--resume {resume}", self._warn)
+        elif isinstance(resume, Path):
+            self._found = checkpoint.find(resume, f"--resume {resume}", self._warn)
         if self._found is not None:
             contents.require_whole(*self._found)
         elif self._warnings:
             self._warn("no checkpoint is valid: training starts from the beginning")
 
-    def _lock(self, directory: Path) -> None:
-        """Lock the directory, so that no other run writes to it. The kernel releases the lock when this process ends."""
+    def _take(self, directory: Path) -> None:
+        """Create the directory of the checkpoints and lock the one above it, so that no other run writes there."""
+        output_dir = directory.parent
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock_handle = os.open(directory, os.O_RDONLY)
+            output_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = files.Lock(output_dir, LOCK_SECONDS)
+            directory.mkdir(exist_ok=True)
+        except TimeoutError:
+            said = f"another run writes to {output_dir}: wait for it, or name another --output-dir"
+            raise UserError(said) from None
         except OSError as error:
+            which = f"{directory}: {error.strerror}" if self._lock is not None else error.strerror
             how = "name another directory, or free some space"
-            raise UserError(f"--output-dir {directory} cannot be written ({error.strerror}): {how}") from error
-        until = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._lock_handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    said = f"another run writes to {directory}: wait for it, or name another --output-dir"
-                    raise UserError(said) from None
-                time.sleep(0.2)
-            except OSError:  # the file system does not support locks
-                return
+            raise UserError(f"--output-dir {output_dir} cannot be written ({which}): {how}") from error
 
     def release(self) -> None:
-        """Release the lock on the output directory, at the end of the run."""
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock_handle is not None:
-            os.close(self._lock_handle)
-            self._lock_handle = None
+        """Release the lock on the output directory, at the end of the run. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
 
     def _warn(self, line: str) -> None:
+        line = one_line(line)
         self._warnings.append(line)
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
@@ -134,18 +124,17 @@ class Checkpoints:
             listed = "; ".join(
                 f"{name}: {there} in the checkpoint, {here} now" for name, there, here in unlike[:MOST_NAMED]
             )
-            listed = " ".join(listed.splitlines())  # names may contain line breaks
             if len(unlike) > MOST_NAMED:  # there may be a thousand shards
                 listed += f"; and {len(unlike) - MOST_NAMED:,} more"
             if self.continues:
-                self._unlock()
+                self.release()
                 how = "give the same, or another --output-dir, or --resume never"
                 raise UserError(f"{self.directory} holds a run with different flags ({listed}): {how}")
             self._warn(f"the checkpoint was written with different flags ({listed}): continued with those given now")
         if not self.continues and self.directory is not None and checkpoint.listed(self.directory):
             self._move_aside(self.directory)
         if self.directory is not None:
-            self._writer = checkpoint.Writer(self.directory, self._flags.keep, self._written)
+            self._writer = checkpoint.Writer(self.directory, self._flags.keep, self._written, self._lock)
 
     def _unlike(self, facts: Facts) -> list[tuple[str, object, object]]:
         theirs, began = facts["config"], Initial(**facts["initial"])
@@ -159,8 +148,6 @@ class Checkpoints:
             if batch_fits and name in ("batch_size", "accumulate"):
                 continue
             if name in self._flags.derived and began.ranks != self.engine.size:
-                continue
-            if mine is None and "derived" in facts:  # format 1 stored values that were derived from other flags
                 continue
             unlike.append((f"--{name.replace('_', '-')}", theirs[name], mine))
         unlike.sort(key=lambda one: one[0] != "--model")  # --model first: it may be the cause of the other differences
@@ -313,12 +300,16 @@ class Checkpoints:
             self._writer.flush(heartbeat)
             if self._writer.failed is not None:
                 message = self._unsaved(self._writer.failed)
-        self._unlock()
+                if self._writer.failed.errno == errno.ESTALE:  # do not write another run's summary.json
+                    self.telemetry.output_dir = None
+        self.release()
         return self.engine.broadcast_object(message, "checkpoint.close")
 
     def _unsaved(self, error: OSError) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "free some space there"
+        elif error.errno == errno.ESTALE:
+            remedy = "start again with --output-dir where it is now, and do not move it while a run writes there"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             remedy = "make it writable"
         else:

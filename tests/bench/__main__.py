@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.analysis import measuring, plotting
-from hvdtrain.training.records import files
+from hvdtrain.engines import files
 from hvdtrain.training.records.telemetry import versions
 from tests.bench.measurements import ROOT, Left
 from tests.bench.rows import Group, groups, measure_once

@@ -28,7 +28,7 @@ import torch
 
 from hvdtrain import mnist, training
 from hvdtrain.data import loading
-from hvdtrain.engines import launchers
+from hvdtrain.engines import files, launchers
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.start import engine_class
 from hvdtrain.launching import exit_codes, processes
@@ -142,7 +142,7 @@ before(training.Run, "evaluating", "evaluate")
 before(training.Run, "_go_on_evaluating", "evaluating")
 before(resume.Checkpoints, "restore", "restore")
 before(checkpoint, "digest", "digest")
-before(checkpoint, "sync_directory", "directory")
+before(files, "sync_directory", "directory")
 before(checkpoint, "prune", "prune")
 
 real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch

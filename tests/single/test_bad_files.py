@@ -25,8 +25,9 @@ from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models import tensor_files
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.models.weights import load_weights
-from hvdtrain.training import checkpoint, resume
+from hvdtrain.training import checkpoint, contents
 from hvdtrain.training.records import telemetry
+from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import TrainState
 from tests.single.data import fake_mnist as fake
 from tests.single.examples import JSON, changed, little_memory, one_line, spoilt, tried
@@ -245,15 +246,16 @@ def saved() -> tuple[dict, dict]:
     return facts, tensors
 
 
-def go_on(directory: Path, engine: SerialEngine) -> TrainState:
+def go_on(directory: Path, engine: SerialEngine, resume: Path | None = None) -> TrainState:
     """Resume as `training.start` and `Run.prepare` do; return where training stands."""
     model = MODELS["convnet-nonorm"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     parser = training.parser("test", None, epochs=2, batch_size=64)
     parser.add_argument("--lr", type=float, default=0.1)
-    flags = parser.parse(["--engine", "serial", "--output-dir", str(directory)])
+    where = ["--output-dir", str(directory)] if resume is None else ["--resume", str(resume)]
+    flags = parser.parse(["--engine", "serial", *where])
     quiet = telemetry.Telemetry(engine, None, progress=False)
-    found = resume.Checkpoints(engine, flags, {}, quiet)
+    found = Checkpoints(engine, flags, {}, quiet)
     try:
         state = found.begin()
         found.require_fit({"lr": 0.1, "epochs": 2}, {"dataset": "digits", "train_samples": 128})
@@ -270,19 +272,68 @@ def test_a_sound_checkpoint_goes_on(saved, engine, tmp_path):
     assert go_on(tmp_path, engine) == TrainState(**facts["state"])
 
 
-def test_a_checkpoint_of_format_1_goes_on(saved, engine, tmp_path):
+def test_braces_in_strings_are_not_taken_for_tensors(saved, engine, tmp_path):
     facts, tensors = saved
-    old = {name: facts[name] for name in ("world_size", "engine", "config", "data", "scaler", "buffers")}
-    old |= {
-        "format": 1,
-        "position": dict(epoch=0, taken=64, samples=64, step=1, skipped=0, train_seconds=1.5, evaluation={}),
-        "accuracy": None,
-        "begun": facts["initial"],
-        "optimizer": facts["optimizers"][0],
-    }
-    checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), old, tensors)
-    state = go_on(tmp_path, engine)
-    assert (state.step, state.samples_of_epoch, state.samples, state.train_seconds) == (1, 64, 64, 1.5)
+    facts = facts | {"registered": {"text": {"value": '"{' * tensor_files.MOST_TENSORS}}}
+    checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
+    assert go_on(tmp_path, engine) == TrainState(**facts["state"])
+
+
+HUGE = 10**15
+STATE = dict(samples_of_epoch=64, samples=64, step=1, train_seconds=1.5)
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        {"state": STATE | {"epoch": HUGE}},
+        {"state": STATE | {"step": 65}},
+        {"state": STATE | {"samples_of_epoch": 65}},
+        {"state": STATE | {"train_seconds": float("inf")}},
+        {"state": STATE | {"evaluation": {"loss": 1.0}}},
+        {"state": STATE | {"evaluation": {"loss": 1.0, "count": float("nan")}}},
+        {"initial": dict(ranks=HUGE, batch_size=64, accumulate=1)},
+        {"optimizers": [{"values": {}, "groups": [{"lr": None}]}]},
+        {"registered": {"x": {contents.TENSOR: 0, "shape": [HUGE], "dtype": "float32"}}},
+        {"registered": {"x": [{"__items__": [[1]]}]}},
+    ],
+    ids=str,
+)
+def test_impossible_facts_are_refused_in_one_line(saved, engine, unlike, tmp_path):
+    facts, tensors = saved
+    path = tmp_path / "checkpoints" / checkpoint.name_of(1)
+    checkpoint.write(path, facts | unlike, tensors)
+    with pytest.raises(UserError) as caught:
+        go_on(tmp_path, engine)
+    one_line(caught.value)
+
+
+def test_weights_of_another_type_are_not_converted(saved, engine, tmp_path):
+    facts, tensors = saved
+    name = next(name for name in tensors if name.startswith("model."))
+    checkpoint.write(
+        tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors | {name: tensors[name].to(torch.int8)}
+    )
+    with pytest.raises(UserError, match=r"is torch.int8 in the file, torch.float32 in the model: check --model"):
+        go_on(tmp_path, engine)
+
+
+@pytest.mark.parametrize("output_dir", [True, False])
+def test_what_a_checkpoint_says_does_not_control_the_terminal(saved, engine, output_dir, capfd, tmp_path):
+    facts, tensors = saved
+    facts = facts | {"config": {"lr": "\x1b]0;title\x07\x1b[2J" + "A" * 10**7}}
+    checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
+    said = []
+    if output_dir:
+        with pytest.raises(UserError, match="holds a run with different flags") as caught:
+            go_on(tmp_path, engine)
+        said.append(str(caught.value))
+    else:
+        go_on(tmp_path, engine, resume=tmp_path)
+        said.append(capfd.readouterr().err.removesuffix("\n"))
+    assert said[0].isprintable()
+    assert len(said[0]) < 3000
+    assert said[0].endswith(("--resume never", "continued with those given now"))
 
 
 @tried(60)
@@ -330,10 +381,13 @@ def test_headers_that_lie_are_refused_without_taking_the_memory(tensors, metadat
     assert checkpoint.read_facts(path) == {}
 
 
-@pytest.mark.parametrize("count", [tensor_files.MOST_TENSORS, 10**6])
-def test_a_million_empty_tensors_cost_neither_time_nor_memory(count, tmp_path):
+@pytest.mark.parametrize(
+    ("count", "key"),
+    [(tensor_files.MOST_TENSORS, "dtype"), (tensor_files.MOST_TENSORS, r"\u0064type"), (10**6, "dtype")],
+)
+def test_a_million_empty_tensors_cost_neither_time_nor_memory(count, key, tmp_path):
     """They took 33 s and 2 GB, for 67 MB."""
-    tensors = ",".join(f'"{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(count + 1))
+    tensors = ",".join(f'"{i}":{{"{key}":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(count + 1))
     header = f"{{{tensors}}}".encode()
     path = tmp_path / "many.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)

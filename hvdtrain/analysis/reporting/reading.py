@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records import files
 from hvdtrain.training.records.misclassified import FILE as MISTAKES
 from hvdtrain.training.records.named import number
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain.data.sharding import shard
+from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
-from hvdtrain.training.records import files
 
 FILE = "mistakes.json"
 KEPT = 24  # mistakes in the file; each rank contributes as many

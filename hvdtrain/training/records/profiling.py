@@ -9,7 +9,6 @@ import gzip
 import json
 import os
 import socket
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -20,9 +19,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hvdtrain.data import leftovers
+from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records import files
 from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.records.traces import merge
@@ -185,7 +185,7 @@ class Profile:
             return self
         with self.engine.raising_together("profile"):
             try:
-                scratch = self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-profile-"))
+                scratch = self._scratch.enter_context(leftovers.scratch("profile"))
             except OSError as error:
                 wanted = "set TMPDIR to a directory that can be written"
                 raise UserError(f"--profile needs a temporary directory ({error.strerror}): {wanted}") from error

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import socket
+import stat
 import sys
 import threading
 import time
@@ -22,10 +23,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import processes
-from hvdtrain.training.records import files
 from hvdtrain.training.records.clock import Window
 from hvdtrain.training.records.misclassified import Mistake
 from hvdtrain.training.records.progress import Display, remedies
@@ -84,10 +85,8 @@ class Telemetry:
         path = directory / "metrics.jsonl"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if continued and path.exists() and not path.is_symlink():
-                _drop_half_a_line(path)
-            elif os.path.lexists(path):  # a file of an earlier run, or a link: rename it
-                path.rename(_free_name(directory))
+            if os.path.lexists(path) and not (continued and stat.S_ISREG(path.lstat().st_mode)):
+                path.rename(_free_name(directory))  # a file of an earlier run, or a link, a pipe or a device
             (directory / "summary.json").unlink(missing_ok=True)
             return files.open_to_append(path)
         except OSError as error:
@@ -235,12 +234,6 @@ def automatic(notes: Sequence[str], verbose: bool) -> list[str]:
         others.insert(0, f"{len(settings)} setting{'s'[: len(settings) > 1]} for speed (-v: which)")
     lines = [*settings, *others] if verbose else others
     return [f"{'' if i else 'automatic:':10} {line}" for i, line in enumerate(lines)]
-
-
-def _drop_half_a_line(path: Path) -> None:
-    """Remove an incomplete last line, left by a killed writer."""
-    with path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _free_name(directory: Path) -> Path:

@@ -36,6 +36,11 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UserError(f"--tensorboard needs a package: pip install tensorboard ({error})") from error
+        try:
+            str(directory).encode()
+        except UnicodeEncodeError as error:
+            how = "name another --output-dir"
+            raise UserError(f"--tensorboard cannot write to {directory}: the path is not UTF-8: {how}") from error
         if directory.exists() and not continued:
             number = 1
             while (aside := directory.with_name(f"{directory.name}.{number}")).exists():

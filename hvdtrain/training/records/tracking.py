@@ -8,19 +8,19 @@ import contextlib
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
+from hvdtrain.data import leftovers
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import without_launcher
-from hvdtrain.training.records import files
 from hvdtrain.training.records.named import number, recorded_metrics, tagged_values
 from hvdtrain.training.state import Metric
 
@@ -234,7 +234,7 @@ class Record:
         if not self._run:
             return
         if status == "FINISHED":
-            with tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch:
+            with leftovers.scratch("report") as scratch:
                 for path in (self._directory / "summary.json", self._report(Path(scratch))):
                     if path is not None and path.exists():
                         self._client.log_artifact(self._run, str(path))
@@ -263,11 +263,10 @@ def parts_of(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
 
 
 def without_password(text: str) -> str:
-    """Return `text` with user names and passwords removed from URLs."""
-    shown = []
-    for word in text.split(" "):
-        with contextlib.suppress(ValueError):
-            at = urlsplit(word).netloc.rpartition("@")[0] if "://" in word else ""
-            word = word.replace(f"{at}@", "", 1) if at else word
-        shown.append(word)
-    return " ".join(shown)
+    """Return `text` with user names and passwords removed from URLs.
+
+    A password may contain any character, even if it should be encoded, so everything up to the last @ is removed.
+    """
+    start, *urls = re.split(r"(?<=://)", text)
+    # In each part but the last, the next URL's scheme is at the end.
+    return start + "".join(url.rpartition("@")[2] for url in urls)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.data import cache, download, idx, published
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from tests.single.data import fake_mnist as fake
 
@@ -373,7 +374,7 @@ def test_a_killed_download_frees_the_lock_and_leaves_nothing(tmp_path: Path, mir
 def test_killed_while_writing_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda number: time.sleep(120))  # written, and not yet renamed
     target = tmp_path / "d" / IMAGES
-    process = fake.processes(1, lambda number: cache.write(target, bytes(1000)))[0]
+    process = fake.processes(1, lambda number: files.write(target, bytes(1000)))[0]
     until = time.monotonic() + 60
     while not any(path.stat().st_size for path in target.parent.glob(".*.partial")):
         assert time.monotonic() < until
@@ -385,22 +386,19 @@ def test_killed_while_writing_leaves_nothing_under_the_name(tmp_path: Path, monk
 
 
 def test_writing_replaces_or_leaves_no_trace(tmp_path: Path) -> None:
-    cache.write(tmp_path / "x", b"old")
-    cache.write(tmp_path / "x", b"new")
+    files.write(tmp_path / "x", b"old")
+    files.write(tmp_path / "x", b"new")
     assert (tmp_path / "x").read_bytes() == b"new"
     with pytest.raises(OSError, match="directory"):
-        cache.write(tmp_path / "d", b"x")
+        files.write(tmp_path / "d", b"x")
     assert names(tmp_path) == ["x"]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")])
-def test_a_file_system_without_locks_is_named_with_the_remedy(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise error
+        raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("filelock.FileLock.acquire", lambda self, timeout: refuse())
+    monkeypatch.setattr("fcntl.flock", refuse)
     with cache.locked(tmp_path, 10) as problem:
         assert (
             problem == f"{tmp_path} is on a file system without locks: set XDG_CACHE_HOME to a directory on another one"

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.data import leftovers
+from hvdtrain.engines.errors import UserError
 
 RANK = """
 import sys, time, torch
@@ -93,3 +95,62 @@ def test_what_cannot_be_looked_up_from_here_is_left_alone(tmp_path, monkeypatch)
         (tmp_path / f"pymp-{number}" / leftovers.OWNER).write_text(text)
     leftovers.sweep()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "pymp-0", "pymp-1", "pymp-2"])
+
+
+def sockets_of(tmp_path: Path, name: str) -> Path:
+    (tmp_path / name).mkdir()
+    return tmp_path / name / leftovers.OWNER
+
+
+@pytest.mark.parametrize(
+    "planted", ["a pipe", "a device", "a large file", "a linked directory", "another user's directory"]
+)
+def test_what_others_put_into_the_temporary_directory_is_not_read(planted, tmp_path):
+    """A pipe would block each start of this host, and a device or a large file would fill its memory."""
+    (tmp_path / "tmp").mkdir()
+    gone = f"hvdtrain-{leftovers.machine()}-4194305-1"  # a tag whose process does not exist
+    if planted == "a pipe":
+        os.mkfifo(sockets_of(tmp_path / "tmp", "pymp-x"))
+    elif planted == "a device":
+        sockets_of(tmp_path / "tmp", "pymp-x").symlink_to("/dev/zero")
+    elif planted == "a large file":
+        with sockets_of(tmp_path / "tmp", "pymp-x").open("w") as file:
+            file.write(gone)
+            file.truncate(2**40)
+    elif planted == "a linked directory":
+        sockets_of(tmp_path, "elsewhere").write_text(gone)
+        (tmp_path / "tmp" / "pymp-x").symlink_to(tmp_path / "elsewhere")
+    else:
+        sockets_of(tmp_path / "tmp", "pymp-x").write_text(gone)
+        if os.getuid() != 0:
+            pytest.skip("only root can give a directory to another user")
+        os.chown(tmp_path / "tmp" / "pymp-x", 12345, 12345)
+    subprocess.run(
+        [sys.executable, "-c", "from hvdtrain.data import leftovers; leftovers.sweep()"],
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}, check=True, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31)),
+    )  # fmt: skip
+    assert (tmp_path / "tmp" / "pymp-x").exists()
+
+
+def test_a_temporary_directory_of_a_killed_rank_the_next_start_removes(tmp_path, monkeypatch):
+    work = (
+        "import time; from hvdtrain.data import leftovers; s = leftovers.scratch('profile'); print(s.name, flush=True);"
+        "time.sleep(1000)"
+    )
+    command, environment = [sys.executable, "-c", work], {**os.environ, "TMPDIR": str(tmp_path)}
+    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        made = Path(process.stdout.readline().strip())
+        leftovers.sweep()
+        assert made.parent == tmp_path
+        assert made.is_dir()
+        process.kill()
+    leftovers.sweep()
+    assert not made.exists()
+
+
+def test_a_temporary_directory_too_long_for_sockets_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers.util, "get_temp_dir", lambda: "/" + "x" * 89)
+    with pytest.raises(UserError, match="is too long for the names of the input workers' sockets: set TMPDIR"):
+        leftovers.claim()

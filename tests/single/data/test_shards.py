@@ -22,8 +22,9 @@ from tests.single.examples import little_memory, one_line, spoilt, tried
 pytest.importorskip("torchvision")
 pytest.importorskip("webdataset")
 
-from hvdtrain.data import cache, loading, make_shards, shard_index, shard_reading, shards
+from hvdtrain.data import loading, make_shards, shard_index, shard_reading, shards
 from hvdtrain.data.shard_index import Header, ShardIndex, load, obtain, save, scan
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from tests import image_set
@@ -174,14 +175,14 @@ def test_a_shard_is_read_once_and_again_only_if_it_changed(own, monkeypatch):
 def test_an_index_goes_to_the_cache_where_the_shards_cannot_be_written(own, monkeypatch, tmp_path):
     for path in own.rglob("*.index"):
         path.unlink()
-    real = cache.write
+    real = files.write
 
     def write(path: Path, content: bytes) -> None:
         if own in path.parents:
             raise PermissionError(13, "Permission denied")
         real(path, content)
 
-    monkeypatch.setattr(cache, "write", write)
+    monkeypatch.setattr(files, "write", write)
     expected, _ = open_them(own)  # neither there nor in a cache: in memory
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert open_them(own)[0].facts == expected.facts

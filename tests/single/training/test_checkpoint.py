@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import checkpoint, verify
 
@@ -214,7 +215,7 @@ def test_a_failing_system_call_leaves_the_last_good_one_alone(call, code, tmp_pa
     elif call == "write":
         monkeypatch.setattr(Path, "open", lambda self, *mode: Full(real_open(self, *mode)))
     elif call == "directory":
-        monkeypatch.setattr(checkpoint, "sync_directory", fail)
+        monkeypatch.setattr(files, "sync_directory", fail)
     else:
         monkeypatch.setattr(*{"fsync": (os, "fsync"), "replace": (Path, "replace")}[call], fail)
     with pytest.raises(OSError, match=os.strerror(code)):

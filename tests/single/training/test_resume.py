@@ -1,7 +1,6 @@
 """What --output-dir, --resume, --checkpoint-steps and --keep do, in one process."""
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -12,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import imagenet, mnist, training
+from hvdtrain import imagenet, mnist, training, tuned
 from hvdtrain.data.loading import Plan
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
 from hvdtrain.training import checkpoint
@@ -162,13 +162,63 @@ def test_a_batch_size_that_nobody_gave_may_differ_on_other_ranks(tmp_path, monke
 
 def test_two_runs_cannot_write_in_one_place(copy, monkeypatch):
     monkeypatch.setattr("hvdtrain.training.resume.LOCK_SECONDS", 0.3)
-    handle = os.open(copy, os.O_RDONLY)
+    held = files.Lock(copy, 1)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another run writes to"):
             alone(copy)
     finally:
-        os.close(handle)
+        held.release()
+
+
+def test_a_directory_that_was_moved_is_not_written_under_its_old_name(tmp_path, monkeypatch, capfd):
+    """Another run may have begun there. The same command did so, and both wrote the same checkpoints."""
+    evaluating, moved = training.Run.evaluating, []
+
+    def move(*arguments, **options):
+        if not moved:
+            moved.append((tmp_path / "out").rename(tmp_path / "elsewhere"))
+            (tmp_path / "out" / "checkpoints").mkdir(parents=True)  # of the other run
+            (tmp_path / "out" / ".lock").touch()
+        return evaluating(*arguments, **options)
+
+    monkeypatch.setattr(training.Run, "evaluating", move)
+    with pytest.raises(Failure, match=f"{tmp_path}/out was moved while this run writes there.: start again with "):
+        alone(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("checkpoints/*"))
+    assert not (tmp_path / "out" / "summary.json").exists()
+    assert events(tmp_path / "elsewhere", "end")
+    assert "was moved while this run writes there): training continues; " in capfd.readouterr().err
+
+
+def test_a_file_in_place_of_the_checkpoints_is_said_at_the_start(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(
+        UserError, match=rf"--output-dir {tmp_path} cannot be written \({tmp_path}/checkpoints: File exists"
+    ):
+        alone(tmp_path)
+
+
+def test_a_pipe_in_place_of_the_record_is_put_aside(copy):
+    (copy / "metrics.jsonl").unlink()
+    os.mkfifo(copy / "metrics.jsonl")
+    assert alone(copy, "--checkpoint-steps 1 --keep 2") == 0
+    assert (copy / "metrics.1.jsonl").is_fifo()
+    assert events(copy, "end")
+
+
+def test_paths_are_those_at_the_start(tmp_path, monkeypatch):
+    """A program that changed its directory wrote its record in one place, its checkpoints in another."""
+    monkeypatch.chdir(tmp_path)
+    parser = training.parser("program", None)
+    parser.add_argument("--list", type=Path, nargs="+")
+    words = "--output-dir out --weights ~/w.pt --list a /b --resume old/run"
+    flags = parser.parse(["--engine", "serial", *words.split()])
+    assert flags.output_dir == tmp_path / "out"
+    assert flags.weights == Path.home() / "w.pt"
+    assert flags.list == [tmp_path / "a", Path("/b")]
+    assert flags.resume == tmp_path / "old/run"
+    assert parser.parse(["--engine", "serial"]).resume == "auto"
+    assert tuned.parse(["--output-dir", "out", "train.py"])[0].output_dir == tmp_path / "out"
 
 
 def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):

@@ -214,3 +214,20 @@ def test_only_rank_0_tracks(server, tmp_path):
             telemetry.event("start", **START)
     assert [run["name"] for run in server.runs.values()] == ["0"]
     assert json.loads((tmp_path / "0" / tracking.ID_FILE).read_text())["run_id"] == "run-0"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://me:secret@host:5000/a", "https://host:5000/a"),
+        ("'https://me:secret@host:5000'", "'https://host:5000'"),
+        ("https://me:se/cret@host", "https://host"),
+        ("https://me:se#cret@host", "https://host"),
+        ("https://me:a se?cret@host", "https://host"),
+        ("https://me:secr@et@host", "https://host"),
+        ("no https://host/a and (http://me:secret@b)", "no https://host/a and (http://b)"),
+        ("mail me@host", "mail me@host"),
+    ],
+)
+def test_no_password_is_shown(url, shown):
+    assert tracking.without_password(url) == shown

@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import sys
 
 import pytest
 
 from hvdtrain import mnist
+from hvdtrain.engines import files
 from hvdtrain.launching.exit_codes import run
-from hvdtrain.training.records import files
 
 
 def test_whole_or_absent(tmp_path):
@@ -80,3 +81,58 @@ def test_training_writes_nothing_through_a_link(tmp_path, capfd):
     assert train(out) == 2
     assert f"{out}/checkpoints is a symbolic link, which is not followed" in capfd.readouterr().err
     assert sorted((tmp_path / "elsewhere").iterdir()) == before
+
+
+@pytest.mark.parametrize("read", [files.read_bytes, files.read_text, files.read_small, files.open_to_append])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_only_regular_files_are_opened(read, kind, tmp_path):
+    path = tmp_path / "x"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match=r"a pipe or a device, not a file|symbolic links"):
+        read(path)
+
+
+def test_a_small_file_is_small_no_link_and_its_owners(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"12345")
+    assert files.read_small(path, most=5, owner=os.geteuid()) == b"12345"
+    with pytest.raises(OSError, match="larger than 4 bytes"):
+        files.read_small(path, most=4)
+    with pytest.raises(PermissionError, match="another user's file"):
+        files.read_small(path, owner=os.geteuid() + 1)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="symbolic"):
+        files.read_small(tmp_path / "link")
+
+
+@pytest.mark.parametrize("kept", ["", "one\n", "one\n" * 10**6])
+@pytest.mark.parametrize("half", ["", "x", "x" * 3 * 10**6])
+def test_half_a_line_at_the_end_is_dropped(kept, half, tmp_path):
+    path = tmp_path / "x"
+    path.write_text(kept + half)
+    with files.open_to_append(path) as file:
+        file.write(b"two\n")
+    assert path.read_text() == kept + "two\n"
+
+
+def test_a_directory_is_locked_by_one_also_after_it_was_removed(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    first = files.Lock(out, 0)
+    with pytest.raises(TimeoutError):
+        files.Lock(out, 0)
+    first.require_in_place()
+    shutil.rmtree(out)
+    first.require_in_place()
+    with pytest.raises(TimeoutError):
+        files.Lock(out, 0)
+    (out / ".lock").unlink()
+    second = files.Lock(out, 0)
+    with pytest.raises(OSError, match="was moved"):
+        first.require_in_place()
+    first.release()
+    second.release()
+    files.Lock(out, 0).release()

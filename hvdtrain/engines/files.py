@@ -1,0 +1,173 @@
+"""Files in places where other users or other runs may write: no link is followed, nothing blocks, no half file is seen."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from io import BufferedReader, FileIO
+from pathlib import Path
+from typing import IO, Any
+
+SMALL = 2**20  # bytes
+PARTIAL = ".partial"  # end of the names of files that are being written
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: str = "w", *, sync: bool = False) -> Iterator[IO[Any]]:
+    """Context manager that opens a temporary file and renames it to `path` at the end. Raises OSError.
+
+    Links are replaced, not followed. mode: "w" or "wb". sync: the file is complete or absent also after a power failure.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
+    try:
+        with temporary.open(mode.replace("w", "x")) as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+        if sync:
+            sync_directory(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write(path: Path, content: bytes | bytearray) -> None:
+    """Write `path`, so that it is complete or absent, also after a power failure. Raises OSError."""
+    with replacing(path, "wb", sync=True) as file:
+        file.write(content)
+
+
+def sync_directory(directory: Path) -> None:
+    """Call fsync on `directory`, so that a new file name in it is on the disk. Raises OSError."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_partial(directory: Path, older_than: float = 0.0) -> None:
+    """Remove what killed writers have left in `directory`, if it is at least `older_than` seconds old."""
+    with contextlib.suppress(OSError):
+        for path in list(directory.glob(f".*{PARTIAL}")):
+            if time.time() - path.lstat().st_mtime >= older_than:
+                path.unlink(missing_ok=True)
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = True) -> int:
+    """Open a regular file and return its descriptor. Raises OSError, also for a pipe or a device, which might never end."""
+    # O_NONBLOCK: opening a pipe waits for its other end, and opening a leased file for the owner of the lease.
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "a pipe or a device, not a file")
+    return handle
+
+
+def opened(path: str | Path) -> BufferedReader:
+    """Open a regular file for reading bytes. Raises OSError."""
+    return os.fdopen(open_regular(path), "rb")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a regular file. Raises OSError."""
+    with opened(path) as file:
+        return file.read()
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a regular file. Invalid UTF-8 is replaced. Raises OSError."""
+    with os.fdopen(open_regular(path), encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
+def read_small(path: Path, *, most: int = SMALL, owner: int | None = None) -> bytes:
+    """Return the content of a regular file of at most `most` bytes. Raises OSError, also for a link, and for a file that
+    does not belong to the user `owner` (None: any)."""
+    with os.fdopen(open_regular(path, follow=False), "rb") as file:
+        if owner is not None and os.fstat(file.fileno()).st_uid != owner:
+            raise PermissionError(errno.EPERM, "another user's file")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"larger than {most:,} bytes")
+    return content
+
+
+def open_to_append(path: Path) -> FileIO:
+    """Open a file of lines for appending, unbuffered, without the half line at its end that a killed writer may have left.
+
+    Raises OSError, also if `path` is a symbolic link, a pipe or a device.
+    """
+    file = FileIO(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, follow=False), "a+")
+    end = file.seek(0, os.SEEK_END)
+    kept = end
+    while kept > 0:
+        start = max(0, kept - SMALL)
+        if (at := os.pread(file.fileno(), kept - start, start).rfind(b"\n")) >= 0:
+            kept = start + at + 1
+            break
+        kept = start
+    if kept != end:
+        file.truncate(kept)
+    return file
+
+
+class Lock:
+    """An exclusive lock on a directory. The kernel releases it when the process ends, even if it is killed.
+
+    It is on the file .lock, because NFS has no locks on directories. `works` is False on a file system without locks.
+    Raises TimeoutError if another process holds the lock for `seconds`, and OSError if the directory is not writable.
+    """
+
+    def __init__(self, directory: Path, seconds: float):
+        self._path = directory / ".lock"
+        self.works = True
+        self._handle: int | None = self._take(seconds)
+
+    def _take(self, seconds: float) -> int:
+        handle = open_regular(self._path, os.O_RDWR | os.O_CREAT, follow=False)
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return handle
+            except (BlockingIOError, PermissionError):  # PermissionError: some network file systems
+                if time.monotonic() >= until:
+                    os.close(handle)
+                    raise TimeoutError(errno.ETIMEDOUT, f"another process has held {self._path}") from None
+                time.sleep(0.05)
+            except OSError:
+                self.works = False
+                return handle
+
+    def require_in_place(self) -> None:
+        """Raise OSError (ESTALE) if the directory is no longer the one that was locked: it was moved, and another process
+        may lock one of the same name. A directory that was removed is made and locked again."""
+        assert self._handle is not None
+        held = os.fstat(self._handle)
+        try:
+            if os.path.samestat(held, self._path.lstat()):
+                return
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        directory = self._path.parent
+        if held.st_nlink == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(TimeoutError):
+                removed, self._handle = self._handle, self._take(0.0)
+                os.close(removed)
+                return
+        raise OSError(errno.ESTALE, f"{directory} was moved while this run writes there")
+
+    def release(self) -> None:
+        """Release the lock. Idempotent."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
