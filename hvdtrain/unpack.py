@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hvdtrain import cli
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced

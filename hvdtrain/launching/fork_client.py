@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
@@ -62,6 +63,7 @@ def main() -> NoReturn:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as forker, contextlib.suppress(OSError, ValueError):
             forker.settimeout(import_timeout.limit_seconds() or None)
             forker.connect(f"\0{name}")
+            require_own(forker)
             send(forker, request(words, os.environ, proxy=True))
             answers = forker.makefile("rb", buffering=0)
             pid = int(answers.readline())  # ValueError: the forker has ended, or could not fork
@@ -70,6 +72,13 @@ def main() -> NoReturn:
             said = answers.readline()
             end_as(int(said) if said.endswith(b"\n") else 1)  # 1: the forker was killed, which also ends its ranks
     os.execv(sys.executable, [sys.executable, *words])
+
+
+def require_own(forker: socket.socket) -> None:
+    """Raise PermissionError if another user listens: everybody can see the name, and take it when the forker has ended."""
+    _, user, _ = struct.unpack("3i", forker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.geteuid():
+        raise PermissionError("the forker is another user's")
 
 
 def forward_signals(pid: int) -> None:

@@ -20,11 +20,11 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.training import checkpoint, contents
 from hvdtrain.training.cadence import Cadence
+from hvdtrain.training.comparison import differences, in_words
 from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.state import Initial, Metric, TrainState
 
 LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
-MOST_NAMED = 3  # differences listed in one message
 Facts = dict[str, Any]
 
 
@@ -120,43 +120,20 @@ class Checkpoints:
         self._data = {name: contents.plain(value) for name, value in data.items()}
         if self.engine.rank != 0:
             return
-        if self.facts is not None and (unlike := self._unlike(self.facts)):
-            listed = "; ".join(
-                f"{name}: {there} in the checkpoint, {here} now" for name, there, here in unlike[:MOST_NAMED]
-            )
-            if len(unlike) > MOST_NAMED:  # there may be a thousand shards
-                listed += f"; and {len(unlike) - MOST_NAMED:,} more"
-            if self.continues:
-                self.release()
-                how = "give the same, or another --output-dir, or --resume never"
-                raise UserError(f"{self.directory} holds a run with different flags ({listed}): {how}")
-            self._warn(f"the checkpoint was written with different flags ({listed}): continued with those given now")
+        unlike = []
+        if self.facts is not None:
+            unlike = differences(self.facts, self._flags, self._config, self._data, self.engine.size)
+        if unlike and self.continues:
+            self.release()
+            how = "give the same, or another --output-dir, or --resume never"
+            raise UserError(f"{self.directory} holds a run with different flags ({in_words(unlike)}): {how}")
+        if unlike:
+            said = f"the checkpoint was written with different flags ({in_words(unlike)})"
+            self._warn(f"{said}: continued with those given now")
         if not self.continues and self.directory is not None and checkpoint.listed(self.directory):
             self._move_aside(self.directory)
         if self.directory is not None:
             self._writer = checkpoint.Writer(self.directory, self._flags.keep, self._written, self._lock)
-
-    def _unlike(self, facts: Facts) -> list[tuple[str, object, object]]:
-        theirs, began = facts["config"], Initial(**facts["initial"])
-        now = Initial(self.engine.size, self._flags.batch_size, self._flags.accumulate)
-        # The same global batch, divided differently: the user has adapted --batch-size to the new number of ranks.
-        batch_fits = now.global_batch == began.global_batch
-        unlike = []
-        for name, mine in self._config.items():
-            if name in self._flags.may_change or theirs.get(name, mine) == mine:
-                continue
-            if batch_fits and name in ("batch_size", "accumulate"):
-                continue
-            if name in self._flags.derived and began.ranks != self.engine.size:
-                continue
-            unlike.append((f"--{name.replace('_', '-')}", theirs[name], mine))
-        unlike.sort(key=lambda one: one[0] != "--model")  # --model first: it may be the cause of the other differences
-        for name, there in facts["data"].items():
-            if there != self._data.get(name):
-                unlike.append((name, there, self._data.get(name)))
-        if self._flags.reduction != "average" and began.ranks != self.engine.size:
-            unlike.append(("the number of ranks, on which this --reduction depends", began.ranks, self.engine.size))
-        return unlike
 
     def _move_aside(self, directory: Path) -> None:
         number = 1

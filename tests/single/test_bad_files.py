@@ -392,10 +392,10 @@ def test_a_million_empty_tensors_cost_neither_time_nor_memory(count, key, tmp_pa
     path = tmp_path / "many.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     del tensors, header
-    with little_memory(), pytest.raises(checkpoint.Damaged, match=f"it names {count + 1:,} tensors"):
+    with little_memory(), pytest.raises(checkpoint.Damaged, match="it names more than 100,000 tensors"):
         checkpoint.read(path)
     assert checkpoint.read_facts(path) == {}
-    with pytest.raises(UserError, match=f"not a file of weights .it names {count + 1:,} tensors"):
+    with pytest.raises(UserError, match=r"not a file of weights .it names more than 100,000 tensors"):
         load_weights(torch.nn.Linear(1, 1), path)
 
 

@@ -40,9 +40,11 @@ def find() -> Screen | None:
         return None
     pid, name, arguments = launcher
     try:
-        device = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_NOCTTY)
+        # O_NONBLOCK: opening a named pipe waits for a reader.
+        device = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
         return None
+    os.set_blocking(device, True)
     if not os.isatty(device):
         os.close(device)
         return None

@@ -100,6 +100,27 @@ def test_without_a_server_the_client_becomes_the_rank(server, why):
     assert (found["argv"], found["mine"], found["pid"]) == (["x"], "x y", found["client"])
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start another user's process")
+def test_nothing_is_handed_to_another_users_server(server):
+    """Its name is in /proc/net/unix, and free when the server has ended."""
+    some = server(PROGRAM + FACTS)
+    some.name = f"taken-{os.getpid()}"
+    listens, received = os.pipe(), os.pipe()
+    if (other := os.fork()) == 0:  # not by exec: another user may not be able to read this interpreter
+        os.setresuid(12345, 12345, 12345)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{some.name}")
+            listener.listen()
+            os.write(listens[1], b".")
+            os.write(received[1], b"%d" % len(listener.accept()[0].recv(1000)))
+        os._exit(0)
+    assert os.read(listens[0], 1) == b"."
+    found = facts(some, "x")
+    assert os.read(received[0], 10) == b"0"
+    os.waitpid(other, 0)
+    assert found["pid"] == found["client"]
+
+
 def waiting(server: Server) -> tuple[subprocess.Popen, int]:
     client = server.client()
     return client, int(client.stdout.readline())

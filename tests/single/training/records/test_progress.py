@@ -3,7 +3,9 @@
 import errno
 import io
 import os
+import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -312,3 +314,20 @@ def test_what_is_left_out_counts_for_nothing():
 def test_windows_add_up_rank_by_rank():
     both = added([rank(1, 2, 3, 6, resident=5)], [rank(1, 1, 1, 4, resident=7)])
     assert both == [rank(2, 3, 4, 10, resident=7)]
+
+
+def test_a_launcher_whose_output_nobody_reads_is_not_waited_for(monkeypatch, tmp_path):
+    """Opening its pipe waited for a reader, for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    read = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write = os.open(tmp_path / "pipe", os.O_WRONLY)
+    os.close(read)
+    words = [sys.executable, "-c", "import time; time.sleep(100)", "mpirun"]
+    with subprocess.Popen(words, stdout=write) as launcher:
+        os.close(write)
+        monkeypatch.setattr(terminal, "_launchers", lambda pid: iter([(launcher.pid, "mpirun", [])]))
+        looking = threading.Thread(target=terminal.find, daemon=True)
+        looking.start()
+        looking.join(10)
+        launcher.kill()
+        assert not looking.is_alive()
