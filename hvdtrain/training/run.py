@@ -231,6 +231,9 @@ class Run:
                 f"run.steps() got {opened.samples} samples, and {self._opened[2].total} in the epoch before"
             )
         plan = opened.plan(self.engine, self.flags, self.initial, self.state, self._epochs, self._step_limit)
+        if self.state.samples_of_epoch > plan.per_epoch:
+            done = f"{self.state.samples_of_epoch} samples of this epoch are done, and it has {plan.per_epoch}"
+            raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
         opened.begin(plan)
         self._opened = data, opened, plan
         self.journal.steps = self._step_limit or plan.epochs * plan.steps_per_epoch()

@@ -381,3 +381,23 @@ def test_real_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.bincount(data.test_labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert abs(data.train_images.float().mean().item() / 255 - 0.1307) < 1e-4
     assert data.test_labels[:5].tolist() == [7, 2, 1, 0, 4]
+
+
+def test_a_cache_where_others_write_is_not_used(tmp_path: Path) -> None:
+    fake.write(tmp_path / "d", compressed=True)
+    shared = cache.directory("mnist")
+    shared.chmod(0o777)
+    assert cache.directory("mnist") is None
+    check(idx.load("mnist", tmp_path / "d"))
+    assert not list(shared.iterdir())
+    shared.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(shared, 12345, 12345)
+        assert cache.directory("mnist") is None
+
+
+def test_notes_that_are_a_pipe_are_not_waited_for(tmp_path: Path) -> None:
+    fake.write(tmp_path / "d", compressed=True)
+    os.mkfifo(cache.directory("mnist") / cache.NOTES)
+    check(idx.load("mnist", tmp_path / "d"))
+    check(idx.load("mnist", tmp_path / "d"))

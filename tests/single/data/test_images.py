@@ -1,6 +1,7 @@
 """Image folders, shards and synthetic images in one process: who gets which sample, and what of corrupt ones."""
 
 import io
+import os
 import random
 import shutil
 import struct
@@ -255,17 +256,20 @@ def test_what_is_no_image_raises(content):
 
 def test_broken_files_of_a_folder_are_named_and_the_others_stay(folder, engine, tmp_path):
     root = Path(shutil.copytree(folder, tmp_path / "copy"))
-    victims = sorted((root / "val" / "red").iterdir())[:3]
+    victims = sorted((root / "val" / "red").iterdir())[:4]
     victims[0].write_bytes(b"")
     victims[1].write_bytes(victims[1].read_bytes()[:-200])
     source = images.open_folder(engine, root, side=SIDE, seed=1, workers=0)
     victims[2].unlink()
+    victims[3].unlink()
+    os.mkfifo(victims[3])
     batches = list(source.test())
-    assert sum(batch.samples for batch in batches) == 28
+    assert sum(batch.samples for batch in batches) == 27
     assert all(len(batch.images) == len(batch.labels) == batch.samples for batch in batches)
     corrupt = {each.name: each.why for batch in batches for each in batch.corrupt}
     assert set(corrupt) == {str(path) for path in victims}
     assert corrupt[str(victims[2])] == "No such file or directory"
+    assert corrupt[str(victims[3])] == "a pipe or a device, not a file"
 
 
 def test_a_batch_of_nothing_but_broken_images_does_not_count():

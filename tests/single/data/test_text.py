@@ -1,6 +1,7 @@
 """Texts as tokens: what is trained on and what is held out, three kinds of vocabulary, the cache, and what is refused."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -211,3 +212,9 @@ def test_pairs_without_the_package_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match="pip install tokenizers, or use --tokens bytes"):
         Pairs.learn(["abc"], 300)
+
+
+def test_a_pipe_is_refused_because_text_is_read_twice(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"--text .*pipe: a pipe or a device, not a file: name a file that can be read"):
+        text.load([tmp_path / "pipe"], "characters")

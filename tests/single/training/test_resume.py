@@ -198,6 +198,17 @@ def test_a_file_in_place_of_the_checkpoints_is_said_at_the_start(tmp_path):
         alone(tmp_path)
 
 
+def test_more_samples_than_an_epoch_has_are_refused(copy):
+    newest = checkpoint.listed(copy / "checkpoints")[0]
+    facts, tensors = checkpoint.read(newest)
+    facts["state"] |= dict(epoch=1, samples=10**9, samples_of_epoch=10**6)
+    checkpoint.write(newest, facts, tensors)
+    with pytest.raises(
+        UserError, match=r"the checkpoint does not match the data: 1000000 samples of this epoch are done"
+    ):
+        alone(copy, "--checkpoint-steps 1 --keep 2")
+
+
 def test_a_pipe_in_place_of_the_record_is_put_aside(copy):
     (copy / "metrics.jsonl").unlink()
     os.mkfifo(copy / "metrics.jsonl")

@@ -1,12 +1,14 @@
 """TensorBoard's files: a script's values by its own names, and nothing asked for that an event need not have."""
 
 import json
+import os
 
 import pytest
 
 pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hvdtrain.engines.errors import UserError
 from hvdtrain.training.records.tensorboard import Board
 
 METRICS = {"loss": {"direction": "min", "percent": False}}
@@ -101,3 +103,10 @@ def test_what_was_written_beyond_the_point_of_return_is_hidden(shown):
     assert len(shown(*(event("train", step=n, samples=8 * n, loss=n) for n in (1, 2, 3)))["train/loss"]) == 3
     found = shown(event("resume", step=1, samples=8), event("train", step=2, samples=16, loss=5), continued=True)
     assert found["train/loss"] == [(8, 1.0), (16, 5.0)]
+
+
+def test_a_path_that_is_not_utf_8_is_refused(tmp_path):
+    with pytest.raises(
+        UserError, match=r"--tensorboard cannot write to .*: the path is not UTF-8: name another --output-dir"
+    ):
+        Board(tmp_path / os.fsdecode(b"\xff"), continued=False)
