@@ -52,18 +52,24 @@ def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def write(path: Path, facts: dict, tensors: Mapping[str, Tensor]) -> None:
+def write(path: Path, facts: dict, tensors: Mapping[str, Tensor], lock: files.Lock | None = None) -> None:
     """Write a checkpoint atomically: after a failure, `path` is either complete or absent. Raises OSError.
 
     The data are synced to the disk before the file is renamed to `path`, and the directory before this returns, so this also
-    holds after a power failure.
+    holds after a power failure. lock: on the directory above. If that has been moved, nothing is written under its old name,
+    where another run may be.
     """
     import safetensors.torch
 
     text = json.dumps(facts)
     data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": digest(text, tensors)})
+    if lock is not None:
+        lock.require_in_place()
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, data)
+    with files.replacing(path, "wb", sync=True) as file:
+        file.write(data)
+        if lock is not None:
+            lock.require_in_place()  # also while it was written, which may take long
 
 
 def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
@@ -200,7 +206,7 @@ class Writer:
         done: Callable[[Path, OSError | None], None],
         lock: files.Lock | None = None,
     ):
-        """lock: on the directory above. If that has been moved, another run may be writing under its name."""
+        """lock: see `write`."""
         self.directory, self.keep, self.done, self.lock = directory, keep, done, lock
         self.failed: OSError | None = None  # error of the last attempt
         self.processor = self.seconds = 0.0
@@ -246,9 +252,7 @@ class Writer:
         self.failed = None
         began, processor = time.monotonic(), time.thread_time()
         try:
-            if self.lock is not None:
-                self.lock.require_in_place()
-            write(path, facts, tensors)
+            write(path, facts, tensors, self.lock)
             prune(self.directory, self.keep)
         except OSError as error:
             self.failed = error

@@ -244,6 +244,28 @@ def test_writer_goes_on_after_a_failure_and_says_it(tmp_path):
     assert [path.name for path in checkpoint.listed(directory)] == [checkpoint.name_of(4), checkpoint.name_of(3)]
 
 
+@pytest.mark.parametrize(("owner", "name"), [(checkpoint, "digest"), (Path, "mkdir"), (os, "fsync")])
+def test_a_directory_moved_while_a_checkpoint_is_written_gets_nothing_under_its_old_name(
+    owner, name, tmp_path, monkeypatch
+):
+    out, real, moved = tmp_path / "out", getattr(owner, name), []
+    out.mkdir()
+    lock = files.Lock(out, 0)
+
+    def move(*arguments: object, **options: object) -> object:
+        if not moved:
+            moved.append(out.rename(tmp_path / "elsewhere"))
+            os.makedirs(out / "checkpoints")  # noqa: PTH103 (Path.mkdir is replaced)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, move)
+    with pytest.raises(OSError, match=r"out was moved while this run writes there"):
+        checkpoint.write(out / "checkpoints" / checkpoint.name_of(1), FACTS, TENSORS, lock)
+    assert moved
+    assert not list((out / "checkpoints").iterdir())
+    lock.release()
+
+
 def test_export_gives_the_models_own_weights(tmp_path, capsys):
     from safetensors.torch import load_file
 

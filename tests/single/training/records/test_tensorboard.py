@@ -106,7 +106,5 @@ def test_what_was_written_beyond_the_point_of_return_is_hidden(shown):
 
 
 def test_a_path_that_is_not_utf_8_is_refused(tmp_path):
-    with pytest.raises(
-        UserError, match=r"--tensorboard cannot write to .*: the path is not UTF-8: name another --output-dir"
-    ):
+    with pytest.raises(UserError, match=r"--tensorboard cannot write to .*: the path is not UTF-8"):
         Board(tmp_path / os.fsdecode(b"\xff"), continued=False)
