@@ -16,7 +16,7 @@ X = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, list[Phase]]:
-    """Train two steps with a checkpoint after the first; return the phases of comparing and copied."""
+    """Train two steps with a checkpoint after the first; return the phases in which it compared and copied."""
     progress: list[Progress] = []
     found: dict[str, list[Phase]] = {"compare": [], "copy": [], "beat": []}
     init, compare, snapshot, beat = Progress.__init__, Guard.compare_replicas, contents.snapshot, Progress.heartbeat
