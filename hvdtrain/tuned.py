@@ -121,9 +121,9 @@ def attach(flags: argparse.Namespace, told: Announced, words: list[str], done: s
 
             listeners.append(Recorder(flags.output_dir, script_of(words), done))
         if flags.watch is not None:
-            from hvdtrain.training.resilience.foreign import Watch
+            from hvdtrain.hangs.script_watchdog import ScriptWatchdog
 
-            listeners.append(Watch(None if flags.watch == "auto" else flags.watch, listeners))
+            listeners.append(ScriptWatchdog(None if flags.watch == "auto" else flags.watch, listeners))
         foreign.attach(hvd, told, listeners, repeatable=flags.repeatable)
 
     ImportHook("horovod.torch", arrived)

@@ -5,20 +5,20 @@ collective, in the same order.
 """
 
 import contextlib
-import functools
 import json
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.hangs.activity import Activity
 
 
 def computes_in_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -52,28 +52,6 @@ class Setting(str):
     __slots__ = ()
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def collective(method: Method) -> Method:
-    """Decorate a method in which this rank waits for other ranks.
-
-    While it runs, `Engine.waiting_in` is its argument `name`, or the name of the method if it has no such argument.
-    """
-
-    @functools.wraps(method)
-    def marked(self: "Engine", *args: Any, **kwargs: Any) -> Any:
-        outer = self.waiting_in
-        name = kwargs.get("name", args[-1] if args else None)
-        self.waiting_in = name if isinstance(name, str) else method.__name__
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self.waiting_in = outer
-
-    return marked  # type: ignore[return-value]
-
-
 class Engine(ABC):
     """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
@@ -86,13 +64,14 @@ class Engine(ABC):
     device: torch.device
     reductions: tuple[str, ...]  # values of `op` that `all_reduce_` supports
     tells_missing_gradients: ClassVar[bool] = False  # a gradient missing on one rank becomes NaN on all ranks
-    waiting_in: str | None = None  # the collective that the main thread is in; read by the watchdog
+    activity: Activity  # what the main thread is doing
     notes: list[str]  # automatic decisions with their reasons; printed once at the start
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
         """Connect to the other ranks. `rank`, `size`, `launcher`: from the launcher's variables; the engine may correct
         them."""
         self.notes = []
+        self.activity = Activity()
         self.tuning = tuning
         self.rank, self.size = rank, size
 
@@ -102,7 +81,7 @@ class Engine(ABC):
     def choose_device(self, wanted: str) -> torch.device:
         """Return this rank's device for "auto", "cpu" or "cuda". Raises UserError if `wanted` is not available."""
 
-    # Engines decorate their collectives with `collective`.
+    # Engines decorate their collectives with `activity.collective`.
 
     @abstractmethod
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
@@ -162,10 +141,6 @@ class Engine(ABC):
         """Return the time (`time.perf_counter`) at which this rank computed its last gradient. Call it right after
         backward."""
         return time.perf_counter()
-
-    def waits(self) -> bool:
-        """Return whether this rank has finished its part of a backward pass and may be waiting inside it. Thread-safe."""
-        return False
 
     def synchronize(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - some reduce inside backward
         """Wait until the gradients of `optimizer` are reduced. They may then be read and changed."""

@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import Engine, Reduction, collective
+from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
+from hvdtrain.hangs.activity import Activity, collective
 from hvdtrain.launching.rendezvous import horovods_server, meeting_point, own_address_towards, put, wait_for
 
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
+COLLECTIVES_TIMEOUT = timedelta(days=30)  # none: hangs/timeouts.py says how long a rank may keep the others waiting
 MEETINGS = itertools.count()  # number of rendezvous in this process; the same on every rank
 
 
@@ -35,7 +37,8 @@ class GradientHook:
     so a gradient of 100,000 becomes infinity.
     """
 
-    def __init__(self, size: int, compression: str, predivide: float, reduction: str):
+    def __init__(self, size: int, compression: str, predivide: float, reduction: str, activity: Activity):
+        self.activity = activity
         self.wire_dtype = torch.float16 if compression == "fp16" else None
         self.predivide = predivide
         self.factor_after = predivide / size if reduction == "average" else predivide
@@ -45,6 +48,7 @@ class GradientHook:
         """Start the all-reduce of `bucket`. Return a future of the reduced buffer."""
         if bucket.is_last():
             self.ready = time.perf_counter()
+            self.activity.collective = "backward"  # this rank's part is done; the step resets it after backward
         buffer = bucket.buffer()
         wire = buffer if self.predivide == 1.0 else buffer / self.predivide
         wire = wire if self.wire_dtype is None else wire.to(self.wire_dtype)
@@ -106,13 +110,16 @@ class DdpEngine(Engine):
         # group in their default arguments, and `shutdown` cannot end the group's threads.
         importlib.import_module("torch.distributed.nn.functional")
         try:
+            store = self._meet(rank, size, launcher)
+            store.set(f"hvdtrain.{rank}", "")
+            store.wait([f"hvdtrain.{other}" for other in range(size)], timedelta(seconds=MEETING_SECONDS))
             dist.init_process_group(
                 # Gloo always transfers CPU tensors (counts, messages); NCCL transfers gradients on GPUs.
                 "cpu:gloo,cuda:nccl" if nccl else "gloo",
-                store=self._meet(rank, size, launcher),
+                store=store,
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=MEETING_SECONDS),
+                timeout=COLLECTIVES_TIMEOUT,
             )
         except (RuntimeError, ValueError, OSError) as error:
             first = str(error).splitlines()[0]
@@ -203,7 +210,7 @@ class DdpEngine(Engine):
             options["device_ids"] = [self.device.index]
         give_gradients_the_weights_strides(model)
         replica = nn.parallel.DistributedDataParallel(model, **options)
-        hook = GradientHook(self.size, how.compression, how.predivide, how.reduction)
+        hook = GradientHook(self.size, how.compression, how.predivide, how.reduction, self.activity)
         self._hooks.append(hook)
         replica.register_comm_hook(None, hook.reduce)
         if not how.find_unused_parameters:  # else DDP keeps its first buckets
@@ -222,9 +229,6 @@ class DdpEngine(Engine):
                     if isinstance(model, nn.parallel.DistributedDataParallel):
                         stack.enter_context(model.no_sync())
             yield
-
-    def waits(self) -> bool:
-        return any(hook.ready > 0.0 for hook in self._hooks)
 
     def gradients_ready(self) -> float:
         # backward() returns after DDP has waited for the other ranks; the time after the last bucket is waiting.

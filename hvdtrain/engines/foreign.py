@@ -109,7 +109,7 @@ def check_ranks(hvd: Any, told: Announced) -> None:
 
 
 def hear(hvd: Any, listeners: Sequence[Listener]) -> None:
-    """Call `listeners` for each event. The watchdog hides functions named `marked` in the stacks that it prints."""
+    """Call `listeners` for each event."""
     ops, optimizers = hvd.mpi_ops, sys.modules["horovod.torch.optimizer"]
     set_up, shutdown, wait = ops._setup_process_sets, ops._basics.shutdown, ops.mpi_lib.horovod_torch_wait_and_clear
 
@@ -128,7 +128,7 @@ def hear(hvd: Any, listeners: Sequence[Listener]) -> None:
                 listener.left()
         shutdown()
 
-    def marked(handle: int) -> None:
+    def wait_and_tell(handle: int) -> None:
         began = time.perf_counter()
         for listener in listeners:
             listener.waits()
@@ -139,7 +139,11 @@ def hear(hvd: Any, listeners: Sequence[Listener]) -> None:
             for listener in listeners:
                 listener.waited(began, ended)
 
-    ops._setup_process_sets, ops._basics.shutdown, ops.mpi_lib.horovod_torch_wait_and_clear = started, left, marked
+    ops._setup_process_sets, ops._basics.shutdown, ops.mpi_lib.horovod_torch_wait_and_clear = (
+        started,
+        left,
+        wait_and_tell,
+    )
     for kind in (optimizers._DistributedOptimizer, optimizers._DistributedAdasumOptimizer):
         kind.step = telling(kind.step, listeners)
 
@@ -161,14 +165,14 @@ def telling(step: Callable, listeners: Sequence[Listener]) -> Callable:
     """Return `step`, wrapped so that it calls `Listener.stepped` after each step over all ranks."""
 
     # A plain function: Horovod copies it into a class that it creates for each optimizer.
-    def marked(self: Any, closure: Any = None) -> Any:
+    def step_and_tell(self: Any, closure: Any = None) -> Any:
         result = step(self, closure)
         if getattr(self, "process_set", None) is None or self.process_set.process_set_id == 0:
             for listener in listeners:
                 listener.stepped(self)
         return result
 
-    return marked
+    return step_and_tell
 
 
 def repeat(hvd: Any) -> None:

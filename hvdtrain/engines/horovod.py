@@ -20,14 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import Engine, Reduction, Setting, collective
+from hvdtrain.engines.base import Engine, Reduction, Setting
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import alone_in_pid_namespace
 from hvdtrain.engines.tuning import tuned_environment
+from hvdtrain.hangs.activity import collective
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the default of DDP's bucket_cap_mb
 # Open MPI ends a rank a second after its mpirun was killed. With this delay in seconds, the rank has the time to save a
-# checkpoint (training/resilience/monitor.py). It is less than `resume.LOCK_SECONDS`, for which the next attempt waits.
+# checkpoint (hangs/monitor.py). It is less than `resume.LOCK_SECONDS`, for which the next attempt waits.
 # Also an MPI error then ends its rank later by as much.
 ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "8"}
 
@@ -277,11 +278,8 @@ class HorovodEngine(Engine):
             with optimizer.skip_synchronize():
                 yield
             return
-        self.waiting_in = "step"
-        try:
+        with self.activity.waiting("step"):
             yield
-        finally:
-            self.waiting_in = None
 
     @collective
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:

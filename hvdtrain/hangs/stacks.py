@@ -8,7 +8,7 @@ from pathlib import Path
 STACK_FRAMES = 6  # printed per rank
 PACKAGE = str(Path(__file__).resolve().parents[1])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-WRAPPERS = ("contextlib.py", "hvdtrain/tuned.py", "launching/run_script.py")
+WRAPPERS = ("contextlib.py", "hvdtrain/tuned.py", "hvdtrain/starter.py", "launching/run_script.py", "hangs/activity.py")
 
 Stack = list[traceback.FrameSummary]
 
@@ -42,5 +42,4 @@ def worth_printing(stack: Stack, guest: bool = False) -> Stack:
     """Return the innermost frames, and the program's if it is further out. guest: without those of hvdtrain."""
     hidden = (PACKAGE, "<frozen") if guest else ("<frozen runpy",)
     shown = [f for f in stack if not f.filename.endswith(WRAPPERS) and not f.filename.startswith(hidden)]
-    shown = [frame for frame in shown if frame.name != "marked"]
     return [frame for frame in programs(shown)[-1:] if frame not in shown[-STACK_FRAMES:]] + shown[-STACK_FRAMES:]

@@ -11,7 +11,7 @@ from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.weights import load_weights
 from hvdtrain.training.contents import floating_buffers
-from hvdtrain.training.resilience.guard import named_parameters
+from hvdtrain.training.replicas import named_parameters
 
 
 class Prepared:

@@ -20,13 +20,13 @@ from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.training.evaluation import CutShort, Evaluation
+from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators, to_device
 from hvdtrain.training.journal import Journal
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.records.profiling import Profile
 from hvdtrain.training.records.telemetry import Telemetry
-from hvdtrain.training.resilience.guard import Guard, Stopped
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import Initial, Metric, TrainState, require_free
 from hvdtrain.training.step import Shared, Step
@@ -83,7 +83,7 @@ class Run:
 
         seconds: time limit (default: ten minutes, or ten times the limit of a step if that is more). No collectives inside.
         """
-        return self.guard.phase("work of one rank", seconds)
+        return self.engine.activity.during("work of one rank", seconds)
 
     def raising_together(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context manager for a block that may fail on some ranks. If one rank raises, every rank raises. A collective."""
@@ -259,7 +259,7 @@ class Run:
         state.train_seconds += self.clock.lap()
         self.journal.ranks(self.clock)
         self._in_steps, self._had_steps = False, True
-        self.guard.leave_steps()
+        self.engine.activity.leave_steps()
 
     def _finish_step(self, step: Step, opened: Input) -> None:
         state, clock = self.state, self.clock
@@ -290,7 +290,9 @@ class Run:
         with self.checkpoints.cadence.saving():
             # Do not save weights that differ between ranks. This waits for ranks that are in their step.
             self.guard.compare_replicas(self.state, what.models)
-            with self.guard.phase("checkpoint", 0.0):  # the limit of a step: each tensor that is copied is progress
+            with self.engine.activity.during(
+                "checkpoint", 0.0
+            ):  # the limit of a step: each tensor that is copied is progress
                 self.checkpoints.save(self.state, *parts, automatic=automatic, heartbeat=self.guard.heartbeat)
 
     def _close_epoch(self) -> None:
@@ -332,7 +334,7 @@ class Run:
             model.eval()
         seed_generators(mixed_seed(self.seed, "evaluate", self.state.step, self.rank), self.device)
         try:
-            with self.guard.phase("evaluation"), torch.inference_mode(), self.autocast():
+            with self.engine.activity.during("evaluation"), torch.inference_mode(), self.autocast():
                 yield evaluation.mine()
         except CutShort:
             pass
@@ -389,7 +391,7 @@ class Run:
         """Wait for the last checkpoint and write the summary. Called at the end of `training.start`."""
         if self._in_epoch:  # the script left the loop over `run.epochs` early
             self._close_epoch()
-        with self.guard.phase("checkpoint", 0.0):
+        with self.engine.activity.during("checkpoint", 0.0):
             unsaved = self.checkpoints.close(self.guard.heartbeat)
         extra = self._opened[1].summary() if self._opened is not None else {}
         models = self._prepared.models if self._prepared is not None else []

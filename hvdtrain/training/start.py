@@ -11,11 +11,13 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import require_same_flags
 from hvdtrain.engines.start import start as start_engine
+from hvdtrain.hangs.monitor import monitor_ranks
+from hvdtrain.hangs.start_limit import limited_start
+from hvdtrain.hangs.timeouts import HangTimeouts
+from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import seed_generators
 from hvdtrain.training.records.profiling import Profile
 from hvdtrain.training.records.telemetry import Telemetry
-from hvdtrain.training.resilience.guard import Guard, Stopped
-from hvdtrain.training.resilience.starting import limited_start
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
 from hvdtrain.training.state import Metric, metrics_of
@@ -34,7 +36,7 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
     directions = metrics_of({"loss": "min"} if metrics is None else dict(metrics))
     tuning, timeline = flags.tuning == "auto", flags.profile is not None
     with contextlib.ExitStack() as stack:
-        with limited_start(flags.step_timeout) as starting:  # afterwards, the watchdog monitors the ranks
+        with limited_start(HangTimeouts(flags.step_timeout)) as starting:  # afterwards, the ranks are monitored
             engine = start_engine(
                 flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline
             )
@@ -63,9 +65,19 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
         checkpoints = Checkpoints(engine, flags, metrics, telemetry)
     leftovers.sweep()  # of the attempts before; also where no sample is left, and no input worker starts
     state = checkpoints.begin()
+
+    def hung(headline: str) -> None:
+        telemetry.event("error", kind="watchdog", message=headline)
+
+    def stopped(reason: str) -> None:
+        telemetry.event("stop", reason=reason)
+        how = "nothing to save: run the same command again"
+        telemetry.say(f"stopped by {reason}, before the first step was finished; {how}")
+
+    monitor = monitor_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
     with (
         telemetry,
-        Guard(engine, flags, telemetry) as guard,
+        Guard(engine, flags, telemetry, monitor) as guard,
         Profile(engine, flags, telemetry, guard.heartbeat) as profile,
     ):
         run = Run(engine, flags, asked, metrics, telemetry, checkpoints, guard, profile, state)

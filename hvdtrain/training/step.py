@@ -12,11 +12,11 @@ from hvdtrain.data.sharding import Step as Planned
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import optim
+from hvdtrain.training.guard import Guard
 from hvdtrain.training.inputs import Batch, Input, seed_generators
+from hvdtrain.training.non_finite import Inspection
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.records.clock import Clock
-from hvdtrain.training.resilience.guard import Guard
-from hvdtrain.training.resilience.non_finite import Inspection
 from hvdtrain.training.state import TrainState, require_free
 
 UPDATE = "call step.update() after the loop over step.batches()"
@@ -111,7 +111,7 @@ class Step:
             raise UserError("step.batches() inside step.batches(): end the first loop before the next")
         loop = self._loops
         self._loops += 1
-        self._shared.guard.compute()
+        self._shared.engine.activity.compute()
         self._tokens = None
         self._backwards = {}
         yield from self._loop(loop)
@@ -129,7 +129,7 @@ class Step:
                 yield from self._loop(loop)
             culprit, self._inspection = self._inspection.result(), None
             prepared.raise_where_gradients_are_missing()
-            guard.leave_out(shared.state, prepared.models, culprit)
+            guard.report_skipped_step(shared.state, prepared.models, culprit)
         guard.restore_buffers(prepared.models)
 
     def _loop(self, loop: int) -> Iterator[Batch]:
@@ -139,7 +139,7 @@ class Step:
         seed_generators(mixed_seed(*parts), shared.engine.device)  # so that dropout is the same after a restart
         for number in range(count):
             if number == len(self._loaded):
-                with shared.guard.phase("reading data"):
+                with shared.engine.activity.during("reading data"):
                     self._loaded.append(self._input.load(self._planned.batches[number]))
             batch = self._batch = self._loaded[number]
             self._calls = 0
@@ -209,6 +209,7 @@ class Step:
             # With several optimizers, the hooks of the other optimizers' parameters must not run.
             inputs = None if len(chosen) == len(prepared.optimizers) else prepared.parameters(chosen)
             scaled.backward(inputs=inputs)
+            shared.engine.activity.collective = None  # DDP reduces inside backward
         self._calls += 1
         if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`
             self.sums.add("loss", loss.detach(), batch.count if count is None else counted_or_zero(count, batch))
@@ -280,7 +281,7 @@ class Step:
                     prepared.scaler.unscale_(one)
                     self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.parameters([one]), clip_norm)
                 prepared.scaler.step(one)  # unscales; skips the step after an overflow, the same on all ranks
-        shared.guard.update()
+        shared.engine.activity.update()
 
     def record(self, **values: Tensor | float) -> None:
         """Record training metrics of this micro-batch: one value per sample, or their mean. Each metric needs a unique name.

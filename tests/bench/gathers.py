@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hvdtrain import training
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.training.resilience.control_channel import allow_open_files, say_hello
+from hvdtrain.hangs.channel import allow_open_files, say_hello
 
 RANKS_PER_HOST = 8
 HOST = b"node-0000"  # of rank 0; all have as many letters, so that one rank's bytes are as long as another's
@@ -62,11 +62,11 @@ class RankZero(SerialEngine):
 
     def broadcast_(self, tensor: Tensor, name: str) -> None:
         self.calls += 1
-        if name == "watchdog.secret":
-            self.key = bytes(tensor.tolist())
 
     def broadcast_object(self, value: object, name: str) -> object:
-        if name == "watchdog.where" and isinstance(value, dict):
+        if name == "hangs.secret":
+            self.key = bytes.fromhex(str(value))
+        if name == "hangs.where" and isinstance(value, dict):
             address = next(iter(value.values()))
             threading.Thread(target=self._connect, args=(("127.0.0.1", address[1]),), daemon=True).start()
         return super().broadcast_object(value, name)
@@ -82,7 +82,7 @@ def as_rank_zero(ranks: int) -> Iterator[None]:
     with (
         mock.patch("hvdtrain.engines.start.engine_class", return_value=kind),
         mock.patch.object(socket, "gethostname", return_value=HOST.decode()),
-        mock.patch("hvdtrain.training.resilience.control_channel.own_address_towards", return_value="127.0.0.1"),
+        mock.patch("hvdtrain.hangs.channel.own_address_towards", return_value="127.0.0.1"),
     ):
         yield
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from hvdtrain import mnist
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
-from hvdtrain.training.resilience.guard import Guard
+from hvdtrain.training.guard import Guard
 from hvdtrain.training.resume import Checkpoints
 
 seconds: dict[str, float] = defaultdict(float)

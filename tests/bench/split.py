@@ -21,9 +21,9 @@ from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.models.convnet import ConvNet, CosineNet
+from hvdtrain.training.guard import Guard
 from hvdtrain.training.inputs import Tensors
 from hvdtrain.training.prepared import Prepared
-from hvdtrain.training.resilience.guard import Guard
 from hvdtrain.training.run import Run
 
 FIRST = 20  # steps left out

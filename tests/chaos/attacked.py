@@ -31,9 +31,9 @@ from hvdtrain.data import loading
 from hvdtrain.engines import files, launchers
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.start import engine_class
+from hvdtrain.hangs import peers
 from hvdtrain.launching import exit_codes, processes
 from hvdtrain.training import checkpoint, contents, resume
-from hvdtrain.training.resilience import watchdog
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
 STRUCK = Path(os.environ.get("STRUCK", os.devnull))
@@ -223,7 +223,7 @@ def logged(self: loading.Plan, number: int):
         yield step
 
 
-real_listen = watchdog.listen
+real_listen = peers.listen
 
 
 def listen(hosts: list[str]):
@@ -235,7 +235,7 @@ def listen(hosts: list[str]):
     return listeners, where
 
 
-watchdog.listen = listen
+peers.listen = listen
 os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch = fsync, replace, scaled, epoch
 resume.Checkpoints.save = save
 patch(engine_class("ddp" if "ddp" in sys.argv else "horovod"))

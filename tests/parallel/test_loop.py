@@ -4,6 +4,7 @@ import contextlib
 import random
 import shutil
 import tempfile
+import time
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training.cadence import Cadence
 from hvdtrain.training.contents import flatten
-from hvdtrain.training.resilience.guard import Stopped
+from hvdtrain.training.guard import Stopped
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.start import started
 from hvdtrain.training.state import Metric
@@ -194,7 +195,7 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
         raise OSError("no listener")
 
     if not connected:
-        monkeypatch.setattr("hvdtrain.training.resilience.watchdog.listen", refuse)
+        monkeypatch.setattr("hvdtrain.hangs.peers.listen", refuse)
     chance = random.Random(7)
     ends, steps, save = [], [], Checkpoints.save
 
@@ -242,7 +243,9 @@ def test_an_evaluation_that_was_stopped_and_repeated_ends_with_the_same_bits(eng
             def evaluate() -> None:
                 with run.evaluating(N) as mine:
                     if len(losses) == stop and engine.rank == engine.size - 1:
-                        run.guard._watchdog._monitor._learn_stop("the test")
+                        run.guard.monitor.request_stop("the test")
+                        while not run.guard.stop_requested:  # rank 0 tells all
+                            time.sleep(0.01)
                     run.record(loss=F.mse_loss(net(X[mine]), Y[mine], reduction="sum"))
                 losses.append(run.evaluation["loss"])
 

@@ -99,7 +99,7 @@ def test_a_killed_rank_costs_nothing_but_time(name, tmp_path):
     # Rank 1 kills itself at its twentieth step, the first time.
     body = f"""
 import os, pathlib, signal, sys
-from hvdtrain.training.resilience import guard
+from hvdtrain.training import guard
 from hvdtrain import mnist
 from hvdtrain.launching import exit_codes, processes
 with pathlib.Path({str(tmp_path / "forked")!r}).open("a") as forked:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "errors.md").read_text().replace("`", "").replace("\\|", "|")
 # What is raised with a message for users, and what says one without raising.
 KINDS = {"UserError", "Failure", "ArgumentTypeError", "Refusal", "BuildFailure", "BadFile", "DownloadFailed", "Damaged"}
-KINDS |= {"NotThere", "error", "_warn", "warn", "_end", "Verdict"}
+KINDS |= {"NotThere", "error", "_warn", "warn", "_end", "Diagnosis"}
 OPENINGS = ("warning: ", "hvdtrain: error: ")
 PYTHON = [
     *sorted((ROOT / "hvdtrain").rglob("*.py")),

@@ -18,7 +18,7 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
 from hvdtrain.training import checkpoint
 from hvdtrain.training.cadence import Cadence
-from hvdtrain.training.resilience.guard import Guard
+from hvdtrain.training.guard import Guard
 from hvdtrain.training.state import Initial
 
 
@@ -290,7 +290,7 @@ def signalled(number: signal.Signals, after: int):
         begin_step(self, state, models)
         if state.step == after:
             os.kill(os.getpid(), number)
-            while not self._watchdog.stop_reason:
+            while not self.stop_requested:
                 time.sleep(0.01)
 
     return begin

@@ -1,4 +1,4 @@
-"""What a run does around a checkpoint: in which phase of the watchdog, with how many heartbeats."""
+"""What a run does around a checkpoint: in which phase of the rank, with how many heartbeats."""
 
 import pytest
 import torch
@@ -7,36 +7,37 @@ from torch import nn
 
 from hvdtrain import training
 from hvdtrain.engines.single import SerialEngine
+from hvdtrain.hangs.activity import Activity, Phase
+from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.training import contents
-from hvdtrain.training.resilience.guard import Guard
-from hvdtrain.training.resilience.progress import LEAST_SECONDS, Phase, Progress, phase_limit
+from hvdtrain.training.guard import Guard
 
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, list[Phase]]:
-    """Train two steps with a checkpoint after the first; return the phases in which it compared and copied."""
-    progress: list[Progress] = []
+    """Train two steps, with a checkpoint after the first. Return the phases of comparing ranks and of copying tensors."""
+    activity: list[Activity] = []
     found: dict[str, list[Phase]] = {"compare": [], "copy": [], "beat": []}
-    init, compare, snapshot, beat = Progress.__init__, Guard.compare_replicas, contents.snapshot, Progress.heartbeat
+    init, compare, snapshot, beat = Activity.__init__, Guard.compare_replicas, contents.snapshot, Activity.heartbeat
 
-    def made(self: Progress) -> None:
-        progress.append(self)
+    def made(self: Activity) -> None:
+        activity.append(self)
         init(self)
 
     def compared(self, *rest) -> None:
-        found["compare"].append(progress[0].phase)
+        found["compare"].append(activity[0].phase)
         compare(self, *rest)
 
     def copied(tensors, heartbeat=lambda: None):
-        found["copy"].append(progress[0].phase)
+        found["copy"].append(activity[0].phase)
         del found["beat"][:]
         copies = snapshot(tensors, heartbeat)
-        found["tensors"] = [progress[0].phase] * len(copies)
+        found["tensors"] = [activity[0].phase] * len(copies)
         return copies
 
-    def beaten(self: Progress) -> None:
+    def beaten(self: Activity) -> None:
         found["beat"].append(self.phase)
         beat(self)
 
@@ -45,8 +46,8 @@ def saved(tmp_path_factory) -> dict[str, list[Phase]]:
     )
     flags = training.parser("test", None, epochs=1, batch_size=4).parse(words.split())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Progress, "__init__", made)
-        patch.setattr(Progress, "heartbeat", beaten)
+        patch.setattr(Activity, "__init__", made)
+        patch.setattr(Activity, "heartbeat", beaten)
         patch.setattr(Guard, "compare_replicas", compared)
         patch.setattr(contents, "snapshot", copied)
         patch.setattr(SerialEngine, "barrier", lambda self: None)
@@ -71,8 +72,8 @@ def test_ranks_are_compared_in_the_phase_of_the_step(saved):
 def test_a_rank_that_hangs_in_a_checkpoint_has_the_limit_of_a_step_and_each_tensor_is_progress(saved):
     """With ten times that, `--step-timeout 5` left a rank that span there alone for 50 s."""
     assert saved["copy"][0].name == "checkpoint"
-    for limit in (5.0, LEAST_SECONDS):
-        assert phase_limit(saved["copy"][0], limit) == limit
+    for timeouts in (HangTimeouts(5.0), HangTimeouts()):
+        assert timeouts.phase(saved["copy"][0], 0.0) == timeouts.step(0.0)
     assert len(saved["beat"]) >= len(saved["tensors"]) == 2
 
 

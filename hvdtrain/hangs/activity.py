@@ -1,26 +1,13 @@
-"""The state that the main thread shares with the watchdog: the phase of the run, and a progress counter.
+"""What this rank is doing: the collective and the phase that it is in. The engine and the loop set it, the monitor reads it.
 
-The main thread writes, the watchdog's thread reads: plain attributes, no lock.
+The main thread writes, the monitor's thread reads: plain attributes, no lock.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import NamedTuple
-
-LEAST_SECONDS, TIMES_LONGEST = (
-    30.0,
-    20.0,
-)  # automatic limit of a step: at least 30 s, and 20 times the longest step so far
-TIMES_LONGEST_ASKED = 3.0  # a limit given by --step-timeout is raised to 3 times the longest step so far
-TIMES_STEP = 10.0  # limit of long phases: 10 times the limit of a step,
-# or this number of seconds, if that is more:
-PHASE_SECONDS = {
-    "start-up": 600.0,
-    "first step": 600.0,
-    "compilation": 600.0,
-    "reading data": 600.0,
-    "work of one rank": 600.0,
-}
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 
 class Phase(NamedTuple):
@@ -36,14 +23,16 @@ UPDATED = Phase("the end of a step")  # after the update: the limit of a step, a
 BETWEEN = Phase("between epochs")  # outside of the loop over steps
 
 
-class Progress:
-    """Phase and progress counter of the main thread."""
+class Activity:
+    """What the main thread of this rank is doing, and how often that changed."""
 
     def __init__(self) -> None:
+        self.collective: str | None = None  # the one in which it waits for other ranks
         self.step = 0  # steps finished since the beginning of training
         self.finished = 0  # steps finished by this process
         self.moves = 0  # changes with any progress
         self._compiling = 0  # compilations in progress
+        self._hears_of_compilations = False
         self._base = START
         self._inside: list[Phase] = []
 
@@ -88,16 +77,6 @@ class Progress:
         self._base = BETWEEN
         self.moves += 1
 
-    def begin_compilation(self) -> None:
-        """Report the beginning of a compilation by torch.compile."""
-        self._compiling += 1
-        self.moves += 1
-
-    def end_compilation(self) -> None:
-        """Report the end of a compilation by torch.compile."""
-        self._compiling = max(0, self._compiling - 1)  # it may have begun before the callback was registered
-        self.moves += 1
-
     @contextlib.contextmanager
     def during(self, name: str, seconds: float | None = None) -> Iterator[None]:
         """Context manager for a phase. seconds: time limit without progress, at least that of a step; None: the default for
@@ -110,17 +89,55 @@ class Progress:
             self._inside.pop()
             self.moves += 1
 
+    @contextlib.contextmanager
+    def waiting(self, collective: str) -> Iterator[None]:
+        """Context manager for a collective."""
+        outer, self.collective = self.collective, collective
+        try:
+            yield
+        finally:
+            self.collective = outer
 
-def step_limit(step_timeout: float | None, longest: float) -> float:
-    """Return the time limit of a step in seconds. step_timeout: value of the flag, or None. longest: longest step so far."""
-    least, times = (step_timeout, TIMES_LONGEST_ASKED) if step_timeout else (LEAST_SECONDS, TIMES_LONGEST)
-    return max(least, times * longest)
+    # ---- compilations by torch.compile, which may take minutes at the first step and at each new shape
+
+    def hear_of_compilations(self) -> None:
+        """Register for them once torch._dynamo is imported, which takes seconds: call this repeatedly."""
+        handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+        if self._hears_of_compilations or not hasattr(handler, "register_start_callback"):
+            return
+        self._hears_of_compilations = True
+        handler.register_start_callback(lambda *_: self.begin_compilation())
+        handler.register_end_callback(lambda *_: self.end_compilation())
+
+    def begin_compilation(self) -> None:
+        """Report the beginning of a compilation."""
+        self._compiling += 1
+        self.moves += 1
+
+    def end_compilation(self) -> None:
+        """Report the end of a compilation."""
+        self._compiling = max(0, self._compiling - 1)  # it may have begun before the callback was registered
+        self.moves += 1
 
 
-def phase_limit(phase: Phase, limit: float) -> float:
-    """Return the time limit of `phase` without progress, in seconds. limit: the time limit of a step."""
-    if phase.name == STEP.name:
-        return limit
-    if phase.seconds is not None:
-        return max(phase.seconds, limit)
-    return max(PHASE_SECONDS.get(phase.name, 0.0), TIMES_STEP * limit)
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def collective(method: Method) -> Method:
+    """Decorate a method of an object with an `activity`, in which this rank waits for other ranks.
+
+    While it runs, `activity.collective` is its argument `name`, or the name of the method if it has no such argument.
+    """
+
+    @functools.wraps(method)
+    def waits(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = kwargs.get("name", args[-1] if args else None)
+        activity = self.activity
+        outer = activity.collective
+        activity.collective = name if isinstance(name, str) else method.__name__
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            activity.collective = outer
+
+    return waits  # type: ignore[return-value]

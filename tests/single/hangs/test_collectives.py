@@ -1,4 +1,4 @@
-"""Each collective of an engine tells the watchdog, while it runs, in which one the main thread is."""
+"""Each collective of an engine tells the monitor, while it runs, in which one the main thread is."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.engines.base import collective
 from hvdtrain.engines.ddp import DdpEngine
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.single import SerialEngine
+from hvdtrain.hangs.activity import Activity, collective
 
 CALLS = {
     "loss": lambda engine: engine.all_reduce_(torch.ones(1), "sum", "loss"),
@@ -24,11 +24,11 @@ class Library:
     Sum = Average = Adasum = Min = Max = Product = None
 
     def __init__(self) -> None:
-        self.engine: SimpleNamespace | HorovodEngine | DdpEngine = SimpleNamespace(waiting_in=None)
+        self.engine: SimpleNamespace | HorovodEngine | DdpEngine = SimpleNamespace(activity=Activity())
         self.seen: list[str | None] = []
 
     def look(self, tensor: torch.Tensor | None = None, *_, **__):
-        self.seen.append(self.engine.waiting_in)
+        self.seen.append(self.engine.activity.collective)
         return tensor
 
     allreduce_ = allgather = broadcast_ = broadcast_parameters = look
@@ -38,18 +38,18 @@ class Library:
 @pytest.mark.parametrize("kind", [HorovodEngine, DdpEngine])
 def test_a_collective_is_named_while_it_runs_and_not_after_it(kind, name, monkeypatch):
     engine, library = kind.__new__(kind), Library()
-    engine.size, engine.waiting_in, engine.hvd = 1, None, library
+    engine.size, engine.activity, engine.hvd = 1, Activity(), library
     library.engine = engine
     for call in ("all_reduce", "all_gather", "broadcast"):
         monkeypatch.setattr(torch.distributed, call, library.look)
     CALLS[name](engine)
     assert library.seen == [name]
-    assert engine.waiting_in is None
+    assert engine.activity.collective is None
 
 
 def test_horovods_own_collectives_are_named():
     engine, library = HorovodEngine.__new__(HorovodEngine), Library()
-    engine.size, engine.waiting_in, engine.hvd, engine._hows = 1, None, library, {}
+    engine.size, engine.activity, engine.hvd, engine._hows = 1, Activity(), library, {}
     library.engine = engine
     engine.broadcast_model(nn.Linear(1, 1))
 
@@ -59,7 +59,7 @@ def test_horovods_own_collectives_are_named():
     engine._hows[Optimizer] = SimpleNamespace(reduction="average")
     engine.synchronize(Optimizer)
     assert library.seen == ["broadcast_model", "synchronize"]
-    assert engine.waiting_in is None
+    assert engine.activity.collective is None
 
 
 def test_the_mark_has_the_collectives_name_and_goes_with_it():
@@ -68,20 +68,20 @@ def test_the_mark_has_the_collectives_name_and_goes_with_it():
     class Marked(SerialEngine):
         @collective
         def all_reduce_(self, tensor, op, name):
-            seen.append(self.waiting_in)
+            seen.append(self.activity.collective)
             if op == "fails":
                 raise RuntimeError
             self.broadcast(None, None)
-            seen.append(self.waiting_in)
+            seen.append(self.activity.collective)
 
         @collective
         def broadcast(self, model, optimizer):
-            seen.append(self.waiting_in)
+            seen.append(self.activity.collective)
 
     engine = Marked(tuning=False, rank=0, size=1, launcher="none")
-    assert engine.waiting_in is None
+    assert engine.activity.collective is None
     engine.sum(torch.ones(1), "loss")
     with pytest.raises(RuntimeError):
         engine.all_reduce_(torch.ones(1), "fails", name="late")
     assert seen == ["loss", "broadcast", "loss", "late"]
-    assert engine.waiting_in is None
+    assert engine.activity.collective is None

@@ -1,4 +1,4 @@
-"""The watchdog's decision when there is no progress: a pure function of the ranks' reports.
+"""Who hangs, when there is no progress: a pure function of the ranks' reports.
 
 A rank in a collective waits for other ranks. The cause is therefore a rank outside of a collective, or one that does not
 answer. Outside, a rank has the time limit of its phase (evaluation, compilation, ...), not counting time without a core.
@@ -7,7 +7,7 @@ answer. Outside, a rank has the time limit of its phase (evaluation, compilation
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from hvdtrain.training.resilience.progress import BETWEEN, STEP, UPDATED
+from hvdtrain.hangs.activity import BETWEEN, STEP, UPDATED
 
 MAY_BE_ALONE = (UPDATED.name, BETWEEN.name)  # phases in which programs let one rank work
 MOST_STARVED = 9.0  # time without a core extends a limit by at most 9 times the limit
@@ -23,11 +23,11 @@ class Report(NamedTuple):
     starved: float = (
         0.0  # time, within `stalled`, for which threads were ready to run but had no core; summed over threads
     )
-    waits_in: str | None = None  # the collective in which it waits for other ranks; None: it is not in a collective
+    collective: str | None = None  # the collective in which it waits for other ranks; None: it is not in a collective
     at: str = ""  # the program's innermost line: FILE:LINE, FUNCTION
 
 
-class Verdict(NamedTuple):
+class Diagnosis(NamedTuple):
     """Whether to end the job, or when to ask again."""
 
     headline: str | None  # why the job must end; None: it continues
@@ -35,16 +35,17 @@ class Verdict(NamedTuple):
     excused: float = 0.0  # seconds without progress that a lack of CPU cores explains
 
 
-def judge(
+def diagnose_hang(
     reports: Mapping[int, Report], names: Sequence[str], asker: int = 0, stopped: Collection[int] = (),
     announce: str | None = None,
-) -> Verdict:  # fmt: skip
+) -> Diagnosis:  # fmt: skip
     """Decide from the `reports` (by rank) whether to end the job. A rank without a report did not answer in time.
 
     names: name of each rank. asker: the rank that asked; it must have a report. stopped: ranks without a report that are
     known to be stopped (SIGSTOP); the job is ended without waiting for them. announce: how a program announces that a rank
     works alone, if it can.
     """
+    reports = dict(sorted(reports.items()))  # who comes first is named first
     starved = sum(report.starved for report in reports.values())  # ranks may have waited for each other
     mine = reports[asker]
     excused = min(starved, MOST_STARVED * mine.limit)
@@ -55,7 +56,7 @@ def judge(
     def named(ranks: Sequence[int]) -> str:
         return " and ".join(names[rank] for rank in ranks)
 
-    if mine.phase == STEP.name:
+    if mine.phase in (STEP.name, UPDATED.name):
         since = f"; no step for {mine.stalled:.0f} s after step {mine.step}"
     else:
         since = f"; no progress for {mine.stalled:.0f} s in {mine.phase}, after step {mine.step}"
@@ -63,29 +64,29 @@ def judge(
     # Ranks go through the phases together: a rank that does not answer gets the time limit of the asker's phase.
     if silent and (set(silent) & set(stopped) or left(mine) <= 0):
         deaf = [rank for rank in silent if rank in stopped] or silent
-        return Verdict(f"{named(deaf)} does not answer (stopped, spinning outside Python, or cut off){since}")
-    outside = {rank: report for rank, report in reports.items() if report.waits_in is None}
+        return Diagnosis(f"{named(deaf)} does not answer (stopped, spinning outside Python, or cut off){since}")
+    outside = {rank: report for rank, report in reports.items() if report.collective is None}
     late = [rank for rank, report in outside.items() if left(report) <= 0]
     if late:
         blamed = reports[late[0]]
         alone = announce is not None and blamed.phase in MAY_BE_ALONE
         how = f" (if it was at work: announce that by {announce})" if alone else ""
-        return Verdict(f"{named(late)} keeps the others waiting, at {blamed.at}{since}{how}")
+        return Diagnosis(f"{named(late)} keeps the others waiting, at {blamed.at}{since}{how}")
     if silent:
-        return Verdict(None, min(left(report) for report in [mine, *outside.values()]), excused)
+        return Diagnosis(None, min(left(report) for report in [mine, *outside.values()]), excused)
     if outside:
-        return Verdict(None, min(map(left, outside.values())), excused)
+        return Diagnosis(None, min(map(left, outside.values())), excused)
     # All ranks are in a collective. The last one may have entered it just now.
     longest = max(map(left, reports.values()))
     if longest > 0:
-        return Verdict(None, longest, excused)
+        return Diagnosis(None, longest, excused)
     behind = min(report.step for report in reports.values())
     last = [rank for rank, report in reports.items() if report.step == behind]
     if len(last) < len(reports):
-        return Verdict(f"{named(last)} is behind, at {reports[last[0]].at}{since}")
-    where = {reports[rank].waits_in: rank for rank in sorted(reports, reverse=True)}
+        return Diagnosis(f"{named(last)} is behind, at {reports[last[0]].at}{since}")
+    where = {reports[rank].collective: rank for rank in sorted(reports, reverse=True)}
     if len(where) > 1:
         (first, one), (second, other) = sorted(where.items(), key=lambda item: item[1])[:2]
         two = f"{names[one]} in {first}, {names[other]} in {second}"
-        return Verdict(f"ranks wait in different collectives ({two}): all must call the same ones{since}")
-    return Verdict(f"all ranks wait in a collective ({mine.waits_in}): look at the network between them{since}")
+        return Diagnosis(f"ranks wait in different collectives ({two}): all must call the same ones{since}")
+    return Diagnosis(f"all ranks wait in a collective ({mine.collective}): look at the network between them{since}")

@@ -1,4 +1,4 @@
-"""A time limit for start-up, before the watchdog runs: starting the engine, first collectives, finding a checkpoint.
+"""A time limit for start-up, before the ranks are connected: starting the engine, first collectives, finding a checkpoint.
 
 A thread on each rank measures the time. Ranks cannot exchange messages yet, so each prints its own state.
 """
@@ -6,9 +6,7 @@ A thread on each rank measures the time. Ranks cannot exchange messages yet, so 
 import contextlib
 import os
 import socket
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,9 +15,9 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import say_within
 from hvdtrain.hangs import leaving
-from hvdtrain.training.resilience.progress import PHASE_SECONDS, TIMES_STEP
+from hvdtrain.hangs.stacks import PACKAGE, stack_of
+from hvdtrain.hangs.timeouts import HangTimeouts
 
-PACKAGE = str(Path(__file__).resolve().parents[2])
 SAY_SECONDS = 60.0  # after this time, each rank prints what it is waiting for
 LOOK_SECONDS = 1.0  # between two checks
 RANK_ZERO_FIRST = 2.0  # seconds; the launcher ends the job at the first exit, so let rank 0 print first
@@ -34,23 +32,27 @@ class Starting:
 
     def where(self) -> str:
         """Return what the starting thread is doing, as text."""
-        stack = traceback.extract_stack(sys._current_frames().get(self.thread))
+        stack = stack_of(self.thread)
         ours = [frame for frame in stack if frame.filename.startswith(PACKAGE)] or stack
         at = f"at {Path(ours[-1].filename).name}:{ours[-1].lineno}, {ours[-1].name}" if ours else "nowhere"
         if self.engine is None:
             return f"waits for the other ranks to start the engine, {at}"
-        return f"waits for the other ranks in {self.engine.waiting_in}" if self.engine.waiting_in else f"is {at}"
+        return (
+            f"waits for the other ranks in {self.engine.activity.collective}"
+            if self.engine.activity.collective
+            else f"is {at}"
+        )
 
 
 @contextlib.contextmanager
-def limited_start(step_timeout: float | None, leave: Callable[[int], None] = os._exit) -> Iterator[Starting]:
+def limited_start(timeouts: HangTimeouts, leave: Callable[[int], None] = os._exit) -> Iterator[Starting]:
     """Context manager that ends this process if the block exceeds the time limit of start-up. Prints a warning before.
 
-    step_timeout: see `Watchdog`; 0: no limit. Time for which the process was suspended does not count.
+    Time for which the process was suspended does not count.
     """
     leaving.stop()  # of a training before this one
     starting, over = Starting(), threading.Event()
-    limit = max(PHASE_SECONDS["start-up"], TIMES_STEP * (step_timeout or 0.0)) if step_timeout != 0 else float("inf")
+    limit = timeouts.start_up()
 
     def count() -> None:
         try:

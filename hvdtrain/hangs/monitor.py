@@ -1,9 +1,9 @@
-"""The watchdog's thread on each rank, and the messages between ranks. Uses neither an engine nor torch.
+"""The monitor's thread on each rank. It runs while the main thread waits inside Horovod, MPI or Gloo, which release the GIL.
 
-Ranks train in lockstep: if one hangs, all make no progress. Therefore no messages are sent in normal operation. Each thread
-checks once a second whether its own main thread makes progress. If rank 0 has made none for the time limit of a step, its
-thread asks every rank for a report, and decides what to do (verdict.py). If rank 0 does not answer, each other rank ends by
-itself. A stop request on one rank is forwarded to all ranks at once.
+It calls neither an engine nor torch. Ranks train in lockstep: if one hangs, all make no progress. Therefore no messages are
+sent in normal operation. Each thread checks once a second whether its own main thread makes progress. If rank 0 has made
+none for the time limit of a step, its thread asks every rank for a report, and decides what to do (diagnosis.py). If rank 0
+does not answer, each other rank ends by itself. A stop request on one rank is forwarded to all ranks at once.
 """
 
 import contextlib
@@ -13,25 +13,30 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from hvdtrain.engines.base import Engine
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
+from hvdtrain.hangs import leaving
+from hvdtrain.hangs.activity import STEP, UPDATED, Activity
+from hvdtrain.hangs.appointment import Appointment
+from hvdtrain.hangs.channel import Channel
+from hvdtrain.hangs.diagnosis import MOST_STARVED, Report, diagnose_hang
 from hvdtrain.hangs.leaving import Leaving
+from hvdtrain.hangs.messages import Appoint, Ask, Bye, End, Fail, Know, Message, Stand, Stop
+from hvdtrain.hangs.peers import Peer, connect, peers_of
+from hvdtrain.hangs.signals import StopSignals
 from hvdtrain.hangs.stacks import stack_of, where, worth_printing
+from hvdtrain.hangs.starvation import Starvation
+from hvdtrain.hangs.timeouts import TIMES_STEP, HangTimeouts
 from hvdtrain.hangs.work import Work
 from hvdtrain.launching import processes
-from hvdtrain.launching.exit_codes import STOPPED
-from hvdtrain.training.resilience.control_channel import Channel
-from hvdtrain.training.resilience.progress import STEP, TIMES_STEP, UPDATED, Progress, phase_limit, step_limit
-from hvdtrain.training.resilience.starvation import Starvation
-from hvdtrain.training.resilience.stop_signals import StopSignals
-from hvdtrain.training.resilience.verdict import MOST_STARVED, Report, judge
+from hvdtrain.launching.exit_codes import FAILED, STOPPED
 
 MOST_TRACEBACKS = 3  # printed for internal errors of the thread
-
-
 LOST = "died: its connection closed unexpectedly"
+LEFT = "left"
 
 
 class Timing(NamedTuple):
@@ -46,54 +51,37 @@ class Timing(NamedTuple):
 TIMING = Timing()
 
 
-class Peer(NamedTuple):
-    """A rank's process. place: host and pid namespace; ranks with the same place can inspect each other's processes."""
-
-    host: str
-    place: str
-    pid: int
-
-
 class Monitor:
-    """The monitoring thread of a rank. Call `start` once, and `close` at the end.
+    """The monitor of a rank. Call `start` once, and `close` at the end. For the main thread: `stop_reason`, `stop`, `save`.
 
-    waits_in: returns the collective that the main thread is in, or None. failed, stopped: called on rank 0, in the thread,
-    with the reason, before all ranks end. watched: the thread to monitor (default: the main thread). leave: exits the
-    process.
+    failed, stopped: called on rank 0, in the thread, with the reason, before all ranks end. off: why the ranks could not be
+    connected. watched: the thread to monitor (default: the main thread). leave: exits the process. guest: the program does
+    not use hvdtrain; its signals and launchers are not monitored, and our frames not printed.
     """
 
     def __init__(
-        self, rank: int, peers: list[Peer], progress: Progress, step_timeout: float | None,
-        waits_in: Callable[[], str | None] = lambda: None, failed: Callable[[str], None] = lambda headline: None,
-        stopped: Callable[[str], None] = lambda reason: None, timing: Timing = TIMING, watched: int | None = None,
-        leave: Callable[[int], None] = os._exit,
+        self, rank: int, peers: Sequence[Peer], activity: Activity, timeouts: HangTimeouts,
+        channels: Mapping[int, Channel], off: str | None = None, failed: Callable[[str], None] = lambda headline: None,
+        stopped: Callable[[str], None] = lambda reason: None, guest: bool = False, timing: Timing = TIMING,
+        watched: int | None = None, leave: Callable[[int], None] = os._exit,
     ):  # fmt: skip
-        self.rank, self.peers, self.progress, self.step_timeout = rank, peers, progress, step_timeout
-        self.waits_in, self.failed, self.stopped = waits_in, failed, stopped
+        self.rank, self.peers, self.activity, self.timeouts = rank, list(peers), activity, timeouts
+        self.channels, self.off = dict(channels), off
+        self.failed, self.stopped, self.guest = failed, stopped, guest
         self.timing, self.leave = timing, leave
         self.watched = threading.main_thread().ident if watched is None else watched
         self.stop_reason: str | None = None  # what requested the stop
-        self.stop_at: int | None = None  # the step after which all ranks stop
-        self.channels: dict[int, Channel] = {}
-        self.alone = False  # there are other ranks, but they are not connected
+        self.stop = Appointment("stop", activity, self._appoint)
+        self.save = Appointment("save", activity, self._appoint)
         self.gone: dict[int, tuple[float, str]] = {}  # disconnected ranks: since when, and the reason
         self.leaving: Leaving | None = None  # once all other ranks have left
         self.signals = StopSignals()
         self.launchers: list[processes.Process] = []  # launchers of this rank; if one ends, the job stops
-        self.each_look: Callable[[], None] = lambda: None
-        self.announce: str | None = None  # how the program announces that a rank works alone
-        self.guest = False  # the program does not use hvdtrain: hide our frames
-        self.save_at: int | None = None  # the step after which all ranks save a checkpoint
-        self._know_of_saving: set[int] = set()
-        self._all_know_of_saving = threading.Event()
-        self._acknowledged: set[int] = set()
-        self._all_acknowledged = threading.Event()
-        self._announces = False
-        self._reports: dict[int, tuple[Report, list[str]]] = {}  # by rank: report, innermost frames of the stack
+        self._reports: dict[int, Stand] = {}  # by rank
         self._asked_at: float | None = None
         self._ask_again = 0.0
         self._seen, self._stalled, self._longest, self._looked_at = 0, 0.0, 0.0, time.monotonic()
-        self._phase = progress.phase  # phase in which the main thread made its last progress
+        self._phase = activity.phase  # phase in which the main thread made its last progress
         self._starvation = Starvation()
         self._work, self._idle = Work(), 0.0  # seconds since this rank was last seen at work; counted in UPDATED only
         self._excused = 0.0  # seconds without progress that a lack of CPU cores on any rank explains
@@ -102,13 +90,15 @@ class Monitor:
         self._errors = 0
         self._closing = False
         self._selector = selectors.DefaultSelector()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
-    def start(self, channels: dict[int, Channel]) -> None:
-        """Start the thread. channels: connections by rank."""
-        self.channels = dict(channels)
+    def start(self) -> None:
+        """Start the thread. From then on, stop signals are requests."""
+        if not self.guest:
+            self.launchers = processes.launchers()
+            self.signals.listen()
         self._selector.register(self.signals.socket, selectors.EVENT_READ)
-        for rank, channel in channels.items():
+        for rank, channel in self.channels.items():
             self._selector.register(channel.socket, selectors.EVENT_READ, (rank, channel))
         self._thread.start()
 
@@ -116,40 +106,15 @@ class Monitor:
         """Return "rank N on HOST"."""
         return f"rank {rank} on {self.peers[rank].host}"
 
-    def send_all(self, **message: object) -> None:
+    def send_all(self, message: Message) -> None:
         """Send a message over all connections."""
         for channel in list(self.channels.values()):
-            channel.send(**message)
+            channel.send(message)
 
-    # ---- for the main thread
-
-    def announce_stop(self, step: int) -> None:
-        """On rank 0, before it takes part in `step`: tell all ranks to stop after it, and wait for their acknowledgments.
-
-        No rank can finish that step without rank 0, so no rank can miss it.
-        """
-        self._announces = True
-        self.send_all(stop_at=step, reason=self.stop_reason)
-        if self.channels:
-            self._all_acknowledged.wait()  # if a rank does not answer, `_look` ends the job
-        self.stop_at, self._announces = step, False
-
-    def propose_save(self, step: int) -> None:
-        """On rank 0, before it takes part in `step`: tell all ranks to save after it; `confirm_save` follows.
-
-        The main thread of every rank resets `save_at` before rank 0 continues, because saving is a collective.
-        """
-        self._know_of_saving.clear()
-        self._all_know_of_saving.clear()
-        self.save_at = step
-        self.send_all(save_at=step)
-
-    def confirm_save(self) -> None:
-        """On rank 0, before it takes part in the step `save_at`: wait until every rank knows of it."""
-        if self.channels and not self._all_know_of_saving.is_set():
-            self._announces = True
-            self._all_know_of_saving.wait()
-            self._announces = False
+    def _appoint(self, what: str, step: int) -> int:
+        """Tell all ranks the step after which to do `what`. Return how many must confirm it."""
+        self.send_all(Appoint(what, step, self.stop_reason))
+        return len(self.channels)
 
     def close(self, failure: str | None = None) -> None:
         """Disconnect from the others, with what went wrong here if this rank leaves them alone."""
@@ -160,7 +125,7 @@ class Monitor:
             for rank in list(self.gone):
                 say_within(f"hvdtrain: error: {self.name(rank)} {self._fate(rank)}\n")
         self._closing = True
-        self.send_all(**({"bye": True} if failure is None else {"failed": failure}))
+        self.send_all(Bye() if failure is None else Fail(failure))
         self.signals.wake()
         self._thread.join()
         for channel in self.channels.values():
@@ -201,62 +166,56 @@ class Monitor:
             self._interrupts += number == signal.SIGINT
             if self._interrupts > 1:
                 self.leave(130)
-            if self.gone.get(0, (0.0, ""))[1] == "left":
+            if self.gone.get(0, (0.0, ""))[1] == LEFT:
                 # All ranks have finished their last collective: there is nothing to agree on or to save.
                 self.leave(128 + number)
             self.request_stop(f"{number.name} on rank {self.rank} ({self.peers[self.rank].host})")
 
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to stop; rank 0 decides when."""
-        if self.rank == 0 or self.alone:
+        if self.rank == 0 or self.off is not None:
             self._learn_stop(reason)
         elif 0 in self.channels:
-            self.channels[0].send(stop=reason)
+            self.channels[0].send(Stop(reason))
 
     def _learn_stop(self, reason: str) -> None:
         if self.stop_reason is None:
             self.stop_reason, self._stop_known_at = reason, time.monotonic()
             if self.rank == 0:
-                self.send_all(stop=reason)
+                self.send_all(Stop(reason))
 
     def _receive(self, rank: int, channel: Channel) -> None:
         messages = channel.receive()
         for message in messages or []:
-            if "where" in message:
-                report, stack = self._report()
-                channel.send(stands=report, stack=stack)
-            if "stands" in message:
-                self._reports[rank] = Report(*message["stands"]), message["stack"]
-            if "stop" in message:
-                self._learn_stop(message["stop"])
-            if "stop_at" in message:
-                self.stop_reason, self.stop_at = message["reason"], message["stop_at"]
-                channel.send(acknowledged=True)
-            if "acknowledged" in message:
-                self._acknowledged.add(rank)
-                if len(self._acknowledged) == len(self.peers) - 1:
-                    self._all_acknowledged.set()
-            if "save_at" in message:
-                self.save_at = message["save_at"]
-                channel.send(saves=True)
-            if "saves" in message:
-                self._know_of_saving.add(rank)
-                if len(self._know_of_saving) == len(self.peers) - 1:
-                    self._all_know_of_saving.set()
-            if "failed" in message:
-                self.gone[rank] = time.monotonic(), f"failed: {message['failed']}"
-            if "verdict" in message or "leave" in message:
-                time.sleep(self.timing.look)  # a launcher may end the job at the first exit: let rank 0 print first
-                self.leave(1 if "verdict" in message else STOPPED)
-            if "bye" in message:
-                messages = None
-                self.gone[rank] = float("inf"), "left"
-        if messages is None:
+            self._handle(message, rank, channel)
+        if messages is None or any(isinstance(message, Bye) for message in messages):
             self._selector.unregister(channel.socket)
             self.channels.pop(rank, None)
             self.gone.setdefault(rank, (time.monotonic(), LOST if channel.error is None else str(channel.error)))
-            if not self.channels and all(what == "left" for _, what in self.gone.values()):
+            if not self.channels and all(what == LEFT for _, what in self.gone.values()):
                 self.leaving = self.make_leaving()
+
+    def _handle(self, message: Message, rank: int, channel: Channel) -> None:
+        match message:
+            case Ask():
+                channel.send(self._report())
+            case Stand():
+                self._reports[rank] = message
+            case Stop(reason):
+                self._learn_stop(reason)
+            case Appoint(what, step, reason):
+                self.stop_reason = self.stop_reason or reason
+                (self.stop if what == "stop" else self.save).step = step
+                channel.send(Know(what))
+            case Know(what):
+                (self.stop if what == "stop" else self.save).confirm(rank)
+            case Fail(error):
+                self.gone[rank] = time.monotonic(), f"failed: {error}"
+            case End(exit_code):
+                time.sleep(self.timing.look)  # a launcher may end the job at the first exit: let rank 0 print first
+                self.leave(exit_code)
+            case Bye():
+                self.gone[rank] = float("inf"), LEFT
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -265,15 +224,15 @@ class Monitor:
         for rank, (since, _) in list(self.gone.items()):
             if now - since > self.timing.grace + (rank == 0):
                 self._end(f"{self.name(rank)} {self._fate(rank)}")
-        self.each_look()
+        self.activity.hear_of_compilations()
         self._miss_launcher()
         self._leave_before_the_first_step(now)
         starved = self._starvation.seconds()
-        moves, phase = self.progress.moves, self.progress.phase
+        moves, phase = self.activity.moves, self.activity.phase
         if moves != self._seen:
             # Other phases do not count for the longest step, nor does waiting for a rank in one.
             took = self._stalled - max(starved, self._excused)
-            if self._phase == STEP and took < step_limit(self.step_timeout, self._longest):
+            if self._phase == STEP and took < self.timeouts.step(self._longest):
                 self._longest = max(self._longest, took)
             self._seen, self._stalled, self._phase, self._idle = moves, 0.0, phase, 0.0
             self._asked_at, self._ask_again, self._excused, self._reports = None, 0.0, 0.0, {}
@@ -290,8 +249,8 @@ class Monitor:
         self._ask(now, starved)
 
     def _ask(self, now: float, starved: float) -> None:
-        limit = step_limit(self.step_timeout, self._longest)
-        if not self.channels or self.step_timeout == 0 or self._stalled < limit or now < self._ask_again:
+        limit = self.timeouts.step(self._longest)
+        if not self.channels or self.timeouts.off or self._stalled < limit or now < self._ask_again:
             return
         # Rank 0 decides first, if it can.
         late = 0.0 if self.rank == 0 or self._is_stopped(0) else 2 * self.timing.reply
@@ -299,7 +258,7 @@ class Monitor:
             return
         if self._asked_at is None:
             self._asked_at, self._reports = now, {self.rank: self._report()}
-            self.send_all(where=True)
+            self.send_all(Ask())
             return
         # If this rank lacks a core, other ranks on its host may lack one, too.
         silent = now - self._asked_at > self.timing.reply + min(starved, MOST_STARVED * self.timing.reply)
@@ -309,7 +268,7 @@ class Monitor:
             self._asked_at, self._ask_again = None, now + limit  # rank 0 is alive, and will decide
         elif self.rank != 0 and silent:
             # Ranks go through the phases together: rank 0 may be in a phase in which it cannot answer.
-            if self._is_stopped(0) or self._stalled >= phase_limit(self._phase, limit) + late:
+            if self._is_stopped(0) or self._stalled >= self.timeouts.phase(self._phase, self._longest) + late:
                 self._end(f"{self.name(0)} does not answer (stopped, spinning outside Python, or cut off)")
             self._asked_at, self._ask_again = None, now + self.timing.reply
 
@@ -319,42 +278,42 @@ class Monitor:
         names = [self.name(rank) for rank in range(len(self.peers))]
         silent = [rank for rank in range(len(self.peers)) if rank not in self._reports]
         stopped = [rank for rank in silent if self._is_stopped(rank)]
-        reports = {rank: report for rank, (report, _) in sorted(self._reports.items())}
-        verdict = judge(reports, names, self.rank, stopped, self.announce)
-        if verdict.headline is not None:
-            self._end(verdict.headline)
-        self._excused = verdict.excused
+        reports = {rank: stand.report for rank, stand in self._reports.items()}
+        announce = None if self.guest else "`with run.alone():`"
+        diagnosis = diagnose_hang(reports, names, self.rank, stopped, announce)
+        if diagnosis.headline is not None:
+            self._end(diagnosis.headline)
+        self._excused = diagnosis.excused
         # At the latest after the limit of a step: a rank in a long phase may hang in a step by then.
-        limit = step_limit(self.step_timeout, self._longest)
-        self._asked_at, self._ask_again = None, now + max(min(verdict.wait, limit), self.timing.look / 2)
+        limit = self.timeouts.step(self._longest)
+        self._asked_at, self._ask_again = None, now + max(min(diagnosis.wait, limit), self.timing.look / 2)
 
     def _is_stopped(self, rank: int) -> bool:
         """Return whether `rank` is known to be stopped by a signal. Only ranks on this host can be checked."""
         mine, theirs = self.peers[self.rank], self.peers[rank]
         return mine.place == theirs.place and processes.is_stopped(theirs.pid)
 
-    def _report(self) -> tuple[Report, list[str]]:
+    def _report(self) -> Stand:
         """Return a report about the main thread, and the innermost frames of its stack."""
-        stack = stack_of(self.watched)
-        phase, limit = self.progress.phase, step_limit(self.step_timeout, self._longest)
-        waits_in = "the other ranks to agree on the step to stop at or to save" if self._announces else self.waits_in()
-        stalled = 0.0 if self.progress.moves != self._seen else self._stalled
-        allowed = phase_limit(phase, limit)
+        stack, activity = stack_of(self.watched), self.activity
+        phase, stalled = activity.phase, 0.0 if activity.moves != self._seen else self._stalled
+        allowed = self.timeouts.phase(phase, self._longest)
         if phase is UPDATED:
-            allowed = stalled + min(limit - self._idle, TIMES_STEP * limit - stalled)
+            step = self.timeouts.step(self._longest)
+            allowed = stalled + min(step - self._idle, TIMES_STEP * step - stalled)
         starved = self._starvation.seconds()
-        report = Report(self.progress.step, phase.name, allowed, stalled, starved, waits_in, where(stack))
-        return report, traceback.format_list(worth_printing(stack, self.guest))
+        report = Report(activity.step, phase.name, allowed, stalled, starved, activity.collective, where(stack))
+        return Stand(report, traceback.format_list(worth_printing(stack, self.guest)))
 
     def make_leaving(self) -> Leaving:
         """Return the limit of this rank's own end, for when no other rank waits for it."""
-        limit = TIMES_STEP * step_limit(self.step_timeout, self._longest) if self.step_timeout != 0 else float("inf")
+        limit = self.timeouts.leaving(self._longest)
         return Leaving(self.name(self.rank), limit, self.watched, self.leave, self.guest)
 
     def _fate(self, rank: int) -> str:
         """Return what became of a rank whose connection is gone."""
         mine, theirs, what = self.peers[self.rank], self.peers[rank], self.gone[rank][1]
-        if what.startswith("failed: ") or what == "left":
+        if what.startswith("failed: ") or what == LEFT:
             return what
         if mine.place == theirs.place and processes.runs(theirs.pid):
             return "is cut off: its connection was lost, but its process runs"
@@ -373,12 +332,12 @@ class Monitor:
 
     def _leave_before_the_first_step(self, now: float) -> None:
         """On rank 0: end the job after a stop request if the main thread is still in start-up or in the first step."""
-        if self.rank != 0 or self.stop_reason is None or self.progress.finished or self.stop_at is not None:
+        if self.rank != 0 or self.stop_reason is None or self.activity.finished or self.stop.step is not None:
             return
         if self._closing or now - self._stop_known_at < self.timing.leave:
             return
         reason = self.stop_reason
-        self.send_all(leave=True)
+        self.send_all(End(STOPPED))
         within(WRITE_SECONDS, lambda: self.stopped(reason))
         time.sleep(self.timing.look / 2)
         self.leave(STOPPED)
@@ -389,7 +348,7 @@ class Monitor:
             return
         lines = [f"hvdtrain: error: {headline}\n"]
         for rank, (report, stack) in sorted(self._reports.items()):
-            state, what = ("waits", f"; for others, in {report.waits_in}") if report.waits_in else ("stands", "")
+            state, what = ("waits", f"; for others, in {report.collective}") if report.collective else ("stands", "")
             during = "" if report.phase == STEP.name else f", {report.phase}"
             lines.append(f"  {self.name(rank)}: step {report.step}{during}, {state} at {report.at}{what}\n")
             lines += stack
@@ -399,10 +358,10 @@ class Monitor:
         say_within("".join(lines))
         self._kill_silent()
         if self.rank == 0:
-            self.send_all(verdict=headline)
+            self.send_all(End(FAILED))
             within(WRITE_SECONDS, lambda: self.failed(headline))
             time.sleep(self.timing.look / 2)
-        self.leave(1)
+        self.leave(FAILED)
 
     def _kill_silent(self) -> None:
         """Under torchrun, which waits 30 s until a rank obeys SIGTERM, kill the ranks of this host that did not answer.
@@ -415,3 +374,16 @@ class Monitor:
             if self.peers[rank].place == self.peers[self.rank].place:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(self.peers[rank].pid, signal.SIGKILL)
+
+
+def monitor_ranks(
+    engine: Engine, timeouts: HangTimeouts, failed: Callable[[str], None] = lambda headline: None,
+    stopped: Callable[[str], None] = lambda reason: None, guest: bool = False,
+) -> Monitor:  # fmt: skip
+    """Connect all ranks and monitor them from now on. A collective. See `Monitor`."""
+    leaving.stop()  # of a training before this one
+    peers = peers_of(engine)
+    channels, off = connect(engine, [peer.host for peer in peers]) if engine.size > 1 else ({}, None)
+    monitor = Monitor(engine.rank, peers, engine.activity, timeouts, channels, off, failed, stopped, guest)
+    monitor.start()
+    return monitor

@@ -1,11 +1,10 @@
 """TCP connections from each rank to rank 0, separate from those of the engine.
 
-Only ranks that know the job's secret, which is broadcast over the engine, can connect. Messages are lines of JSON.
+Only ranks that know the job's secret, which is broadcast over the engine, can connect. Messages: messages.py.
 """
 
 import contextlib
 import hmac
-import json
 import resource
 import secrets
 import selectors
@@ -14,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
+from hvdtrain.hangs.messages import Message, decode, encode
 from hvdtrain.launching.rendezvous import own_address_towards
 
 HELLO_SECONDS = 20.0  # for all ranks to connect, at the start
@@ -26,7 +26,7 @@ ANSWER = 4 + CHALLENGE + PROOF
 
 
 class Channel:
-    """One connection, which transfers dictionaries in both directions. Any thread may send; only the watchdog receives."""
+    """One connection, which transfers messages in both directions. Any thread may send; only the watchdog receives."""
 
     def __init__(self, connection: socket.socket):
         connection.settimeout(SEND_SECONDS)
@@ -37,17 +37,17 @@ class Channel:
         self._lock = threading.Lock()
         self._sends = True
 
-    def send(self, **message: object) -> None:
+    def send(self, message: Message) -> None:
         """Send a message. Errors are ignored: `receive` detects a dead peer."""
         with self._lock:
             if not self._sends:
                 return
             try:
-                self.socket.sendall(json.dumps(message).encode() + b"\n")
+                self.socket.sendall(encode(message))
             except OSError:  # send nothing after an incomplete line
                 self._sends = False
 
-    def receive(self) -> list[dict] | None:
+    def receive(self) -> list[Message] | None:
         """Return the messages received; None if the peer is gone. Raises ValueError for an invalid message."""
         try:
             data = self.socket.recv(65536)
@@ -56,7 +56,7 @@ class Channel:
         *lines, self._unread = (self._unread + data).split(b"\n")
         if not data or len(self._unread) > LONGEST_LINE:
             return None
-        return [json.loads(line) for line in lines]
+        return [decode(line) for line in lines]
 
 
 def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[str, int]]]:

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from hvdtrain.training.resilience import control_channel
-from hvdtrain.training.resilience.control_channel import accept, listen, say_hello
+from hvdtrain.hangs import channel as channels
+from hvdtrain.hangs.channel import accept, listen, say_hello
+from hvdtrain.hangs.messages import Stop
 
 KEY = bytes(32)
 
@@ -38,9 +39,9 @@ def hub():
         return listener.getsockname(), end
 
     yield begin
-    for channel in got.values():
+    for one in got.values():
         with contextlib.suppress(AttributeError):
-            channel.socket.close()
+            one.socket.close()
     listener.close()
 
 
@@ -55,13 +56,13 @@ def test_only_who_knows_the_secret_gets_a_channel(hub):
     mine = say_hello(address, KEY, 1)
     got = end()
     assert list(got) == [1]
-    mine.send(stop="x")
-    assert got[1].receive() == [{"stop": "x"}]
+    mine.send(Stop("x"))
+    assert got[1].receive() == [Stop("x")]
     mine.socket.close()
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting(hub, monkeypatch):
-    monkeypatch.setattr(control_channel, "ONE_HELLO_SECONDS", 1.0)
+    monkeypatch.setattr(channels, "ONE_HELLO_SECONDS", 1.0)
     address, end = hub(3, seconds=8.0)
     over = threading.Event()
     lasted = []
@@ -102,7 +103,7 @@ def test_one_deadline_for_all_hellos_whatever_strangers_send(hub):
 
 def test_a_crowd_of_silent_strangers_is_dropped_and_the_rank_comes_through(hub):
     address, end = hub()
-    crowd = [socket.create_connection(address) for _ in range(control_channel.PATIENCE + 50)]
+    crowd = [socket.create_connection(address) for _ in range(channels.PATIENCE + 50)]
     mine = say_hello(address, KEY, 1)
     assert list(end()) == [1]
     for connection in (*crowd, mine.socket):
@@ -121,9 +122,7 @@ def test_a_crowd_of_silent_strangers_is_dropped_and_the_rank_comes_through(hub):
     ],
 )
 def test_rank_0_listens_only_where_its_ranks_are(hosts, addresses, monkeypatch):
-    monkeypatch.setattr(
-        control_channel, "own_address_towards", {"b": "127.0.0.2", "c": "127.0.0.2", "d": "127.0.0.3"}.get
-    )
+    monkeypatch.setattr(channels, "own_address_towards", {"b": "127.0.0.2", "c": "127.0.0.2", "d": "127.0.0.3"}.get)
     listeners, where = listen(hosts)
     try:
         assert {host: address for host, (address, _) in where.items()} == addresses
@@ -137,16 +136,16 @@ def test_rank_0_listens_only_where_its_ranks_are(hosts, addresses, monkeypatch):
 def test_half_a_message_is_not_followed_by_another():
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     here = _WithoutNoDelay(here)
-    channel = control_channel.Channel(here)
+    channel = channels.Channel(here)
     here.settimeout(0.1)
     for _ in range(3):
-        channel.send(long="x" * 10_000_000)  # nobody reads
+        channel.send(Stop("x" * 10_000_000))  # nobody reads
     there.settimeout(1)
     received = b""
     with contextlib.suppress(TimeoutError):
         while part := there.recv(1_000_000):
             received += part
-    assert received.count(b"{") == 1
+    assert received.count(b"[") == 1
     here.close()
     there.close()
 

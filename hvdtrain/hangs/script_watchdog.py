@@ -6,27 +6,26 @@ import threading
 from typing import Any
 
 from hvdtrain.engines.foreign import ForeignEngine, Listener
-from hvdtrain.hangs import leaving
-from hvdtrain.training.resilience.watchdog import Watchdog
+from hvdtrain.hangs.monitor import Monitor, monitor_ranks
+from hvdtrain.hangs.timeouts import HangTimeouts
 
 
-class Watch(Listener):
-    """Ends the job if a rank hangs. seconds: see `step_timeout` of `Watchdog`.
+class ScriptWatchdog(Listener):
+    """Ends the job if a rank hangs. seconds: see `HangTimeouts`.
 
     Collectives and batches count as progress. Until the first step of an optimizer, the longer limit of start-up applies.
     """
 
     def __init__(self, seconds: float | None, listeners: list[Listener]):
-        self.seconds, self._listeners = seconds, listeners
-        self.watchdog: Watchdog | None = None
+        self._timeouts, self._listeners = HangTimeouts(seconds), listeners
+        self.monitor: Monitor | None = None
         self.steps = 0
 
     def started(self, engine: ForeignEngine) -> None:
         self.engine = engine
-        leaving.stop()  # a script that starts Horovod again
-        self.watchdog = Watchdog(engine, self.seconds, self._failed, guest=True)
-        if self.watchdog.off and engine.rank == 0:
-            said = f"warning: hung ranks will not be noticed: the ranks cannot connect ({self.watchdog.off})"
+        self.monitor = monitor_ranks(engine, self._timeouts, self._failed, guest=True)
+        if self.monitor.off and engine.rank == 0:
+            said = f"warning: hung ranks will not be noticed: the ranks cannot connect ({self.monitor.off})"
             print(said, file=sys.stderr, flush=True)
 
     def _failed(self, headline: str) -> None:
@@ -34,26 +33,27 @@ class Watch(Listener):
             listener.hung(headline)
 
     def waits(self) -> None:
-        if self.watchdog is not None and threading.current_thread() is threading.main_thread():
-            self.engine.waiting_in = "synchronize"
+        if self.monitor is not None and threading.current_thread() is threading.main_thread():
+            self.engine.activity.compute()
+            self.engine.activity.collective = "synchronize"
 
     def waited(self, began: float, ended: float) -> None:
-        if self.watchdog is not None:
+        if self.monitor is not None:
             if threading.current_thread() is threading.main_thread():
-                self.engine.waiting_in = None
-            self.watchdog.heartbeat()
-            self.watchdog.compute()
+                self.engine.activity.collective = None
+            self.engine.activity.heartbeat()
+            self.engine.activity.compute()
 
     def loaded(self, began: float, ended: float, batch: object) -> None:
-        if self.watchdog is not None:
-            self.watchdog.heartbeat()
-            self.watchdog.compute()
+        if self.monitor is not None:
+            self.engine.activity.heartbeat()
+            self.engine.activity.compute()
 
     def stepped(self, optimizer: Any) -> None:
         self.steps += 1
-        if self.watchdog is not None:
-            self.watchdog.finish_step(self.steps)
-            self.watchdog.update()
+        if self.monitor is not None:
+            self.engine.activity.finish_step(self.steps)
+            self.engine.activity.update()
 
     def left(self) -> None:
         self._close(None)
@@ -63,7 +63,8 @@ class Watch(Listener):
         self._close(failure or (f"it ended with exit code {exit_code}" if exit_code else None))
 
     def _close(self, failure: str | None) -> None:
-        watchdog, self.watchdog = self.watchdog, None
-        if watchdog is not None:
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None:
             with contextlib.suppress(OSError):
-                watchdog.close(failure)
+                monitor.close(failure)
+            monitor.make_leaving().start()

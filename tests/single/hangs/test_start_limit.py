@@ -5,19 +5,23 @@ import time
 
 import pytest
 
-from hvdtrain.training.resilience import starting
-from hvdtrain.training.resilience.starting import limited_start
+from hvdtrain.hangs import start_limit, timeouts
+from hvdtrain.hangs.activity import Activity
+from hvdtrain.hangs.start_limit import limited_start
+from hvdtrain.hangs.timeouts import HangTimeouts
 
 
 @pytest.fixture
 def fast(monkeypatch):
-    monkeypatch.setattr(starting, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(starting, "SAY_SECONDS", 0.03)
-    monkeypatch.setitem(starting.PHASE_SECONDS, "start-up", 0.1)
+    monkeypatch.setattr(start_limit, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(start_limit, "SAY_SECONDS", 0.03)
+    monkeypatch.setitem(timeouts.PHASE_SECONDS, "start-up", 0.1)
 
 
 class Engine:
-    waiting_in: str | None = None
+    def __init__(self, collective: str | None):
+        self.activity = Activity()
+        self.activity.collective = collective
 
 
 def stuck(timeout: float | None, prepare=lambda started: None) -> int | None:
@@ -28,7 +32,7 @@ def stuck(timeout: float | None, prepare=lambda started: None) -> int | None:
         codes.append(code)
         left.set()
 
-    with limited_start(timeout, leave) as started:
+    with limited_start(HangTimeouts(timeout), leave) as started:
         prepare(started)
         left.wait(10.0 if timeout != 0 else 0.5)
     return codes[0] if codes else None
@@ -43,15 +47,14 @@ def test_a_rank_that_waits_for_others_says_so_and_ends(fast, capfd):
     assert error.endswith("; start-up did not finish within 0 s")
 
 
-@pytest.mark.parametrize("waiting_in", ["checkpoint.facts", None])
-def test_with_an_engine_the_collective_is_named_or_the_line(waiting_in, fast, capfd):
+@pytest.mark.parametrize("collective", ["checkpoint.facts", None])
+def test_with_an_engine_the_collective_is_named_or_the_line(collective, fast, capfd):
     def prepare(started):
-        started.engine = Engine()
-        started.engine.waiting_in = waiting_in
+        started.engine = Engine(collective)
 
     assert stuck(None, prepare) == 1
     error = capfd.readouterr().err.splitlines()[-1]
-    assert ("waits for the other ranks in checkpoint.facts;" if waiting_in else " is at ") in error
+    assert ("waits for the other ranks in checkpoint.facts;" if collective else " is at ") in error
 
 
 def test_without_a_limit_it_is_only_said(fast, capfd):
@@ -60,7 +63,7 @@ def test_without_a_limit_it_is_only_said(fast, capfd):
 
 
 def test_a_start_that_is_over_is_left_alone(fast, capfd):
-    with limited_start(None, lambda code: pytest.fail("ended")):
+    with limited_start(HangTimeouts(), lambda code: pytest.fail("ended")):
         pass
     time.sleep(0.3)
     assert capfd.readouterr().err == ""

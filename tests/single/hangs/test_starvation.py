@@ -3,7 +3,7 @@
 import threading
 import time
 
-from hvdtrain.training.resilience.starvation import other_threads
+from hvdtrain.hangs.starvation import other_threads
 
 
 def test_a_thread_that_runs_is_seen_to_run():

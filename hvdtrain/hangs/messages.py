@@ -1,0 +1,73 @@
+"""What the ranks' monitors tell each other, and how it is written: a line of JSON, [KIND, FIELD, ...]."""
+
+import json
+from typing import NamedTuple, get_args
+
+from hvdtrain.hangs.diagnosis import Report
+
+
+class Ask(NamedTuple):
+    """Where are you? Answered by `Stand`."""
+
+
+class Stand(NamedTuple):
+    """The report of a rank, and the lines of its stack."""
+
+    report: Report
+    stack: list[str]
+
+
+class Stop(NamedTuple):
+    """A request to stop, from any rank to rank 0, and from rank 0 to all."""
+
+    reason: str
+
+
+class Appoint(NamedTuple):
+    """The step after which all ranks do `what`: "stop" or "save". From rank 0; answered by `Know`."""
+
+    what: str
+    step: int
+    reason: str | None
+
+
+class Know(NamedTuple):
+    """The sender knows of the step after which to do `what`."""
+
+    what: str
+
+
+class Fail(NamedTuple):
+    """The sender leaves the job alone, because of this error."""
+
+    error: str
+
+
+class End(NamedTuple):
+    """The job ends with this exit code."""
+
+    exit_code: int
+
+
+class Bye(NamedTuple):
+    """The sender has finished."""
+
+
+Message = Ask | Stand | Stop | Appoint | Know | Fail | End | Bye
+KINDS = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """Return the line of a message."""
+    return json.dumps([type(message).__name__, *message]).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """Return the message of a line. Raises ValueError if it is none."""
+    try:
+        kind, *fields = json.loads(line)
+        if KINDS[kind] is Stand:
+            fields[0] = Report(*fields[0])
+        return KINDS[kind](*fields)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"no message: {line[:80]!r}") from error

@@ -1,0 +1,183 @@
+"""Handles the events that end a run: stop signals, non-finite gradients, diverged replicas.
+
+All ranks make each decision together, at the same step.
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.launchers import announced
+from hvdtrain.hangs import leaving
+from hvdtrain.hangs.monitor import Monitor
+from hvdtrain.launching.exit_codes import STOPPED
+from hvdtrain.training import replicas
+from hvdtrain.training.records.telemetry import Telemetry
+from hvdtrain.training.resume import Checkpoints
+from hvdtrain.training.state import TrainState
+
+OVERFLOWS = 20  # consecutive steps that the loss scaler may skip: from 65536, it reaches 1 after halving 16 times
+
+
+class Stopped(BaseException):
+    """Raised on all ranks after the same step, following a stop request. `except Exception` does not catch it."""
+
+
+class Guard:
+    """Ends or saves a run at a step that all ranks agree on. Use it as a context manager around training.
+
+    Flags used: check_steps, max_skipped, amp, reduction.
+    """
+
+    def __init__(self, engine: Engine, flags: Namespace, telemetry: Telemetry, monitor: Monitor):
+        self.engine, self.telemetry, self.monitor = engine, telemetry, monitor
+        self.activity = engine.activity
+        self.check_steps = flags.check_steps
+        self.scaled = flags.amp == "fp16"
+        self.max_skipped = flags.max_skipped if flags.max_skipped is not None else OVERFLOWS * self.scaled
+        # Adasum steps inside backward(). Overflows are therefore detected in the weights, and the step cannot be skipped.
+        self.adasum = flags.reduction == "adasum"
+        self._buffers: list[Tensor] = []
+        self._compared_at: int | None = None  # the step after which the weights were last compared
+        if monitor.off:
+            telemetry.say(f"warning: hung ranks will not be noticed: the ranks cannot connect ({monitor.off})")
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.engine.barrier()  # the monitor still detects ranks that do not reach it
+        elif isinstance(error, Failure):
+            self.telemetry.event("error", kind="failure", message=str(error))
+        agreed = error is None or isinstance(error, Failure) or (isinstance(error, UserError) and error.everywhere)
+        self.monitor.close(None if agreed else f"{type(error).__name__}: {error}")
+        self.monitor.make_leaving().start()
+
+    def heartbeat(self) -> None:
+        """Report progress of this rank within a step or a phase, or after training: its time limit restarts."""
+        self.activity.heartbeat()
+        leaving.heartbeat()
+
+    @property
+    def stop_requested(self) -> str | None:
+        """What requested a stop, or None. Ranks learn of a request at slightly different times."""
+        return self.monitor.stop_reason
+
+    def stops_here(self, name: str) -> bool:
+        """Return, on all ranks, whether any rank knows of a stop request. A collective.
+
+        Call it after an operation that may end early because of `stop_requested`, such as an evaluation.
+        """
+        return bool(self.engine.sum(torch.tensor([float(self.stop_requested is not None)]), name).item())
+
+    def begin_step(self, state: TrainState, models: Sequence[nn.Module]) -> None:
+        """Call it before every step. Raises Failure on every rank if the replicas differ."""
+        self.activity.begin_step(state.step)
+        if state.step and self.check_steps and state.step % self.check_steps == 0:
+            self.compare_replicas(state, models)
+        if self.max_skipped:  # the forward pass changes buffers: keep a copy in case the step is skipped
+            self._buffers = [buffer.clone() for model in models for buffer in model.buffers()]
+
+    def finite(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return whether the reduced gradients are finite. The result is the same on all ranks, because NaN and infinity
+        propagate through the reduction."""
+        tensors = [p.detach() if self.adasum else p.grad for p in parameters if p.grad is not None]
+        if not tensors:
+            return True
+        # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
+        with self.activity.waiting("gradients"):  # on a GPU, `backward` and the reduction have only been enqueued
+            sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).tolist()
+        return all(map(math.isfinite, sums))
+
+    def explains(self, state: TrainState) -> bool:
+        """Return whether to search for the cause of non-finite gradients. Not for occasional overflows of the loss scaler,
+        which are normal."""
+        return not self.scaled or self._gives_up(state)
+
+    def _gives_up(self, state: TrainState) -> bool:
+        return state.skipped + 1 > self.max_skipped or self.adasum
+
+    def report_skipped_step(self, state: TrainState, models: Sequence[nn.Module], culprit: str | None) -> None:
+        """Report that this step is skipped. Raises Failure on every rank if too many consecutive steps were skipped. A
+        collective.
+
+        culprit: the first non-finite tensor on this rank (`non_finite.Inspection`), or None.
+        """
+        found = self.engine.all_gather_object(culprit, "guard.culprit")
+        ranks = [f"{self.monitor.name(rank)}, {what}" for rank, what in enumerate(found) if what]
+        blame = " and ".join(ranks) or "each rank's gradients are finite, but their sum over ranks is not"
+        in_a_row = state.skipped + 1
+        message = f"step {state.step + 1}: gradients are not finite: {blame}"
+        message += f"; {in_a_row} step{'s'[: in_a_row > 1]} in a row, --max-skipped {self.max_skipped}"
+        if self._gives_up(state):
+            raise Failure(message)
+        self.telemetry.say(f"warning: {message}: step skipped")
+        self.telemetry.event("error", kind="non-finite", step=state.step + 1, message=message)
+
+    def restore_buffers(self, models: Sequence[nn.Module]) -> None:
+        """Restore batch norm's running statistics after a skipped step."""
+        for buffer, before in zip((b for model in models for b in model.buffers()), self._buffers, strict=True):
+            buffer.copy_(before)
+
+    def compare_replicas(self, state: TrainState, models: Sequence[nn.Module]) -> None:
+        """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.
+
+        A second call after the same step does nothing: a checkpoint and --check-steps may both request it.
+        """
+        if self._compared_at != state.step:
+            self._compared_at = state.step
+            replicas.compare(self.engine, models, self.monitor.name, state.step, self.check_steps)
+
+    def should_stop(self, state: TrainState, due: bool = False) -> bool:
+        """Return, on all ranks, whether to save and stop after this step. Call it after every step.
+
+        due: on rank 0, whether an automatic checkpoint is due. `should_save` then returns True after an agreed step.
+        """
+        step, monitor = state.step, self.monitor
+        stop, save = monitor.stop, monitor.save
+        self.activity.finish_step(step)
+        stops, decides = monitor.stop_reason is not None, self.engine.rank == 0
+        ahead = int(self.engine.size > 1)  # rank 0 makes appointments early, so that ranks rarely have to wait
+        if monitor.off and stop.step is None:  # without connections, all ranks decide, at this step
+            asked = torch.tensor([float(stops), float(due and decides)])
+            stops, due = (amount > 0 for amount in self.engine.sum(asked, "guard.stop").tolist())
+            decides, ahead = True, 0
+        if decides:
+            if ahead and save.step == step + 1:
+                save.wait()
+            elif due and save.step is None:
+                save.make(step + 2 * ahead)
+            if stops and stop.step is None:
+                stop.make(step + ahead)
+                stop.wait()
+        return stop.step is not None and step >= stop.step
+
+    def should_save(self, state: TrainState) -> bool:
+        """Return, on all ranks, whether to save after this step. Call it once after every step, after `should_stop`."""
+        save = self.monitor.save
+        if save.step is None or state.step < save.step:
+            return False
+        save.step = None
+        return True
+
+    def leave(self, state: TrainState, checkpoints: Checkpoints) -> int:
+        """Wait until the checkpoint is on the disk, and return the exit code. Raises Failure if it cannot be written."""
+        unsaved = checkpoints.close(self.heartbeat)
+        saved = f"saved after step {state.step}: run the same command to resume"
+        saved = unsaved or (saved if checkpoints.writes else "nothing saved: no --output-dir")
+        self.telemetry.event("stop", reason=self.monitor.stop_reason, step=state.step, samples=state.samples)
+        self.telemetry.say(f"stopped by {self.monitor.stop_reason or 'another rank'}; {saved}")
+        if unsaved:
+            raise Failure(unsaved)
+        if announced().launcher == "torchrun":  # torchrun raises a SignalException after a signal
+            self.telemetry.say("the traceback that may follow is torchrun's own, and so is its exit code 1")
+        return STOPPED

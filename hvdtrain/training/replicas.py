@@ -1,0 +1,57 @@
+"""Compares the weights of all ranks, bit by bit."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import Failure
+
+
+def compare(
+    engine: Engine, models: Sequence[nn.Module], name_of: Callable[[int], str], step: int, check_steps: int
+) -> None:
+    """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.
+
+    name_of: returns the name of a rank. check_steps: steps between two comparisons; 0: there are none.
+    """
+    named = named_parameters(models) if engine.size > 1 else []
+    if not named:
+        return
+    names = [name for name, _ in named]
+    sums = torch.stack([checksum(parameter) for _, parameter in named]).cpu()
+    rows = engine.all_gather(sums, "guard.replicas")
+    kinds = Counter(tuple(row.tolist()) for row in rows)
+    if len(kinds) == 1:
+        return
+    usual, votes = kinds.most_common(1)[0]
+    unlike = [rank for rank, row in enumerate(rows) if tuple(row.tolist()) != usual]
+    first = next(i for i in range(len(names)) if len(set(rows[:, i].tolist())) > 1)
+    who = " and ".join(map(name_of, unlike))
+    said = f"{who} has different weights than the other ranks"
+    if votes * 2 <= engine.size:
+        how = f"{who} differs from the other ranks"
+        said = f"the weights differ between ranks, and no majority says which are right ({how})"
+    since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"
+    raise Failure(f"{said}: first in {names[first]}, {since}: start again from a checkpoint; check that host's memory")
+
+
+def named_parameters(models: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return each parameter once, with a unique name. With several models, the name begins with the model's number."""
+    named: dict[nn.Parameter, str] = {}
+    for number, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            named.setdefault(parameter, name if len(models) == 1 else f"{number}.{name}")
+    return [(name, parameter) for parameter, name in named.items()]
+
+
+def checksum(parameter: Tensor) -> Tensor:
+    """Return an int64 scalar: the sum over all values of their bits times their position (from 1), modulo 2^64.
+
+    It changes if a single bit flips, or if two different values are swapped. Computed on the parameter's device.
+    """
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    bits = parameter.detach().contiguous().reshape(-1).view(kind)
+    return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
