@@ -11,7 +11,7 @@ PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 NP ?= 2
 EXAMPLES ?= 5000
 BAD := tests/single/commands/test_bad_settings.py tests/single/test_bad_files.py
-.PHONY: setup run test test-slow test-all lint docs bench chaos matrix soak flaky
+.PHONY: setup run test test-slow test-all lint docs bench chaos matrix soak flaky mutants
 
 setup:
 	@$(PYTHON) launch/setup $(SETUP)
@@ -53,6 +53,10 @@ soak: setup
 
 bench: setup
 	. .venv/bin/activate && python -m tests.bench $(BENCH)
+
+# Break the source in one place at a time; the tests that guard it must fail.  make mutants MUTANTS="--only amp,lock"
+mutants: setup
+	. .venv/bin/activate && python -m tests.mutants $(MUTANTS)
 
 # make flaky FILE=tests/e2e/training/test_guard.py N=50     one file, again and again, beside two busy loops, each time in another order
 flaky: setup

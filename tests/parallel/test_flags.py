@@ -5,11 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import mnist, training
+from hvdtrain.engines.errors import Failure
 from hvdtrain.training.start import started
 from hvdtrain.training.state import Metric
 
 WEIGHTS = 3  # of nn.Linear(3, 1, bias=False)
 GRADIENT = 6.0  # of each weight, on every rank
+LOSS = {"loss": Metric("min")}
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def one_step(engine, sent, *argv: str) -> tuple[Tensor, Tensor]:
     flags = parser.parse(["--engine", engine.name, "--no-progress", *argv])
     x = torch.full((2 * engine.size, 3), GRADIENT)
     found: list[Tensor] = []
-    with started(engine, flags, {"loss": Metric("min")}) as run:
+    with started(engine, flags, LOSS) as run:
         net = nn.Linear(3, 1, bias=False)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
         for _ in run.epochs(1):
@@ -97,7 +99,7 @@ def test_replicas_are_compared_at_check_steps(engine, every, compared, monkeypat
     if engine.size == 1:
         pytest.skip("one rank has nothing to be compared with")
     found = []
-    with started(engine, flags, {"loss": Metric("min")}) as run:
+    with started(engine, flags, LOSS) as run:
         net = nn.Linear(3, 1)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         for _ in run.epochs(1):
@@ -124,3 +126,23 @@ def test_linear_scaling_and_its_warm_up_begin_at_the_rate_of_one_rank(engine, mo
         mnist.train(flags, run, mnist.load(flags, run))
     rise = [(1 + (engine.size - 1) * step / 4) for step in range(4)]
     assert rates == pytest.approx([1e-3 * factor for factor in [*rise, *[engine.size] * 4]])
+
+
+def test_replicas_that_differ_end_the_run_on_every_rank(engine):
+    if engine.size == 1:
+        pytest.skip("one rank has nothing to be compared with")
+    parser = training.parser("test", None, epochs=1, batch_size=2)
+    flags = parser.parse(["--engine", engine.name, "--no-progress", "--check-steps", "2"])
+    steps = []
+    with pytest.raises(Failure, match=r"weights"), started(engine, flags, LOSS) as run:
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(torch.ones(20 * engine.size, 3)):
+                steps.append(step.number)
+                for (inputs,) in step.batches():
+                    step.backward(model(inputs).mean())
+                step.update()
+                if step.number == 3 and run.rank == run.size - 1:
+                    net.weight.data[0, 0] += 1.0
+    assert steps[-1] <= 4

@@ -1,0 +1,199 @@
+"""The mutations: one for each flag that changes what is computed, and one for each guarantee. See __main__.py.
+
+The old text must stand exactly once in its file: tests/single/test_mutants.py looks. Where the source moves, move the row.
+"""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A place to break. name: of the flag or the guarantee. tests: that must notice it, each as pytest takes it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MNIST = "tests/single/commands/test_flags_of_mnist.py"
+IMAGENET = "tests/single/commands/test_flags_of_imagenet.py"
+LM = "tests/single/commands/test_flags_of_lm.py"
+BENCHMARK = "tests/single/commands/test_flags_of_benchmark.py"
+OTHERS = "tests/single/commands/test_flags_of_others.py"
+FLAGS = "tests/parallel/test_flags.py"
+LOOP = "tests/parallel/test_loop.py"
+RESUME = "tests/single/training/test_resume.py"
+CHECKPOINT = "tests/single/training/test_checkpoint.py"
+RUN = "tests/single/training/test_run.py"
+VERDICT = "tests/single/training/resilience/test_verdict.py"
+STEP = "hvdtrain/training/step.py"
+LOOP_SOURCE = "hvdtrain/training/run.py"
+HOROVOD = "hvdtrain/engines/horovod.py"
+CLI = "hvdtrain/cli.py"
+GUARD = "hvdtrain/training/resilience/guard.py"
+
+
+def mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+    return Mutant(name, file, old, new, tests)
+
+
+MUTANTS = [
+    # ---- flags of every training script
+    mutant("--amp: no autocast in steps", STEP, "stack.enter_context(shared.autocast())", "pass",
+           f"{MNIST}::test_amp_computes_in_its_type_in_training_and_in_evaluation"),
+    mutant("--amp: no autocast in evaluations", LOOP_SOURCE, "torch.inference_mode(), self.autocast():",
+           "torch.inference_mode():", f"{MNIST}::test_amp_computes_in_its_type_in_training_and_in_evaluation"),
+    mutant("--amp: no loss scaler", "hvdtrain/training/prepared.py", 'enabled=flags.amp == "fp16"', "enabled=False",
+           f"{MNIST}::test_amp_computes_in_its_type_in_training_and_in_evaluation"),
+    mutant("--compression: float32 on the wire", HOROVOD, 'torch.float16 if how.compression == "fp16" else None', "None",
+           f"{FLAGS}::test_compression_halves_the_bytes_on_the_wire"),
+    mutant("--fp16-allreduce: not compressed", CLI, 'const="fp16"', 'const="none"',
+           f"{FLAGS}::test_compression_halves_the_bytes_on_the_wire"),
+    mutant("--compression auto: always fp16", "hvdtrain/engines/base.py", "if hosts > 1:", "if hosts > 0:",
+           f"{FLAGS}::test_nothing_is_compressed_within_a_host"),
+    mutant("--gradient-predivide-factor: not divided", HOROVOD, "divided = tensor / self.predivide",
+           "divided = tensor / 1", f"{FLAGS}::test_predivision_makes_smaller_what_is_sent_and_not_the_mean"),
+    mutant("--gradient-predivide-factor: not given on", "hvdtrain/training/prepared.py", "flags.gradient_predivide_factor,",
+           "1.0,", f"{FLAGS}::test_predivision_makes_smaller_what_is_sent_and_not_the_mean"),
+    mutant("--reduction: always the mean", HOROVOD, '"sum": hvd.Sum, "adasum": hvd.Adasum}[', 
+           '"sum": hvd.Average, "adasum": hvd.Adasum}[', f"{FLAGS}::test_reduction_sum_is_the_sum"),
+    mutant("--epochs: one too few", LOOP_SOURCE, "return self.state.epoch < self._epochs",
+           "return self.state.epoch < self._epochs - 1", f"{MNIST}::test_epochs_samples_batches_and_micro_batches"),
+    mutant("--accumulate: not weighted", "hvdtrain/data/sharding.py", "local_count * size / count, local_count)",
+           "1.0, local_count)", f"{RUN}::test_accumulation_is_the_large_batch"),
+    mutant("--weights: not loaded", "hvdtrain/training/prepared.py", "load_weights(models[0], flags.weights)", "pass",
+           f"{MNIST}::test_weights_are_those_of_the_file"),
+    mutant("--seed: of the weights", "hvdtrain/mnist.py", "torch.manual_seed(flags.seed)", "torch.manual_seed(1)",
+           f"{MNIST}::test_the_seed_is_that_of_the_weights_and_of_the_order"),
+    mutant("--threads: ignored", "hvdtrain/engines/start.py", "torch.set_num_threads(threads or", "torch.set_num_threads(",
+           f"{MNIST}::test_threads"),
+    mutant("--log-steps: ignored", LOOP_SOURCE, "number % self.flags.log_steps == 0", "number % 50 == 0",
+           f"{MNIST}::test_records_are_written_at_log_steps_and_epochs_ends"),
+    mutant("--no-progress: ignored", "hvdtrain/training/start.py", "progress=not flags.no_progress", "progress=True",
+           f"{MNIST}::test_progress_is_shown_unless_it_is_not_wanted"),
+    mutant("--checkpoint-steps: ignored", LOOP_SOURCE, "state.step % every == 0", "state.step % every == every",
+           f"{MNIST}::test_checkpoints_at_checkpoint_steps_and_as_many_as_are_kept"),
+    mutant("--keep: all", "hvdtrain/training/checkpoint.py", "prune(self.directory, self.keep)", "pass",
+           f"{MNIST}::test_checkpoints_at_checkpoint_steps_and_as_many_as_are_kept",
+           f"{RESUME}::test_keep_keeps_so_many_and_the_best"),
+    mutant("--check-steps: never", GUARD, "self.check_steps = flags.check_steps", "self.check_steps = 0",
+           f"{FLAGS}::test_replicas_are_compared_at_check_steps"),
+    mutant("--max-skipped: none may be", GUARD, "flags.max_skipped if flags.max_skipped is not None else",
+           "0 if flags.max_skipped is not None else",
+           f"{RUN}::test_a_step_left_out_changes_nothing_and_training_goes_on"),
+    # ---- flags of classifiers
+    mutant("--lr-scaling: none", "hvdtrain/training/optim.py", "return rate * accumulate *", "return rate *",
+           f"{MNIST}::test_rates_follow_rate_scaling_and_schedule"),
+    mutant("--lr-scaling: not by ranks", "hvdtrain/training/optim.py", '(size if reduction == "average" else 1)', "1",
+           f"{FLAGS}::test_linear_scaling_and_its_warm_up_begin_at_the_rate_of_one_rank"),
+    mutant("--lr-schedule: constant", "hvdtrain/mnist.py", "optim.schedule_factor(flags.lr_schedule, run.progress)", "1.0",
+           f"{MNIST}::test_rates_follow_rate_scaling_and_schedule"),
+    mutant("--warmup-epochs: none, mnist", "hvdtrain/mnist.py", "run.epochs_done, flags.warmup_epochs", "1.0, 0.0",
+           f"{MNIST}::test_rates_follow_rate_scaling_and_schedule"),
+    mutant("--warmup-epochs: none, imagenet", "hvdtrain/imagenet.py", "run.epochs_done, flags.warmup_epochs", "1.0, 0.0",
+           f"{IMAGENET}::test_rates_and_optimizer_are_those_of_the_flags"),
+    mutant("--momentum: ignored", "hvdtrain/training/optim.py", "lr=rate, momentum=momentum", "lr=rate, momentum=0.9",
+           f"{MNIST}::test_the_optimizer_and_its_settings"),
+    mutant("--weight-decay: ignored, mnist", "hvdtrain/mnist.py", "flags.momentum, flags.weight_decay, fused",
+           "flags.momentum, 0.0, fused", f"{MNIST}::test_the_optimizer_and_its_settings"),
+    mutant("--weight-decay: ignored, imagenet", "hvdtrain/imagenet.py", "flags.momentum, flags.weight_decay)",
+           "flags.momentum, 0.0)", f"{IMAGENET}::test_rates_and_optimizer_are_those_of_the_flags"),
+    mutant("--label-smoothing: none, mnist", "hvdtrain/mnist.py", "label_smoothing=flags.label_smoothing",
+           "label_smoothing=0.0", f"{MNIST}::test_label_smoothing_is_in_the_loss_that_is_trained_and_not_in_the_recorded_one"),
+    mutant("--label-smoothing: none, imagenet", "hvdtrain/imagenet.py", "label_smoothing=flags.label_smoothing",
+           "label_smoothing=0.0", f"{IMAGENET}::test_label_smoothing_is_in_the_loss_that_is_trained"),
+    mutant("--target-accuracy: never reached", LOOP_SOURCE, "self.exit_code = TARGET_MISSED", "pass",
+           f"{MNIST}::test_target_accuracy_ends_training_or_is_missed"),
+    mutant("--train-samples: all, mnist", "hvdtrain/mnist.py", "min(flags.train_samples or", "min(0 or",
+           f"{MNIST}::test_epochs_samples_batches_and_micro_batches"),
+    # ---- flags of imagenet, lm, benchmark
+    mutant("--memory-format: ignored", "hvdtrain/imagenet.py", "getattr(torch, MEMORY_FORMATS[flags.memory_format])",
+           "torch.channels_last", f"{IMAGENET}::test_memory_format_is_that_of_the_images"),
+    mutant("--reduced-decode: ignored", "hvdtrain/imagenet.py", "reduced=flags.reduced_decode", "reduced=False",
+           f"{IMAGENET}::test_reduced_decode_reads_fewer_pixels"),
+    mutant("--max-corrupt: ignored", "hvdtrain/imagenet.py", "CorruptSamples(flags.max_corrupt", "CorruptSamples(1000",
+           f"{IMAGENET}::test_more_corrupt_images_than_allowed_end_the_run"),
+    mutant("--compile: ignored, imagenet", "hvdtrain/imagenet.py", "model = compiled(model, run.device)", "pass",
+           f"{IMAGENET}::test_compile_compiles"),
+    mutant("--compile: ignored, lm", "hvdtrain/lm.py", "model = compiled(model, run.device)", "pass",
+           f"{LM}::test_compile_compiles"),
+    mutant("--clip-norm: ignored", "hvdtrain/lm.py", "step.update(clip_norm=flags.clip_norm)", "step.update()",
+           f"{LM}::test_gradients_are_clipped"),
+    mutant("--min-lr: zero", "hvdtrain/lm.py", "return flags.min_lr +", "return 0 +",
+           f"{LM}::test_rates_rise_and_fall_between_the_two_that_were_given"),
+    mutant("--warmup-steps: none", "hvdtrain/lm.py", "if step < flags.warmup_steps:", "if step < 0:",
+           f"{LM}::test_rates_rise_and_fall_between_the_two_that_were_given"),
+    mutant("--beta2: ignored", "hvdtrain/lm.py", "betas=(0.9, flags.beta2)", "betas=(0.9, 0.99)",
+           f"{LM}::test_the_optimizers_settings"),
+    mutant("--dropout: none", "hvdtrain/models/gpt.py", "stream = F.dropout(stream, self.dropout, self.training) if",
+           "stream = stream if", f"{LM}::test_dropout_zeroes_in_training_alone"),
+    mutant("--temperature: ignored", "hvdtrain/lm.py", "temperature=flags.temperature", "temperature=1.0",
+           f"{LM}::test_temperature_decides_how_likely_the_unlikely_is"),
+    mutant("--no-communication: ignored", "hvdtrain/benchmark.py", "if flags.no_communication:", "if False:",
+           f"{BENCHMARK}::test_without_communication_a_serial_engine_reduces"),
+    mutant("--amp: ignored by the benchmark", "hvdtrain/benchmark.py", 'enabled=flags.amp != "off"', "enabled=False",
+           f"{BENCHMARK}::test_amp_and_memory_format"),
+    mutant("--each-run: ignored", "hvdtrain/report.py", "seeds.fold(runs.read_runs(directories), each_run)",
+           "seeds.fold(runs.read_runs(directories), False)", OTHERS),
+    mutant("--timeout: ignored by scaling", "hvdtrain/scaling.py", "flags.timeout, log)", "600.0, log)", OTHERS),
+    # ---- guarantees: samples and sums
+    mutant("the order of an epoch depends on it", "hvdtrain/data/sharding.py", "seed + epoch", "seed",
+           "tests/single/data/test_sharding.py"),
+    mutant("each sample once over all ranks", "hvdtrain/data/sharding.py", "return slice(rank, n, size)",
+           "return slice(0, n, size)", "tests/single/data/test_sharding.py"),
+    mutant("a mean over tokens weighs each alike", STEP, "self.count / total)", "1.0)",
+           f"{RUN}::test_a_mean_over_tokens_is_that_of_all_micro_batches"),
+    mutant("exact evaluation: over all samples", "hvdtrain/training/evaluation.py", "total = float(self._data)",
+           "total = float(self._data) + 1", f"{LOOP}::test_many_ranks_are_one_process_with_the_global_batch"),
+    mutant("buckets: gradients are averaged", HOROVOD, "how.predivide / self.size if", "how.predivide if",
+           f"{FLAGS}::test_predivision_makes_smaller_what_is_sent_and_not_the_mean"),
+    # ---- guarantees: exact resume
+    mutant("resume: the optimizer's state", "hvdtrain/training/contents.py",
+           'optimizer.load_state_dict({"state": state, "param_groups": groups})', "pass",
+           f"{RESUME}::test_stop_signal_saves_and_leaves_with_75"),
+    mutant("resume: random numbers follow from the position", STEP, "(shared.seed, shared.state.samples, shared.engine.rank)",
+           "(shared.seed, id(self), shared.engine.rank)", f"{RESUME}::test_imagenet_goes_on_to_the_same_bits"),
+    mutant("resume: registered objects", "hvdtrain/training/resume.py", "what.load_state_dict(", "bool(",
+           f"{RUN}::test_schedulers_and_averaged_weights_go_on_with_the_run"),
+    mutant("resume: other flags are refused", "hvdtrain/training/resume.py", "theirs.get(name, mine) == mine:", "True:",
+           f"{RESUME}::test_another_configuration_is_refused_with_the_flags_named"),
+    # ---- guarantees: checkpoints
+    mutant("checkpoint: its checksum", "hvdtrain/training/checkpoint.py", 'if digest(text, tensors) != metadata["sha256"]:',
+           "if False:", f"{CHECKPOINT}::test_parts_of_two_sound_files_do_not_make_one",
+           f"{CHECKPOINT}::test_every_flipped_bit_of_every_byte_is_refused"),
+    mutant("checkpoint: synced before it has its name", "hvdtrain/training/checkpoint.py", "os.fsync(file.fileno())", "pass",
+           f"{CHECKPOINT}::test_a_failing_system_call_leaves_the_last_good_one_alone"),
+    mutant("files: written whole or not at all", "hvdtrain/training/records/files.py",
+           'temporary = path.with_name(f".{path.name}.{os.getpid()}")', "temporary = path",
+           "tests/single/training/records/test_files.py"),
+    mutant("a damaged checkpoint is passed over", "hvdtrain/training/checkpoint.py", 'path.name + ".damaged"', "path.name",
+           f"{CHECKPOINT}::test_newest_falls_back_to_the_newest_sound_one_and_says_so"),
+    mutant("lock: two runs in one directory", "hvdtrain/training/resume.py", "fcntl.LOCK_EX | fcntl.LOCK_NB",
+           "fcntl.LOCK_SH | fcntl.LOCK_NB", f"{RESUME}::test_two_runs_cannot_write_in_one_place"),
+    # ---- guarantees: what ends a run
+    mutant("NaN: the step is skipped", STEP, "if not finite and not prepared.scaler.is_enabled():", "if False:",
+           f"{RUN}::test_a_step_left_out_changes_nothing_and_training_goes_on"),
+    mutant("NaN: it is noticed", GUARD, "return all(map(math.isfinite, sums))", "return True",
+           f"{RUN}::test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch"),
+    mutant("a hung rank is named, not one that waits", "hvdtrain/training/resilience/verdict.py",
+           "if report.waits_in is None}", "if report.waits_in is not None}",
+           f"{VERDICT}::test_the_one_outside_is_named_with_its_place"),
+    mutant("a silent rank is named", "hvdtrain/training/resilience/verdict.py", "if rank not in reports]",
+           "if rank in reports]", VERDICT),
+    mutant("replicas are compared", GUARD, "if len(kinds) == 1:", "if True:",
+           "tests/parallel/test_flags.py::test_replicas_that_differ_end_the_run"),
+    mutant("exit code 75", "hvdtrain/engines/exit_codes.py", "STOPPED = 75", "STOPPED = 1",
+           f"{RESUME}::test_stop_signal_saves_and_leaves_with_75"),
+    mutant("exit code 2 for bad input", "hvdtrain/engines/errors.py", "exit_code = 2", "exit_code = 1",
+           "tests/single/engines/test_start.py::test_user_error_is_one_line_and_code_two"),
+    mutant("only who knows the secret joins", "hvdtrain/training/resilience/control_channel.py",
+           "if not hmac.compare_digest(proof, hmac.digest(key, b\"rank\"", "if False and (proof, hmac.digest(key, b\"rank\"",
+           "tests/single/training/resilience/test_control_channel.py"),
+    mutant("secrets stay off command lines", "launch/mpirun.sh", '=~ $own_host ]] || command+=(-x "$name")',
+           '=~ $own_host ]] || command+=(-x "$name=${!name}")',
+           "tests/e2e/launch/test_wrappers.py::test_the_value_of_a_passed_variable_is_on_no_command_line"),
+    mutant("a collective is named while it runs", "hvdtrain/engines/base.py",
+           "self.waiting_in = name if isinstance(name, str) else method.__name__", "pass",
+           "tests/single/engines/test_marks.py"),
+]  # fmt: skip
