@@ -4,11 +4,12 @@ make mutants                                       all of tests/mutants/table.py
 make mutants MUTANTS="--only amp,lock"             some, by parts of their names
 make mutants MUTANTS="--list"
 
-Each mutation is made in a copy of the tree, whose tests run there with a time limit; one that runs into it counts as noticed.
+Each mutation is made in a copy of the tree, whose tests run there with a time limit. Running into it counts as noticed.
 Tests of tests/parallel are started on two ranks. First, all those tests must pass in the copy as it is.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -55,10 +56,8 @@ def run(tests: Sequence[str], tree: Path, seconds: float) -> tuple[int | None, s
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         log.seek(0)
         return code, log.read()[-3000:]

@@ -253,7 +253,7 @@ def test_other_mpis_start_ranks_with_these_options(place):
 
 
 def test_the_value_of_a_passed_variable_is_on_no_command_line(tmp_path):
-    words = ["-H", "a:1,b:1", "--interface", "lo", "--pass", "MY_TOKEN", "-np", "2", "--", "true"]
+    words = ["-H", "a:1,b:1", "--interface", "lo", "--pass", "MY_TOKEN", "-np", "2", "--transport", "mpi", "--", "true"]
     environment = {**os.environ, "MY_TOKEN": "c4n4ry", "DRY_RUN": "1"}
     done = subprocess.run(
         [ROOT / "launch" / "mpirun.sh", *words],
