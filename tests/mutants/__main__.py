@@ -10,6 +10,7 @@ Tests of tests/parallel are started on two ranks. First, all those tests must pa
 
 import argparse
 import contextlib
+import importlib
 import os
 import shutil
 import signal
@@ -19,12 +20,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tests.mutants.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240.0  # limit of the tests of one mutation: they take some seconds
-PYTEST = ["-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", "--color=no", "--no-header", "--durations=0"]
+PYTEST = ["-q", "-x", "-m", "", "-p", "no:cacheprovider", "--color=no", "--no-header", "--durations=0"]
 RANKS = ["mpirun", "--oversubscribe", "-np", "2"]
 
 
@@ -42,25 +44,55 @@ def copied(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
+def preload() -> None:
+    """Import what takes longest, and nothing of this repository: each mutation's tests run in a fork of this process."""
+    for name in ("torch", "torchvision", "torch.utils.flop_counter", "PIL.Image", "hypothesis", "pytest"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
 def run(tests: Sequence[str], tree: Path, seconds: float) -> tuple[int | None, str]:
     """Run tests in `tree`. Return pytest's exit code, None past the limit, and the end of its output."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    ranks = RANKS if tests[0].startswith("tests/parallel") else []
-    words = [*ranks, sys.executable, *PYTEST, *tests]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            words, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        sys.stdout.flush()
+        process = os.fork()
+        if process == 0:
+            become_pytest(tests, tree, log.fileno())
+        until, code = time.monotonic() + seconds, None
+        while code is None and time.monotonic() < until:
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+            else:
+                time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+        if code is None:
+            os.waitpid(process, 0)
         log.seek(0)
         return code, log.read()[-3000:]
+
+
+def become_pytest(tests: Sequence[str], tree: Path, log: int) -> NoReturn:
+    """In the fork: run the tests of the copy, or start two ranks that do, and exit."""
+    os.setsid()
+    for handle in (1, 2):
+        os.dup2(log, handle)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(tree)
+    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    if tests[0].startswith("tests/parallel"):
+        os.execvp(RANKS[0], [*RANKS, sys.executable, "-m", "pytest", *PYTEST, *tests])
+    sys.dont_write_bytecode = True
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "hvdtrain")]:
+        del sys.modules[name]
+    sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    try:
+        code = int(importlib.import_module("pytest").main([*PYTEST, *tests]))
+        sys.stdout.flush()
+    except BaseException:
+        code = 1
+    os._exit(code)
 
 
 def by_launch(tests: Sequence[str]) -> list[list[str]]:
@@ -80,7 +112,7 @@ def survives(mutant: Mutant, tree: Path) -> str:
         said = "no test failed"
         for tests in by_launch(mutant.tests):
             code, output = run(tests, tree, SECONDS)
-            if code in (None, 1):
+            if code in (None, 1) or (code or 0) < 0:
                 return ""
             if code != 0:
                 ranks = tests[0].startswith("tests/parallel")
@@ -106,6 +138,7 @@ def main() -> int:
         return 0
     if not chosen:
         parser.error(f"--only {flags.only}: no mutation has that in its name")
+    preload()
     survivors = []
     with tempfile.TemporaryDirectory(prefix="hvdtrain-mutants-") as directory:
         tree = Path(directory)
