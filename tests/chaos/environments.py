@@ -1,0 +1,24 @@
+"""Attempts that make no difference to the program and a great one to its surroundings: full and odd file systems, directories
+that change, clocks that jump, limits, hostile data, careless programs.
+
+python -m tests.chaos.environments                     all, one after the other: an hour on two busy cores
+python -m tests.chaos.environments --jobs 3
+python -m tests.chaos.environments --only no-locks     names, or beginnings of names or kinds, joined by commas
+python -m tests.chaos.environments --list
+
+Attempts that mount file systems need root; those with calls that fail need gcc. Others skip them, and say so.
+"""
+
+import sys
+
+from tests.chaos import attempts
+from tests.chaos.hostile_data import DATA
+from tests.chaos.hostile_records import RECORDS
+from tests.chaos.own_programs import PROGRAMS
+from tests.chaos.surroundings import SURROUNDINGS
+
+ATTEMPTS = [*SURROUNDINGS, *DATA, *RECORDS, *PROGRAMS]
+
+
+if __name__ == "__main__":
+    sys.exit(attempts.main(ATTEMPTS, "tests.chaos.environments"))

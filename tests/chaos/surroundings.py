@@ -1,0 +1,365 @@
+"""File systems that are full or lack something, directories that change during training, clocks, limits, shells."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tests.chaos.attempts import ROOT, Attempt, Job, wait_for
+
+Prepare = Callable[[Path], Mapping[str, str | None] | None]
+FLAGS = "--dataset digits --epochs 1 --train-samples 256 --model convnet --no-progress --output-dir out"
+MNIST = f"python -m hvdtrain.mnist --engine serial {FLAGS}"
+TWO = f"mpirun --oversubscribe -np 2 python -m hvdtrain.mnist {FLAGS}"
+GLOO = f"horovodrun --gloo -np 2 python -m hvdtrain.mnist {FLAGS}"
+STARTER = f"python -m hvdtrain.starter --oversubscribe --local-ranks 2 -m hvdtrain.mnist {FLAGS}"
+LONG = f"{MNIST} --epochs 12 --checkpoint-steps 4"  # argparse takes the last --epochs
+ROOTS = ("root",)
+
+
+def mounted(options: str, at: str, then: str) -> str:
+    """Return a command that runs `then` with a tmpfs at `at` in a mount namespace of its own."""
+    return f"mkdir -p {at}; exec unshare -m bash -c 'mount -t tmpfs -o {options} tmpfs {at}; cd .; {then}'"
+
+
+def fill(directory: str) -> str:
+    return f"cat /dev/zero > {directory}/fill 2> /dev/null; "
+
+
+def shim(faults: str = "", clock: str = "", **more: str) -> Prepare:
+    """Return the set-up of calls that fail (faults.c)."""
+
+    def prepare(here: Path) -> dict[str, str]:
+        library = here / "faults.so"
+        source = ROOT / "tests" / "chaos" / "faults.c"
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+        return {"LD_PRELOAD": str(library), "FAULTS": faults} | ({"CLOCK": clock} if clock else {}) | more
+
+    return prepare
+
+
+def no_checkpoint_left_half(here: Path, output: str) -> str:
+    left = [path.name for path in (here / "out" / "checkpoints").glob(".*")]
+    return f"temporary checkpoints left: {left}" if left else ""
+
+
+def once(do: Callable[[Path], object], after: str = "checkpoints") -> Callable[[Path, Job], None]:
+    """Return what calls `do` as soon as the run has written `after`: "checkpoints" (one event) or "train"."""
+    pattern = {"checkpoints": '"event": "checkpoint"', "train": '"event": "train"'}[after]
+
+    def during(here: Path, job: Job) -> None:
+        wait_for(here / "out" / "metrics.jsonl", job, pattern)
+        do(here)
+
+    return during
+
+
+NO_SPACE = [
+    Attempt("tmp-full", "no space", "TMPDIR is full, one process",
+            mounted("size=64k", "tmp", fill("tmp") + MNIST + "; rc=$?; rm tmp/fill; exit $rc"), bits_of=MNIST, needs=ROOTS),
+    Attempt("tmp-full-mpirun", "no space", "TMPDIR is full under mpirun, whose session directory lies there",
+            mounted("size=64k", "tmp", fill("tmp") + TWO), code=tuple(range(1, 256)), needs=ROOTS),
+    Attempt("tmp-full-gloo", "no space", "TMPDIR is full under horovodrun --gloo",
+            mounted("size=64k", "tmp", fill("tmp") + GLOO), bits_of=GLOO, needs=ROOTS),
+    Attempt("tmp-full-starter", "no space", "TMPDIR is full under the starter",
+            mounted("size=64k", "tmp", fill("tmp") + STARTER), bits_of=STARTER, needs=ROOTS),
+    Attempt("tmp-gone", "no space", "TMPDIR names a directory that does not exist", MNIST, bits_of=MNIST,
+            prepare=lambda here: {"TMPDIR": str(here / "nowhere")}),
+    Attempt("tmp-gone-starter", "no space", "the same under the starter", STARTER, bits_of=STARTER,
+            prepare=lambda here: {"TMPDIR": str(here / "nowhere")}),
+    Attempt("tmp-read-only", "no space", "/tmp and TMPDIR are read-only, starter",
+            mounted("size=64k,ro", "tmp", STARTER), bits_of=STARTER, needs=ROOTS),
+    Attempt("shm-full-mpirun", "no space", "/dev/shm has 64 KiB, mpirun",
+            f"exec unshare -m bash -c 'mount -t tmpfs -o size=64k tmpfs /dev/shm; {TWO}'",
+            code=tuple(range(256)), needs=ROOTS),
+    Attempt("shm-full-starter", "no space", "/dev/shm is full, starter",
+            f"exec unshare -m bash -c 'mount -t tmpfs -o size=4k tmpfs /dev/shm; {fill('/dev/shm')} {STARTER}'",
+            bits_of=STARTER, needs=ROOTS),
+    Attempt("shm-read-only", "no space", "/dev/shm is read-only, starter",
+            f"exec unshare -m bash -c 'mount -t tmpfs -o ro tmpfs /dev/shm; {STARTER}'", bits_of=STARTER, needs=ROOTS),
+    Attempt("out-full", "no space", "--output-dir is full from the start",
+            mounted("size=16k", "out", fill("out") + MNIST), code=(1, 2), says="No space left", needs=ROOTS),
+    Attempt("out-small", "no space", "--output-dir has room for records, not for a checkpoint",
+            mounted("size=200k", "out", MNIST), code=1, says="No space left.*free some space", needs=ROOTS),
+    Attempt("out-inodes", "no space", "--output-dir has no inode left",
+            mounted("size=50m,nr_inodes=3", "out", MNIST), code=(1, 2), says="No space left", needs=ROOTS),
+    Attempt("file-size-limit", "no space", "ulimit -f 100: files of at most 100 KiB",
+            f"ulimit -f 100; {MNIST}", code=1, says="File too large", check=no_checkpoint_left_half),
+    Attempt("file-size-zero", "no space", "ulimit -f 0: no file may have a byte",
+            f"(ulimit -f 0; {MNIST} 2>&1) | cat; exit ${{PIPESTATUS[0]}}", code=(1, 2), says="File too large"),
+    Attempt("quota", "no space", "each write of a checkpoint fails with EDQUOT",
+            MNIST, code=1, says="quota exceeded.*free some space", prepare=shim("write:step-:122"), needs=("gcc",)),
+    Attempt("cache-full", "no space", "the cache directory is full: a text is converted in memory",
+            mounted("size=64k", "cache", fill("cache") + "yes This is a text. | head -c 300000 > text; "
+            "python -m hvdtrain.lm --text text --engine serial --steps 2 --no-progress --sample-tokens 0"), needs=ROOTS),
+    Attempt("remounted-read-only", "no space", "--output-dir becomes read-only while it trains",
+            "mkdir out; exec unshare -m bash -c 'mount -t tmpfs tmpfs out; cp -r /dev/null out/x; (while ! grep -qs "
+            f"\\\"checkpoint\\\" out/metrics.jsonl; do sleep 0.1; done; mount -o remount,ro out) & {LONG}'",
+            code=1, says="(Read-only file system.*)", needs=ROOTS),
+]  # fmt: skip
+
+ODD_FILE_SYSTEMS = [
+    Attempt(f"no-{name}", "file systems that lack something", what, command, prepare=shim(faults), needs=("gcc",), **more)
+    for name, what, command, faults, more in [
+        ("locks", "flock and fcntl fail with ENOLCK", MNIST, "flock::37 fcntl::37", dict(bits_of=MNIST)),
+        ("lock-now", "flock is interrupted once (EINTR)", MNIST, "flock:/out:4:0:1", dict(bits_of=MNIST)),
+        ("rename", "rename of a checkpoint fails with EXDEV", MNIST, "rename:step-:18",
+         dict(code=1, says="the last checkpoint could not be written", check=no_checkpoint_left_half)),
+        ("rename-once", "rename of the first checkpoint fails with EIO", LONG, "rename:step-:5:0:1",
+         dict(says="training continues", check=no_checkpoint_left_half, bits_of=LONG)),
+        ("rename-summary", "rename of summary.json fails with EXDEV", MNIST, "rename:summary:18", dict(says="summary.json not written")),
+        ("fsync", "fsync fails with EINVAL on directories, as on some network file systems", MNIST,
+         "fsync:checkpoints:22:1", dict(bits_of=MNIST)),
+        ("fsync-anywhere", "fsync is not implemented (ENOSYS)", MNIST, "fsync::38", dict(bits_of=MNIST)),
+        ("fsync-once", "fsync fails with EIO once", LONG, "fsync:step-:5:0:1",
+         dict(says="training continues", bits_of=LONG, check=no_checkpoint_left_half)),
+        ("links", "hard links are not permitted", MNIST, "link::1", dict(bits_of=MNIST)),
+        ("unlink", "nothing in --output-dir can be removed (EPERM)", LONG, "unlink:/out/:1", dict(bits_of=LONG)),
+        ("whole-writes", "every write to a checkpoint takes half of its bytes", MNIST, "write:step-:0", dict(bits_of=MNIST)),
+        ("whole-records", "every write to metrics.jsonl takes half of its bytes", MNIST, "write:metrics:0",
+         dict(bits_of=MNIST, says="cannot be written for now")),
+        ("quiet-writes", "every second write is interrupted (EINTR)", MNIST, "write:/out/:4:1:3 read:/out/:4:1:3",
+         dict(bits_of=MNIST)),
+        ("seek", "seek fails with ESPIPE on metrics.jsonl", MNIST, "seek:metrics:29", dict(code=(0, 1, 2))),
+        ("truncate", "a full disk whose metrics.jsonl cannot be truncated", MNIST, "write:metrics:28:1:1 truncate:metrics:5",
+         dict(bits_of=MNIST, says="cannot be written for now")),
+        ("directory", "mkdir fails with EIO for checkpoints", MNIST, "mkdir:checkpoints:5",
+         dict(code=1, says="could not be written")),
+        ("files-once", "EMFILE once where a checkpoint is created", LONG, "create:.step-:24:0:1", dict(says="training continues", bits_of=LONG)),
+        ("stale", "metrics.jsonl turns stale (ESTALE) after five writes", LONG, "write:metrics:116:5",
+         dict(says="cannot be written for now", bits_of=LONG)),
+        ("listing", "the directory of checkpoints cannot be listed (EIO)", f"{MNIST} && {MNIST} --epochs 2", "opendir:checkpoints:5",
+         dict(code=(0, 1, 2))),
+    ]
+]  # fmt: skip
+ODD_FILE_SYSTEMS += [
+    Attempt("no-mmap-of-checkpoints", "file systems that lack something", "checkpoints cannot be mapped (ENODEV) on resume",
+            f"{MNIST} && LD_PRELOAD=$PWD/faults.so FAULTS='mmap:step-:19' {MNIST}", code=(0, 2),
+            prepare=lambda here: {"LD_PRELOAD": None} if shim()(here) else None, needs=("gcc",)),
+    Attempt("no-mmap-of-text", "file systems that lack something", "tokens in the cache cannot be mapped (ENODEV)",
+            "yes This is a text. | head -c 300000 > text; python -m hvdtrain.lm --text text --engine serial --steps 2 "
+            "--no-progress --sample-tokens 0", prepare=shim("mmap:.tokens:19"), needs=("gcc",)),
+    Attempt("no-reading-of-records", "file systems that lack something", "the report's metrics.jsonl fails with EIO in the middle",
+            f"{MNIST} && LD_PRELOAD=$PWD/faults.so FAULTS='read:metrics:5' python -m hvdtrain.report out",
+            code=2, says="cannot be read", prepare=lambda here: {"LD_PRELOAD": None} if shim()(here) else None, needs=("gcc",)),
+]  # fmt: skip
+
+
+def replaced_by_link(here: Path) -> None:
+    (here / "out" / "checkpoints").rename(here / "elsewhere")
+    (here / "out" / "checkpoints").symlink_to(here / "elsewhere")
+
+
+def replaced_by_file(here: Path) -> None:
+    shutil.rmtree(here / "out" / "checkpoints", ignore_errors=True)
+    shutil.rmtree(here / "out" / "checkpoints", ignore_errors=True)
+    (here / "out" / "checkpoints").write_text("")
+
+
+def link_to_null(here: Path) -> None:
+    (here / "out" / "metrics.jsonl").unlink()
+    (here / "out" / "metrics.jsonl").symlink_to("/dev/null")
+
+
+def forbid(here: Path) -> None:
+    (here / "out" / "checkpoints").chmod(0)
+    (here / "out").chmod(0o500)
+
+
+def allow_nobody(here: Path) -> None:
+    for path in (here, here.parent):
+        path.chmod(0o777)
+    for name in ("home", "tmp", "cache"):
+        (here / name).chmod(0o777)
+
+
+NOBODY = "setpriv --reuid 65534 --regid 65534 --clear-groups "
+CHANGED = [
+    Attempt("removed", "directories that change", "--output-dir is removed while it trains", LONG, code=(0, 1, 2),
+            during=once(lambda here: shutil.rmtree(here / "out", ignore_errors=True))),
+    Attempt("checkpoints-become-link", "directories that change", "checkpoints/ becomes a link to another directory", LONG,
+            code=(0, 1), during=once(replaced_by_link)),
+    Attempt("checkpoints-become-file", "directories that change", "checkpoints/ becomes a file", LONG, code=1,
+            says="could not be written", during=once(replaced_by_file)),
+    Attempt("checkpoints-appear-as-file", "directories that change", "checkpoints is a file at the start", f"mkdir out; touch out/checkpoints; {MNIST}",
+            code=(1, 2), says="checkpoints"),
+    Attempt("permission-lost", "directories that change", "an ordinary user's directory becomes read-only", NOBODY + LONG, code=1,
+            says="Permission denied.*make it writable", prepare=allow_nobody, during=once(forbid), needs=("root", "setpriv")),
+    Attempt("record-removed", "directories that change", "metrics.jsonl is removed while it trains", LONG, bits_of=LONG,
+            during=once(lambda here: (here / "out" / "metrics.jsonl").unlink())),
+    Attempt("record-becomes-link", "directories that change", "metrics.jsonl becomes a link to /dev/null, then resume",
+            f"{LONG}; {LONG} --epochs 13", code=(0, 2), during=once(link_to_null)),
+    Attempt("record-is-directory", "directories that change", "metrics.jsonl is a directory",
+            f"mkdir -p out/metrics.jsonl; {MNIST}", bits_of=MNIST),
+    Attempt("summary-is-directory", "directories that change", "summary.json is a directory with a file in it",
+            f"mkdir -p out/summary.json/x; {MNIST}", code=(0, 2), says="summary.json"),
+    Attempt("tmp-removed", "directories that change", "TMPDIR is removed while it trains",
+            f"{LONG}", during=once(lambda here: shutil.rmtree(here / "tmp")), bits_of=LONG),
+    Attempt("tmp-removed-mpirun", "directories that change", "TMPDIR, with MPI's session, is removed while two ranks train",
+            TWO.replace("--epochs 1", "--epochs 12"), during=once(lambda here: shutil.rmtree(here / "tmp")), code=(0, 1)),
+    Attempt("cwd-removed-before", "directories that change", "the working directory is gone before the start",
+            f"mkdir gone; cd gone; rmdir ../gone; {MNIST.replace('--output-dir out', '--output-dir $HOME/out')}", code=(0, 2),
+            unsaid=r"Traceback"),
+    Attempt("cwd-removed-starter", "directories that change", "the working directory is gone, starter",
+            f"mkdir gone; cd gone; rmdir ../gone; {STARTER.replace('--output-dir out', '--output-dir $HOME/out')}", code=(0, 2),
+            unsaid=r"Traceback"),
+    Attempt("cwd-removed-relative", "directories that change", "the working directory is gone, --output-dir is relative",
+            f"mkdir gone; cd gone; rmdir ../gone; {MNIST}", code=2),
+    Attempt("cwd-removed-during", "directories that change", "the working directory is removed while it trains, output elsewhere",
+            f"mkdir gone; ln -s $PWD/out gone/out; mkdir out; cd gone; {LONG}",
+            during=once(lambda here: shutil.rmtree(here / "gone")), code=0),
+    Attempt("checkpoint-is-directory", "checkpoints of new kinds", "a directory is called step-99999999.safetensors",
+            f"mkdir -p out/checkpoints/step-99999999.safetensors; {MNIST}", bits_of=MNIST),
+    Attempt("checkpoint-is-pipe", "checkpoints of new kinds", "a FIFO is called step-99999999.safetensors",
+            f"mkdir -p out/checkpoints; mkfifo out/checkpoints/step-99999999.safetensors; {MNIST}", bits_of=MNIST, limit=90),
+    Attempt("checkpoint-is-zero", "checkpoints of new kinds", "a link to /dev/zero is called step-99999999.safetensors",
+            f"mkdir -p out/checkpoints; ln -s /dev/zero out/checkpoints/step-99999999.safetensors; ulimit -v 20000000; {MNIST}",
+            bits_of=MNIST, limit=120),
+    Attempt("checkpoint-is-sparse", "checkpoints of new kinds", "a checkpoint of 1 TB, without a block on the disk",
+            f"mkdir -p out/checkpoints; truncate -s 1T out/checkpoints/step-99999999.safetensors; {MNIST}", bits_of=MNIST),
+    Attempt("checkpoint-of-a-future", "checkpoints of new kinds", "the newest sound checkpoint is called step-99999999",
+            f"{MNIST}; cd out/checkpoints; mv $(ls | tail -1) step-99999999.safetensors; cd ../..; {MNIST} --epochs 1", code=(0, 2)),
+    Attempt("checkpoint-number-huge", "checkpoints of new kinds", "a checkpoint with a number of 200 digits in its name",
+            f"mkdir -p out/checkpoints; touch out/checkpoints/step-$(printf '9%.0s' $(seq 200)).safetensors; {MNIST}", bits_of=MNIST),
+    Attempt("checkpoint-number-longer", "checkpoints of new kinds", "the number has 5,000 digits: no such name; --resume with one",
+            f"{MNIST} --resume $(printf '9%.0s' $(seq 5000))", code=2),
+    Attempt("checkpoint-digits-arabic", "checkpoints of new kinds", "a name with Arabic digits",
+            f"mkdir -p out/checkpoints; touch out/checkpoints/step-٠٠٠٠٠٠٠٩.safetensors; {MNIST}", bits_of=MNIST),
+    Attempt("checkpoints-10000-damaged", "checkpoints of new kinds", "10,000 empty checkpoints",
+            f"mkdir -p out/checkpoints; (cd out/checkpoints; seq -f step-%08.0f.safetensors 10000 19999 | xargs touch); {MNIST}",
+            bits_of=MNIST, check=lambda here, said: f"{len(said.splitlines())} lines" if len(said.splitlines()) > 100 else ""),
+    Attempt("checkpoints-10000-sound", "checkpoints of new kinds", "10,000 sound checkpoints (hard links), then two more epochs",
+            f"{MNIST} --epochs 3; mv out/checkpoints/step-00000008.safetensors one; (cd out/checkpoints; "
+            "for i in $(seq -f %08.0f 10000); do ln -f ../../one step-$i.safetensors; done); "
+            f"time {MNIST} --epochs 3", code=(0, 2), limit=240),
+    Attempt("resume-from-proc", "checkpoints of new kinds", "--resume /proc/self/mem, /dev/stdin, /dev/tty, /sys",
+            f"for at in /proc/self/mem /dev/stdin /dev/full /sys /proc/kcore; do {MNIST} --resume $at; "
+            "[ $? = 2 ] || exit 9; done; exit 0", limit=240),
+]  # fmt: skip
+
+
+def wall_clock(by: int, after: int = 8) -> Prepare:
+    return shim(clock=f"{after}:{by}")
+
+
+def rates_are_sane(here: Path, output: str) -> str:
+    summary = json.loads((here / "out" / "summary.json").read_text())
+    if not 0 < summary["train_seconds"] < 1000 or not 0 < summary["total_seconds"] < 1000:
+        return f"train_seconds {summary['train_seconds']}, total_seconds {summary['total_seconds']}"
+    return ""
+
+
+CLOCKS = [
+    Attempt("clock-back-2h", "clock jumps", "the clock goes back two hours during training", LONG, bits_of=LONG,
+            prepare=wall_clock(-7200), check=rates_are_sane, needs=("gcc",)),
+    Attempt("clock-forward-2h", "clock jumps", "the clock goes two hours forward during training", LONG, bits_of=LONG,
+            prepare=wall_clock(7200), check=rates_are_sane, needs=("gcc",)),
+    Attempt("clock-forward-mpirun", "clock jumps", "the clock goes two hours forward, two ranks under mpirun", TWO, bits_of=TWO,
+            prepare=wall_clock(7200), check=rates_are_sane, needs=("gcc",)),
+    Attempt("clock-back-gloo", "clock jumps", "the clock goes back two hours, two ranks under horovodrun --gloo", GLOO, bits_of=GLOO,
+            prepare=wall_clock(-7200), check=rates_are_sane, needs=("gcc",)),
+    Attempt("clock-1970-starter", "clock jumps", "the clock stands in 1970, starter", STARTER, bits_of=STARTER,
+            prepare=wall_clock(-1_795_000_000, 0), check=rates_are_sane, needs=("gcc",)),
+    Attempt("clock-2200", "clock jumps", "the clock stands in 2200", MNIST, bits_of=MNIST,
+            prepare=wall_clock(5_500_000_000, 0), check=rates_are_sane, needs=("gcc",)),
+    Attempt("clock-back-at-resume", "clock jumps", "the run is continued a day before it began, then reported",
+            f"{MNIST}; rm out/summary.json; LD_PRELOAD=$PWD/faults.so CLOCK=0:-86400 {MNIST} && python -m hvdtrain.report out",
+            prepare=lambda here: {"LD_PRELOAD": None} if shim()(here) else None, bits_of=MNIST, needs=("gcc",)),
+    Attempt("clock-files-of-tomorrow", "clock jumps", "every file of the run is of tomorrow", f"{MNIST} --epochs 2; rm out/summary.json; "
+            f"find out -exec touch -d tomorrow {{}} +; {MNIST} --epochs 2", bits_of=f"{MNIST} --epochs 2"),
+]  # fmt: skip
+
+
+def env(**values: str | None) -> Prepare:
+    return lambda here: values
+
+
+def odd_directory(slug: str, name: bytes) -> Attempt:
+    """Return the attempt to write to a directory of this name, and to report it."""
+    path = os.fsdecode(name)
+    return Attempt(
+        f"output-dir-{slug}", "names, locales, shells", f"--output-dir {name[:40]!r}",
+        MNIST.replace("dir out", 'dir="$ODD"') + ' && python -m hvdtrain.report --output-dir report -- "$ODD"',
+        prepare=lambda here: {"ODD": path}, check=lambda here, said: "" if (here / path / "summary.json").exists() else "no summary there",
+    )  # fmt: skip
+
+
+SHELLS = [
+    Attempt(f"env-{name}", "names, locales, shells", what, MNIST, bits_of=MNIST, prepare=env(**values))
+    for name, what, values in [
+        ("c-locale", "LC_ALL=C, coercion and UTF-8 mode off", dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")),
+        ("no-locale", "a locale that is not installed", dict(LC_ALL="xx_YY.KOI8-R", LANG="zz")),
+        ("no-home", "HOME is unset", dict(HOME=None, XDG_CACHE_HOME=None)),
+        ("home-nowhere", "HOME does not exist", dict(HOME="/nowhere/at/all", XDG_CACHE_HOME=None)),
+        ("home-proc", "HOME is below /proc, where nothing can be made", dict(HOME="/proc/self", XDG_CACHE_HOME="/proc/1/x")),
+        ("dumb", "TERM=dumb, COLUMNS=0, LINES=-1", dict(TERM="dumb", COLUMNS="0", LINES="-1")),
+        ("columns", "COLUMNS is not a number", dict(COLUMNS="many", TERM="")),
+        ("optimize", "PYTHONOPTIMIZE=2: no asserts, no docstrings", dict(PYTHONOPTIMIZE="2")),
+        ("hash-seed", "PYTHONHASHSEED=4294967295", dict(PYTHONHASHSEED="4294967295")),
+        ("safe-path", "PYTHONSAFEPATH=1", dict(PYTHONSAFEPATH="1")),
+        ("malloc-debug", "PYTHONMALLOC=debug, PYTHONFAULTHANDLER, PYTHONTRACEMALLOC", dict(PYTHONMALLOC="debug", PYTHONFAULTHANDLER="1", PYTHONTRACEMALLOC="1")),
+        ("no-site", "PYTHONNOUSERSITE, PYTHONDONTWRITEBYTECODE, PYTHONPYCACHEPREFIX nowhere", dict(PYTHONNOUSERSITE="1", PYTHONPYCACHEPREFIX="/proc/x")),
+        ("ascii-io", "PYTHONIOENCODING=ascii:strict", dict(PYTHONIOENCODING="ascii:strict")),
+        ("many-variables", "3,000 variables, one of 100 kB", {f"V{i}": "x" * 300 for i in range(3000)} | {"LONG": "y" * 100_000}),
+        ("odd-variables", "values that are not UTF-8, and a function of bash", {"ODD": os.fsdecode(b"\xff\xfe"), "BASH_FUNC_x%%": "() { :; }"}),
+        ("omp", "OMP_NUM_THREADS=0, MKL_NUM_THREADS=abc", dict(OMP_NUM_THREADS="0", MKL_NUM_THREADS="abc")),
+        ("tz", "TZ is nonsense", dict(TZ="Mars/Olympus+99")),
+        ("proxies", "HTTP_PROXY and friends are nonsense", dict(HTTP_PROXY="::::", https_proxy="http://[", ALL_PROXY="x")),
+        ("cuda", "CUDA_VISIBLE_DEVICES=-7,x", dict(CUDA_VISIBLE_DEVICES="-7,x", NVIDIA_VISIBLE_DEVICES="void")),
+    ]
+]  # fmt: skip
+SHELLS += [
+    Attempt("no-path", "names, locales, shells", "PATH is unset, one process", f"py=$(command -v python); unset PATH; $py{MNIST[6:]}", bits_of=MNIST),
+    Attempt("no-path-starter", "names, locales, shells", "PATH is unset, starter", f"py=$(command -v python); unset PATH; $py{STARTER[6:]}", bits_of=STARTER),
+    Attempt("umask-777", "names, locales, shells", "umask 777, an ordinary user", f"umask 777; {NOBODY}{MNIST}", code=2, says="Permission denied",
+            prepare=allow_nobody, needs=("root", "setpriv")),
+    Attempt("umask-0", "names, locales, shells", "umask 0: files are for all, the lock's too", f"umask 0; {MNIST}", bits_of=MNIST),
+    Attempt("python-O", "names, locales, shells", "python -OO", MNIST.replace("python", "python -OO", 1), bits_of=MNIST),
+    Attempt("python-dev", "names, locales, shells", "python -X dev", MNIST.replace("python", "python -X dev", 1), bits_of=MNIST),
+    Attempt("python-W-error", "names, locales, shells", "python -W error, one process", MNIST.replace("python", "python -W error", 1), bits_of=MNIST),
+    Attempt("python-W-error-starter", "names, locales, shells", "python -W error, starter", STARTER.replace("python", "python -W error", 1), bits_of=STARTER),
+    Attempt("python-b", "names, locales, shells", "python -bb: bytes compared with text are errors", MNIST.replace("python", "python -bb", 1), bits_of=MNIST),
+    Attempt("python-I", "names, locales, shells", "python -I, isolated", MNIST.replace("python", "python -I", 1), bits_of=MNIST),
+    Attempt("python-u-closed-stdin", "names, locales, shells", "standard input is closed", f"{MNIST} <&-", bits_of=MNIST),
+    Attempt("stdin-closed-starter", "names, locales, shells", "standard input is closed, starter", f"{STARTER} <&-", bits_of=STARTER),
+    Attempt("stdin-closed-gloo", "names, locales, shells", "standard input is closed, horovodrun --gloo", f"{GLOO} <&-", bits_of=GLOO),
+    Attempt("stdin-directory", "names, locales, shells", "standard input is a directory", f"{STARTER} < /tmp", bits_of=STARTER),
+    Attempt("cwd-not-utf8", "names, locales, shells", "the working directory's name is not UTF-8",
+            f"d=$(printf 'a\\xffb'); mkdir $d; cd $d; {MNIST} && mv out ..", bits_of=MNIST),
+    Attempt("cwd-not-utf8-starter", "names, locales, shells", "the same under the starter",
+            f"d=$(printf 'a\\xffb'); mkdir $d; cd $d; {STARTER} && mv out ..", bits_of=STARTER),
+    Attempt("cwd-plants", "names, locales, shells", "the working directory has secrets.py, json/, selectors.py and torch.py, python FILE elsewhere",
+            "mkdir x; cp $ROOT/hvdtrain/mnist.py prog.py; cd x; for m in secrets selectors filelock fcntl; do echo 'raise SystemExit(66)' > $m.py; "
+            f"done; python ../prog.py {FLAGS} --engine serial && mv out ..", bits_of=MNIST),
+    *[odd_directory(slug, name) for slug, name in [
+        ("space", b"with space"), ("percent", b"100%d %s {x}"), ("newline", b"new\nline"), ("emoji", "🚂 Zug".encode()), ("dash", b"-"),
+        ("tilde", b"~"), ("quotes", b"a'b\"c;$(touch x)`id`"), ("not-utf8", b"\xff\xfe"), ("255", b"x" * 255), ("deep", b"/".join([b"d" * 200] * 15)),
+    ]],
+    Attempt("output-dir-too-long", "names, locales, shells", "--output-dir has a part of 256 bytes", MNIST.replace("dir out", f"dir {'x' * 256}"), code=2, says="too long"),
+    Attempt("output-dir-nul", "names, locales, shells", "--output-dir has a NUL, through a program", "python -c \"import sys, runpy; sys.argv[1:] = "
+            "'--dataset digits --epochs 1 --engine serial --output-dir'.split() + ['a\\0b']; runpy.run_module('hvdtrain.mnist', run_name='__main__')\"", code=2),
+    Attempt("output-dir-empty", "names, locales, shells", "--output-dir ''", MNIST.replace("dir out", "dir ''"), code=(0, 2)),
+    Attempt("output-dir-dev-null", "names, locales, shells", "--output-dir /dev/null", MNIST.replace("dir out", "dir /dev/null"), code=2),
+    Attempt("output-dir-proc", "names, locales, shells", "--output-dir /proc/self/x", MNIST.replace("dir out", "dir /proc/self/x"), code=2),
+]  # fmt: skip
+
+LIMITS = [
+    Attempt("ulimit-v", "limits", "ulimit -v 3 GB: too little address space for torch or enough, but no hang", f"ulimit -v 3000000; {MNIST}", code=(0, 1, 2), unsaid="x^"),
+    Attempt("ulimit-n-20", "limits", "ulimit -n 20 for one process", f"ulimit -n 20; {MNIST}", code=(0, 1, 2)),
+    Attempt("ulimit-n-20-workers", "limits", "ulimit -n 24 with input workers",
+            "ulimit -n 24; python -m hvdtrain.imagenet --dataset synthetic --train-samples 16 --classes 3 --image-size 32 --model "
+            "shufflenet_v2_x0_5 --epochs 1 --batch-size 4 --no-progress --engine serial", code=(0, 1, 2)),
+    Attempt("ulimit-n-huge", "limits", "ulimit -n 1000000, starter: nobody closes them one by one", f"ulimit -n 1000000; {STARTER}", bits_of=STARTER),
+    Attempt("ulimit-s", "limits", "ulimit -s 256: small stacks", f"ulimit -s 256; {MNIST}", bits_of=MNIST),
+    Attempt("ulimit-s-unlimited", "limits", "ulimit -s unlimited, starter", f"ulimit -s unlimited; {STARTER}", bits_of=STARTER),
+    Attempt("ulimit-t", "limits", "ulimit -t 4: 4 s of CPU time (SIGXCPU)", f"ulimit -S -t 4; {MNIST} --epochs 200", code=(1, 75, 152, 137)),
+    Attempt("ulimit-t-starter", "limits", "ulimit -t 4 under the starter", f"ulimit -S -t 4; {STARTER} --epochs 200", code=(1, 75, 152, 137)),
+    Attempt("ulimit-l-c-x", "limits", "no locked memory, core files, file locks, signals pending", f"ulimit -l 0 -c 0 -x 0 -i 0; {MNIST}", bits_of=MNIST),
+    Attempt("nice-19", "limits", "nice 19, ionice idle", f"nice -n 19 {MNIST}", bits_of=MNIST),
+    Attempt("one-core", "limits", "one core for two ranks", f"taskset -c 0 {STARTER}", bits_of=STARTER),
+    Attempt("no-personality", "limits", "personality without address randomization", f"setarch -R {MNIST}", bits_of=MNIST),
+]  # fmt: skip
+
+SURROUNDINGS = [*NO_SPACE, *ODD_FILE_SYSTEMS, *CHANGED, *CLOCKS, *SHELLS, *LIMITS]
