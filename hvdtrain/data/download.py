@@ -12,7 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -112,7 +112,7 @@ def get(url: str, limit: int, deadline: float) -> bytes:
                     raise DownloadFailed(f"sent more than the {limit:,} bytes that are possible")
                 if time.monotonic() > deadline:
                     raise DownloadFailed(f"not done after {TOTAL_SECONDS:.0f} seconds in total")
-    except OSError as error:
+    except (OSError, HTTPException) as error:  # HTTPException: a damaged chunk
         raise DownloadFailed(_plain(error)) from None
     return bytes(body)
 

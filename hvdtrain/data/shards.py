@@ -9,10 +9,12 @@ pipe:COMMAND can only be read sequentially, as a stream (shard_stream.py), whose
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from glob import glob, has_magic
+from math import prod
 from pathlib import Path
 
 import torch
@@ -33,6 +35,8 @@ SPLITS = ("train", "val")
 IMAGENET_CLASSES = 1000
 LONGEST_ROUND = 30.0  # maximum seconds of indexing between two collectives, so that no rank appears to hang
 ROWS = 2**16  # rows of a table sent at a time
+RANGE = re.compile(r"\{(-?\d{1,99})\.\.(-?\d{1,99})")  # {000..146}
+MOST_SHARDS = 1_000_000  # names that a brace pattern may stand for
 MOST_NOTES = 3  # maximum number of lines about changed shards
 
 
@@ -123,7 +127,10 @@ def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
             raise UserError(f"--data-dir: {data_dir} {said}: name the directory of the shards, or use {flag}")
         require_all(found[0].parent)
         return [str(path.absolute()) for path in found]
-    urls = []
+    urls: list[str] = []
+    # braceexpand makes all names at once, and would take minutes and gigabytes.
+    if prod(abs(int(last) - int(first)) + 1 for first, last in RANGE.findall(pattern)) > MOST_SHARDS:
+        raise UserError(f"{flag} {pattern}: more than {MOST_SHARDS:,} names: check the pattern")
     try:
         expanded = list(braceexpand(pattern))
     except ValueError as error:

@@ -12,10 +12,12 @@ import codecs
 import contextlib
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -149,7 +151,7 @@ def blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             with files.opened(path) as file:
-                while chunk := file.read(BLOCK_BYTES):
+                for chunk in chunks(file):
                     yield chunk if kind == "bytes" else decoder.decode(chunk)
                 decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
@@ -170,13 +172,24 @@ def between(parts: Iterator[str | bytes], first: int, last: int) -> Iterator:
             return
 
 
+def chunks(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the content that `file` has now, in blocks. It may still grow, faster than it is read."""
+    left = os.fstat(file.fileno()).st_size
+    while left > 0 and (chunk := file.read(min(left, BLOCK_BYTES))):
+        left -= len(chunk)
+        yield chunk
+
+
 def fingerprint(paths: Sequence[Path]) -> str:
     """Return the SHA-256 of a file; for several files, of their SHA-256. Raises UserError if a file cannot be read."""
     found = []
     for path in paths:
         try:
             with files.opened(path) as file:
-                found.append(hashlib.file_digest(file, "sha256").hexdigest())
+                digest = hashlib.sha256()
+                for chunk in chunks(file):
+                    digest.update(chunk)
+                found.append(digest.hexdigest())
         except OSError as error:
             raise unreadable("--text", path, error) from error
     return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import IO, Any
 
 SMALL = 2**20  # bytes
+NO_SYNC = (
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+)  # from file systems without fsync, or without that of directories
 PARTIAL = ".partial"  # end of the names of files that are being written
 
 
@@ -28,7 +33,7 @@ def replacing(path: Path, mode: str = "w", *, sync: bool = False) -> Iterator[IO
             yield file
             if sync:
                 file.flush()
-                os.fsync(file.fileno())
+                synchronize(file.fileno())
         temporary.replace(path)
         if sync:
             sync_directory(path.parent)
@@ -48,9 +53,18 @@ def sync_directory(directory: Path) -> None:
     """Call fsync on `directory`, so that a new file name in it is on the disk. Raises OSError."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        synchronize(handle)
     finally:
         os.close(handle)
+
+
+def synchronize(handle: int) -> None:
+    """Call fsync, if the file system has it. Raises OSError."""
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
 
 
 def remove_partial(directory: Path, older_than: float = 0.0) -> None:

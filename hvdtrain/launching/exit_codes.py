@@ -26,6 +26,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     """Call `main` and exit with the code that it returns. A UserError or Failure prints one line on stderr and sets the
     exit code."""
     startup.open_standard_streams()
+    startup.require_directory()
     write_whole_lines()
     startup.end_of_imports()
     try:

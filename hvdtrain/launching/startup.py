@@ -17,12 +17,26 @@ def begin() -> None:
     """Prepare the process of a command, and import torch within its time limit. `exit_codes.run` is called next."""
     global paused
     open_standard_streams()
+    require_directory()
     import_timeout.report_start()
     if "torch" not in sys.modules:
         # Garbage collection would take a sixth of the time of the imports and free nothing (docs/network.md).
         paused = gc.isenabled()
         gc.disable()
         import_timeout.import_torch()
+
+
+def require_directory() -> None:
+    """End this process if its working directory was removed: torch's libraries cannot be loaded there, and name no cause."""
+    try:
+        os.getcwd()  # noqa: PTH109
+    except OSError as error:
+        from hvdtrain.engines import errors, exit_codes
+
+        said = (
+            f"the working directory cannot be found ({error.strerror}): it was removed or moved; cd to one that exists"
+        )
+        exit_codes.end_with(errors.UserError(said, everywhere=True))
 
 
 def end_of_imports() -> None:

@@ -31,6 +31,7 @@ from hvdtrain.models.tensor_files import refuse_large_header
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
 FORMAT = 2
 PATIENCE_SECONDS = 600.0  # how long `Writer.flush` waits for a file system that hangs
+MOST_TOLD = 10  # damaged checkpoints that are reported one by one
 SPARE = 2  # newest checkpoints to keep in any case: if one is damaged, the previous one is nearly as recent
 
 
@@ -124,11 +125,21 @@ def listed(directory: Path) -> list[Path]:
 
 def newest(directory: Path, warn: Callable[[str], None]) -> tuple[dict, dict[str, Tensor]] | None:
     """Return facts and tensors of the newest valid checkpoint, or None. Damaged files are renamed and reported to `warn`."""
+    failed = 0
+
+    def tell(line: str) -> None:
+        nonlocal failed
+        failed += 1
+        if failed <= MOST_TOLD:
+            warn(line)
+
+    found = None
     for path in listed(directory):
         try:
-            return read(path)
+            found = read(path)
+            break
         except OSError as error:  # may be temporary: do not rename the file
-            warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
+            tell(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
         except Damaged as error:
             aside = path.with_name(path.name + ".damaged")
             try:
@@ -136,8 +147,10 @@ def newest(directory: Path, warn: Callable[[str], None]) -> tuple[dict, dict[str
                 where = f"kept as {aside.name}"
             except OSError:
                 where = "left where it is"
-            warn(f"checkpoint {path} is damaged ({error}): {where}; trying the previous one")
-    return None
+            tell(f"checkpoint {path} is damaged ({error}): {where}; trying the previous one")
+    if failed > MOST_TOLD:
+        warn(f"{failed - MOST_TOLD:,} more checkpoints in {directory} are damaged or cannot be read")
+    return found
 
 
 def find(path: Path, label: str, warn: Callable[[str], None]) -> tuple[dict, dict[str, Tensor]]:

@@ -63,7 +63,8 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
     )
     with engine.raising_together("start"):
         checkpoints = Checkpoints(engine, flags, metrics, telemetry)
-    leftovers.sweep()  # of the attempts before; also where no sample is left, and no input worker starts
+    with contextlib.suppress(OSError):  # there is no directory for temporary files
+        leftovers.sweep()  # of the attempts before; also where no sample is left, and no input worker starts
     state = checkpoints.begin()
 
     def hung(headline: str) -> None:

@@ -44,7 +44,7 @@ class Attempt:
     bits_of: str = ""  # a command whose undisturbed run ends with the same parameters_sha256
     needs: tuple[str, ...] = ()  # "root", or programs
     limit: float = 240.0  # seconds, far above the usual time
-    leaves: str = "^$"  # a regular expression of the names that may stay in TMPDIR
+    leaves: str = "^torchinductor_"  # a regular expression of the names that may stay in TMPDIR: torch's own
 
 
 @dataclass

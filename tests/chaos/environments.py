@@ -1,7 +1,7 @@
-"""Attempts that make no difference to the program and a great one to its surroundings: full and odd file systems, directories
-that change, clocks that jump, limits, hostile data, careless programs.
+"""Attempts to break commands by what surrounds them: full and odd file systems, directories that change, clocks that jump,
+limits, hostile data and records, careless programs.
 
-python -m tests.chaos.environments                     all, one after the other: an hour on two busy cores
+python -m tests.chaos.environments                     all, one after the other: an hour
 python -m tests.chaos.environments --jobs 3
 python -m tests.chaos.environments --only no-locks     names, or beginnings of names or kinds, joined by commas
 python -m tests.chaos.environments --list

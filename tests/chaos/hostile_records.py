@@ -28,8 +28,23 @@ def train(step: object, **more: object) -> dict:
 
 
 def run_of(*others: dict) -> list[dict]:
-    evaluate = {"event": "evaluate", "time": 1e9 + 3, "epoch": 1, "step": 9, "samples": 640, "loss": 1.0, "accuracy": 0.9, "count": 10}
-    return [start(), *(train(n, time=1e9 + n, samples=64 * n) for n in range(1, 10)), *others, evaluate, {"event": "end", "time": 1e9 + 20}]
+    evaluate = {
+        "event": "evaluate",
+        "time": 1e9 + 3,
+        "epoch": 1,
+        "step": 9,
+        "samples": 640,
+        "loss": 1.0,
+        "accuracy": 0.9,
+        "count": 10,
+    }
+    return [
+        start(),
+        *(train(n, time=1e9 + n, samples=64 * n) for n in range(1, 10)),
+        *others,
+        evaluate,
+        {"event": "end", "time": 1e9 + 20},
+    ]
 
 
 def written(lines: Callable[[], bytes | list[dict]], **files: str) -> Callable[[Path], None]:
@@ -54,13 +69,29 @@ def page_is_sound(here: Path, output: str) -> str:
     for bad in ("<script>alert", "<img src=x", 'src="http', "\x1b["):
         if bad in text:
             return f"the page has {bad!r}"
-    if re.search(r"(?<![\w.])(nan|inf|NaN|Infinity|undefined)(?![\w.])", re.sub(r"base64,[^\"]*|<style>.*?</style>", "", text, flags=re.S)) and "loss" not in text:
+    if (
+        re.search(
+            r"(?<![\w.])(nan|inf|NaN|Infinity|undefined)(?![\w.])",
+            re.sub(r"base64,[^\"]*|<style>.*?</style>", "", text, flags=re.S),
+        )
+        and "loss" not in text
+    ):
         return "the page has nan"
     return ""
 
 
-def record(name: str, what: str, lines: Callable[[], bytes | list[dict]], code: int | tuple[int, ...] = 0, says: str = "", flags: str = "", before: str = "",
-           check: Callable[[Path, str], str] | None = page_is_sound, limit: float = 120, **files: str) -> Attempt:
+def record(
+    name: str,
+    what: str,
+    lines: Callable[[], bytes | list[dict]],
+    code: int | tuple[int, ...] = 0,
+    says: str = "",
+    flags: str = "",
+    before: str = "",
+    check: Callable[[Path, str], str] | None = page_is_sound,
+    limit: float = 120,
+    **files: str,
+) -> Attempt:
     return Attempt(f"record-{name}", "hostile records", what, f"{before}{REPORT} out --output-dir report {flags}", code, says,
                    prepare=written(lines, **files), check=check if code == 0 and "--csv" not in flags else None, limit=limit)  # fmt: skip
 
@@ -84,7 +115,7 @@ RECORDS = [
            samples_per_second=math.nan, loading_seconds=-math.inf, compute_seconds=math.nan, communication_seconds=math.nan) for n in range(1, 20)),
            {"event": "evaluate", "time": 1e9, "epoch": 1, "step": 9, "samples": 640, "loss": math.nan, "accuracy": math.inf}]),
     record("huge-numbers", "numbers of 10^300, 10^400 and 5,000 digits", lambda: [start(), *(train(n, time=1e9 + n, loss=1e300 * (-1) ** n, samples_per_second=10**400, learning_rate=1e-320) for n in range(1, 20)),
-           ] + [{"event": "end", "time": 1e9, "train_seconds": 10**400, "samples": 10**400}]),
+           {"event": "end", "time": 1e9, "train_seconds": 10**400, "samples": 10**400}]),
     record("digits-5000", "an integer of 5,000 digits, which Python refuses to convert", lambda: "\n".join([json.dumps(start()), json.dumps(train(1)), '{"event": "train", "time": 1e9, "step": 2, "x": '
            + "9" * 5000 + "}", json.dumps(train(3)), ""]).encode()),
     record("missing", "each field is missing in one line", lambda: [{k: v for k, v in start().items() if k != key} for key in start()] + [{k: v for k, v in train(n).items() if k != key} for n, key in enumerate(train(1), 1)]),
@@ -99,13 +130,13 @@ RECORDS = [
     record("surrogates-csv", "the same as a table", lambda: [start(dataset="\ud800x", config={"\udfff": "\ud800"}), *run_of()[1:]], flags=TABLE),
     record("deep", "a line of 100,000 brackets", lambda: json.dumps(start()).encode() + b"\n" + b"[" * 100_000 + b"]" * 100_000 + b"\n" + json.dumps(train(1)).encode() + b"\n"),
     record("deep-900", "fields of 900 levels: JSON reads them, others may not", lambda: [start(config={"x": deep(900)["x"]}), deep(900), *run_of()[1:]]),
-    record("long-line", "a line of 50 MB", lambda: [start(reason="x" * 50_000_000), *run_of()[1:]]),
-    record("million-lines", "a million lines", lambda: json.dumps(start()).encode() + b"\n" + b"".join(json.dumps({"event": "train", "time": 1e9 + n, "step": n, "samples": n, "loss": 1.0}).encode() + b"\n"
-           for n in range(1_000_000)), limit=240),
-    record("thousand-metrics", "a thousand metrics with directions", lambda: [start(metrics={f"m{n}": {"direction": "max", "percent": False} for n in range(1000)}), *run_of()[1:],
-           {"event": "evaluate", "time": 1e9 + 3, "epoch": 1, "step": 9, "samples": 640, "loss": 1.0} | {f"m{n}": 0.5 for n in range(1000)}], (0, 2), limit=240),
-    record("thousand-ranks", "100,000 ranks in a line", lambda: [start(world_size=100_000, ranks=[{"rank": n, "host": f"h{n}", "pid": 1, "device": "cpu"} for n in range(100_000)]), *run_of()[1:]]),
-    record("resumed-1000", "a thousand starts and resumes", lambda: [line for n in range(1000) for line in (start(time=1e9 + 9 * n), {"event": "resume", "time": 1e9 + 9 * n, "step": n, "samples": 64 * n, "taken": 0},
+    record("long-line", "a line of 5 MB", lambda: [start(reason="x" * 5_000_000), *run_of()[1:]]),
+    record("many-lines", "200,000 lines", lambda: json.dumps(start()).encode() + b"\n" + b"".join(json.dumps({"event": "train", "time": 1e9 + n, "step": n, "samples": n, "loss": 1.0}).encode() + b"\n"
+           for n in range(200_000)), limit=240),
+    record("many-metrics", "a hundred metrics with directions", lambda: [start(metrics={f"m{n}": {"direction": "max", "percent": False} for n in range(100)}), *run_of()[1:],
+           {"event": "evaluate", "time": 1e9 + 3, "epoch": 1, "step": 9, "samples": 640, "loss": 1.0} | {f"m{n}": 0.5 for n in range(100)}], (0, 2), limit=240),
+    record("many-ranks", "10,000 ranks in a line", lambda: [start(world_size=10_000, ranks=[{"rank": n, "host": f"h{n}", "pid": 1, "device": "cpu"} for n in range(10_000)]), *run_of()[1:]]),
+    record("many-resumes", "two hundred starts and resumes", lambda: [line for n in range(200) for line in (start(time=1e9 + 9 * n), {"event": "resume", "time": 1e9 + 9 * n, "step": n, "samples": 64 * n, "taken": 0},
            train(n + 1, time=1e9 + 9 * n + 2, samples=64 * n + 64))]),
     record("backwards", "time, steps and samples go backwards", lambda: [start(), *(train(n, time=1e9 - n, samples=64 * n) for n in range(50, 0, -1))]),
     record("same-time", "every line at the same time and step", lambda: [start(), *(train(1) for _ in range(50))]),

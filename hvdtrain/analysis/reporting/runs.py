@@ -5,6 +5,7 @@ after the checkpoint from which the next one resumed are counted as lost. Second
 the pauses between attempts. They are from the monotonic clock (`elapsed`) if it is recorded, else from the wall clock.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -144,7 +145,9 @@ def shown(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:g}"
-    return ", ".join(map(shown, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):  # lists in it as JSON: a record may have hundreds of levels
+        return ", ".join(json.dumps(one) if isinstance(one, list) else shown(one) for one in value)
+    return str(value)
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:

@@ -145,15 +145,16 @@ class Telemetry:
         if self._missing:
             gap = f"{self._missing} line{'s'[: self._missing > 1]} before this one could not be written"
             line = json.dumps({"event": "error", "time": time.time(), "kind": "record", "message": gap}) + "\n" + line
-        end = self._file.seek(0, os.SEEK_END)
-        content = line.encode()
+        content, end = line.encode(), None
         try:
+            end = self._file.seek(0, os.SEEK_END)
             if self._file.write(content) != len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._missing = 0
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._file.truncate(end)
+                if end is not None:
+                    self._file.truncate(end)
             if not self._missing:
                 said = f"warning: {self.output_dir}/metrics.jsonl cannot be written for now ({error.strerror})"
                 print(said, file=sys.stderr, flush=True)

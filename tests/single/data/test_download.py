@@ -156,6 +156,18 @@ def test_a_short_answer_is_an_error(tmp_path: Path, mirrors: Mirrors) -> None:
         assert "truncated" in failed(tmp_path / "d")
 
 
+def test_a_damaged_chunk_is_an_error(tmp_path: Path, mirrors: Mirrors) -> None:
+    def damaged(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(200)
+        request.send_header("Transfer-Encoding", "chunked")
+        request.end_headers()
+        request.wfile.write(b"zzz\r\n")
+
+    with fake.mirror(damaged) as (url, _):
+        mirrors(url)
+        assert "IncompleteRead" in failed(tmp_path / "d")
+
+
 def test_only_https_by_default(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "SCHEMES", ("https",))
     for name in ("mnist", "fashion-mnist"):

@@ -478,3 +478,9 @@ def test_sizes_json_is_right_or_refused(said, tmp_path):
     ) as error:
         open_them(tmp_path)
     one_line(error.value)
+
+
+def test_a_pattern_of_too_many_names_is_refused_at_once(tars):
+    """A typing error in braces, of which all names would take minutes and gigabytes."""
+    with pytest.raises(UserError, match="more than 1,000,000 names: check the pattern"):
+        shards.find("train", f"{tars}/train/{{000000..{10**12}}}.tar", None)

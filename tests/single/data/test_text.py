@@ -1,9 +1,11 @@
 """Texts as tokens: what is trained on and what is held out, three kinds of vocabulary, the cache, and what is refused."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +156,29 @@ def test_texts_that_are_refused(content, kind, complaint, tmp_path):
 def test_what_is_no_file_is_refused(name, tmp_path):
     with pytest.raises(UserError, match="name a file that can be read"):
         text.load([tmp_path / name], "characters")
+
+
+@pytest.mark.parametrize("kind", ["characters", "bytes"])
+def test_a_pipe_is_refused_and_not_waited_for(kind, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UserError, match="a pipe or a device, not a file"):
+            text.load([path], kind)
+
+
+def test_of_a_file_that_grows_faster_than_it_is_read_there_is_what_it_had(book, monkeypatch):
+    """Whoever reads it to its end never comes there."""
+    monkeypatch.setattr(text, "BLOCK_BYTES", 64)
+
+    class Growing(io.BufferedReader):
+        def read(self, size: int = -1) -> bytes:
+            with book.open("ab") as file:
+                file.write(b"more " * 64)
+            return super().read(size)
+
+    monkeypatch.setattr(text.files, "opened", lambda path: Growing(io.FileIO(path)))
+    whole = sum(len(chunk) for chunk in text.blocks([book], "bytes"))
+    assert whole == len(WORDS.encode())
 
 
 def test_a_bad_tokenizer_is_refused(book, tmp_path):

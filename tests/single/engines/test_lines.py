@@ -4,12 +4,21 @@ import os
 
 import pytest
 
-from hvdtrain.engines.lines import say_within, within
+from hvdtrain.engines.lines import say_within, within, write_whole_lines
 
 
 def test_a_line_is_written_whole(capfd):
     assert say_within("error: ä\n" * 3)
     assert capfd.readouterr().err == "error: ä\n" * 3
+
+
+def test_no_character_of_a_line_ends_the_run(monkeypatch, tmp_path):
+    """A file name that is not UTF-8; a terminal of another encoding."""
+    with (tmp_path / "out").open("w", encoding="ascii") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        write_whole_lines()
+        print(os.fsdecode(b"\xff"), "ä")
+    assert (tmp_path / "out").read_text() == "\\udcff \\xe4\n"
 
 
 def test_a_stream_without_a_file_is_written_too(capsys):

@@ -36,6 +36,17 @@ def test_importing_hvdtrain_does_nothing(tmp_path):
     assert (after, trains) == (before, before), done
 
 
+@pytest.mark.parametrize("command", ["mnist --engine serial", "starter --local-ranks 1 -m hvdtrain.mnist"])
+def test_a_working_directory_that_is_gone_is_named(command):
+    """torch's libraries would end the process: "FATAL ERROR: Cannot load libtorch_cpu.so"."""
+    gone = f"cd $(mktemp -d) && rmdir $PWD && exec {shlex.quote(sys.executable)} -m hvdtrain.{command}"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", gone], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done
+    assert len(done.stderr.splitlines()) == 1
+    assert "error: the working directory cannot be found" in done.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_collector_rests_while_a_command_imports_torch(command, tmp_path):
     (tmp_path / "torch.py").write_text(f"{STATE}\nsys.exit(5)")

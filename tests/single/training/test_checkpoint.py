@@ -276,3 +276,35 @@ def test_export_gives_the_models_own_weights(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["state"] == {"epoch": 1, "step": 12}
     with pytest.raises(UserError, match=r"--export .*: cannot be written"):
         verify.main([str(path), "--export", str(tmp_path / "none" / "w.safetensors")])
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_fsync_still_gets_checkpoints(code, tmp_path, monkeypatch):
+    def refuse(handle):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    checkpoint.write(tmp_path / checkpoint.name_of(12), FACTS, TENSORS)
+    assert checkpoint.read(tmp_path / checkpoint.name_of(12))[0] == FACTS
+
+
+def test_an_fsync_that_fails_fails_the_checkpoint(tmp_path, monkeypatch):
+    def fail(handle):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint.write(tmp_path / checkpoint.name_of(12), FACTS, TENSORS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_a_thousand_damaged_checkpoints_ten_are_named(sound, tmp_path):
+    (tmp_path / checkpoint.name_of(1)).write_bytes(sound)
+    for step in range(2, 1002):
+        (tmp_path / checkpoint.name_of(step)).touch()
+    said: list[str] = []
+    found = checkpoint.newest(tmp_path, said.append)
+    assert found is not None
+    assert found[0] == FACTS
+    assert len(said) == 11
+    assert said[-1] == f"990 more checkpoints in {tmp_path} are damaged or cannot be read"

@@ -212,6 +212,7 @@ WRONG_PROGRAMS = {
     "steps twice": (steps_twice, r"run.steps\(\) was called twice in one epoch"),
     "steps left early": (steps_left_early, r"epoch 1 was left after 0 of 40 samples"),
     "two lengths of training": (lambda run: (prepared(run), next(run.epochs(1, steps=2))), "a number of epochs, or steps"),
+    "a fraction of epochs": (lambda run: (prepared(run), next(run.epochs(1.5))), "takes a whole number, not 1.5"),
     "an unknown goal": (lambda run: (prepared(run), next(run.epochs(1, stop_at={"x": 1.0}))), "stop_at: x has no direction"),
     "prepare twice": (lambda run: (prepared(run), prepared(run)), r"run.prepare\(\) was called twice"),
     "no optimizer": (lambda run: run.prepare(network()), r"run.prepare\(\) got Sequential: give it models and optimizers"),

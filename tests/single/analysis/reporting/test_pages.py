@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from hvdtrain import report
 from hvdtrain.analysis.reporting import curves, page, pictures
-from hvdtrain.analysis.reporting.runs import differing, read_runs, samples_at, time_shares
+from hvdtrain.analysis.reporting.runs import differing, read_runs, samples_at, shown, time_shares
 from hvdtrain.analysis.reporting.seeds import fold
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
@@ -347,3 +347,11 @@ def test_durations_that_are_no_durations(leave):
         }
         (run,) = read_runs([leave(f"run-{str(seconds)[:4]}", *WHOLE[:-1], end)])
         assert page.figures(run)["training"][0] == "-"
+
+
+def test_a_flag_of_hundreds_of_levels_is_shown():
+    deep: list = []
+    for _ in range(900):
+        deep = [deep]
+    assert shown([1.0, True, None]) == "1, yes, -"
+    assert shown(deep) == "[" * 900 + "]" * 900

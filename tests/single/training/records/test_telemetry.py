@@ -1,0 +1,31 @@
+"""metrics.jsonl on file systems that fail."""
+
+import errno
+import json
+import os
+from io import FileIO
+
+from hvdtrain.engines.single import SerialEngine
+from hvdtrain.training.records.telemetry import Telemetry
+
+
+def test_a_file_system_that_fails_a_seek_costs_lines_not_the_run(tmp_path, capfd, monkeypatch):
+    """As one that turned stale does."""
+    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+    with Telemetry(engine, tmp_path, progress=False) as telemetry:
+        telemetry.open(continued=False)
+        telemetry.event("before")
+
+        class Stale(FileIO):
+            def seek(self, *where):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        sound = telemetry._file
+        telemetry._file = Stale(tmp_path / "metrics.jsonl", "a")
+        telemetry.event("lost")
+        telemetry._file.close()
+        telemetry._file = sound
+        telemetry.event("after")
+    assert "metrics.jsonl cannot be written for now (Stale file handle)" in capfd.readouterr().err
+    written = [json.loads(line)["event"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written == ["before", "error", "after"]
