@@ -31,7 +31,8 @@ def require_directory() -> None:
     try:
         os.getcwd()  # noqa: PTH109
     except OSError as error:
-        from hvdtrain.engines import errors, exit_codes
+        from hvdtrain.engines import errors
+        from hvdtrain.launching import exit_codes
 
         said = (
             f"the working directory cannot be found ({error.strerror}): it was removed or moved; cd to one that exists"

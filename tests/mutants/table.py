@@ -185,7 +185,7 @@ MUTANTS = [
            "if rank in reports]", VERDICT),
     mutant("replicas are compared", GUARD, "if len(kinds) == 1:", "if True:",
            f"{FLAGS}::test_replicas_that_differ_end_the_run_on_every_rank"),
-    mutant("exit code 75", "hvdtrain/engines/exit_codes.py", "STOPPED = 75", "STOPPED = 1",
+    mutant("exit code 75", "hvdtrain/launching/exit_codes.py", "STOPPED = 75", "STOPPED = 1",
            f"{RESUME}::test_stop_signal_saves_and_leaves_with_75"),
     mutant("exit code 2 for bad input", "hvdtrain/engines/errors.py", "exit_code = 2", "exit_code = 1",
            "tests/single/engines/test_start.py::test_user_error_is_one_line_and_code_two"),
