@@ -54,7 +54,9 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced:
 
     Raises UserError if the values are not numbers, or the rank is out of range.
     """
-    for launcher, rank, size in LAUNCHERS:
+    # Only torchrun sets this variable: what other launchers set is then left over from around it.
+    innermost = [row for row in LAUNCHERS if row[0] == "torchrun"] if "TORCHELASTIC_RUN_ID" in environment else []
+    for launcher, rank, size in (*innermost, *LAUNCHERS):
         if rank not in environment or size not in environment:
             continue
         said = f"{rank}={environment[rank][:40]!r}, {size}={environment[size][:40]!r}"

@@ -41,6 +41,11 @@ def test_alone():
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
             ("mpirun (Open MPI)", 1, 2),
         ),
+        # torchrun in a rank of another job, or in a shell with the variables of one
+        (
+            {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
+            ("torchrun", 1, 2),
+        ),
         # salloc without a step: no process id, nothing announced
         ({"SLURM_NTASKS": "8"}, ("none", 0, 1)),
     ],
