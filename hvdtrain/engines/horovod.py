@@ -11,9 +11,10 @@ Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
 
 import contextlib
 import os
+import re
 import resource
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "8"}
 GLOO_SIZES = ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")  # of the groups in which Gloo connects every rank with every other
 SPARE_FILES = 16  # open files besides Gloo's connections: the watchdog's, metrics, checkpoints
 
+SERVER_SECONDS = 30.0  # for the rendezvous server to accept a connection
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
 
 
@@ -68,12 +70,39 @@ def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> lis
 
 
 def refuse_unknown_own_name(name: str) -> None:
-    """Raise UserError where the host's own `name` does not resolve: Gloo looks it up, and crashes where it finds nothing."""
+    """Raise UserError where the host's own `name` has no address of this host: Gloo looks it up, and crashes without one."""
     try:
-        socket.getaddrinfo(name, None)
+        found = socket.getaddrinfo(
+            os.fsencode(name), None, type=socket.SOCK_STREAM
+        )  # bytes: any name that a host may have
     except OSError:
         how = f"add `127.0.0.1 {name}` to /etc/hosts (podman run --add-host {name}:127.0.0.1)"
         raise UserError(f"this host's own name {name} does not resolve, and Gloo needs it: {how}") from None
+    for family, kind, _, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return
+    said = f"this host's own name {name} resolves to {found[0][4][0]}, which is not an address of this host"
+    raise UserError(f"{said}, and Gloo needs one: correct the name's line in /etc/hosts")
+
+
+def refuse_crashing_variables(environment: Mapping[str, str]) -> None:
+    """Raise UserError where Horovod would crash because of a variable: of a job that is over, or with an unknown value."""
+    for name, known in (("HOROVOD_CONTROLLER", ("mpi", "gloo")), ("HOROVOD_CPU_OPERATIONS", ("mpi", "gloo", "ccl"))):
+        if name in environment and environment[name].lower() not in known:
+            raise UserError(f"{name}={environment[name][:40]!r}: Horovod knows {', '.join(known)}")
+    limit = environment.get("HOROVOD_GLOO_TIMEOUT_SECONDS")
+    if limit is not None and not re.fullmatch("[1-9][0-9]{0,8}", limit):
+        raise UserError(f"HOROVOD_GLOO_TIMEOUT_SECONDS={limit[:40]!r}: set a whole number of seconds, or unset it")
+    names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+    if names[0] in environment:
+        host, port = (environment.get(name, "") for name in names)
+        try:
+            socket.create_connection((host, int(port)), SERVER_SECONDS).close()
+        except (OSError, ValueError, OverflowError):  # ValueError: not a number, or not a host name
+            said = ", ".join(f"{name}={value[:80]!r}" for name, value in zip(names, (host, port), strict=True))
+            how = "if they are left over from another job, unset all HOROVOD_* variables"
+            raise UserError(f"no rendezvous server at {said}: {how}") from None
 
 
 def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
@@ -137,6 +166,7 @@ class HorovodEngine(Engine):
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
         if launcher == "mpirun (Open MPI)":
             os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
+        refuse_crashing_variables(os.environ)
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
             refuse_unknown_own_name(socket.gethostname())
             refuse_too_few_files(*(int(os.environ.get(f"HOROVOD_{name}", "1")) for name in GLOO_SIZES))

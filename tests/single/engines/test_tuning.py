@@ -1,5 +1,8 @@
 """What is tuned, and refused, before Horovod starts: tuning touches nothing that the user asked for."""
 
+import os
+import socket
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from hvdtrain.engines.horovod import (
     PredividedCompressor,
     bucket_bytes,
     buckets,
+    refuse_crashing_variables,
     refuse_unknown_own_name,
     tuned_environment,
 )
@@ -70,3 +74,38 @@ def test_a_host_that_does_not_know_its_own_name_is_refused_before_gloo_crashes()
         UserError, match=r"name nowhere\.invalid does not resolve.*: add `127.0.0.1 nowhere\.invalid` to /etc/hosts"
     ):
         refuse_unknown_own_name("nowhere.invalid")
+
+
+@pytest.mark.parametrize("name", ["h" * 64, os.fsdecode(b"\xff\xfex")])
+def test_a_host_name_that_python_cannot_encode_is_looked_up_all_the_same(name):
+    with pytest.raises(UserError, match="does not resolve, and Gloo needs it"):
+        refuse_unknown_own_name(name)
+
+
+def test_a_host_whose_name_is_that_of_another_host_is_refused_before_gloo_crashes():
+    with pytest.raises(
+        UserError, match=r"own name 192\.0\.2\.1 resolves to 192\.0\.2\.1, which is not an address of this host"
+    ):
+        refuse_unknown_own_name("192.0.2.1")
+
+
+def test_an_unknown_controller_is_refused_before_horovod_crashes():
+    refuse_crashing_variables({"HOROVOD_CONTROLLER": "MPI", "HOROVOD_CPU_OPERATIONS": "gloo"})
+    with pytest.raises(UserError, match="HOROVOD_CONTROLLER='nonsense': Horovod knows mpi, gloo"):
+        refuse_crashing_variables({"HOROVOD_CONTROLLER": "nonsense"})
+
+
+@pytest.mark.parametrize("seconds", ["abc", "0", "-1", "1.5", ""])
+def test_a_time_limit_of_gloo_that_is_not_one_is_refused_before_gloo_crashes(seconds):
+    with pytest.raises(UserError, match=f"HOROVOD_GLOO_TIMEOUT_SECONDS='{seconds}': set a whole number of seconds"):
+        refuse_crashing_variables({"HOROVOD_GLOO_TIMEOUT_SECONDS": seconds})
+
+
+def test_variables_of_a_job_that_is_over_are_refused_before_gloo_crashes():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        there = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": port}
+        refuse_crashing_variables(there | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"})
+    for gone in (there, there | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "abc"}):
+        with pytest.raises(UserError, match=r"no rendezvous server at HOROVOD_GLOO_RENDEZVOUS_ADDR='127\.0\.0\.1'"):
+            refuse_crashing_variables(gone)
