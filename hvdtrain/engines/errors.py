@@ -29,10 +29,13 @@ class UserError(Exception):
 
 
 class Failure(Exception):
-    """Training cannot continue. All ranks raise it together; rank 0 prints the reason in one line. The exit code is 1."""
+    """Training cannot continue. Rank 0 prints the reason in one line; the exit code is 1.
+
+    everywhere: all ranks raise it together. Otherwise this rank prints it, and the others are told that it has failed.
+    """
 
     exit_code = 1
-    everywhere = True
 
-    def __init__(self, message: str):
+    def __init__(self, message: str, *, everywhere: bool = True):
         super().__init__(one_line(message))
+        self.everywhere = everywhere

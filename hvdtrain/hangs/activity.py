@@ -5,9 +5,12 @@ The main thread writes, the monitor's thread reads: plain attributes, no lock.
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
+
+from hvdtrain.engines.errors import Failure
 
 
 class Phase(NamedTuple):
@@ -120,13 +123,18 @@ class Activity:
         self.moves += 1
 
 
+# What Gloo's, MPI's and Horovod's errors say where another rank has ended or does not answer.
+LOST = re.compile(
+    r"Horovod has been shut down|([Rr]ead|[Ww]rite) error.*|Connection (closed|reset).*|[Tt]imed out.*|Broken pipe"
+)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def collective(method: Method) -> Method:
     """Decorate a method of an object with an `activity`, in which this rank waits for other ranks.
 
-    While it runs, `activity.collective` is its argument `name`, or the name of the method if it has no such argument.
+    While it runs, `activity.collective` is its argument `name`, or the name of the method if it has no such argument. Raises
+    Failure where the connection to the other ranks is lost: a traceback of this rank would say nothing about that.
     """
 
     @functools.wraps(method)
@@ -137,6 +145,13 @@ def collective(method: Method) -> Method:
         activity.collective = name if isinstance(name, str) else method.__name__
         try:
             return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            lost = LOST.search(str(error))
+            if outer is not None or lost is None:
+                raise
+            said = f"the connection to the other ranks is lost in {activity.collective} ({lost[0]})"
+            how = "one of them has ended, or look at the network between them"
+            raise Failure(f"{said}: {how}", everywhere=False) from error
         finally:
             activity.collective = outer
 

@@ -58,7 +58,7 @@ class Guard:
             self.engine.barrier()  # the monitor still detects ranks that do not reach it
         elif isinstance(error, Failure):
             self.telemetry.event("error", kind="failure", message=str(error))
-        agreed = error is None or isinstance(error, Failure) or (isinstance(error, UserError) and error.everywhere)
+        agreed = error is None or (isinstance(error, (Failure, UserError)) and error.everywhere)
         self.monitor.close(None if agreed else f"{type(error).__name__}: {error}")
         self.monitor.make_leaving().start()
 

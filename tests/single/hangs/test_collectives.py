@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hvdtrain.engines.ddp import DdpEngine
+from hvdtrain.engines.errors import Failure
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.hangs.activity import Activity, collective
@@ -85,3 +86,28 @@ def test_the_mark_has_the_collectives_name_and_goes_with_it():
         engine.all_reduce_(torch.ones(1), "fails", name="late")
     assert seen == ["loss", "broadcast", "loss", "late"]
     assert engine.activity.collective is None
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("Horovod has been shut down. This was caused by an exception on one of the ranks", Failure),
+        ("[/tmp/gloo/transport/tcp/pair.cc:589] Read error [10.77.0.1]:4013: Connection reset by peer", Failure),
+        (
+            "[/tmp/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation to complete",
+            Failure,
+        ),
+        ("Mismatched data types: One rank had type float32, but another rank had type int32.", RuntimeError),
+    ],
+)
+def test_a_lost_connection_is_one_line_and_this_ranks_own(said, expected):
+    class Broken(SerialEngine):
+        @collective
+        def all_reduce_(self, tensor, op, name):
+            raise RuntimeError(said)
+
+    with pytest.raises(expected) as caught:
+        Broken(tuning=False, rank=0, size=1, launcher="none").sum(torch.ones(1), "loss")
+    if expected is Failure:
+        assert not caught.value.everywhere
+        assert f"lost in loss ({said[-120:]})" in str(caught.value)
