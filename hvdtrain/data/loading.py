@@ -14,13 +14,14 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, spawn
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from hvdtrain.data import leftovers
 from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.data.sharding import Batch, Step, epoch_order, steps, steps_per_epoch
+from hvdtrain.engines.errors import Failure
 
 PREFETCH = 2  # batches that each worker keeps ready
 LARGEST_IMAGE = 2**26  # pixels; larger JPEG images are decoded at 1/2, 1/4 or 1/8 of their width and height
@@ -173,9 +175,11 @@ def loader(
 ) -> DataLoader:
     """Return a DataLoader whose items are complete batches: `dataset[job]`, or the items of an iterable dataset.
 
+    Iterating over it raises Failure if a worker ends.
+
     timeout (seconds; 0: none), prefetch_factor, worker_init: see DataLoader; used only with workers.
     """
-    return DataLoader(
+    return _Batches(
         dataset,
         batch_size=None,
         sampler=jobs,
@@ -188,6 +192,21 @@ def loader(
         # The server may have been started while mpirun's binding to one core was in effect.
         worker_init_fn=functools.partial(_begin_worker, os.sched_getaffinity(0), worker_init) if workers else None,
     )
+
+
+class _Batches(DataLoader):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return _while_workers_live(super().__iter__())
+
+
+def _while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if not re.match(r"DataLoader worker .*(exited unexpectedly|is killed)", str(error)):
+            raise
+        how = "if the kernel killed it for memory, use fewer workers or a smaller batch"
+        raise Failure(f"an input worker has ended ({error}): {how}", everywhere=False) from error
 
 
 def _begin_worker(cores: set[int], worker_init: Callable[[int], None] | None, worker: int) -> None:

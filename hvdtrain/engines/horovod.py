@@ -35,7 +35,6 @@ ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "8"}
 
 GLOO_SIZES = ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")  # of the groups in which Gloo connects every rank with every other
 SPARE_FILES = 16  # open files besides Gloo's connections: the watchdog's, metrics, checkpoints
-
 SERVER_SECONDS = 30.0  # for the rendezvous server to accept a connection
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
 

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hvdtrain.data import loading
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.start import start
 from hvdtrain.launching.processes import stat
 from hvdtrain.training import inputs
@@ -166,3 +167,23 @@ def test_a_worker_that_imports_the_program_does_not_train(monkeypatch):
     monkeypatch.setattr("hvdtrain.engines.start.refused_in_worker", False)
     with pytest.raises(UserError, match='under `if __name__ == "__main__":`'):
         start("serial")
+
+
+class Mortal(torch.utils.data.Dataset):
+    """Its third item ends the worker that loads it, as the kernel does where memory runs out."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(1)
+
+
+def test_a_worker_that_is_killed_is_one_line_and_no_bad_input():
+    loading.start_workers_early([])
+    batches = iter(loading.loader(Mortal(), 1, torch.device("cpu"), range(4)))
+    with pytest.raises(
+        Failure, match=r"an input worker has ended .*: if the kernel killed it for memory, use fewer"
+    ) as caught:
+        list(batches)
+    assert caught.value.exit_code == 1
+    assert not caught.value.everywhere
