@@ -90,6 +90,9 @@ def refuse_crashing_variables(environment: Mapping[str, str]) -> None:
     for name, known in (("HOROVOD_CONTROLLER", ("mpi", "gloo")), ("HOROVOD_CPU_OPERATIONS", ("mpi", "gloo", "ccl"))):
         if name in environment and environment[name].lower() not in known:
             raise UserError(f"{name}={environment[name][:40]!r}: Horovod knows {', '.join(known)}")
+    for name in (f"HOROVOD_{size}" for size in GLOO_SIZES):
+        if not re.fullmatch("[0-9]{1,7}", environment.get(name, "1")):
+            raise UserError(f"{name}={environment[name][:40]!r} is not a number of ranks: unset it")
     limit = environment.get("HOROVOD_GLOO_TIMEOUT_SECONDS")
     if limit is not None and not re.fullmatch("[1-9][0-9]{0,8}", limit):
         raise UserError(f"HOROVOD_GLOO_TIMEOUT_SECONDS={limit[:40]!r}: set a whole number of seconds, or unset it")

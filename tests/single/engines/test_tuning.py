@@ -91,6 +91,8 @@ def test_a_host_whose_name_is_that_of_another_host_is_refused_before_gloo_crashe
 
 def test_an_unknown_controller_is_refused_before_horovod_crashes():
     refuse_crashing_variables({"HOROVOD_CONTROLLER": "MPI", "HOROVOD_CPU_OPERATIONS": "gloo"})
+    with pytest.raises(UserError, match="HOROVOD_LOCAL_SIZE='abc' is not a number of ranks: unset it"):
+        refuse_crashing_variables({"HOROVOD_LOCAL_SIZE": "abc"})
     with pytest.raises(UserError, match="HOROVOD_CONTROLLER='nonsense': Horovod knows mpi, gloo"):
         refuse_crashing_variables({"HOROVOD_CONTROLLER": "nonsense"})
 
