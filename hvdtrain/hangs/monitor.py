@@ -86,6 +86,8 @@ class Monitor:
         self._work, self._idle = Work(), 0.0  # seconds since this rank was last seen at work; counted in UPDATED only
         self._excused = 0.0  # seconds without progress that a lack of CPU cores on any rank explains
         self._stop_known_at = 0.0
+        self._asked_to_stop: tuple[float, str] | None = None  # when this rank asked rank 0, and why
+        self._warned = False
         self._interrupts = 0
         self._errors = 0
         self._closing = False
@@ -176,7 +178,21 @@ class Monitor:
         if self.rank == 0 or self.off is not None:
             self._learn_stop(reason)
         elif 0 in self.channels:
+            self._asked_to_stop = self._asked_to_stop or (time.monotonic(), reason)
             self.channels[0].send(Stop(reason))
+
+    def _miss_answer(self, now: float) -> None:
+        """Warn once if rank 0 has not answered a stop request: its connection may be cut while the engine's is not."""
+        asked = self._asked_to_stop
+        if (
+            asked is not None
+            and self.stop_reason is None
+            and not self._warned
+            and now - asked[0] > 2 * self.timing.reply
+        ):
+            self._warned = True
+            how = "training goes on; look at the network between them"
+            say_within(f"warning: {self.name(0)} has not answered the request to stop ({asked[1]}): {how}\n")
 
     def _learn_stop(self, reason: str) -> None:
         if self.stop_reason is None:
@@ -226,6 +242,7 @@ class Monitor:
                 self._end(f"{self.name(rank)} {self._fate(rank)}")
         self.activity.hear_of_compilations()
         self._miss_launcher()
+        self._miss_answer(now)
         self._leave_before_the_first_step(now)
         starved = self._starvation.seconds()
         moves, phase = self.activity.moves, self.activity.phase

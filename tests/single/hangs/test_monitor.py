@@ -505,3 +505,15 @@ def test_a_hundred_ranks_connect_train_and_are_judged(job):
 @pytest.mark.slow
 def test_a_thousand_ranks_connect_train_and_are_judged(job):
     many(1000, job)
+
+
+def test_a_request_to_stop_that_does_not_arrive_is_no_secret(job, capfd):
+    """Only the watchdog's connection is cut: training goes on, and SIGTERM would have no effect without a word."""
+    some = job(2, step_timeout=60.0)
+    hub, asking = some.ranks
+    hub._receive = lambda rank, channel: channel.receive()
+    asking.request_stop("SIGTERM on rank 1 (h0)")
+    said = []
+    some.wait_until(lambda: said.append(capfd.readouterr().err) or "warning: " in "".join(said))
+    assert "warning: rank 0 on h0 has not answered the request to stop (SIGTERM on rank 1 (h0))" in "".join(said)
+    assert asking.code is None
