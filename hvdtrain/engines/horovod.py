@@ -101,10 +101,10 @@ def refuse_crashing_variables(environment: Mapping[str, str]) -> None:
         host, port = (environment.get(name, "") for name in names)
         try:
             socket.create_connection((host, int(port)), SERVER_SECONDS).close()
-        except (OSError, ValueError, OverflowError):  # ValueError: not a number, or not a host name
+        except (OSError, ValueError, OverflowError) as error:  # ValueError: not a number, or not a host name
             said = ", ".join(f"{name}={value[:80]!r}" for name, value in zip(names, (host, port), strict=True))
             how = "if they are left over from another job, unset all HOROVOD_* variables"
-            raise UserError(f"no rendezvous server at {said}: {how}") from None
+            raise UserError(f"no rendezvous server at {said} ({error}): {how}") from None
 
 
 def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
