@@ -1,0 +1,434 @@
+"""Attempts against networks, processes and memory, from outside: cables, floods, names, cgroups, workers, two jobs at once.
+
+python -m tests.chaos.networks [--only NAMES] [--list] [-v]
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.attempts import Attempt, Job, main, wait_for
+from tests.chaos.wires import TUN
+from tests.e2e.launchers import ROOT
+
+PYTHON = sys.executable
+COMMON = "--no-progress --step-timeout 5 --log-steps 1 --threads 1 --checkpoint-steps 20 --output-dir out"
+MNIST = f"-m hvdtrain.mnist --dataset digits --model convnet --epochs 8 {COMMON}"
+AUGMENT = f"{ROOT}/docs/programs/augment.py --epochs 6 --workers 1 {COMMON}"
+STARTER = f"{PYTHON} -m hvdtrain.starter --oversubscribe --local-ranks"
+HERE = f"{STARTER} 2 {MNIST}"  # its bits are those of two hosts: two ranks have one order of sums
+WORKERS = f"TORCHINDUCTOR_CACHE_DIR=cache {STARTER} 2 {AUGMENT}"  # it would be left in TMPDIR
+MPI = f"mpirun --oversubscribe -np 2 {PYTHON} {MNIST}"
+STEP = 20  # at which most attempts strike: a checkpoint is due
+CGROUPS = Path("/sys/fs/cgroup")  # version 1 has a directory for each controller
+HOST_TOOLS = ("ip", "unshare", "nsenter", "tc")
+During = Callable[[Path, Job], None]
+Processes = Callable[[Path, Job], list[int]]
+
+
+def again(command: str) -> str:
+    """Return a line of bash that repeats `command` after it has failed, and ends with the code of the first attempt."""
+    return f"{command}; code=$?; rm -f rules.json *.log; {command} >again 2>&1 || {{ cat again; exit 99; }}; exit $code"
+
+
+# ---- what strikes
+
+
+def at_step(strike: During, step: int = STEP) -> During:
+    """Return a function that calls `strike` when training has come to a step."""
+
+    def during(here: Path, job: Job) -> None:
+        wait_for(here / "out" / "metrics.jsonl", job, rf'"event": "train".*"step": {step}\b')
+        strike(here, job)
+
+    return during
+
+
+def rule(**rules: object) -> During:
+    """Return a function that gives the wire these rules."""
+
+    def strike(here: Path, job: Job) -> None:
+        new = here / "rules.new"
+        new.write_text(json.dumps(rules))
+        new.replace(here / "rules.json")
+
+    return strike
+
+
+def rules_first(**rules: object) -> Callable[[Path], None]:
+    return lambda here: (here / "rules.json").write_text(json.dumps(rules)) and None
+
+
+def for_a_while(seconds: float, **rules: object) -> During:
+    def strike(here: Path, job: Job) -> None:
+        rule(**rules)(here, job)
+        time.sleep(seconds)
+        rule()(here, job)
+
+    return strike
+
+
+def ranks(here: Path) -> list[int]:
+    """Return the process of each rank of the newest start."""
+    lines = [json.loads(line) for line in (here / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [rank["pid"] for line in lines if line["event"] == "start" for rank in line["ranks"]][-2:]
+
+
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def descendants(pid: int) -> list[int]:
+    return [pid, *(below for child in children(pid) for below in descendants(child))]
+
+
+def fork_server(rank: int) -> int:
+    """Return the process that forks the input workers of a rank."""
+    named = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(rank)}
+    return next(pid for pid, command in named.items() if "multiprocessing.forkserver" in command)
+
+
+def rank(number: int) -> Processes:
+    return lambda here, job: [ranks(here)[number]]
+
+
+def worker(here: Path, job: Job) -> list[int]:
+    return children(fork_server(ranks(here)[0]))
+
+
+def server(here: Path, job: Job) -> list[int]:
+    return [fork_server(ranks(here)[0])]
+
+
+def everything(here: Path, job: Job) -> list[int]:
+    return descendants(job.pid)[1:]
+
+
+def starter(here: Path, job: Job) -> list[int]:
+    """Return the process that all ranks have in common."""
+    return [pid for pid in descendants(job.pid) if set(ranks(here)) <= set(children(pid))][:1]
+
+
+def send(which: Processes, *numbers: signal.Signals, gap: float = 0.0) -> During:
+    def strike(here: Path, job: Job) -> None:
+        chosen = which(here, job)
+        for place, number in enumerate(numbers):
+            time.sleep(gap if place else 0.0)
+            for pid in chosen:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    return strike
+
+
+@contextlib.contextmanager
+def group(controller: str, pids: list[int]) -> Iterator[Path]:
+    """A cgroup with these processes. Afterwards they are in the one above again."""
+    path = CGROUPS / controller / f"hvdtrain-{os.getpid()}-{time.monotonic_ns()}"
+    path.mkdir()
+    try:
+        for pid in pids:
+            (path / "cgroup.procs").write_text(str(pid))
+        yield path
+    finally:
+        for pid in (path / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                (path.parent / "cgroup.procs").write_text(pid)
+        until = time.monotonic() + 10
+        while path.exists() and time.monotonic() < until:
+            with contextlib.suppress(OSError):  # until the killed are reaped
+                path.rmdir()
+
+
+def out_of_memory(which: Processes) -> During:
+    """Let the kernel kill these processes for the next page that they touch."""
+
+    def strike(here: Path, job: Job) -> None:
+        with group("memory", which(here, job)) as path:
+            (path / "memory.limit_in_bytes").write_text("4096")
+            until = time.monotonic() + 60
+            while "oom_kill 0" in (path / "memory.oom_control").read_text():
+                assert time.monotonic() < until, "the kernel killed nothing"
+                time.sleep(0.05)
+
+    return strike
+
+
+def frozen(which: Processes, seconds: float) -> During:
+    def strike(here: Path, job: Job) -> None:
+        with group("freezer", which(here, job)) as path:
+            (path / "freezer.state").write_text("FROZEN")
+            until = time.monotonic() + seconds
+            while time.monotonic() < until and job.poll() is None:
+                time.sleep(0.1)
+            (path / "freezer.state").write_text("THAWED")
+
+    return strike
+
+
+def starved(which: Processes, seconds: float) -> During:
+    """Give these processes a hundredth of a core."""
+
+    def strike(here: Path, job: Job) -> None:
+        with group("cpu", which(here, job)) as path:
+            (path / "cpu.cfs_quota_us").write_text("1000")
+            time.sleep(seconds)
+            (path / "cpu.cfs_quota_us").write_text("-1")
+
+    return strike
+
+
+def second_job(launcher: str, code: int) -> During:
+    """Start the same training again, into the same output directory."""
+
+    def strike(here: Path, job: Job) -> None:
+        environment = Path(f"/proc/{job.pid}/environ").read_bytes().rstrip(b"\0").split(b"\0")
+        own = dict(pair.split(b"=", 1) for pair in environment)
+        done = subprocess.run(
+            ["bash", "-c", launcher], cwd=here, env=own, capture_output=True, text=True, timeout=120
+        )  # fmt: skip
+        assert done.returncode == code, f"the second ended with {done.returncode}: {done.stderr[-300:]}"
+        assert "Traceback" not in done.stderr, done.stderr
+
+    return strike
+
+
+# ---- what is attempted
+
+
+def wired(hosts: str = "a,b", options: str = "", program: str = MNIST, starter: str = "") -> str:
+    return f"{PYTHON} -m tests.chaos.wires {options} {hosts} {STARTER} 1 {starter} {program}"
+
+
+def others_say_little(here: Path, output: str) -> str:
+    """Return what is wrong with the output of the hosts other than the first, which wires.py keeps apart."""
+    for log in here.glob("*.log"):
+        said = log.read_text(errors="replace")
+        if "Traceback" in said or "terminate called" in said:
+            return f"{log.stem} says {said[-300:]!r}"
+    return ""
+
+
+def over_wires(name: str, what: str, command: str = "", during: During | None = None, **options: Any) -> Attempt:
+    return Attempt(
+        f"wire-{name}",
+        "cables between hosts",
+        what,
+        command or wired(),
+        during=during,
+        needs=("root", *HOST_TOOLS),
+        **options,
+    )
+
+
+UNEVEN = dict(code=1, bits_of=HERE)
+BOTH, FIRST_TO_SECOND, LAST_TWO = [[0, 1], [1, 0]], [[0, 1]], [[1, 2], [2, 1]]
+IMPATIENT = "--wait 10"
+CABLES = [
+    over_wires("cut-one-way", "from one step on, nothing arrives at the second host", again(wired()),
+               at_step(rule(cut=FIRST_TO_SECOND)), says="does not answer", **UNEVEN),
+    over_wires("cut-2s", "the cable is cut for two seconds, the limit is five", "",
+               at_step(for_a_while(2, cut=BOTH)), bits_of=HERE),
+    over_wires("cut-start", "the cable is cut while both hosts import", wired(starter=IMPATIENT),
+               prepare=rules_first(cut=BOTH), code=2, unsaid="Traceback"),
+    over_wires("loss", "one packet of twenty is lost", prepare=rules_first(loss=0.05), bits_of=HERE),
+    over_wires("twice", "every second packet arrives twice", prepare=rules_first(duplicate=0.5), bits_of=HERE),
+    over_wires("order", "a third of the packets arrives late", prepare=rules_first(reorder=0.3), bits_of=HERE),
+    over_wires("hole", "from one step on, packets above 600 bytes vanish", again(wired()),
+               at_step(rule(largest=600)), says="network|does not answer", **UNEVEN),
+    over_wires("engine", "only the engine's connections are cut", again(wired()),
+               at_step(rule(engine=True)), says="look at the network between them", **UNEVEN),
+    over_wires("watchdog", "only the watchdog's connection is cut: training does not need it", "",
+               at_step(rule(watchdog=True)), bits_of=HERE),
+    over_wires("meeting", "only the rendezvous is cut, once training has begun: it is not needed any more", "",
+               at_step(rule(ports=[9000])), bits_of=HERE),
+    over_wires("late", "the second host begins ten seconds later", wired(options="--late 10"), bits_of=HERE),
+    over_wires("never", "the second host never begins", wired(options="--only 1", starter=IMPATIENT),
+               code=2, says="rank 1 did not connect"),
+    over_wires("loopback", "MASTER_ADDR is a loopback address", f"MASTER_ADDR=127.0.0.1 {wired(starter=IMPATIENT)}",
+               code=2, says="a loopback address"),
+    over_wires("same-rank", "both hosts have RANK=1", f"RANK=1 {wired(starter=IMPATIENT)}", code=2,
+               says="did not meet|reached"),
+    over_wires("three", "of three hosts, only the wire between the last two is cut", again(wired("a,b,c")),
+               at_step(rule(cut=LAST_TWO)), code=1, says="look at the network|does not answer"),
+]  # fmt: skip
+
+
+def flooded(mode: str, launcher: str, command: str) -> Attempt:
+    """An attempt in which every port that the job opens is flooded from its start on, in a network of its own."""
+    flood = f"{PYTHON} {ROOT}/tests/chaos/flood.py {mode} 90"
+    inside = f"ip link set lo up; {flood} & {command}; code=$?; kill %1; exit $code"
+    what = f"{mode} on every port that listens ({launcher})"
+    return Attempt(
+        f"flood-{launcher}-{mode}", "floods of ports", what, f"unshare -n bash -c {shlex.quote(inside)}",
+        bits_of=command,
+        needs=("root", "unshare", "ip"),
+    )  # fmt: skip
+
+
+FLOODS = [
+    *(flooded(mode, "starter", HERE) for mode in ("garbage", "halfopen", "slow", "many", "requests", "reset", "hello")),
+    *(flooded(mode, "mpirun", MPI) for mode in ("garbage", "many")),
+]
+
+
+def named(name: str, what: str, script: str, **options: Any) -> Attempt:
+    """An attempt with another network or host name: `script` changes them, in namespaces of its own."""
+    ranks = 1 if "code" in options else 2  # each rank says what is wrong with its host: one is enough
+    inside = f"ip link set lo up; {script}; exec {STARTER} {ranks} {MNIST}"
+    command = f"unshare -n -m -u bash -c {shlex.quote(inside)}"
+    return Attempt(f"name-{name}", "names and addresses", what, command, needs=("root", "unshare", "ip"), **options)
+
+
+def hosts(*lines: str) -> str:
+    return f"printf '%s\\n' {shlex.join(lines)} >hosts; mount --bind hosts /etc/hosts"
+
+
+def own_name(expression: str) -> str:
+    """A host name that `hostname` would refuse."""
+    return f"{PYTHON} -c {shlex.quote(f'import ctypes; n = {expression}; ctypes.CDLL(None).sethostname(n, len(n))')}"
+
+
+UNKNOWN = "own name .* does not resolve, and Gloo needs it"
+NAMES = [
+    named("no-loopback", "the loopback interface is down", "ip addr flush dev lo; ip link set lo down",
+          code=2, says="without an IPv4 address"),
+    named("ipv6", "there are only IPv6 addresses", "ip addr del 127.0.0.1/8 dev lo", code=2, says="without an IPv4 address"),
+    named("unknown", "the host name does not resolve", f"hostname nowhere.invalid; {hosts('127.0.0.1 localhost')}",
+          code=2, says=UNKNOWN),
+    named("debian", "the host name is 127.0.1.1, as on Debian",
+          f"hostname deb; {hosts('127.0.0.1 localhost', '127.0.1.1 deb')}", bits_of=HERE),
+    named("several", "the host name has three addresses, of which one is this host's",
+          f"hostname multi; {hosts('127.0.0.1 localhost', '10.1.1.1 multi', '10.2.2.2 multi', '127.0.0.1 multi')}",
+          bits_of=HERE),
+    named("foreign", "the host name has the address of another host",
+          f"hostname elsewhere; {hosts('127.0.0.1 localhost', '192.0.2.7 elsewhere')}",
+          code=2, says="not an address of this host"),
+    named("long", "a host name of 64 characters", own_name("b'h' * 64"), code=2, says=UNKNOWN),
+    named("bytes", "a host name that is not UTF-8", own_name("bytes([255, 254, 120])"), code=2, says=UNKNOWN),
+]  # fmt: skip
+
+
+def grouped(name: str, kind: str, what: str, command: str, strike: During, **options: Any) -> Attempt:
+    return Attempt(name, kind, what, command, during=at_step(strike), needs=("root",), **options)
+
+
+KILLED = "killed by the kernel, which has no memory left for it"
+HELD = dict(bits_of=HERE)
+GROUPS = [
+    grouped("memory-rank-1", "memory", f"rank 1 is {KILLED}", again(HERE), out_of_memory(rank(1)),
+            code=137, says=r"rank 1 on \S+ was killed by SIGKILL \(out of memory\?\)", bits_of=HERE),
+    grouped("memory-rank-0", "memory", f"rank 0 is {KILLED}", again(HERE), out_of_memory(rank(0)),
+            code=137, says=r"rank 0 on \S+ was killed by SIGKILL \(out of memory\?\)", bits_of=HERE),
+    grouped("memory-worker", "memory", f"an input worker is {KILLED}", again(WORKERS), out_of_memory(worker),
+            code=1, says="an input worker has ended", bits_of=WORKERS),
+    grouped("frozen-all", "frozen and starved", "the whole job is frozen for ten seconds", HERE,
+            frozen(everything, 10), **HELD),
+    grouped("frozen-rank-1", "frozen and starved", "rank 1 is frozen", again(HERE), frozen(rank(1), 60),
+            code=1, says="rank 1 on .* does not answer", bits_of=HERE),
+    grouped("frozen-rank-0", "frozen and starved", "rank 0 is frozen", again(HERE), frozen(rank(0), 60),
+            code=1, says="rank 0 on .* does not answer", bits_of=HERE),
+    grouped("starved-all", "frozen and starved", "the whole job has a hundredth of a core for ten seconds", HERE,
+            starved(everything, 10), **HELD),
+    Attempt("stopped-all", "frozen and starved", "every process is stopped, and continued after ten seconds", HERE,
+            during=at_step(send(everything, signal.SIGSTOP, signal.SIGCONT, gap=10)), bits_of=HERE),
+    Attempt("stopped-starter", "frozen and starved", "the starter alone is stopped, and continued after ten seconds", HERE,
+            during=at_step(send(starter, signal.SIGSTOP, signal.SIGCONT, gap=10)), bits_of=HERE),
+    Attempt("stopped-rank-2s", "frozen and starved", "rank 1 is stopped for two seconds, the limit is five", HERE,
+            during=at_step(send(rank(1), signal.SIGSTOP, signal.SIGCONT, gap=2)), bits_of=HERE),
+]  # fmt: skip
+
+SIGNALS = [
+    *(Attempt(f"signal-all-{number.name}", "signals", f"{number.name} to every process, a hundred times", HERE,
+              during=at_step(send(everything, *[number] * 100, gap=0.01)), bits_of=HERE)
+      for number in (signal.SIGWINCH, signal.SIGCHLD, signal.SIGCONT, signal.SIGURG)),
+    Attempt("signal-storm", "signals", "SIGTERM to rank 1, a hundred times", again(HERE), code=75, says="saved after step",
+            during=at_step(send(rank(1), *[signal.SIGTERM] * 100, gap=0.01)), bits_of=HERE),
+    Attempt("signal-two", "signals", "SIGTERM and SIGINT at once to rank 1", again(HERE), code=75, says="saved after step",
+            during=at_step(send(rank(1), signal.SIGTERM, signal.SIGINT)), bits_of=HERE),
+    *(Attempt(f"signal-rank-{number.name}", "signals", f"{number.name} to rank 1", again(HERE), code=128 + number,
+              says=rf"rank 1 on \S+ was killed by {number.name}", during=at_step(send(rank(1), number)), bits_of=HERE)
+      for number in (signal.SIGABRT, signal.SIGFPE, signal.SIGSYS, signal.SIGUSR2)),
+]  # fmt: skip
+
+INPUT_WORKERS = [
+    Attempt("worker-killed", "input workers", "an input worker is killed", again(WORKERS), code=1,
+            says="an input worker has ended", during=at_step(send(worker, signal.SIGKILL)), bits_of=WORKERS),
+    Attempt("worker-term", "input workers", "SIGTERM to an input worker", WORKERS,
+            during=at_step(send(worker, signal.SIGTERM)), bits_of=WORKERS),
+    Attempt("worker-paused", "input workers", "an input worker is stopped for three seconds", WORKERS,
+            during=at_step(send(worker, signal.SIGSTOP, signal.SIGCONT, gap=3)), bits_of=WORKERS),
+]  # fmt: skip
+
+OTHER = "setpriv --reuid 65534 --clear-groups"
+CONTAINER = "unshare --pid --fork --kill-child --mount-proc -u bash -c 'hostname other; exec \"$@\"' -"
+TWO_JOBS = [
+    Attempt("two-same", "two jobs, one directory", "the same command again while it trains", HERE,
+            during=at_step(second_job(HERE, 2)), bits_of=HERE),
+    Attempt("two-mpirun", "two jobs, one directory", "mpirun into the directory in which the starter's ranks train", HERE,
+            during=at_step(second_job(MPI, 2)), bits_of=HERE),
+    Attempt("two-container", "two jobs, one directory", "the same from another host name and PID namespace", HERE,
+            during=at_step(second_job(f"{CONTAINER} {HERE}", 2)), bits_of=HERE, needs=("root", "unshare")),
+    Attempt("two-link", "two jobs, one directory", "the same through a symbolic link", HERE,
+            during=at_step(second_job(f"ln -s out link; {HERE.replace('--output-dir out', '--output-dir link')}", 2)),
+            bits_of=HERE),
+]  # fmt: skip
+
+
+def left_over(name: str, what: str, variables: str, command: str, code: int = 2, **options: Any) -> Attempt:
+    return Attempt(f"variables-{name}", "variables of launchers", what, f"{variables} {command}", code, **options)
+
+
+ALONE = f"{PYTHON} {MNIST}"
+DDP = f"torchrun --standalone --nproc-per-node 2 {MNIST} --engine ddp"
+GLOO = "HOROVOD_RANK=1 HOROVOD_SIZE=2 HOROVOD_CONTROLLER=gloo HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1"
+VARIABLES = [
+    left_over("abc", "the rank is no number", "OMPI_COMM_WORLD_RANK=abc OMPI_COMM_WORLD_SIZE=2", ALONE,
+              says="not whole numbers"),
+    left_over("negative", "the rank is negative", "RANK=-1 WORLD_SIZE=2", ALONE, says="the rank must be from 0"),
+    left_over("nobody", "there are no ranks", "RANK=0 WORLD_SIZE=0", ALONE, says="the rank must be from 0"),
+    left_over("large", "the rank is too large", "SLURM_PROCID=7 SLURM_NTASKS=4", ALONE, says="the rank must be from 0"),
+    left_over("gone", "the job of these variables is over", f"{GLOO} HOROVOD_GLOO_RENDEZVOUS_PORT=1", ALONE,
+              says="no rendezvous server at"),
+    left_over("port", "the port is no number", f"{GLOO} HOROVOD_GLOO_RENDEZVOUS_PORT=abc", ALONE,
+              says="no rendezvous server at"),
+    left_over("timeout", "Gloo's time limit is no number", "HOROVOD_GLOO_TIMEOUT_SECONDS=abc", ALONE,
+              says="set a whole number of seconds"),
+    left_over("controller", "an unknown controller", "HOROVOD_CONTROLLER=nonsense", ALONE, says="Horovod knows mpi, gloo"),
+    left_over("torchrun", "torchrun in a shell with variables of Horovod", "HOROVOD_RANK=3 HOROVOD_SIZE=4", DDP, 0,
+              leaves="^torch"),
+]  # fmt: skip
+
+ATTEMPTS = [*CABLES, *FLOODS, *NAMES, *GROUPS, *SIGNALS, *INPUT_WORKERS, *TWO_JOBS, *VARIABLES]
+
+# Files without which attempts cannot be made, by the first word of their names.
+FILES = {
+    "wire": TUN,
+    "memory": CGROUPS / "memory" / "cgroup.procs",
+    "frozen": CGROUPS / "freezer" / "cgroup.procs",
+    "starved": CGROUPS / "cpu" / "cgroup.procs",
+}
+
+
+def possible() -> Iterator[Attempt]:
+    """Yield the attempts for which this machine has the files, and say which it has not."""
+    for each in ATTEMPTS:
+        file = FILES.get(each.name.partition("-")[0])
+        if file is None or file.exists():
+            yield each
+        else:
+            print(f"skip  {each.name}  needs {file}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(list(possible()), "python -m tests.chaos.networks"))
