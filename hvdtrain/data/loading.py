@@ -196,17 +196,21 @@ def loader(
 
 class _Batches(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return _while_workers_live(super().__iter__())
+        batches = super().__iter__()
+        return _while_workers_live(batches) if self.num_workers else batches
 
 
 def _while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from batches
-    except RuntimeError as error:
-        if not re.match(r"DataLoader worker .*(exited unexpectedly|is killed)", str(error)):
+    except (RuntimeError, EOFError, ConnectionError) as error:
+        # The last two while a batch is handed over. What the data set raised in a worker begins with "Caught".
+        said = str(error)
+        ended = re.match(r"DataLoader worker .*(exited unexpectedly|is killed)", said)
+        if said.startswith("Caught ") or (isinstance(error, RuntimeError) and not ended):
             raise
         how = "if the kernel killed it for memory, use fewer workers or a smaller batch"
-        raise Failure(f"an input worker has ended ({error}): {how}", everywhere=False) from error
+        raise Failure(f"an input worker has ended ({said or type(error).__name__}): {how}", everywhere=False) from error
 
 
 def _begin_worker(cores: set[int], worker_init: Callable[[int], None] | None, worker: int) -> None:

@@ -187,3 +187,25 @@ def test_a_worker_that_is_killed_is_one_line_and_no_bad_input():
         list(batches)
     assert caught.value.exit_code == 1
     assert not caught.value.everywhere
+
+
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset by peer")])
+def test_a_worker_that_is_killed_while_a_batch_is_handed_over_is_the_same_line(error):
+    def batches():
+        yield 1
+        raise error
+
+    with pytest.raises(Failure, match="an input worker has ended"):
+        list(loading._while_workers_live(batches()))
+
+
+@pytest.mark.parametrize(
+    "error", [EOFError("Caught EOFError in DataLoader worker process 0."), RuntimeError("its own")]
+)
+def test_an_error_of_the_data_set_is_its_own(error):
+    def batches():
+        yield 1
+        raise error
+
+    with pytest.raises(type(error), match=str(error)[:10]):
+        list(loading._while_workers_live(batches()))

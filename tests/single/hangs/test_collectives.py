@@ -89,25 +89,22 @@ def test_the_mark_has_the_collectives_name_and_goes_with_it():
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("said", "why"),
     [
-        ("Horovod has been shut down. This was caused by an exception on one of the ranks", Failure),
-        ("[/tmp/gloo/transport/tcp/pair.cc:589] Read error [10.77.0.1]:4013: Connection reset by peer", Failure),
-        (
-            "[/tmp/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation to complete",
-            Failure,
-        ),
-        ("Mismatched data types: One rank had type float32, but another rank had type int32.", RuntimeError),
+        ("Horovod has been shut down. This was caused by an exception", "Horovod has been shut down"),
+        ("[/tmp/pair.cc:589] Read error [10.77.0.1]:4013: Reset by peer", "Read error [10.77.0.1]:4013: Reset by peer"),
+        ("[/tmp/unbound_buffer.cc:81] Timed out waiting 30000ms", "Timed out waiting 30000ms"),
+        ("Mismatched data types: One rank had type float32, but another rank had type int32.", None),
     ],
 )
-def test_a_lost_connection_is_one_line_and_this_ranks_own(said, expected):
+def test_a_lost_connection_is_one_line_and_this_ranks_own(said, why):
     class Broken(SerialEngine):
         @collective
         def all_reduce_(self, tensor, op, name):
             raise RuntimeError(said)
 
-    with pytest.raises(expected) as caught:
+    with pytest.raises(Failure if why else RuntimeError) as caught:
         Broken(tuning=False, rank=0, size=1, launcher="none").sum(torch.ones(1), "loss")
-    if expected is Failure:
+    if why:
         assert not caught.value.everywhere
-        assert f"lost in loss ({said[-120:]})" in str(caught.value)
+        assert f"lost in loss ({why}): " in str(caught.value)
