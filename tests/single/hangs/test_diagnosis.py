@@ -81,6 +81,13 @@ def test_the_diagnosis_does_not_depend_on_who_comes_first(seed):
     assert diagnose_hang(shuffled, who) == diagnose_hang(reports, who)
 
 
+def test_ranks_are_named_in_their_order_whoever_answered_first():
+    reports = {2: outside(at="b.py:2, g"), 0: waiting(), 1: outside(at="a.py:1, f")}
+    assert diagnose_hang(reports, names(3)).headline.startswith(
+        "rank 1 on h0 and rank 2 on h0 keeps the others waiting, at a.py:1, f;"
+    )
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8, 1000])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_the_one_outside_is_named_with_its_place(ranks, culprit):
