@@ -20,7 +20,7 @@ BENCHMARK = "single/commands/test_flags_of_benchmark.py::test_"
 OTHERS = "single/commands/test_flags_of_others.py::test_"
 PARALLEL = "parallel/test_flags.py::test_"
 TRACKING = "e2e/training/test_tracking.py::test_"
-FORKING = "single/engines/test_forking.py::test_"
+FORKING = "single/launching/test_local_ranks.py::test_"
 ENGINE = {
     "--engine": "e2e/engines/test_engines.py::test_engines_draw_one_loss_curve",
     "--device": MNIST + "a_device_that_is_chosen",
