@@ -45,7 +45,7 @@ class Trained:
 
 def trained(script: ModuleType, flags: str, out: Path | None = None) -> Trained:
     """Run `script` with `flags` and return what it did."""
-    seen = Trained(out)
+    seen, hooks = Trained(out), []
     prepare, backward, update = Run.prepare, Step.backward, Step.update
 
     def prepared(run: Run, *parts: Any, **options: Any) -> Any:
@@ -53,7 +53,7 @@ def trained(script: ModuleType, flags: str, out: Path | None = None) -> Trained:
         seen.run, seen.model, seen.optimizer = run, parts[0], parts[-1]
         seen.threads = torch.get_num_threads()
         seen.before = {name: value.clone() for name, value in parts[0].state_dict().items()}
-        parts[0].register_forward_hook(forwarded)
+        hooks.append(parts[0].register_forward_hook(forwarded))
         return ready
 
     def forwarded(model: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -93,4 +93,6 @@ def trained(script: ModuleType, flags: str, out: Path | None = None) -> Trained:
             seen.code = script.main()
         finally:
             torch.set_num_threads(threads)
+            for hook in hooks:
+                hook.remove()
     return seen
