@@ -26,12 +26,12 @@ LOOP = "tests/parallel/test_loop.py"
 RESUME = "tests/single/training/test_resume.py"
 CHECKPOINT = "tests/single/training/test_checkpoint.py"
 RUN = "tests/single/training/test_run.py"
-VERDICT = "tests/single/training/resilience/test_verdict.py"
+VERDICT = "tests/single/hangs/test_diagnosis.py"
 STEP = "hvdtrain/training/step.py"
 LOOP_SOURCE = "hvdtrain/training/run.py"
 HOROVOD = "hvdtrain/engines/horovod.py"
 CLI = "hvdtrain/cli.py"
-GUARD = "hvdtrain/training/resilience/guard.py"
+GUARD = "hvdtrain/training/guard.py"
 
 
 def mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
@@ -106,7 +106,7 @@ MUTANTS = [
            "label_smoothing=0.0", f"{IMAGENET}::test_label_smoothing_is_in_the_loss_that_is_trained"),
     mutant("--target-accuracy: never reached", LOOP_SOURCE, "self.exit_code = TARGET_MISSED", "pass",
            f"{MNIST}::test_target_accuracy_ends_training_or_is_missed"),
-    mutant("--train-samples: all, mnist", "hvdtrain/mnist.py", "min(flags.train_samples or", "min(0 or",
+    mutant("--train-samples: all, mnist", "hvdtrain/mnist.py", "train_images[: flags.train_samples]", "train_images[:]",
            f"{MNIST}::test_epochs_samples_batches_and_micro_batches"),
     # ---- flags of imagenet, lm, benchmark
     mutant("--memory-format: ignored", "hvdtrain/imagenet.py", "getattr(torch, MEMORY_FORMATS[flags.memory_format])",
@@ -127,8 +127,8 @@ MUTANTS = [
            f"{LM}::test_rates_rise_and_fall_between_the_two_that_were_given"),
     mutant("--beta2: ignored", "hvdtrain/lm.py", "betas=(0.9, flags.beta2)", "betas=(0.9, 0.99)",
            f"{LM}::test_the_optimizers_settings"),
-    mutant("--dropout: none", "hvdtrain/models/gpt.py", "stream = F.dropout(stream, self.dropout, self.training) if",
-           "stream = stream if", f"{LM}::test_dropout_zeroes_in_training_alone"),
+    mutant("--dropout: none", "hvdtrain/lm.py", "data.vocabulary.size, flags.dropout)",
+           "data.vocabulary.size, 0.0)", f"{LM}::test_dropout_zeroes_in_training_alone"),
     mutant("--temperature: ignored", "hvdtrain/lm.py", "temperature=flags.temperature", "temperature=1.0",
            f"{LM}::test_temperature_decides_how_likely_the_unlikely_is"),
     mutant("--no-communication: ignored", "hvdtrain/benchmark.py", "if flags.no_communication:", "if False:",
@@ -164,7 +164,7 @@ MUTANTS = [
     mutant("checkpoint: its checksum", "hvdtrain/training/checkpoint.py", 'if digest(text, tensors) != metadata["sha256"]:',
            "if False:", f"{CHECKPOINT}::test_parts_of_two_sound_files_do_not_make_one",
            f"{CHECKPOINT}::test_every_flipped_bit_of_every_byte_is_refused"),
-    mutant("checkpoint: synced before it has its name", "hvdtrain/engines/files.py", "os.fsync(file.fileno())", "pass",
+    mutant("checkpoint: synced before it has its name", "hvdtrain/engines/files.py", "os.fsync(handle)", "pass",
            f"{CHECKPOINT}::test_a_failing_system_call_leaves_the_last_good_one_alone"),
     mutant("files: written whole or not at all", "hvdtrain/engines/files.py",
            'temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")', "temporary = path",
@@ -178,24 +178,24 @@ MUTANTS = [
            f"{RUN}::test_a_step_left_out_changes_nothing_and_training_goes_on"),
     mutant("NaN: it is noticed", GUARD, "return all(map(math.isfinite, sums))", "return True",
            f"{RUN}::test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch"),
-    mutant("a hung rank is named, not one that waits", "hvdtrain/training/resilience/verdict.py",
-           "if report.waits_in is None}", "if report.waits_in is not None}",
+    mutant("a hung rank is named, not one that waits", "hvdtrain/hangs/diagnosis.py",
+           "if report.collective is None}", "if report.collective is not None}",
            f"{VERDICT}::test_the_one_outside_is_named_with_its_place"),
-    mutant("a silent rank is named", "hvdtrain/training/resilience/verdict.py", "if rank not in reports]",
+    mutant("a silent rank is named", "hvdtrain/hangs/diagnosis.py", "if rank not in reports]",
            "if rank in reports]", VERDICT),
-    mutant("replicas are compared", GUARD, "if len(kinds) == 1:", "if True:",
+    mutant("replicas are compared", "hvdtrain/training/replicas.py", "if len(kinds) == 1:", "if True:",
            f"{FLAGS}::test_replicas_that_differ_end_the_run_on_every_rank"),
     mutant("exit code 75", "hvdtrain/launching/exit_codes.py", "STOPPED = 75", "STOPPED = 1",
            f"{RESUME}::test_stop_signal_saves_and_leaves_with_75"),
     mutant("exit code 2 for bad input", "hvdtrain/engines/errors.py", "exit_code = 2", "exit_code = 1",
            "tests/single/engines/test_start.py::test_user_error_is_one_line_and_code_two"),
-    mutant("only who knows the secret joins", "hvdtrain/training/resilience/control_channel.py",
+    mutant("only who knows the secret joins", "hvdtrain/hangs/channel.py",
            "if not hmac.compare_digest(proof, hmac.digest(key, b\"rank\"", "if False and (proof, hmac.digest(key, b\"rank\"",
-           "tests/single/training/resilience/test_control_channel.py"),
+           "tests/single/hangs/test_channel.py"),
     mutant("secrets stay off command lines", "launch/mpirun.sh", '=~ $own_host ]] || command+=(-x "$name")',
            '=~ $own_host ]] || command+=(-x "$name=${!name}")',
            "tests/e2e/launch/test_wrappers.py::test_the_value_of_a_passed_variable_is_on_no_command_line"),
-    mutant("a collective is named while it runs", "hvdtrain/engines/base.py",
-           "self.waiting_in = name if isinstance(name, str) else method.__name__", "pass",
-           "tests/single/engines/test_marks.py"),
+    mutant("a collective is named while it runs", "hvdtrain/hangs/activity.py",
+           "activity.collective = name if isinstance(name, str) else method.__name__", "pass",
+           "tests/single/hangs/test_collectives.py"),
 ]  # fmt: skip
