@@ -3,6 +3,7 @@
 # make run NP=8 RUN="--dataset digits"
 # make chaos CHAOS="--attacks 200"       kill, stop, corrupt; start again; compare the bits and count the samples
 # make chaos EXAMPLES=20000              so many bad inputs of each kind afterwards
+# make chaos ENVIRONMENTS=--list       without the attempts of tests/chaos/environments.py: twenty minutes
 # make docs                              the documentation as a site in site/: open site/index.html
 # make matrix MATRIX=--list              other versions of Python, PyTorch and MPI: each set up and examined; hours
 # make soak SOAK="--ranks 8"             an hour of training, in which nothing may grow
@@ -10,6 +11,7 @@
 PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 NP ?= 2
 EXAMPLES ?= 5000
+ENVIRONMENTS ?= --jobs 2
 BAD := tests/single/commands/test_bad_settings.py tests/single/test_bad_files.py
 .PHONY: setup run test test-slow test-all lint docs bench chaos matrix soak flaky mutants
 
@@ -43,6 +45,7 @@ docs:
 
 chaos: setup
 	. .venv/bin/activate && python -m tests.chaos.run $(CHAOS)
+	. .venv/bin/activate && python -m tests.chaos.environments $(ENVIRONMENTS)
 	. .venv/bin/activate && HVDTRAIN_EXAMPLES=$(EXAMPLES) python -m pytest --timeout 7200 $(BAD)
 
 matrix:

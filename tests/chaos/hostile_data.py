@@ -55,7 +55,8 @@ TEXTS = [
     Attempt("text-proc", "hostile texts", "/proc/self/environ as text: it has another length each time", LM.replace("--text text", "--text /proc/self/environ"), (0, 2)),
     Attempt("text-1000-files", "hostile texts", "a thousand texts with odd names", "mkdir t; for i in $(seq 1000); do echo All work $i > t/\"$i"
             " é\"; done; " + LM.replace("--text text", "--text t/*")),
-    Attempt("text-growing", "hostile texts", "a text that grows while it is read", f"yes work > text & sleep 1; {LM}; rc=$?; kill %1; exit $rc", (0, 2), limit=120),
+    Attempt("text-growing", "hostile texts", "a text that grows while it is read", "(while :; do head -c 100000 /dev/zero | tr '\\0' x; sleep 0.02; done > text) & "
+            f"sleep 1; {LM} --context 1024; rc=$?; kill %1; exit $rc", limit=120),
     Attempt("text-cache-poisoned", "hostile texts", "tokens in the cache that lie outside of the vocabulary",
             f"{LM} > /dev/null; for f in cache/hvdtrain/datasets/text/*.tokens; do head -c $(stat -c %s $f) /dev/zero | tr '\\0' '\\377' > $f; done; {LM}",
             (0, 2), prepare=text(TEXT)),
@@ -174,7 +175,7 @@ IMAGES = [
            before="mkdir data/val/$'c\\n\\e[2J'; cp data/val/a/0.jpg data/val/$'c\\n\\e[2J'/; ", unsaid="\x1b"),
     images("removed", "the folder is removed while it trains", lambda: {}, 2, "cannot be read",
            flags="--max-corrupt 4 --epochs 400", before="(sleep 1; until grep -qs train out/metrics.jsonl; do sleep 0.1; done; rm -r data) & "),
-    images("unreadable", "a class that an ordinary user may not read", lambda: {}, 2, "cannot be read",
+    images("unreadable", "a class that an ordinary user may not read", lambda: {}, 2, "no valid file for the classes a",
            before="chmod 0 data/train/a; setpriv --bounding-set -dac_override,-dac_read_search --inh-caps -all ", needs=("root", "setpriv")),
 ]  # fmt: skip
 
@@ -341,7 +342,7 @@ threading.Thread(target=serve, daemon=True).start()
 held = published.PUBLISHED["mnist"]
 published.PUBLISHED["mnist"] = type(held)(held.name, held.title, held.folder, (here,), held.files)
 began = time.monotonic()
-from hvdtrain.launching.exit_codes import run
+from hvdtrain.engines.exit_codes import run
 def main():
     try:
         print(idx.load("auto").reason)
