@@ -1,6 +1,7 @@
 """The start and the end of a training run, in the required order."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -33,6 +34,8 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
     """
     if not isinstance(flags, Flags):
         raise UserError("training.start() takes what training.parser(...).parse() returned", everywhere=True)
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("training.start() in another thread than the main one, which stop signals reach: call it there")
     directions = metrics_of({"loss": "min"} if metrics is None else dict(metrics))
     tuning, timeline = flags.tuning == "auto", flags.profile is not None
     with contextlib.ExitStack() as stack:

@@ -342,7 +342,7 @@ threading.Thread(target=serve, daemon=True).start()
 held = published.PUBLISHED["mnist"]
 published.PUBLISHED["mnist"] = type(held)(held.name, held.title, held.folder, (here,), held.files)
 began = time.monotonic()
-from hvdtrain.engines.exit_codes import run
+from hvdtrain.launching.exit_codes import run
 def main():
     try:
         print(idx.load("auto").reason)

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -156,14 +155,6 @@ def test_texts_that_are_refused(content, kind, complaint, tmp_path):
 def test_what_is_no_file_is_refused(name, tmp_path):
     with pytest.raises(UserError, match="name a file that can be read"):
         text.load([tmp_path / name], "characters")
-
-
-@pytest.mark.parametrize("kind", ["characters", "bytes"])
-def test_a_pipe_is_refused_and_not_waited_for(kind, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(UserError, match="a pipe or a device, not a file"):
-            text.load([path], kind)
 
 
 def test_of_a_file_that_grows_faster_than_it_is_read_there_is_what_it_had(book, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -528,3 +529,15 @@ def test_every_start_removes_what_a_killed_rank_has_left(tmp_path, monkeypatch):
     living.touch()
     with training.start(flags_for()):
         assert [path.name for path in tmp_path.iterdir()] == [living.name]
+
+
+def test_another_thread_is_told_where_to_start():
+    """Signals arrive in the main thread only."""
+
+    def start() -> str:
+        with pytest.raises(UserError) as caught, training.start(flags_for()):
+            pass
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as pool:
+        assert "in another thread than the main one" in pool.submit(start).result()
