@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from hvdtrain.hangs.activity import BETWEEN, STEP, UPDATED
+from hvdtrain.hangs.timeouts import TIMES_STEP
 
 MAY_BE_ALONE = (UPDATED.name, BETWEEN.name)  # phases in which programs let one rank work
 MOST_STARVED = 9.0  # time without a core extends a limit by at most 9 times the limit
@@ -62,7 +63,9 @@ def diagnose_hang(
         since = f"; no progress for {mine.stalled:.0f} s in {mine.phase}, after step {mine.step}"
     silent = [rank for rank in range(len(names)) if rank not in reports]
     # Ranks go through the phases together: a rank that does not answer gets the time limit of the asker's phase.
-    if silent and (set(silent) & set(stopped) or left(mine) <= 0):
+    # Between epochs, only a rank that answers has the longer limit.
+    asker_limit = mine.limit / TIMES_STEP if mine.phase == BETWEEN.name else mine.limit
+    if silent and (set(silent) & set(stopped) or left(mine._replace(limit=asker_limit)) <= 0):
         deaf = [rank for rank in silent if rank in stopped] or silent
         return Diagnosis(f"{named(deaf)} does not answer (stopped, spinning outside Python, or cut off){since}")
     outside = {rank: report for rank, report in reports.items() if report.collective is None}

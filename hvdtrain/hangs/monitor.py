@@ -19,7 +19,7 @@ from typing import NamedTuple
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
 from hvdtrain.hangs import leaving
-from hvdtrain.hangs.activity import STEP, UPDATED, Activity
+from hvdtrain.hangs.activity import BETWEEN, STEP, UPDATED, Activity
 from hvdtrain.hangs.appointment import Appointment
 from hvdtrain.hangs.channel import Channel
 from hvdtrain.hangs.diagnosis import MOST_STARVED, Report, diagnose_hang
@@ -285,7 +285,11 @@ class Monitor:
             self._asked_at, self._ask_again = None, now + limit  # rank 0 is alive, and will decide
         elif self.rank != 0 and silent:
             # Ranks go through the phases together: rank 0 may be in a phase in which it cannot answer.
-            if self._is_stopped(0) or self._stalled >= self.timeouts.phase(self._phase, self._longest) + late:
+            if (
+                self._is_stopped(0)
+                or self._stalled
+                >= self.timeouts.phase(STEP if self._phase is BETWEEN else self._phase, self._longest) + late
+            ):
                 self._end(f"{self.name(0)} does not answer (stopped, spinning outside Python, or cut off)")
             self._asked_at, self._ask_again = None, now + self.timing.reply
 

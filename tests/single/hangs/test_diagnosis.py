@@ -166,3 +166,11 @@ def test_how_to_announce_work_of_one_rank_is_said_where_programs_do_it(phase, an
     )
     assert ("run.alone()" in diagnose_hang(reports, names(2), announce="run.alone()").headline) == announced
     assert "announce" not in diagnose_hang(reports, names(2)).headline
+
+
+def test_between_epochs_a_rank_that_does_not_answer_has_the_limit_of_a_step():
+    """Rank 0 has come to the collective that ends an evaluation; rank 1 holds Python's lock. It had 54 s instead of 5."""
+    assert (
+        "rank 1 on h0 does not answer"
+        in diagnose_hang({0: waiting(phase="between epochs", limit=300.0)}, names(2)).headline
+    )
