@@ -19,13 +19,12 @@ if __name__ == "__main__":
     startup.begin()
 
 import copy
-import resource
 import socket
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,10 +43,10 @@ from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled, require_compiler
+from hvdtrain.output.clock import PHASES, Clock, peak_memory
+from hvdtrain.output.energy import Meter, said
+from hvdtrain.output.run_output import versions
 from hvdtrain.training import optim
-from hvdtrain.training.records.clock import Clock
-from hvdtrain.training.records.energy import Energy, Meter, said
-from hvdtrain.training.records.telemetry import versions
 
 
 class Repeat(NamedTuple):
@@ -139,83 +138,101 @@ def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = tor
     return counter.get_total_flops() // 2 or None
 
 
-def measure(
-    flags: Namespace, engine: Engine, model: nn.Module, batches: Batches
-) -> tuple[list[list[Repeat]], int, float, dict]:
-    """Train, and return the measurements by repeat and rank, the number of steps per repeat, the seconds of the warm-up on
-    the slowest rank, and the energy of all repeats (see `energy_per_sample`). A collective."""
-    others: Engine = engine
-    if flags.no_communication:
-        others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
-        others.device = engine.device
-    optimizer = optim.build("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
-    predivide = float(engine.size) if flags.compression == "fp16" else 1.0
-    replica, optimizer = others.distribute(model, optimizer, compression=flags.compression, predivide=predivide)
-    others.broadcast(model, optimizer)
-    forward = compiled(replica, engine.device) if flags.compile else replica
-    autocast = torch.autocast(engine.device.type, AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
-    scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
+class Trainer:
+    """Trains the steps to measure. Creating it is a collective."""
 
-    def repeat(steps: int, apart: bool) -> Repeat:
-        """Train `steps` steps. apart: synchronize with the device after each phase, to attribute its work to that phase."""
+    def __init__(self, flags: Namespace, engine: Engine, model: nn.Module, batches: Batches):
+        self.flags, self.engine, self.batches = flags, engine, batches
+        self.others: Engine = engine  # whose gradients are averaged
+        if flags.no_communication:
+            self.others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+            self.others.device = engine.device
+        optimizer = optim.build("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
+        predivide = float(engine.size) if flags.compression == "fp16" else 1.0
+        how = dict(compression=flags.compression, predivide=predivide)
+        self.replica, self.optimizer = self.others.distribute(model, optimizer, **how)
+        self.others.broadcast(model, self.optimizer)
+        self.forward = compiled(self.replica, engine.device) if flags.compile else self.replica
+        self.autocast = torch.autocast(engine.device.type, AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
+        self.scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
+
+    def repeat(self, steps: int, apart: bool = False) -> Repeat:
+        """Train `steps` steps. A collective.
+
+        apart: synchronize with the device after each phase, to attribute its work to that phase.
+        """
+        engine, others, flags = self.engine, self.others, self.flags
         engine.barrier()
-        measuring.settle(engine.device)
+        measuring.synchronize(engine.device)
         clock = Clock()
+
+        def mark(phase: str, at: float | None = None) -> None:
+            if apart:
+                measuring.synchronize(engine.device)
+            clock.mark(phase, at)
+
         began, cpu_began = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            inputs, targets = next(batches)
-            mark(clock, "loading", apart)
-            optimizer.zero_grad()
-            with others.micro_batch([replica], [optimizer], 0, 1):
-                with autocast:
-                    logits = forward(inputs)
+            inputs, targets = next(self.batches)
+            mark("loading")
+            self.optimizer.zero_grad()
+            with others.micro_batch([self.replica], [self.optimizer], 0, 1):
+                with self.autocast:
+                    logits = self.forward(inputs)
                     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())  # of images, or of each token
-                scaler.scale(loss).backward()
-            if apart:
-                measuring.settle(engine.device)
-            clock.mark("compute", at=others.gradients_ready())
-            with others.synchronized(optimizer):
-                mark(clock, "communication", apart)
-                scaler.step(optimizer)
-            scaler.update()
-            mark(clock, "compute", apart)
-            clock.count(flags.batch_size * engine.size, flags.batch_size)
-        measuring.settle(engine.device)
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            mark("compute", others.gradients_ready_at)
+            with others.synchronized(self.optimizer):
+                mark("communication")
+                self.scaler.step(self.optimizer)
+            self.scaler.update()
+            mark("compute")
+            clock.end_step(flags.batch_size * engine.size, flags.batch_size)
+        measuring.synchronize(engine.device)
         clock.mark("compute")
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         rates = clock.rates()
-        phase_seconds = [rates[f"{phase}_seconds"] for phase in Clock.PHASES]
-        return Repeat(seconds, cpu_seconds, steps * flags.batch_size, *phase_seconds)
+        samples = steps * flags.batch_size
+        return Repeat(seconds, cpu_seconds, samples, *(rates[f"{phase}_seconds"] for phase in PHASES))
 
-    def mark(clock: Clock, phase: str, apart: bool) -> None:
-        if apart:
-            measuring.settle(engine.device)
-        clock.mark(phase)
 
-    warmup_seconds = max(engine.all_gather_object(repeat(flags.warmup_steps, False).seconds, "warm-up"))
-    steps = flags.steps
-    if steps is None:
-        trial = repeat(2, False).seconds / 2
-        steps = max(
-            1, round(1 / max(engine.all_gather_object(trial, "trial")))
-        )  # the slowest rank's value, so the same on all
-    # A GPU runs asynchronously: its phases are measured in separate repeats, which do not count for the throughput.
-    phases_apart = engine.device.type == "cuda"
+class Measured(NamedTuple):
+    """What was measured, over all ranks."""
+
+    repeats: list[list[Repeat]]  # by repeat and rank
+    steps: int  # per repeat
+    warmup_seconds: float  # of --warmup-steps, compilation included, on the slowest rank
+    energy: dict[str, object]  # of all repeats, with `per_sample_joules`; None if energy is not measured
+
+
+def measure(trainer: Trainer) -> Measured:
+    """Train and measure. A collective."""
+    flags, engine = trainer.flags, trainer.engine
+
+    def of_slowest(seconds: float, name: str) -> float:
+        return max(engine.all_gather_object(seconds, name))  # type: ignore[no-any-return]
+
+    warmup_seconds = of_slowest(trainer.repeat(flags.warmup_steps).seconds, "warm-up")
+    steps = flags.steps or max(
+        1, round(1 / of_slowest(trainer.repeat(2).seconds / 2, "trial"))
+    )  # the same on all ranks
     meter = Meter(engine)
-    timed = []
-    for _ in range(flags.repeats):
-        timed.append(repeat(steps, False))
-        meter.keep()
+    timed = [trainer.repeat(steps) for _ in range(flags.repeats)]
     used = meter.total(engine)
-    if phases_apart:
+    meter.close()
+    if engine.device.type == "cuda":
+        # A GPU runs asynchronously: its phases are measured in separate repeats, which do not count for the throughput.
+        slow = [trainer.repeat(steps, apart=True) for _ in timed]
         timed = [
-            fast._replace(loading=slow.loading, compute=slow.compute, communication=slow.communication)
-            for fast, slow in zip(timed, [repeat(steps, True) for _ in timed], strict=True)
+            fast._replace(**{phase: getattr(each, phase) for phase in PHASES})
+            for fast, each in zip(timed, slow, strict=True)
         ]
     by_rank = engine.all_gather_object(timed, "repeats")
-    energy = energy_per_sample(meter, used, len(by_rank) * flags.repeats * steps * flags.batch_size)
+    samples = len(by_rank) * flags.repeats * steps * flags.batch_size
+    energy = meter.about | (used.fields("all") if used else {})
+    energy["per_sample_joules"] = (used.cpu + used.gpu) / samples if used else None
     repeats = [[Repeat(*rank[number]) for rank in by_rank] for number in range(flags.repeats)]
-    return repeats, steps, warmup_seconds, energy
+    return Measured(repeats, steps, warmup_seconds, energy)
 
 
 def throughput(repeat: Sequence[Repeat]) -> float:
@@ -226,9 +243,7 @@ def throughput(repeat: Sequence[Repeat]) -> float:
 def phases(repeats: Sequence[Repeat]) -> dict[str, float]:
     """Return seconds per sample by phase, over the samples of all `repeats` (of one rank, or of all)."""
     samples = sum(repeat.samples for repeat in repeats)
-    return {
-        phase: sum(getattr(repeat, phase) * repeat.samples for repeat in repeats) / samples for phase in Clock.PHASES
-    }
+    return {phase: sum(getattr(repeat, phase) * repeat.samples for repeat in repeats) / samples for phase in PHASES}
 
 
 def cpu_seconds(repeats: Sequence[Repeat]) -> float:
@@ -236,61 +251,37 @@ def cpu_seconds(repeats: Sequence[Repeat]) -> float:
     return sum(repeat.cpu_seconds for repeat in repeats) / sum(repeat.samples for repeat in repeats)
 
 
-def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the peak memory of this process in bytes: resident, and allocated on the GPU."""
-    peak = {"resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # Linux counts in KiB
-    if device.type == "cuda":
-        peak["cuda_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
-    return peak
-
-
-def energy_per_sample(meter: Meter, used: Energy | None, samples: int) -> dict:
-    """Return `energy` of benchmark.json: joules per sample over all repeats and ranks; None if energy is not measured."""
-    found = {} if used is None else used.fields("all") | {"per_sample_joules": (used.cpu + used.gpu) / samples}
-    return {"per_sample_joules": None} | found | meter.about
-
-
 def summarize(
-    flags: Namespace,
-    engine: Engine,
-    repeats: list[list[Repeat]],
-    steps: int,
-    warmup_seconds: float,
-    flops: int | None,
-    gradient_bytes: int,
-    energy: dict,
-) -> dict:
+    flags: Namespace, engine: Engine, found: Measured, flops: int | None, gradient_bytes: int
+) -> dict[str, Any]:
     """Return the content of benchmark.json. A collective."""
-    facts = dict(
-        rank=engine.rank, host=socket.gethostname(), device=str(engine.device), threads=torch.get_num_threads()
-    )
-    facts |= dict(peak=peak_memory(engine.device), hardware=measuring.hardware())
+    facts = dict(rank=engine.rank, host=socket.gethostname(), device=str(engine.device))
+    facts |= dict(threads=torch.get_num_threads(), peak=peak_memory(engine.device), hardware=measuring.hardware())
     ranks = engine.all_gather_object(facts, "facts")
     for rank in ranks:
-        mine = [repeat[rank["rank"]] for repeat in repeats]
+        mine = [repeat[rank["rank"]] for repeat in found.repeats]
         rank["seconds_per_sample"] = phases(mine)
         rank["cpu_seconds_per_sample"] = cpu_seconds(mine)
         rank["samples_per_second"] = sum(one.samples for one in mine) / sum(one.seconds for one in mine)
-    rates = [throughput(repeat) for repeat in repeats]
+    everything = [one for repeat in found.repeats for one in repeat]
+    rates = [throughput(repeat) for repeat in found.repeats]
     mean = measuring.mean(rates)
+    resident, cuda = (max(rank["peak"][kind] for rank in ranks) for kind in (0, 1))
     return dict(
         model=flags.model, batch_size_per_rank=flags.batch_size, engine=engine.name, description=engine.description,
         communicates=not flags.no_communication, world_size=engine.size, hosts=len({rank["host"] for rank in ranks}),
-        input=flags.input, amp=flags.amp, channels_last=flags.channels_last, compile=flags.compile, steps=steps,
-        warmup_seconds=warmup_seconds,  # of --warmup-steps, compilation included
-        samples_per_second=mean._asdict(), samples_per_second_repeats=rates,
+        input=flags.input, amp=flags.amp, channels_last=flags.channels_last, compile=flags.compile, steps=found.steps,
+        warmup_seconds=found.warmup_seconds, samples_per_second=mean._asdict(), samples_per_second_repeats=rates,
         tokens_per_sample=gpt.SIZES[flags.model].context if flags.model in gpt.SIZES else None,
-        seconds_per_sample=phases([one for repeat in repeats for one in repeat]),
-        cpu_seconds_per_sample=cpu_seconds([one for repeat in repeats for one in repeat]),
+        seconds_per_sample=phases(everything), cpu_seconds_per_sample=cpu_seconds(everything),
         gradient_bytes=gradient_bytes,  # per step, in the parameters' dtype, before any compression
-        energy=energy,
-        flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
-        peak={name: max(rank["peak"][name] for rank in ranks) for name in ranks[0]["peak"]},
+        energy=found.energy, flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
+        peak=dict(resident_bytes=resident) | (dict(cuda_allocated_bytes=cuda) if engine.device.type == "cuda" else {}),
         ranks=ranks, automatic=engine.notes, config=vars(flags), versions=versions(),
     )  # fmt: skip
 
 
-def block(result: dict) -> str:
+def block(result: dict[str, Any]) -> str:
     """Return the result as text for the terminal."""
     size, rate, peak = result["world_size"], result["samples_per_second"], result["peak"]
     how = [result["amp"] if result["amp"] != "off" else "float32"]
@@ -370,9 +361,9 @@ def main() -> int:
             flops = count_flops(model, shape, torch.float32 if sizes is None else torch.int64)
             model = model.to(engine.device)
         batches = open_endless(flags, engine, classes, shape)
-        repeats, steps, warmup_seconds, energy = measure(flags, engine, model, batches)
+        found = measure(Trainer(flags, engine, model, batches))
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        result = summarize(flags, engine, repeats, steps, warmup_seconds, flops, gradient_bytes, energy)
+        result = summarize(flags, engine, found, flops, gradient_bytes)
         if engine.rank == 0:
             print(block(result), flush=True)
             if flags.output_dir is not None:

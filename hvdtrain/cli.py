@@ -214,7 +214,7 @@ def add_run(group: Parser) -> None:
     group.add_argument(
         "--tensorboard",
         action="store_true",
-        help="also write scalars and the model's graph to --output-dir/tensorboard",
+        help="also write scalars to --output-dir/tensorboard",
     )
     group.add_argument(
         "--track",

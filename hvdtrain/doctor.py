@@ -39,7 +39,7 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.start import start
 from hvdtrain.engines.tuning import own_script
 from hvdtrain.launching.exit_codes import LINGER_SECONDS, run
-from hvdtrain.training.records import energy
+from hvdtrain.output import energy
 
 LEVELS = ("ok", "warning", "problem")
 LEAST_SHARED_MEMORY = 256 * 2**20  # bytes; the default in containers is 64 MiB
@@ -86,7 +86,7 @@ def check_build(found: Findings, engine_name: str) -> dict[str, str]:
     """Check torch and Horovod, and return the versions that must be the same on every rank."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
     if torch.cuda.is_available():
-        versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     if engine_name != "horovod":
         found.ok(f"torch {versions['torch']}, Python {versions['python']}")
         return versions

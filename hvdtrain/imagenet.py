@@ -148,8 +148,6 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
     net = build_model(flags.model, source.classes, flags.image_size)
     optimizer = optim.build(flags.optimizer, optim.decay_groups(net), peak_rate, flags.momentum, flags.weight_decay)
     model, _ = run.prepare(net, optimizer)
-    if flags.tensorboard:
-        run.graph(net, torch.zeros(1, 3, flags.image_size, flags.image_size, device=run.device))
     if flags.compile:
         with run.raising_together("compile"):
             model = compiled(model, run.device)

@@ -172,7 +172,6 @@ def train(flags: Flags, run: training.Run, data: text.Text) -> None:
     net = GPT(Sizes(**{name: getattr(flags, name) for name in SIZE_FLAGS}), data.vocabulary.size, flags.dropout)
     model, _ = run.prepare(net, adamw(net, flags))
     run.register(vocabulary=data.vocabulary)
-    run.graph(net, torch.zeros(1, context, dtype=torch.int64, device=run.device))
     if flags.compile:
         with run.raising_together("compile"):
             model = compiled(model, run.device)

@@ -8,7 +8,7 @@ launch/horovodrun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.mnist   two 
 
 --dataset mnist --data-dir DIR      the IDX files in DIR, compressed or not
 --recipe classic --epochs 10        plain SGD at a constant rate, as tutorials do
---output-dir OUT                    metrics.jsonl, summary.json, mistakes.json, checkpoints; the same command again resumes
+--output-dir OUT                    metrics.jsonl, summary.json, checkpoints; the same command again resumes
 """
 
 from hvdtrain.launching import startup
@@ -30,7 +30,6 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.training import optim
-from hvdtrain.training.records.misclassified import record_mistakes
 
 RECIPES: dict[str, dict[str, object]] = {
     # The fastest to 99 %: one-cycle Adam with label smoothing. FAST_EPOCHS has epochs by data set, FAST_RATES lr and
@@ -126,8 +125,6 @@ def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
     fused = flags.model == "cosinenet"  # the others keep the bits that they have always had
     optimizer = optim.build(flags.optimizer, trained, peak_rate, flags.momentum, flags.weight_decay, fused)
     model, _ = run.prepare(net, optimizer)
-    if flags.tensorboard:
-        run.graph(net, scaled(train_images[:1]))
 
     for _ in run.epochs(flags.epochs, stop_at={"accuracy": flags.target_accuracy}):
         for step in run.steps(train_images, train_labels):
@@ -140,15 +137,11 @@ def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
                     step.record(loss=F.cross_entropy(logits, labels), accuracy=logits.argmax(1) == labels)
             step.update()
 
-        outputs = []
         with run.evaluating(len(test_images), prefix="test") as mine:
             batches = zip(*(part[mine].split(EVALUATION_BATCH) for part in (test_images, test_labels)), strict=True)
             for images, labels in batches:
-                outputs.append(logits := net(scaled(images)))
+                logits = net(scaled(images))
                 run.record(loss=F.cross_entropy(logits, labels, reduction="sum"), accuracy=logits.argmax(1) == labels)
-        if flags.output_dir is not None:
-            worst = record_mistakes(run.engine, torch.cat(outputs), test_images, test_labels, flags.output_dir)
-            run.telemetry.mistakes(test_images, worst)
 
 
 def main() -> int:

@@ -14,24 +14,28 @@ from hvdtrain.launching import startup
 if __name__ == "__main__":
     startup.begin()
 
-import os
 import socket
 import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvdtrain import cli
-from hvdtrain.analysis import measuring, other_work, plotting
+from hvdtrain.analysis import measuring, plotting
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import engine_class, start
 from hvdtrain.launching.exit_codes import run
-from hvdtrain.training.records.telemetry import versions
+from hvdtrain.output.run_output import versions
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = dict[str, Any]  # of the table
 REDUCTIONS = ("sum", "average", "min", "max", "product", "adasum")
 DTYPES = (
     "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
@@ -106,9 +110,7 @@ def demonstrate(engine: Engine, op: str, dtype: str) -> None:
     number = torch.tensor([engine.rank + 1], device=engine.device).to(getattr(torch, dtype))
     before = text(number)
     engine.all_reduce_(number, op, "data")
-    held = engine.all_gather_object(
-        [before, text(number)], "held"
-    )  # only rank 0 prints: lines of several ranks would mix
+    held = engine.all_gather_object([before, text(number)], "held")  # only rank 0 prints: lines of several would mix
     if engine.rank == 0:
         print("\n".join(f"before {rank} data {before}" for rank, (before, _) in enumerate(held)))
         print("\n".join(f"after {rank} data {after}" for rank, (_, after) in enumerate(held)), flush=True)
@@ -117,11 +119,11 @@ def demonstrate(engine: Engine, op: str, dtype: str) -> None:
 def block_seconds(engine: Engine, tensor: torch.Tensor, op: str, name: str, times: int) -> float:
     """Run `times` all-reduces, and return the seconds per all-reduce on the slowest rank. A collective."""
     engine.barrier()
-    measuring.settle(engine.device)
+    measuring.synchronize(engine.device)
     began = time.perf_counter()
     for _ in range(times):
         engine.all_reduce_(tensor, op, name)
-    measuring.settle(engine.device)
+    measuring.synchronize(engine.device)
     mine = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64)
     engine.all_reduce_(mine, "max", "block")
     return mine.item()
@@ -132,7 +134,7 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no comparison
 
 
-def measure(engine: Engine, op: str, dtype: str, count: int, seconds: float) -> dict[str, object]:
+def measure(engine: Engine, op: str, dtype: str, count: int, seconds: float) -> Row:
     """Time all-reduces of `count` elements for about `seconds`, and return one row of the table. A collective.
 
     Raises RuntimeError if a result is wrong.
@@ -151,20 +153,13 @@ def measure(engine: Engine, op: str, dtype: str, count: int, seconds: float) -> 
     first = max(block_seconds(engine, tensor, op, name, min(10, max(1, int(0.1 * seconds / first)))), 1e-9)
     times = min(MOST_IN_BLOCK, max(1, round(seconds / BLOCKS / first)))  # the same on all ranks: `first` is
     blocks = [block_seconds(engine, tensor, op, name, times) for _ in range(BLOCKS)]
-    taken, size = statistics.median(blocks), count * tensor.element_size()
-    algorithm = size / max(taken, 1e-12)
+    taken, size = max(statistics.median(blocks), 1e-12), count * tensor.element_size()
+    algorithm = size / taken
     return dict(
-        bytes=size,
-        count=count,
-        dtype=dtype,
-        reduction=op,
-        seconds=taken,
-        seconds_least=min(blocks),
-        seconds_most=max(blocks),
-        repeats=times * BLOCKS,
-        algorithm_bytes_per_second=algorithm,
+        bytes=size, count=count, dtype=dtype, reduction=op, seconds=taken, seconds_least=min(blocks),
+        seconds_most=max(blocks), repeats=times * BLOCKS, algorithm_bytes_per_second=algorithm,
         bus_bytes_per_second=algorithm * 2 * (engine.size - 1) / engine.size,
-    )
+    )  # fmt: skip
 
 
 HEADER = (
@@ -173,7 +168,7 @@ HEADER = (
 )
 
 
-def line(row: dict) -> str:
+def line(row: Row) -> str:
     """Return one row of the table as text."""
     times = " ".join(f"{row[name] * 1e6:11.2f}" for name in ("seconds", "seconds_least", "seconds_most"))
     speeds = " ".join(f"{row[f'{kind}_bytes_per_second'] / 1e9:11.4g}" for kind in ("algorithm", "bus"))
@@ -192,10 +187,9 @@ def sweep(engine: Engine, flags: Namespace) -> None:
     hosts = len(set(engine.all_gather_object(socket.gethostname(), "hosts")))
     about = f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}"
     about += f", {engine.device.type}, {flags.op}"
-    rows = []
-    before, cpu_before = other_work.look(), host_cpu_seconds(engine)
     if engine.rank == 0:
         print(f"{about}\n{HEADER}", flush=True)
+    rows = []
     for dtype in dtypes:
         element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
         size = flags.min_bytes
@@ -204,59 +198,49 @@ def sweep(engine: Engine, flags: Namespace) -> None:
             if engine.rank == 0:
                 print(line(rows[-1]), flush=True)
             size *= 2
-    others = other_work.other_cores(before, other_work.look(), host_cpu_seconds(engine) - cpu_before)
-    notes = other_work.said([others], len(os.sched_getaffinity(0)))
-    if engine.rank == 0:
-        for note in notes:
-            print(note, flush=True)
     if engine.rank == 0 and flags.output_dir is not None:
         result = dict(
             title=about, engine=engine.name, description=engine.description, world_size=engine.size, hosts=hosts,
             device=str(engine.device), config=vars(flags), automatic=engine.notes, hardware=measuring.hardware(),
-            versions=versions(), rows=rows, other_cores=others,
+            versions=versions(), rows=rows,
         )  # fmt: skip
         measuring.write_json(flags.output_dir / "reduce.json", result)
-        draw(about, rows, flags.output_dir / "reduce.png", notes)
+        draw(about, rows, flags.output_dir / "reduce.png")
 
 
-def host_cpu_seconds(engine: Engine) -> float:
-    """Return the CPU seconds that the ranks on this host have used so far. A collective."""
-    rows = engine.all_gather_object([socket.gethostname(), time.process_time()], "cpu")
-    return sum(seconds for host, seconds in rows if host == socket.gethostname())
+def draw(about: str, rows: Sequence[Row], path: Path) -> list[Path]:
+    """Draw time and bus bandwidth over size, one curve per dtype, and return the paths. Points are medians of the blocks;
+    bars go from minimum to maximum."""
 
-
-def draw(about: str, rows: list[dict], path: Path, notes: tuple[str, ...] = ()) -> list[Path]:
-    """Draw time and bus bandwidth over size, one curve per dtype, and return the paths.
-
-    Points are medians of the blocks; bars go from minimum to maximum.
-    """
-
-    def over_size(axes, unit: str, middle: str, least: str, most: str, scale: Callable[[dict, str], float]) -> None:
-        for index, dtype in enumerate(dict.fromkeys(row["dtype"] for row in rows)):
+    def over_size(axes: "Axes", unit: str, values: Callable[[Row], tuple[float, float, float]]) -> None:
+        """values: the point and the ends of its bar."""
+        for place, dtype in enumerate(dict.fromkeys(row["dtype"] for row in rows)):
             mine = [row for row in rows if row["dtype"] == dtype]
-            style = dict(color=plotting.COLOURS[index], marker=plotting.MARKERS[index], markersize=3,
-                         linestyle=plotting.STYLES[index], capsize=1.5, elinewidth=0.8, label=dtype)  # fmt: skip
-            values = [scale(row, middle) for row in mine]
-            below = [value - scale(row, least) for value, row in zip(values, mine, strict=True)]
-            above = [scale(row, most) - value for value, row in zip(values, mine, strict=True)]
-            axes.errorbar([row["bytes"] for row in mine], values, yerr=[below, above], **style)
-        plotting.byte_axis(axes, [row["bytes"] for row in rows])
-        axes.set_ylabel(unit)
+            middle, least, most = zip(*map(values, mine), strict=True)
+            ends = [[m - low for m, low in zip(middle, least, strict=True)],
+                    [high - m for m, high in zip(middle, most, strict=True)]]  # fmt: skip
+            axes.errorbar([row["bytes"] for row in mine], middle, yerr=ends, label=dtype, **plotting.look(place))
+        sizes = [row["bytes"] for row in rows]
+        ticks = [4 * 16**power for power in range(16) if min(sizes) <= 4 * 16**power <= max(sizes)]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [plotting.bytes_text(tick).replace(" ", "\n") for tick in ticks])
+        axes.minorticks_off()
+        axes.set(xlabel="size of the message", ylabel=unit)
 
-    def times(axes) -> None:
+    def times(axes: "Axes") -> None:
         axes.set_yscale("log")
-        over_size(axes, "time (µs)", "seconds", "seconds_least", "seconds_most", lambda row, key: row[key] * 1e6)
+        over_size(axes, "time (µs)", lambda row: (
+            row["seconds"] * 1e6, row["seconds_least"] * 1e6, row["seconds_most"] * 1e6))  # fmt: skip
 
-    def bandwidth(axes) -> None:
-        # The median block gives the point, the slowest and fastest ones the ends of the bar.
-        over_size(axes, "bus bandwidth (GB/s)", "seconds", "seconds_most", "seconds_least",
-                  lambda row, key: row["bus_bytes_per_second"] * row["seconds"] / max(row[key], 1e-12) / 1e9)  # fmt: skip
+    def bandwidth(axes: "Axes") -> None:
+        def speeds(row: Row) -> tuple[float, float, float]:
+            total = row["bus_bytes_per_second"] * row["seconds"] / 1e9
+            return total / row["seconds"], total / row["seconds_most"], total / max(row["seconds_least"], 1e-12)
+
+        over_size(axes, "bus bandwidth (GB/s)", speeds)
         axes.set_ylim(bottom=0)
 
-    return plotting.write(path, about, [
-        plotting.Panel("time", "time of one all-reduce", times, notes),
-        plotting.Panel("bandwidth", "bus bandwidth", bandwidth, notes),
-    ])  # fmt: skip
+    return plotting.write(path, about, [times, bandwidth])
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hvdtrain import cli
 from hvdtrain.analysis import plotting
-from hvdtrain.analysis.reporting import page, pictures, runs, seeds, table
+from hvdtrain.analysis.reporting import groups, page, pictures, runs, table
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
@@ -69,7 +69,7 @@ def make(directories: Sequence[Path], output_dir: Path, formats: Sequence[str] =
 
     formats: file formats of the plots for papers. each_run: do not combine the seeds of a configuration.
     """
-    found = seeds.fold(runs.read_runs(directories), each_run)
+    found = groups.fold(runs.read_runs(directories), each_run)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         whole = page.build(found, list(pictures.draw_all(found, output_dir, formats)))
@@ -82,6 +82,7 @@ def make(directories: Sequence[Path], output_dir: Path, formats: Sequence[str] =
 
 
 def main() -> int:
+    """Run the command. Return its exit code."""
     flags = parse()
     if announced().size > 1:
         raise UserError("hvdtrain.report reads what a run has left: start it without a launcher", everywhere=True)

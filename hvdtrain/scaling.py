@@ -8,8 +8,7 @@ python -m hvdtrain.scaling -- --model resnet50 --amp bf16             flags afte
 The bounds are one rank alone, times N; and N ranks that train at the same time without communicating, and so share cores,
 caches and memory in the same way. Each round runs every configuration once, in a new order. Ratios are taken within a
 round, so that changes on the machine affect both sides. Results are medians over rounds, with minimum and maximum.
---output-dir gets scaling.csv, scaling.json, scaling.png, its plots as SVG and PDF one column wide, and the log of every
-run. The table and the plots say so if other work took more than a tenth of the cores.
+--output-dir gets scaling.json, its plots as scaling.png, scaling.svg and scaling.pdf, and the log of every run.
 
 Exit codes: 1 if a configuration failed (it is reported, and the others continue); 130 after Ctrl-C, which ends the running
 job and keeps the measurements so far.
@@ -23,7 +22,6 @@ if __name__ == "__main__":
 import json
 import os
 import random
-import resource
 import signal
 import sys
 from argparse import Namespace
@@ -31,9 +29,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain import cli
-from hvdtrain.analysis import measuring, other_work, plotting
+from hvdtrain.analysis import measuring, plotting
 from hvdtrain.analysis.launching import VARIANTS, command, run_job, slots
-from hvdtrain.analysis.scaling_results import ALONE, APART, Configuration, Rounds, busy, rate, summarize, table, write
+from hvdtrain.analysis.scaling_results import (
+    ALONE,
+    APART,
+    Benchmark,
+    Configuration,
+    Rounds,
+    rate,
+    summarize,
+    table,
+    write,
+)
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
@@ -120,17 +128,15 @@ def command_of(which: Configuration, flags: Namespace, directory: Path) -> list[
     return command(variant, which.ranks, "hvdtrain.benchmark", benchmark, flags.hosts, flags.interface)
 
 
-def measure(which: Configuration, flags: Namespace, directory: Path) -> dict | str:
+def measure(which: Configuration, flags: Namespace, directory: Path) -> Benchmark | str:
     """Run one configuration once, and return the content of benchmark.json, or why there is none."""
     directory.mkdir(parents=True, exist_ok=True)
     log, result = directory / "log", directory / "benchmark.json"
     result.unlink(missing_ok=True)  # of an earlier measurement
-    before, cpu_before = other_work.look(), children_cpu_seconds()
     try:
         ended = run_job(command_of(which, flags, directory), flags.timeout, log)
     except UserError as error:
         return str(error)
-    others = other_work.other_cores(before, other_work.look(), children_cpu_seconds() - cpu_before)
     if ended.code is None:
         return f"not finished after {flags.timeout:g} s, killed; see {log}"
     if ended.code != 0:
@@ -139,13 +145,8 @@ def measure(which: Configuration, flags: Namespace, directory: Path) -> dict | s
         return f"exit code {ended.code}{f': {lines[0].strip()}' if lines else ''}; see {log}"
     if not result.exists():
         return f"wrote no {result}: is --output-dir shared with the first of --hosts?"
-    return json.loads(result.read_text()) | {"other_cores": others}
-
-
-def children_cpu_seconds() -> float:
-    """Return the CPU seconds of this process's terminated children and of their descendants."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    content: Benchmark = json.loads(result.read_text())
+    return content
 
 
 def measure_all(
@@ -200,12 +201,10 @@ def main() -> int:
     if rows:
         write(flags, rows, rounds, failed)
         print(f"\n{table(rows)}\n", flush=True)
-        for note in busy(rounds):
-            print(note, flush=True)
-        print(f"{flags.output_dir}: scaling.csv, scaling.json, scaling.png, scaling-*.svg, scaling-*.pdf", flush=True)
+        print(f"{flags.output_dir}: scaling.json, scaling.png, scaling.svg, scaling.pdf", flush=True)
     for which, why in failed.items():
         print(f"hvdtrain.scaling: error: {which}: {why}", file=sys.stderr, flush=True)
-    return code or bool(failed)
+    return code or int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def attach(flags: argparse.Namespace, told: Announced, words: list[str], done: s
         from hvdtrain.engines import foreign
 
         if flags.output_dir is not None:
-            from hvdtrain.training.records.foreign import Recorder
+            from hvdtrain.output.script_metrics import Recorder
 
             listeners.append(Recorder(flags.output_dir, script_of(words), done))
         if flags.watch is not None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,20 +121,20 @@ def is_launcher(arguments: Sequence[str]) -> bool:
 
 
 @contextlib.contextmanager
-def interrupts_deferred():
+def interrupts_deferred() -> Iterator[None]:
     """Defer Ctrl-C and SIGTERM until the end of the block, so that they neither interrupt the clean-up nor get lost."""
     came: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.signal(each, lambda n, _: came.append(n)) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
         for number in came[:1]:
             signal.raise_signal(number)
 
 
-def end(process: subprocess.Popen, job: str) -> None:
+def end(process: subprocess.Popen[bytes], job: str) -> None:
     """Ask the launcher to end its ranks, as only it can on other hosts; then kill what is left on this host."""
     if process.poll() is None:
         process.terminate()

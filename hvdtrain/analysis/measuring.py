@@ -40,7 +40,7 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(middle, middle - half, middle + half, n)
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -51,21 +51,23 @@ def matrix_product_rate(device: torch.device, dtype: torch.dtype, side: int = 10
     a, b = torch.randn(2, side, side, device=device).to(dtype)
     best = float("inf")
     for _ in range(4):  # the first is a warm-up
-        settle(device)
+        synchronize(device)
         began = time.perf_counter()
         a @ b
-        settle(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - began)
     return torch.tensor(2 * side**3 / best, dtype=torch.float64)
 
 
 def hardware() -> dict[str, object]:
     """Return the hardware of this process: processor, cores it may use, memory in bytes, GPU, load average."""
-    names = [
-        line.partition(":")[2].strip() for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")
-    ]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     found: dict[str, object] = dict(
-        processor=names[0] if names else platform.processor(),
+        processor=next(names, platform.processor()),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         load_average=os.getloadavg()[0],  # of the last minute: runnable processes
@@ -73,14 +75,6 @@ def hardware() -> dict[str, object]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
-
-
-def read(path: str) -> str:
-    """Return the text of a file, or "" if it cannot be read."""
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 def make_directory(directory: Path) -> None:
@@ -91,10 +85,8 @@ def make_directory(directory: Path) -> None:
         trial.touch()
         trial.unlink()
     except OSError as error:
-        said = (
-            f"--output-dir {directory} cannot be written ({error.strerror}): name another directory, or free some space"
-        )
-        raise UserError(said) from error
+        how = "name another directory, or free some space"
+        raise UserError(f"--output-dir {directory} cannot be written ({error.strerror}): {how}") from error
 
 
 def write_json(path: Path, result: dict[str, object]) -> None:

@@ -10,8 +10,8 @@ from hvdtrain.engines.errors import UserError, one_line
 SAID_AT_ONCE = 10  # maximum number of lines printed at a time
 
 
-class Telemetry(Protocol):
-    """The methods of the run's telemetry that are used here."""
+class Output(Protocol):
+    """The methods of the run's output that are used here."""
 
     def event(self, name: str, **fields: object) -> None:
         """Record an event."""
@@ -51,7 +51,7 @@ class CorruptSamples:
         """Return the number of lost samples, as of the last `settle`."""
         return sum(self._known.values())
 
-    def settle(self, engine: Engine, telemetry: Telemetry) -> None:
+    def settle(self, engine: Engine, output: Output) -> None:
         """Exchange and report new corrupt samples. A collective. Raises UserError on all ranks if the limit is exceeded."""
         if not engine.sum(torch.tensor([len(self._new)]), "corrupt.count").item():
             return
@@ -64,11 +64,11 @@ class CorruptSamples:
         found = {each.name: each for each in sorted(met, key=lambda each: each.lost)}  # of two reports the worse
         self._known |= {name: each.lost for name, each in found.items()}
         for number, each in enumerate(found.values()):
-            telemetry.event("corrupt", file=each.name, why=each.why, samples=each.lost)
+            output.event("corrupt", file=each.name, why=each.why, samples=each.lost)
             if number < SAID_AT_ONCE:
-                telemetry.say(one_line(f"skipped: {each.name}: {each.why}"))
+                output.say(one_line(f"skipped: {each.name}: {each.why}"))
         if len(found) > SAID_AT_ONCE:
-            telemetry.say(f"skipped: {len(found) - SAID_AT_ONCE:,} more, each named in metrics.jsonl")
+            output.say(f"skipped: {len(found) - SAID_AT_ONCE:,} more, each named in metrics.jsonl")
         if self.total() > self.limit:
             first = next(iter(found.values()))
             said = f"{self.total():,} samples cannot be read, such as {first.name} ({first.why})"

@@ -7,7 +7,6 @@ device.
 import atexit
 import contextlib
 import functools
-import hashlib
 import io
 import json
 import math
@@ -29,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.data import leftovers
 from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
-from hvdtrain.data.sharding import Batch, Step, epoch_order, steps, steps_per_epoch
+from hvdtrain.data.sharding import PlannedBatch, PlannedStep, epoch_order, mixed_seed, steps, steps_per_epoch
 from hvdtrain.engines.errors import Failure
 
 PREFETCH = 2  # batches that each worker keeps ready
@@ -70,7 +69,7 @@ class Plan:
     device: str | torch.device = "cpu"  # of the indices
     order: Callable[[int, int], Tensor] | None = None  # (seed, epoch) -> int64 [total]; None: `epoch_order`
 
-    def epoch(self, epoch: int) -> Iterator[Step]:
+    def epoch(self, epoch: int) -> Iterator[PlannedStep]:
         """Return this rank's remaining steps of `epoch`."""
         if not self.shuffle:
             order = torch.arange(self.total)
@@ -86,7 +85,7 @@ class Plan:
             return -(-self.per_epoch // self.global_batch)
         return steps_per_epoch(self.per_epoch, self.size, self.batch_size, self.accumulate)
 
-    def __iter__(self) -> Iterator[tuple[int, Batch]]:
+    def __iter__(self) -> Iterator[tuple[int, PlannedBatch]]:
         """Yield (epoch, batch) for all remaining epochs, so that loading continues across the end of an epoch."""
         for epoch in range(self.first_epoch, self.epochs):
             for step in self.epoch(epoch):
@@ -229,11 +228,6 @@ def _end_with_rank() -> None:
         rank.join()
         leftovers.sweep_after(rank.pid or 0)
         os._exit(1)
-
-
-def mixed_seed(*parts: object) -> int:
-    """Return a 63-bit seed that depends only on `parts`, and not on the process or Python's hash seed."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 class Prepare:

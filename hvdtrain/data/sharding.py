@@ -9,6 +9,7 @@ No samples are added or dropped: the shards of the ranks are disjoint and cover 
 samples, each rank's gradient is weighted, so that the mean over ranks is still the mean over samples.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PlannedBatch:
     """The samples of one rank for one forward and backward pass."""
 
     indices: Tensor  #: int64 [b], 1 <= b <= batch_size
@@ -27,10 +28,10 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedStep:
     """The samples of one rank for one optimizer step: one batch, or several whose gradients are accumulated."""
 
-    batches: list[Batch]
+    batches: list[PlannedBatch]
     count: int  #: samples over all batches and all ranks
 
 
@@ -54,9 +55,14 @@ def shard(n: int, rank: int, size: int) -> slice:
     return slice(rank, n, size)
 
 
+def mixed_seed(*parts: object) -> int:
+    """Return a 63-bit seed that depends only on `parts`, and not on the process or Python's hash seed."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
 def steps(
     order: Tensor, rank: int, size: int, batch_size: int, accumulate: int = 1, global_batch: int | None = None
-) -> Iterator[Step]:
+) -> Iterator[PlannedStep]:
     """Yield this rank's part of each step through `order` (int64 [n]). All ranks have the same number of steps and passes.
 
     A step takes `global_batch` samples (default: batch_size * size * accumulate) in as many passes as needed. A run that is
@@ -74,9 +80,9 @@ def steps(
         passes = []
         for start in range(first, first + count, per_pass):
             together = order[start : min(start + per_pass, first + count)]  # what all ranks take in this pass
-            indices = together[shard(len(together), rank, size)]
+            indices = together[rank::size]  # as `shard`
             local_count = len(indices)
             if local_count == 0:
                 indices = order[start : start + 1]
-            passes.append(Batch(indices, local_count * size / count, local_count))
-        yield Step(passes, count)
+            passes.append(PlannedBatch(indices, local_count * size / count, local_count))
+        yield PlannedStep(passes, count)

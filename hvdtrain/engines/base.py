@@ -7,7 +7,6 @@ collective, in the same order.
 import contextlib
 import json
 import socket
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,6 +64,8 @@ class Engine(ABC):
     reductions: tuple[str, ...]  # values of `op` that `all_reduce_` supports
     tells_missing_gradients: ClassVar[bool] = False  # a gradient missing on one rank becomes NaN on all ranks
     activity: Activity  # what the main thread is doing
+    # When this rank computed its last gradient (`time.perf_counter`), once a micro-batch is done; None: at its end.
+    gradients_ready_at: float | None = None
     notes: list[str]  # automatic decisions with their reasons; printed once at the start
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
@@ -127,20 +128,14 @@ class Engine(ABC):
         replica = self.distribute_model(model, reduction)
         return replica, self.distribute_optimizer(optimizer, list(model.named_parameters()), reduction)
 
-    @contextlib.contextmanager
     def micro_batch(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], number: int, count: int
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Context manager for the forward and backward pass of micro-batch `number` (from 0) of `count` in a step.
 
         models, optimizers: those returned by `distribute_model` and `distribute_optimizer`.
         """
-        yield
-
-    def gradients_ready(self) -> float:
-        """Return the time (`time.perf_counter`) at which this rank computed its last gradient. Call it right after
-        backward."""
-        return time.perf_counter()
+        return contextlib.nullcontext()
 
     def synchronize(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - some reduce inside backward
         """Wait until the gradients of `optimizer` are reduced. They may then be read and changed."""
@@ -155,17 +150,6 @@ class Engine(ABC):
         self.synchronize(optimizer)
         with self.stepping(optimizer):
             yield
-
-    @classmethod  # noqa: B027 - few engines have one
-    def offer_timeline(cls) -> None:
-        """Prepare for `start_timeline`. Call it before the engine is created."""
-
-    def start_timeline(self, path: Path) -> bool:
-        """Record the engine's own activity on all ranks to `path` on rank 0. Return whether the engine supports this."""
-        return False
-
-    def stop_timeline(self) -> None:  # noqa: B027
-        """Stop the recording of `start_timeline` and complete the file on rank 0."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -229,10 +229,8 @@ class DdpEngine(Engine):
                     if isinstance(model, nn.parallel.DistributedDataParallel):
                         stack.enter_context(model.no_sync())
             yield
-
-    def gradients_ready(self) -> float:
         # backward() returns after DDP has waited for the other ranks; the time after the last bucket is waiting.
-        return max((hook.ready for hook in self._hooks), default=0.0) or time.perf_counter()
+        self.gradients_ready_at = max((hook.ready for hook in self._hooks), default=0.0) or None
 
     @collective
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:

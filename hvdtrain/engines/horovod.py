@@ -14,7 +14,7 @@ import os
 import re
 import resource
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +153,6 @@ class HorovodEngine(Engine):
         super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
         if tuning:
             self._tune()
-        if os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC":
-            self.notes.append("HOROVOD_TIMELINE=DYNAMIC (its writer keeps a core of rank 0's host busy)")
 
         try:
             # Imported only here: the other engines must work without Horovod.
@@ -163,6 +161,7 @@ class HorovodEngine(Engine):
             raise UserError(f"Horovod cannot be imported ({error}): {REMEDY}") from error
         self.hvd = hvd
         self._hows: dict[Any, Reduction] = {}  # by optimizer
+        self._adasum: set[Any] = set()  # optimizers that reduce weight updates inside step(), not gradients
 
         # Without a launcher, Open MPI 4 would start a daemon first. That takes time, and fails if MPI was relocated.
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
@@ -187,7 +186,7 @@ class HorovodEngine(Engine):
 
     def _tune(self) -> None:
         # One of them is HOROVOD_DISABLE_GROUP_FUSION, for reproducible sums. Trap: it is not safe with `hvd.join()`
-        # (engines/tuning.py). This engine never calls it: uneven last batches are weighted instead (`sharding.Batch`).
+        # (engines/tuning.py). This engine never calls it: uneven last batches are weighted (`sharding.PlannedBatch`).
         settings = tuned_environment(os.environ)
         os.environ.update(settings)
         self.notes += [Setting(f"{name}={value}") for name, value in settings.items()]
@@ -227,13 +226,15 @@ class HorovodEngine(Engine):
             named_parameters=named,
             compression=compressor,
             op=op,
-            # Horovod sums the micro-batches; the weights of `sharding.Batch` turn the sum into a mean.
+            # Horovod sums the micro-batches; the weights of `sharding.PlannedBatch` turn the sum into a mean.
             backward_passes_per_step=how.accumulate,
             # Fixed buckets: gradients are always summed in the same order, so runs are bitwise reproducible. Without them,
             # gradients are fused in the order in which they become ready: three runs on three ranks gave three results.
             groups=buckets([parameter for _, parameter in named]) if self.tuning else None,
         )
         self._hows[distributed] = how
+        if how.reduction == "adasum" and self.size > 1:
+            self._adasum.add(distributed)
         return distributed
 
     def _refuse_adasum(self) -> None:
@@ -246,15 +247,14 @@ class HorovodEngine(Engine):
             )
             raise UserError(said, everywhere=True)
 
-    @contextlib.contextmanager
     def micro_batch(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], number: int, count: int
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         if number == 0:
             for optimizer in optimizers:
                 if optimizer.backward_passes_per_step != count:  # the last step of an epoch may have fewer passes
                     optimizer.set_backward_passes_per_step(count)
-        yield
+        return contextlib.nullcontext()
 
     @collective
     def broadcast_model(self, model: nn.Module) -> None:
@@ -262,13 +262,9 @@ class HorovodEngine(Engine):
         # real step if the state is empty, and weight decay changes the weights.
         self.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-    def _adasum(self, optimizer: Any) -> bool:
-        """Return whether `optimizer` uses Adasum. It then reduces the weight updates inside step(), not the gradients."""
-        return self._hows[optimizer].reduction == "adasum" and self.size > 1
-
     @collective
     def synchronize(self, optimizer: Any) -> None:
-        if self._adasum(optimizer):
+        if optimizer in self._adasum:
             return
         if self.size == 1:
             optimizer.synchronize()
@@ -304,14 +300,8 @@ class HorovodEngine(Engine):
                     hook()
         return unused
 
-    @contextlib.contextmanager
-    def stepping(self, optimizer: Any) -> Iterator[None]:
-        if not self._adasum(optimizer):
-            with optimizer.skip_synchronize():
-                yield
-            return
-        with self.activity.waiting("step"):
-            yield
+    def stepping(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
+        return self.activity.waiting("step") if optimizer in self._adasum else optimizer.skip_synchronize()
 
     @collective
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
@@ -329,20 +319,6 @@ class HorovodEngine(Engine):
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
         self.hvd.broadcast_(tensor, root_rank=0, name=name)
-
-    @classmethod
-    def offer_timeline(cls) -> None:
-        # Trap: `hvd.init` reads this, and start_timeline fails without it. Its writer thread on rank 0 spins until the end.
-        os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
-
-    def start_timeline(self, path: Path) -> bool:
-        if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":  # the user has requested a timeline file: keep it
-            return False
-        self.hvd.start_timeline(str(path))
-        return True
-
-    def stop_timeline(self) -> None:
-        self.hvd.stop_timeline()
 
     def shutdown(self) -> None:
         self.hvd.shutdown()

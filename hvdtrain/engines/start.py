@@ -18,13 +18,10 @@ from hvdtrain.engines.malloc import keep_freed_memory
 refused_in_worker = False  # whether `start` was called while multiprocessing imported the program
 
 
-def start(
-    name: str, *, tuning: bool = True, device: str = "auto", threads: int | None = None, timeline: bool = False
-) -> Engine:
+def start(name: str, *, tuning: bool = True, device: str = "auto", threads: int | None = None) -> Engine:
     """Start the engine `name` and return it, after a check against rank and size in the launcher's variables.
 
     `threads`: number of torch threads on this rank; None derives it from the cores available to this rank.
-    `timeline`: whether `Engine.start_timeline` will be called.
     Raises UserError if launcher and engine disagree, if the device is not available, and in an input worker that imports
     the program.
     """
@@ -42,8 +39,6 @@ def start(
         # The kernel restricts the set to the cores that the job may use.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     kind = engine_class(name)
-    if timeline:
-        kind.offer_timeline()
     engine = kind(tuning=tuning, rank=told.rank, size=told.size, launcher=told.launcher)
     if told.launcher != "none" and (told.rank, told.size) != (engine.rank, engine.size):
         engine.shutdown()

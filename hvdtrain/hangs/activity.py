@@ -34,6 +34,9 @@ class Activity:
         self.step = 0  # steps finished since the beginning of training
         self.finished = 0  # steps finished by this process
         self.moves = 0  # changes with any progress
+        # Set by the monitor when a stop or a checkpoint is requested or agreed: the main thread then asks the guard. Always
+        # set where the ranks could not be connected.
+        self.asked = False
         self._compiling = 0  # compilations in progress
         self._hears_of_compilations = False
         self._base = START

@@ -197,6 +197,7 @@ class Monitor:
     def _learn_stop(self, reason: str) -> None:
         if self.stop_reason is None:
             self.stop_reason, self._stop_known_at = reason, time.monotonic()
+            self.activity.asked = True
             if self.rank == 0:
                 self.send_all(Stop(reason))
 
@@ -222,6 +223,7 @@ class Monitor:
             case Appoint(what, step, reason):
                 self.stop_reason = self.stop_reason or reason
                 (self.stop if what == "stop" else self.save).step = step
+                self.activity.asked = True
                 channel.send(Know(what))
             case Know(what):
                 (self.stop if what == "stop" else self.save).confirm(rank)

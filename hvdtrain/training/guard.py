@@ -3,7 +3,6 @@
 All ranks make each decision together, at the same step.
 """
 
-import math
 from argparse import Namespace
 from collections.abc import Sequence
 from types import TracebackType
@@ -17,8 +16,8 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.hangs import leaving
 from hvdtrain.hangs.monitor import Monitor
 from hvdtrain.launching.exit_codes import STOPPED
+from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import replicas
-from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import TrainState
 
@@ -35,8 +34,8 @@ class Guard:
     Flags used: check_steps, max_skipped, amp, reduction.
     """
 
-    def __init__(self, engine: Engine, flags: Namespace, telemetry: Telemetry, monitor: Monitor):
-        self.engine, self.telemetry, self.monitor = engine, telemetry, monitor
+    def __init__(self, engine: Engine, flags: Namespace, output: RunOutput, monitor: Monitor):
+        self.engine, self.output, self.monitor = engine, output, monitor
         self.activity = engine.activity
         self.check_steps = flags.check_steps
         self.scaled = flags.amp == "fp16"
@@ -46,7 +45,8 @@ class Guard:
         self._buffers: list[Tensor] = []
         self._compared_at: int | None = None  # the step after which the weights were last compared
         if monitor.off:
-            telemetry.say(f"warning: hung ranks will not be noticed: the ranks cannot connect ({monitor.off})")
+            self.activity.asked = True
+            output.say(f"warning: hung ranks will not be noticed: the ranks cannot connect ({monitor.off})")
 
     def __enter__(self) -> "Guard":
         return self
@@ -57,7 +57,7 @@ class Guard:
         if error is None:
             self.engine.barrier()  # the monitor still detects ranks that do not reach it
         elif isinstance(error, Failure):
-            self.telemetry.event("error", kind="failure", message=str(error))
+            self.output.event("error", kind="failure", message=str(error))
         agreed = error is None or (isinstance(error, (Failure, UserError)) and error.everywhere)
         self.monitor.close(None if agreed else f"{type(error).__name__}: {error}")
         self.monitor.make_leaving().start()
@@ -80,23 +80,12 @@ class Guard:
         return bool(self.engine.sum(torch.tensor([float(self.stop_requested is not None)]), name).item())
 
     def begin_step(self, state: TrainState, models: Sequence[nn.Module]) -> None:
-        """Call it before every step. Raises Failure on every rank if the replicas differ."""
-        self.activity.begin_step(state.step)
+        """Call it before a step if `max_skipped`, or if --check-steps wants it. Raises Failure on every rank if the replicas
+        differ."""
         if state.step and self.check_steps and state.step % self.check_steps == 0:
             self.compare_replicas(state, models)
         if self.max_skipped:  # the forward pass changes buffers: keep a copy in case the step is skipped
             self._buffers = [buffer.clone() for model in models for buffer in model.buffers()]
-
-    def finite(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether the reduced gradients are finite. The result is the same on all ranks, because NaN and infinity
-        propagate through the reduction."""
-        tensors = [p.detach() if self.adasum else p.grad for p in parameters if p.grad is not None]
-        if not tensors:
-            return True
-        # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
-        with self.activity.waiting("gradients"):  # on a GPU, `backward` and the reduction have only been enqueued
-            sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).tolist()
-        return all(map(math.isfinite, sums))
 
     def explains(self, state: TrainState) -> bool:
         """Return whether to search for the cause of non-finite gradients. Not for occasional overflows of the loss scaler,
@@ -120,8 +109,8 @@ class Guard:
         message += f"; {in_a_row} step{'s'[: in_a_row > 1]} in a row, --max-skipped {self.max_skipped}"
         if self._gives_up(state):
             raise Failure(message)
-        self.telemetry.say(f"warning: {message}: step skipped")
-        self.telemetry.event("error", kind="non-finite", step=state.step + 1, message=message)
+        self.output.say(f"warning: {message}: step skipped")
+        self.output.event("error", kind="non-finite", step=state.step + 1, message=message)
 
     def restore_buffers(self, models: Sequence[nn.Module]) -> None:
         """Restore batch norm's running statistics after a skipped step."""
@@ -138,13 +127,13 @@ class Guard:
             replicas.compare(self.engine, models, self.monitor.name, state.step, self.check_steps)
 
     def should_stop(self, state: TrainState, due: bool = False) -> bool:
-        """Return, on all ranks, whether to save and stop after this step. Call it after every step.
+        """Return, on all ranks, whether to save and stop after this step. Call it where `activity.asked` or `due` is true.
 
         due: on rank 0, whether an automatic checkpoint is due. `should_save` then returns True after an agreed step.
         """
         step, monitor = state.step, self.monitor
         stop, save = monitor.stop, monitor.save
-        self.activity.finish_step(step)
+        self.activity.asked = monitor.off is not None and self.engine.size > 1
         stops, decides = monitor.stop_reason is not None, self.engine.rank == 0
         ahead = int(self.engine.size > 1)  # rank 0 makes appointments early, so that ranks rarely have to wait
         if monitor.off and stop.step is None:  # without connections, all ranks decide, at this step
@@ -163,21 +152,23 @@ class Guard:
 
     def should_save(self, state: TrainState) -> bool:
         """Return, on all ranks, whether to save after this step. Call it once after every step, after `should_stop`."""
-        save = self.monitor.save
-        if save.step is None or state.step < save.step:
-            return False
-        save.step = None
-        return True
+        monitor, save = self.monitor, self.monitor.save
+        reached = save.step is not None and state.step >= save.step
+        if reached:
+            save.step = None
+        if monitor.stop_reason or monitor.stop.step is not None or save.step is not None:
+            self.activity.asked = True  # until it is done
+        return reached
 
     def leave(self, state: TrainState, checkpoints: Checkpoints) -> int:
         """Wait until the checkpoint is on the disk, and return the exit code. Raises Failure if it cannot be written."""
         unsaved = checkpoints.close(self.heartbeat)
         saved = f"saved after step {state.step}: run the same command to resume"
         saved = unsaved or (saved if checkpoints.writes else "nothing saved: no --output-dir")
-        self.telemetry.event("stop", reason=self.monitor.stop_reason, step=state.step, samples=state.samples)
-        self.telemetry.say(f"stopped by {self.monitor.stop_reason or 'another rank'}; {saved}")
+        self.output.event("stop", reason=self.monitor.stop_reason, step=state.step, samples=state.samples)
+        self.output.say(f"stopped by {self.monitor.stop_reason or 'another rank'}; {saved}")
         if unsaved:
             raise Failure(unsaved)
         if announced().launcher == "torchrun":  # torchrun raises a SignalException after a signal
-            self.telemetry.say("the traceback that may follow is torchrun's own, and so is its exit code 1")
+            self.output.say("the traceback that may follow is torchrun's own, and so is its exit code 1")
         return STOPPED

@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from hvdtrain.cli import Flags
 from hvdtrain.data import loading
-from hvdtrain.data.loading import Plan, Source, mixed_seed
-from hvdtrain.data.sharding import Batch as Planned
-from hvdtrain.data.sharding import shard
+from hvdtrain.data.loading import Plan, Source
+from hvdtrain.data.sharding import PlannedBatch, mixed_seed, shard
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.state import Initial, TrainState
@@ -50,11 +49,12 @@ class Input(ABC):
 
     samples: int  # number of samples in the data set
     shuffle = True
+    may_wait = True  # `load` may take long: for workers, a disk, a network
     order: Callable[[int, int], Tensor] | None = None  # (seed, epoch) -> indices; None: `sharding.epoch_order`
     per_epoch: int | None = None  # samples per epoch; None: all
 
     @abstractmethod
-    def load(self, planned: Planned) -> Batch:
+    def load(self, planned: PlannedBatch) -> Batch:
         """Return the next micro-batch of the plan."""
 
     def plan(
@@ -93,25 +93,31 @@ class Input(ABC):
 class Indices(Input):
     """A number of samples; the script loads them itself by index."""
 
+    may_wait = False
+
     def __init__(self, samples: int):
         self.samples = samples
 
-    def load(self, planned: Planned) -> Batch:
+    def load(self, planned: PlannedBatch) -> Batch:
         return Batch(None, planned.indices, planned.local_count, planned.weight)
 
 
 class Tensors(Input):
     """Tensors of equal length, each [n, ...]. Batches are gathered on the tensors' device; use `Run.to_device` before."""
 
+    may_wait = False
+
     def __init__(self, tensors: Sequence[Tensor], device: torch.device):
         self.tensors, self._device = tensors, device
         self.samples = len(tensors[0])
 
-    def load(self, planned: Planned) -> Batch:
-        # Several times faster than tensor[indices], which copies value by value.
-        rows = (tensor.index_select(0, planned.indices.to(tensor.device)) for tensor in self.tensors)
-        data = tuple(to_device(part, self._device) for part in rows)
-        return Batch(data, planned.indices, planned.local_count, planned.weight)
+    def load(self, planned: PlannedBatch) -> Batch:
+        data = []
+        for tensor in self.tensors:
+            # Several times faster than tensor[indices], which copies value by value.
+            rows = tensor.index_select(0, planned.indices.to(tensor.device))
+            data.append(rows.to(self._device, non_blocking=True))
+        return Batch(tuple(data), planned.indices, planned.local_count, planned.weight)
 
 
 class Loader(Input):
@@ -120,7 +126,7 @@ class Loader(Input):
     Raises UserError for a DataLoader whose order cannot be controlled.
     """
 
-    def __init__(self, engine: Engine, given: DataLoader, seed: int, batch_size: int):
+    def __init__(self, engine: Engine, given: DataLoader[Any], seed: int, batch_size: int):
         self._engine, self._given, self._seed = engine, given, seed
         require_ordinary(given)
         if given.batch_size != batch_size:
@@ -138,7 +144,7 @@ class Loader(Input):
         jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
         self._batches = iterate(self._engine, self._given, self._seed, jobs)
 
-    def load(self, planned: Planned) -> Batch:
+    def load(self, planned: PlannedBatch) -> Batch:
         assert self._batches is not None
         with own_randomness(self._given.num_workers):
             data = to_device(next(self._batches), self._engine.device)
@@ -149,14 +155,14 @@ class Images(Input):
     """hvdtrain's image folders and shards, which skip unreadable samples."""
 
     def __init__(self, engine: Engine, source: Source, say: Any):
-        self._engine, self._source, self._telemetry = engine, source, say
+        self._engine, self._source, self._output = engine, source, say
         self.samples, self.per_epoch, self.order = source.train_count, source.per_epoch, source.order
         self._batches: Iterator[loading.Loaded] | None = None
 
     def begin(self, plan: Plan) -> None:
         self._batches = iter(self._source.train(plan))
 
-    def load(self, planned: Planned) -> Batch:
+    def load(self, planned: PlannedBatch) -> Batch:
         assert self._batches is not None
         loaded = next(self._batches)
         self._source.corrupt.note(loaded.corrupt)
@@ -166,20 +172,20 @@ class Images(Input):
         return Batch((loaded.images, to_device(loaded.labels, self._engine.device)), planned.indices, count, weight)
 
     def settle(self) -> dict[str, object]:
-        self._source.corrupt.settle(self._engine, self._telemetry)
+        self._source.corrupt.settle(self._engine, self._output)
         return self.summary()
 
     def summary(self) -> dict[str, object]:
         return {"corrupt": self._source.corrupt.total()}
 
 
-def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int, telemetry: Any) -> Input:
+def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int, output: Any) -> Input:
     """Return the input for the arguments of `run.steps`. Raises UserError for unsupported data."""
     what = data[0] if len(data) == 1 else data
     if isinstance(what, int) and not isinstance(what, bool):
         return Indices(what)
     if isinstance(what, Source):
-        return Images(engine, what, telemetry)
+        return Images(engine, what, output)
     if isinstance(what, DataLoader):
         return Loader(engine, what, seed, batch_size)
     if data and all(isinstance(part, Tensor) and part.ndim > 0 for part in data):
@@ -199,7 +205,7 @@ def same_data(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return all(a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True))
 
 
-def require_ordinary(given: DataLoader) -> None:
+def require_ordinary(given: DataLoader[Any]) -> None:
     """Raise UserError if the DataLoader does not allow its sampler to be replaced."""
     if isinstance(given.dataset, IterableDataset):
         raise UserError("a DataLoader over an IterableDataset has no fixed order: use a map-style Dataset")
@@ -212,14 +218,14 @@ def require_ordinary(given: DataLoader) -> None:
         )
 
 
-class Samples(Dataset):
+class Samples(Dataset[Any]):
     """Batches of a map-style data set: item (epoch, indices) is the collated batch of those samples.
 
     Before each sample, the generators of torch, Python and numpy are seeded from seed, epoch and index. Random augmentation
     therefore does not depend on the worker or rank that loads the sample.
     """
 
-    def __init__(self, given: DataLoader, seed: int):
+    def __init__(self, given: DataLoader[Any], seed: int):
         self.dataset, self.collate, self.seed = given.dataset, given.collate_fn, seed
 
     def __getitem__(self, job: tuple[int, list[int]]) -> Any:
@@ -231,7 +237,7 @@ class Samples(Dataset):
         return self.collate(samples)
 
 
-def iterate(engine: Engine, given: DataLoader, seed: int, jobs: Iterator[tuple[int, list[int]]]) -> Iterator[Any]:
+def iterate(engine: Engine, given: DataLoader[Any], seed: int, jobs: Iterator[tuple[int, list[int]]]) -> Iterator[Any]:
     """Return an iterator over the batches of `jobs` (epoch, indices), with the workers of `given`. Raises UserError."""
     options: dict[str, Any] = {"timeout": given.timeout}
     if given.num_workers:
@@ -254,13 +260,13 @@ def iterate(engine: Engine, given: DataLoader, seed: int, jobs: Iterator[tuple[i
         ) from error
 
 
-def evaluation_batches(engine: Engine, given: DataLoader, seed: int) -> Iterator[Batch]:
+def evaluation_batches(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Batch]:
     """Yield this rank's batches of a test set. Over all ranks, each sample is yielded once."""
     require_ordinary(given)
     assert given.batch_size is not None
     count = len(given.dataset)  # type: ignore[arg-type]
     mine = torch.arange(count)[shard(count, engine.rank, engine.size)]
-    parts = [part for part in mine.split(given.batch_size) if len(part)]
+    parts = [part for part in mine.split(given.batch_size) if len(part)]  # type: ignore[no-untyped-call]
     batches = iterate(engine, given, seed, ((0, part.tolist()) for part in parts))
     for part in parts:
         with own_randomness(given.num_workers):

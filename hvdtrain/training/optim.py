@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
@@ -47,23 +48,15 @@ def schedule_factor(schedule: str, progress: float) -> float:
     """
     if schedule == "constant":
         return 1.0
-    if schedule == "cosine":
-        return _cosine(1.0, 0.0, progress)
     if schedule == "step":
         return 0.1 ** sum(progress >= epochs / 90 for epochs in (30, 60, 80))
-    if progress < 0.3:
-        return _cosine(1 / 25, 1.0, progress / 0.3)
-    return _cosine(1.0, 1 / 25 / 1e4, (progress - 0.3) / 0.7)
-
-
-def _cosine(start: float, end: float, progress: float) -> float:
-    return end + (start - end) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    if schedule == "cosine":
+        start, end, part = 1.0, 0.0, progress
+    elif progress < 0.3:
+        start, end, part = 1 / 25, 1.0, progress / 0.3
+    else:
+        start, end, part = 1.0, 1 / 25 / 1e4, (progress - 0.3) / 0.7
+    return end + (start - end) * (1 + math.cos(math.pi * min(part, 1.0))) / 2
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, object]]:
@@ -89,7 +82,7 @@ def eager(kind: type[Kind]) -> type[Kind]:
 
 
 def build(
-    name: str, parameters, rate: float, momentum: float, weight_decay: float, fused: bool = False
+    name: str, parameters: ParamsT, rate: float, momentum: float, weight_decay: float, fused: bool = False
 ) -> torch.optim.Optimizer:
     """Return an optimizer: `name` is "sgd", "adam" or "adamw". For adam and adamw, `momentum` is beta 1.
 
@@ -102,11 +95,11 @@ def build(
     return with_fused(kind, parameters, **settings) if fused else eager(kind)(parameters, **settings)
 
 
-def with_fused(kind: type[torch.optim.Adam], parameters, **settings: Any) -> torch.optim.Optimizer:
+def with_fused(kind: type[torch.optim.Adam], parameters: ParamsT, **settings: Any) -> torch.optim.Optimizer:
     """Return the optimizer with its fused kernel: one for all parameters instead of ten for each."""
-    given = list(parameters)
+    given: list[Any] = list(parameters)
     # The constructor adds `fused` to the groups that it is given.
-    copies = [dict(group) if isinstance(group, dict) else group for group in given]
+    copies: list[Any] = [dict(group) if isinstance(group, dict) else group for group in given]
     try:
         return eager(kind)(copies, **settings, fused=True)
     except RuntimeError:  # torch before 2.4 has none for CPUs

@@ -49,13 +49,15 @@ class Prepared:
         self.replicas = [engine.distribute_model(model, how) for model in models]  # for training
         self.optimizers = [engine.distribute_optimizer(optimizer, named, how) for optimizer in optimizers]
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
-        self._parameters: dict[torch.optim.Optimizer, list[tuple[str, nn.Parameter]]] = {}
+        self._names = {parameter: name for name, parameter in named}
+        self.trained: dict[
+            torch.optim.Optimizer, list[nn.Parameter]
+        ] = {}  # trainable parameters, in the order of `named`
         for optimizer in self.optimizers:
             own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            self._parameters[optimizer] = [(name, p) for name, p in named if p in own and p.requires_grad]
+            self.trained[optimizer] = [p for _, p in named if p in own and p.requires_grad]
         self._averaged_at: object = None
         self._own_buffers: list[Tensor] = []
-        self._missing: list[str] = []  # parameters that got no gradient on this rank in this step
         # Adasum reduces weight updates; a missing gradient counts as zero.
         self._zero_for_missing = find_unused_parameters or flags.reduction == "adasum"
         for model in models:
@@ -88,30 +90,31 @@ class Prepared:
 
     def own(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return `optimizer`. Raises UserError if it was not returned by `run.prepare`."""
-        if optimizer not in self._parameters:
+        if optimizer not in self.trained:
             raise UserError("this optimizer did not come from run.prepare(): use the one that it returned")
         return optimizer
 
-    def parameters(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:
-        """Return the trainable parameters of `optimizers`."""
-        return [parameter for optimizer in optimizers for _, parameter in self._parameters[optimizer]]
-
     def named(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[str, nn.Parameter]]:
         """Return the trainable parameters of `optimizers` with their names."""
-        return [named for optimizer in optimizers for named in self._parameters[optimizer]]
+        return [(self._names[parameter], parameter) for one in optimizers for parameter in self.trained[one]]
 
-    def note_missing_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record which parameters got no gradient. Raises UserError if the engine cannot signal that to other ranks."""
-        self._missing = [name for name, parameter in self._parameters[optimizer] if parameter.grad is None]
+    def missing_gradients(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Return the names of the parameters that got no gradient. Raises UserError if the engine cannot signal that to
+        other ranks."""
+        missing = [self._names[parameter] for parameter in self.trained[optimizer] if parameter.grad is None]
         told = self._engine.tells_missing_gradients and self._engine.size > 1
-        if self._missing and not self._zero_for_missing and not told:
-            raise UserError(self._about_missing(self._missing))
+        if missing and not self._zero_for_missing and not told:
+            raise UserError(self._about_missing(missing))
+        return missing
 
-    def raise_where_gradients_are_missing(self) -> None:
-        """Raise UserError on every rank if any rank has parameters without a gradient. A collective."""
+    def raise_where_gradients_are_missing(self, missing: list[str]) -> None:
+        """Raise UserError on every rank if any rank has parameters without a gradient. A collective.
+
+        missing: this rank's.
+        """
         if self._zero_for_missing:
             return
-        for rank, names in enumerate(self._engine.all_gather_object(self._missing, "missing_gradients")):
+        for rank, names in enumerate(self._engine.all_gather_object(missing, "missing_gradients")):
             if names:
                 raise UserError(f"rank {rank}: {self._about_missing(names)}", everywhere=True)
 

@@ -18,10 +18,10 @@ from hvdtrain.cli import Flags
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
+from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import checkpoint, contents
-from hvdtrain.training.cadence import Cadence
+from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.comparison import differences, in_words
-from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.state import Initial, Metric, TrainState
 
 LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
@@ -34,13 +34,13 @@ class Checkpoints:
     metrics: by name; the first one determines the best checkpoint.
     """
 
-    def __init__(self, engine: Engine, flags: Flags, metrics: Mapping[str, Metric], telemetry: Telemetry):
-        self.engine, self.telemetry, self._flags = engine, telemetry, flags
+    def __init__(self, engine: Engine, flags: Flags, metrics: Mapping[str, Metric], output: RunOutput):
+        self.engine, self.output, self._flags = engine, output, flags
         self._metrics = dict(metrics)
         self.writes = flags.output_dir is not None
         self.directory: Path | None = flags.output_dir / "checkpoints" if self.writes else None
         self.initial = Initial(engine.size, flags.batch_size, flags.accumulate)
-        self.cadence = Cadence(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
+        self.interval = CheckpointInterval(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
         self.continues = False  # on rank 0: the run in --output-dir is resumed, and its files are appended to
         self.facts: Facts | None = None  # of the checkpoint to resume from; on every rank after `begin`
         self._config: Facts = {}
@@ -149,19 +149,19 @@ class Checkpoints:
     def announce(self, state: TrainState) -> None:
         """Print and record the step from which the run is resumed."""
         for warning in self._warnings:
-            self.telemetry.event("error", kind="checkpoint", message=warning)
+            self.output.event("error", kind="checkpoint", message=warning)
         if self.facts is None:
             return
         began, now = self.initial, Initial(self.engine.size, self._flags.batch_size, self._flags.accumulate)
         if began.global_batch != now.global_batch:
             per_rank = -(-began.global_batch // self.engine.size)
-            self.telemetry.say(
+            self.output.say(
                 f"global batch kept at {began.global_batch}: the run began on {began.ranks} ranks; "
                 f"now up to {per_rank} per rank"
             )
         epoch = state.epoch + (state.samples_of_epoch > 0)
-        self.telemetry.say(f"resumed after step {state.step} and {state.samples:,} samples, in epoch {epoch}")
-        self.telemetry.event(
+        self.output.say(f"resumed after step {state.step} and {state.samples:,} samples, in epoch {epoch}")
+        self.output.event(
             "resume", epoch=state.epoch + 1, step=state.step, samples=state.samples, taken=state.samples_of_epoch,
             world_size=self.engine.size, initial=began._asdict(), warnings=self._warnings,
         )  # fmt: skip
@@ -173,7 +173,7 @@ class Checkpoints:
     ) -> None:
         """Restore models, optimizers and loss scaler on every rank, if the run is resumed. A collective."""
         trained = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
-        self.cadence.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
+        self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
         if self.facts is None:
             return
         rows = torch.zeros(self.facts["buffers"], dtype=torch.float32)
@@ -259,15 +259,15 @@ class Checkpoints:
 
     def _written(self, path: Path, error: OSError | None) -> None:
         if self._writer is not None:
-            self.cadence.written(self._writer.processor, self._writer.seconds, failed=error is not None)
+            self.interval.written(self._writer.processor, self._writer.seconds, failed=error is not None)
         if error is None:
             self._last_good, step = path.name, int(path.stem.removeprefix("step-"))
-            self.telemetry.event("checkpoint", file=path.name, step=step, cost_seconds=round(self.cadence.cost, 6))
+            self.output.event("checkpoint", file=path.name, step=step, cost_seconds=round(self.interval.cost, 6))
             return
         last = f"the last good one is {self._last_good}" if self._last_good else "there is no earlier one"
         line = f"checkpoint {path} not written ({error.strerror or error}): training continues; {last}"
         print(f"warning: {line}", file=sys.stderr, flush=True)
-        self.telemetry.event("error", kind="checkpoint", message=line)
+        self.output.event("error", kind="checkpoint", message=line)
 
     def close(self, heartbeat: Callable[[], None] = lambda: None) -> str | None:
         """Wait until the last snapshot is on the disk. Return an error message if that failed, else None, on every rank. A
@@ -278,7 +278,7 @@ class Checkpoints:
             if self._writer.failed is not None:
                 message = self._unsaved(self._writer.failed)
                 if self._writer.failed.errno == errno.ESTALE:  # do not write another run's summary.json
-                    self.telemetry.output_dir = None
+                    self.output.output_dir = None
         self.release()
         return self.engine.broadcast_object(message, "checkpoint.close")
 

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from hvdtrain.cli import Flags
-from hvdtrain.data.loading import Plan, mixed_seed
-from hvdtrain.data.sharding import passes_per_step
+from hvdtrain.data.loading import Plan
+from hvdtrain.data.sharding import mixed_seed, passes_per_step
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.launching.exit_codes import TARGET_MISSED
+from hvdtrain.output.clock import Clock
+from hvdtrain.output.metrics_logger import MetricsLogger
+from hvdtrain.output.profiling import Profile
+from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators, to_device
-from hvdtrain.training.journal import Journal
 from hvdtrain.training.prepared import Prepared
-from hvdtrain.training.records.clock import Clock
-from hvdtrain.training.records.profiling import Profile
-from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import Initial, Metric, TrainState, require_free
 from hvdtrain.training.step import Shared, Step
@@ -36,17 +36,17 @@ class Run:
     """One training run, created by `training.start`. Attributes: engine, rank, size, device, state, initial, evaluation."""
 
     def __init__(
-        self, engine: Engine, flags: Flags, asked: Mapping[str, object], metrics: Mapping[str, Metric], telemetry: Telemetry,
+        self, engine: Engine, flags: Flags, asked: Mapping[str, object], metrics: Mapping[str, Metric], output: RunOutput,
         checkpoints: Checkpoints, guard: Guard, profile: Profile, state: TrainState,
     ):  # fmt: skip
         self.engine, self.flags, self.metrics = engine, flags, metrics
         self.rank, self.size, self.device, self.seed = engine.rank, engine.size, engine.device, flags.seed
-        self.telemetry, self.checkpoints, self.guard, self.profile = telemetry, checkpoints, guard, profile
+        self.output, self.checkpoints, self.guard, self.profile = output, checkpoints, guard, profile
         self.state = state  # the position in training; always the same object
         self.initial: Initial = checkpoints.initial  # derive learning rates from this; unchanged by a resume
         self.exit_code = 0
         self.clock = Clock()
-        self.journal = Journal(engine, telemetry, metrics, state)
+        self.metrics_logger = MetricsLogger(engine, output, metrics, state)
         self._prepared: Prepared | None = None
         self._asked = dict(asked)
         self._dataset: str | None = None
@@ -64,15 +64,15 @@ class Run:
     @property
     def output_dir(self) -> Path | None:
         """--output-dir on rank 0, None on other ranks: only rank 0 writes files."""
-        return self.telemetry.output_dir
+        return self.output.output_dir
 
     def say(self, line: str) -> None:
         """Print a line on rank 0, above the progress bar."""
-        self.telemetry.say(line)
+        self.output.say(line)
 
     def event(self, name: str, **fields: object) -> None:
         """Append an event to metrics.jsonl on rank 0."""
-        self.telemetry.event(name, **fields)
+        self.output.event(name, **fields)
 
     def heartbeat(self) -> None:
         """Tell the watchdog that this rank makes progress. Call it during long operations outside of steps."""
@@ -117,8 +117,8 @@ class Run:
         config = {flag: now[flag] if value is None else value for flag, value in self._asked.items()}
         with self.raising_together("output"):
             self.checkpoints.require_fit(config, data)
-            self.telemetry.open(continued=self.checkpoints.continues)
-        self.journal.start(name, reason, now)
+            self.output.open(continued=self.checkpoints.continues)
+        self.metrics_logger.start(name, reason, now)
         self.checkpoints.announce(self.state)
 
     def prepare(self, *parts: Any, find_unused_parameters: bool = False) -> Any:
@@ -155,11 +155,6 @@ class Run:
                 for group, saved in zip(optimizer.param_groups, held["groups"], strict=True):
                     group.update(saved)
 
-    def graph(self, model: torch.nn.Module, example: Tensor) -> None:
-        """Write the graph of `model` for TensorBoard, by running it once on `example`. No effect without --tensorboard."""
-        if self.flags.tensorboard:
-            self.telemetry.graph(model, example)
-
     # ---- the loop
 
     @property
@@ -190,7 +185,7 @@ class Run:
         if not isinstance(number := steps if count is None else count, int):
             raise UserError(f"run.epochs() takes a whole number, not {number!r}")
         self._epochs, self._step_limit = count, steps
-        self.journal.epochs = count
+        self.metrics_logger.epochs = count
         self._goals = {name: goal for name, goal in (stop_at or {}).items() if goal is not None}
         for name in self._goals:
             if name not in self.metrics:
@@ -227,7 +222,7 @@ class Run:
     def _open(self, data: tuple[Any, ...]) -> tuple[Input, Plan]:
         if self._opened is not None and same_data(data, self._opened[0]):
             return self._opened[1:]
-        opened = open_input(self.engine, data, self.seed, self.flags.batch_size, self.telemetry)
+        opened = open_input(self.engine, data, self.seed, self.flags.batch_size, self.output)
         if self._opened is not None and self._opened[2].total != opened.samples:
             raise UserError(
                 f"run.steps() got {opened.samples} samples, and {self._opened[2].total} in the epoch before"
@@ -238,19 +233,20 @@ class Run:
             raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
         opened.begin(plan)
         self._opened = data, opened, plan
-        self.journal.steps = self._step_limit or plan.epochs * plan.steps_per_epoch()
+        self.metrics_logger.steps = self._step_limit or plan.epochs * plan.steps_per_epoch()
         self.checkpoints.forget()
+        self.checkpoints.interval.begin()
         return opened, plan
 
     def _steps(self, opened: Input, plan: Plan) -> Iterator[Step]:
-        state, prepared = self.state, self.prepared()
-        shared = Shared(
-            self.engine, prepared, self.guard, self.clock, state, self.seed, self.flags.reduction, self.autocast
-        )
+        state, prepared, guard = self.state, self.prepared(), self.guard
+        shared = Shared(self.engine, prepared, guard, self.clock, state, self.seed, self.flags.reduction, self.autocast)
         for planned in plan.epoch(state.epoch):
             if state.step == self._step_limit:
                 break
-            self.guard.begin_step(state, prepared.models)
+            self.engine.activity.begin_step(state.step)
+            if guard.max_skipped or (guard.check_steps and state.step % guard.check_steps == 0):
+                guard.begin_step(state, prepared.models)
             for optimizer in prepared.optimizers:
                 optimizer.zero_grad()
             number = state.step + 1
@@ -259,7 +255,7 @@ class Run:
             yield step
             self._finish_step(step, opened)
         state.train_seconds += self.clock.lap()
-        self.journal.ranks(self.clock)
+        self.metrics_logger.ranks(self.clock)
         self._in_steps, self._had_steps = False, True
         self.engine.activity.leave_steps()
 
@@ -267,18 +263,23 @@ class Run:
         state, clock = self.state, self.clock
         step.require_complete()
         self.prepared().scaler.update()
-        clock.mark("compute")
-        self.journal.evaluation(opened)
+        now = clock.end_step(step.count, step.local_count)
+        if self.metrics_logger.unwritten:  # an evaluation within the step
+            self.metrics_logger.evaluation(opened)
         state.skipped = state.skipped + 1 if step.left_out else 0
-        state.advance(step.count)
-        clock.count(step.count, step.local_count)
+        state.step += 1
+        state.samples_of_epoch += step.count
+        state.samples += step.count
+        self.engine.activity.finish_step(state.step)
         if step.logged:
-            self.journal.step(step, opened, clock)
+            self.metrics_logger.step(step, opened, clock)
             clock.mark("reporting")
-        self.journal.energy.keep()
-        self.profile.step(state.step, clock)
-        stops = self.guard.should_stop(state, self.checkpoints.cadence.due())
-        automatic, every = self.guard.should_save(state), self.flags.checkpoint_steps
+        if self.profile.active:
+            self.profile.step(state.step, clock)
+        due, every = now >= self.checkpoints.interval.due_at, self.flags.checkpoint_steps
+        stops = automatic = False
+        if due or self.engine.activity.asked:
+            stops, automatic = self.guard.should_stop(state, due), self.guard.should_save(state)
         if stops or automatic or (every and state.step % every == 0):
             state.train_seconds += clock.lap()
             self._save(automatic=not stops and automatic)
@@ -289,7 +290,7 @@ class Run:
     def _save(self, *, automatic: bool = False) -> None:
         what = self.prepared()
         parts = what.models, what.optimizers, what.scaler, self._registered
-        with self.checkpoints.cadence.saving():
+        with self.checkpoints.interval.saving():
             # Do not save weights that differ between ranks. This waits for ranks that are in their step.
             self.guard.compare_replicas(self.state, what.models)
             with self.engine.activity.during(
@@ -308,8 +309,8 @@ class Run:
         if not self._had_steps:
             raise UserError(f"epoch {number} had no steps: write `for step in run.steps(...):` in it")
         self._in_epoch = False
-        self.journal.evaluation(self._opened and self._opened[1])
-        line = self.journal.epoch()
+        self.metrics_logger.evaluation(self._opened and self._opened[1])
+        line = self.metrics_logger.epoch()
         self.state.end_epoch()
         self._save()
         self.say(line)
@@ -327,7 +328,7 @@ class Run:
         prepared = self.prepared("run.evaluating()")
         if self._evaluation is not None:
             raise UserError("run.evaluating() inside of run.evaluating(): end the first block before the next")
-        self.journal.evaluation(self._opened and self._opened[1])
+        self.metrics_logger.evaluation(self._opened and self._opened[1])
         began = time.perf_counter()
         prepared.average_buffers((self.state.epoch, self.state.step, self._in_steps))
         self._evaluation = evaluation = Evaluation(self.engine, data, self.seed, self._go_on_evaluating)
@@ -350,13 +351,12 @@ class Run:
             prepared.restore_own_buffers()
             self._save()
             raise Stopped
-        self.journal.evaluated(evaluation.means(), prefix)
+        self.metrics_logger.evaluated(evaluation.means(), prefix)
         self.clock.leave_out(time.perf_counter() - began)
 
     def _go_on_evaluating(self) -> None:
         """Called for each batch. After a stop request, ranks leave an evaluation at any batch, except inside a step."""
         self.guard.heartbeat()
-        self.journal.energy.keep()
         if self.guard.stop_requested and not self._in_steps:
             raise CutShort
 
@@ -377,7 +377,7 @@ class Run:
             raise UserError("run.record() got nothing: write run.record(loss=...)")
         if self._evaluation is not None:
             self._evaluation.add(values, count)
-        elif not self.journal.amend({name: float(value) for name, value in values.items()}):
+        elif not self.metrics_logger.amend({name: float(value) for name, value in values.items()}):
             raise UserError(
                 "run.record() outside of run.evaluating(): write `with run.evaluating(...):` around it "
                 "(training metrics go to step.record())"
@@ -397,11 +397,11 @@ class Run:
             unsaved = self.checkpoints.close(self.guard.heartbeat)
         extra = self._opened[1].summary() if self._opened is not None else {}
         models = self._prepared.models if self._prepared is not None else []
-        self.journal.end(self._dataset, models, extra | self._summary)
+        self.metrics_logger.end(self._dataset, models, extra | self._summary)
         if unsaved:
             raise Failure(unsaved)
         if self._goals and not self._reached():
-            goals = " and ".join(f"{name} {self.journal.show(name, goal)}" for name, goal in self._goals.items())
+            goals = " and ".join(f"{name} {self.metrics_logger.show(name, goal)}" for name, goal in self._goals.items())
             self.say(f"target {goals} not reached")
             self.exit_code = TARGET_MISSED
 

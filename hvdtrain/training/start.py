@@ -15,10 +15,10 @@ from hvdtrain.engines.start import start as start_engine
 from hvdtrain.hangs.monitor import monitor_ranks
 from hvdtrain.hangs.start_limit import limited_start
 from hvdtrain.hangs.timeouts import HangTimeouts
+from hvdtrain.output.profiling import Profile
+from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import seed_generators
-from hvdtrain.training.records.profiling import Profile
-from hvdtrain.training.records.telemetry import Telemetry
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
 from hvdtrain.training.state import Metric, metrics_of
@@ -37,12 +37,10 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training.start() in another thread than the main one, which stop signals reach: call it there")
     directions = metrics_of({"loss": "min"} if metrics is None else dict(metrics))
-    tuning, timeline = flags.tuning == "auto", flags.profile is not None
+    tuning = flags.tuning == "auto"
     with contextlib.ExitStack() as stack:
         with limited_start(HangTimeouts(flags.step_timeout)) as starting:  # afterwards, the ranks are monitored
-            engine = start_engine(
-                flags.engine, tuning=tuning, device=flags.device, threads=flags.threads, timeline=timeline
-            )
+            engine = start_engine(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads)
             starting.engine = stack.enter_context(engine)
             run = stack.enter_context(started(engine, flags, directions))
         yield run
@@ -57,7 +55,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
     flags.amp = engine.choose_amp(flags.amp)
     if flags.gradient_predivide_factor is None:
         flags.gradient_predivide_factor = float(engine.size) if flags.compression == "fp16" else 1.0
-    telemetry = Telemetry(
+    output = RunOutput(
         engine,
         flags.output_dir,
         progress=not flags.no_progress,
@@ -65,26 +63,26 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
         track_as=flags.program if flags.track else None,
     )
     with engine.raising_together("start"):
-        checkpoints = Checkpoints(engine, flags, metrics, telemetry)
+        checkpoints = Checkpoints(engine, flags, metrics, output)
     with contextlib.suppress(OSError):  # there is no directory for temporary files
         leftovers.sweep()  # of the attempts before; also where no sample is left, and no input worker starts
     state = checkpoints.begin()
 
     def hung(headline: str) -> None:
-        telemetry.event("error", kind="watchdog", message=headline)
+        output.event("error", kind="watchdog", message=headline)
 
     def stopped(reason: str) -> None:
-        telemetry.event("stop", reason=reason)
+        output.event("stop", reason=reason)
         how = "nothing to save: run the same command again"
-        telemetry.say(f"stopped by {reason}, before the first step was finished; {how}")
+        output.say(f"stopped by {reason}, before the first step was finished; {how}")
 
     monitor = monitor_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
     with (
-        telemetry,
-        Guard(engine, flags, telemetry, monitor) as guard,
-        Profile(engine, flags, telemetry, guard.heartbeat) as profile,
+        output,
+        Guard(engine, flags, output, monitor) as guard,
+        Profile(engine, flags, output, guard.heartbeat) as profile,
     ):
-        run = Run(engine, flags, asked, metrics, telemetry, checkpoints, guard, profile, state)
+        run = Run(engine, flags, asked, metrics, output, checkpoints, guard, profile, state)
         torch.manual_seed(flags.seed)
         seed_generators(flags.seed)
         try:

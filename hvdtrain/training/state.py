@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from hvdtrain.engines.errors import UserError
-
-# Fields of all events. Scripts cannot use these names for recorded values.
-FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
+from hvdtrain.output.metric_names import FIXED, Metric
 
 
 @dataclass
@@ -23,12 +21,6 @@ class TrainState:
     train: dict[str, float] = field(default_factory=dict)  #: loss and recorded values of the last logged step
     evaluation: dict[str, float] = field(default_factory=dict)  #: metrics and `count` of the last evaluation
     prefix: str = ""  #: prefix of that evaluation, such as "test" or "validation"
-
-    def advance(self, samples: int) -> None:
-        """Count a step with `samples` samples over all ranks."""
-        self.step += 1
-        self.samples_of_epoch += samples
-        self.samples += samples
 
     def end_epoch(self) -> None:
         """Go to the beginning of the next epoch."""
@@ -48,25 +40,6 @@ class Initial(NamedTuple):
     def global_batch(self) -> int:
         """Samples per step, over all ranks and micro-batches."""
         return self.ranks * self.batch_size * self.accumulate
-
-
-class Metric(NamedTuple):
-    """A metric of evaluations: its direction and its format."""
-
-    direction: Literal["min", "max"]  #: "min" if smaller is better, "max" if larger is better
-    percent: bool = False  #: displayed in percent; recorded as a fraction from 0 to 1
-
-    def better(self, value: float, than: float) -> bool:
-        """Return whether `value` is strictly better than `than`."""
-        return value > than if self.direction == "max" else value < than
-
-    def reached(self, value: float, goal: float) -> bool:
-        """Return whether `value` is at least as good as `goal`."""
-        return value >= goal if self.direction == "max" else value <= goal
-
-    def show(self, value: float) -> str:
-        """Return `value` formatted for display."""
-        return f"{value:.2%}" if self.percent else f"{value:.4f}"
 
 
 def metrics_of(given: dict[str, "Metric | str"]) -> dict[str, Metric]:

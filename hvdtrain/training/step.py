@@ -1,22 +1,21 @@
 """One training step: its micro-batches, their gradients and the update. Enforces the order that all ranks need."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hvdtrain.data.loading import mixed_seed
-from hvdtrain.data.sharding import Step as Planned
+from hvdtrain.data.sharding import PlannedStep, mixed_seed
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import optim
+from hvdtrain.output.clock import Clock
 from hvdtrain.training.guard import Guard
 from hvdtrain.training.inputs import Batch, Input, seed_generators
 from hvdtrain.training.non_finite import Inspection
 from hvdtrain.training.prepared import Prepared
-from hvdtrain.training.records.clock import Clock
 from hvdtrain.training.state import TrainState, require_free
 
 UPDATE = "call step.update() after the loop over step.batches()"
@@ -36,17 +35,18 @@ def counted_or_zero(count: Tensor | float, batch: Batch) -> Tensor | float:
     return count if batch.count else 0.0
 
 
-class Sums:
-    """Sums of a step's loss and recorded values over this rank's samples. Tensors stay on the device: no synchronization."""
+def finite(parameters: Sequence[nn.Parameter], adasum: bool) -> bool:
+    """Return whether the reduced gradients are finite. The result is the same on all ranks, because NaN and infinity
+    propagate through the reduction.
 
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor | float] = {}
-        self.counts: dict[str, Tensor | float] = {}
-
-    def add(self, name: str, mean: Tensor, count: Tensor | float) -> None:
-        """Add the mean over `count` samples to the sum `name`."""
-        self.values[name] = self.values.get(name, 0.0) + mean * count
-        self.counts[name] = self.counts.get(name, 0.0) + count
+    adasum: check the weights, which are all that is reduced; see `Guard`.
+    """
+    tensors = [p.detach() if adasum else p.grad for p in parameters if p.grad is not None]
+    if not tensors:
+        return True
+    # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).tolist()
+    return all(map(math.isfinite, sums))
 
 
 class Shared(NamedTuple):
@@ -65,10 +65,12 @@ class Shared(NamedTuple):
 class Step:
     """One training step, yielded by `for step in run.steps(...)`."""
 
-    def __init__(self, shared: Shared, planned: Planned, source: Input, *, logged: bool):
+    def __init__(self, shared: Shared, planned: PlannedStep, source: Input, *, logged: bool):
         self.logged = logged  # whether this step is recorded; `record` ignores its values otherwise
         self.count = planned.count  # samples, over all ranks and micro-batches
-        self.sums = Sums()
+        # Sums of the loss and of recorded values over this rank's samples, and their counts. Tensors stay on the device.
+        self.sums: dict[str, Tensor | float] = {}
+        self.counts: dict[str, Tensor | float] = {}
         self.local_count = 0  # samples of this rank
         self.gradient_norm: Tensor | None = None  # before clipping, if `update` clipped
         self.left_out = False  # the step was skipped, because a gradient was not finite
@@ -81,6 +83,7 @@ class Step:
         self._reduced: dict[torch.optim.Optimizer, bool] = {}  # reduced, not yet applied: are the gradients finite?
         self._updated: set[torch.optim.Optimizer] = set()
         self._tokens: list[Tensor | float] | None = None  # `count` of each backward in this loop, if given
+        self._missing: list[str] = []  # parameters that got no gradient on this rank
         self._inspection: Inspection | None = None
 
     @property
@@ -91,12 +94,13 @@ class Step:
     @property
     def lr(self) -> float:
         """The learning rate of the first optimizer. Setting it sets the rate of every optimizer."""
-        return self._shared.prepared.optimizers[0].param_groups[0]["lr"]
+        return float(self._shared.prepared.optimizers[0].param_groups[0]["lr"])
 
     @lr.setter
     def lr(self, rate: float) -> None:
         for optimizer in self._shared.prepared.optimizers:
-            optim.set_rate(optimizer, rate)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
 
     # ---- micro-batches
 
@@ -109,58 +113,57 @@ class Step:
         """
         if self._batch is not None:
             raise UserError("step.batches() inside step.batches(): end the first loop before the next")
-        loop = self._loops
+        shared, loop = self._shared, self._loops
+        prepared, count = shared.prepared, len(self._planned.batches)
         self._loops += 1
-        self._shared.engine.activity.compute()
+        shared.engine.activity.compute()
         self._tokens = None
         self._backwards = {}
-        yield from self._loop(loop)
-        self._reduce()
-        broken = [optimizer for optimizer in self._backwards if not self._reduced[optimizer]]
-        if not broken:
-            return
-        self.left_out = True
-        guard, shared = self._shared.guard, self._shared
-        prepared = shared.prepared
-        if guard.explains(shared.state):
-            finite = all(bool(torch.as_tensor(value).isfinite().all()) for value in self.sums.values.values())
-            self._inspection = Inspection(prepared.models, finite)
-            with self._inspection.hooks():
-                yield from self._loop(loop)
-            culprit, self._inspection = self._inspection.result(), None
-            prepared.raise_where_gradients_are_missing()
-            guard.report_skipped_step(shared.state, prepared.models, culprit)
-        guard.restore_buffers(prepared.models)
-
-    def _loop(self, loop: int) -> Iterator[Batch]:
-        shared, count = self._shared, len(self._planned.batches)
-        prepared = shared.prepared
-        parts = (shared.seed, shared.state.samples, shared.engine.rank) + ((loop,) if loop else ())
-        seed_generators(mixed_seed(*parts), shared.engine.device)  # so that dropout is the same after a restart
-        for number in range(count):
+        seed_generators(self._seed(loop), shared.engine.device)
+        for number, planned in enumerate(self._planned.batches):
             if number == len(self._loaded):
-                with shared.engine.activity.during("reading data"):
-                    self._loaded.append(self._input.load(self._planned.batches[number]))
+                with (
+                    shared.engine.activity.during("reading data") if self._input.may_wait else contextlib.nullcontext()
+                ):
+                    self._loaded.append(self._input.load(planned))
+                self.local_count += self._loaded[number].count
             batch = self._batch = self._loaded[number]
+            shared.clock.mark("loading")
             self._calls = 0
-            with contextlib.ExitStack() as stack:
-                if self._inspection is not None:
-                    self._inspection.micro_batch(number, count)
-                else:
-                    shared.clock.mark("loading")
-                    if loop == 0:
-                        self.local_count += batch.count
-                    stack.enter_context(
-                        shared.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count)
-                    )
-                stack.enter_context(shared.autocast())
+            with shared.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count), shared.autocast():
                 yield batch
             self._batch = None
-            if self._inspection is None:
-                if not self._calls:
-                    raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
-                if number < count - 1:
-                    shared.clock.mark("compute")
+            if not self._calls:
+                raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
+            if number < count - 1:
+                shared.clock.mark("compute")
+        if not self._reduce():
+            self.left_out = True
+            if shared.guard.explains(shared.state):
+                yield from self._inspect(loop)
+            shared.guard.restore_buffers(prepared.models)
+
+    def _seed(self, loop: int) -> int:
+        """Return the seed of this rank's random numbers in this step, so that dropout is the same after a restart."""
+        parts = (self._shared.seed, self._shared.state.samples, self._shared.engine.rank) + ((loop,) if loop else ())
+        return mixed_seed(*parts)
+
+    def _inspect(self, loop: int) -> Iterator[Batch]:
+        """Yield the micro-batches again, to find the first tensor that is not finite, and report it. A collective."""
+        shared, prepared = self._shared, self._shared.prepared
+        finite = all(bool(torch.as_tensor(value).isfinite().all()) for value in self.sums.values())
+        self._inspection = Inspection(prepared.models, finite)
+        seed_generators(self._seed(loop), shared.engine.device)
+        with self._inspection.hooks():
+            for number, batch in enumerate(self._loaded):
+                self._inspection.micro_batch(number, len(self._loaded))
+                self._batch = batch
+                with shared.autocast():
+                    yield batch
+                self._batch = None
+        culprit, self._inspection = self._inspection.result(), None
+        prepared.raise_where_gradients_are_missing(self._missing)
+        shared.guard.report_skipped_step(shared.state, prepared.models, culprit)
 
     def backward(
         self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None, *, count: Tensor | float | None = None
@@ -202,17 +205,23 @@ class Step:
             raise UserError(
                 "step.backward(count=...) in one micro-batch and not in another: give it in all, or in none"
             )
-        with contextlib.ExitStack() as stack:
-            if autocasts(shared.engine.device.type):
-                stack.enter_context(torch.autocast(shared.engine.device.type, enabled=False))
+        kind = shared.engine.device.type
+        with torch.autocast(kind, enabled=False) if autocasts(kind) else contextlib.nullcontext():
             scaled = prepared.scaler.scale(loss * weight)
             # With several optimizers, the hooks of the other optimizers' parameters must not run.
-            inputs = None if len(chosen) == len(prepared.optimizers) else prepared.parameters(chosen)
-            scaled.backward(inputs=inputs)
+            inputs = None
+            if len(chosen) < len(prepared.optimizers):
+                inputs = [parameter for one in chosen for parameter in prepared.trained[one]]
+            scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
             shared.engine.activity.collective = None  # DDP reduces inside backward
         self._calls += 1
         if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`
-            self.sums.add("loss", loss.detach(), batch.count if count is None else counted_or_zero(count, batch))
+            self._add("loss", loss.detach(), batch.count if count is None else counted_or_zero(count, batch))
+
+    def _add(self, name: str, mean: Tensor, count: Tensor | float) -> None:
+        """Add the mean over `count` samples to the sum `name`."""
+        self.sums[name] = self.sums.get(name, 0.0) + mean * count
+        self.counts[name] = self.counts.get(name, 0.0) + count
 
     def _token_weight(self, count: Tensor | float) -> Tensor | float:
         """Return the weight of a loss that is a mean over `count` items. `_reduce` divides by the total count later."""
@@ -227,9 +236,10 @@ class Step:
         self._tokens = [*(self._tokens or []), counted]
         return counted * self._shared.engine.size / self.count
 
-    def _reduce(self) -> None:
+    def _reduce(self) -> bool:
+        """Reduce the gradients over all ranks. Return whether they are finite."""
         shared, prepared = self._shared, self._shared.prepared
-        shared.clock.mark("compute", at=shared.engine.gradients_ready())
+        shared.clock.mark("compute", at=shared.engine.gradients_ready_at)
         if not self._backwards:
             raise UserError(f"step {self.number} has no gradients: {BACKWARD}")
         passes = len(self._planned.batches)
@@ -239,21 +249,30 @@ class Step:
                     f"step {self.number}: {count} backward passes in {passes} micro-batches for one optimizer: "
                     "add the losses up, one step.backward() in each micro-batch"
                 )
-            prepared.note_missing_gradients(optimizer)
+            if [p for p in prepared.trained[optimizer] if p.grad is None]:
+                self._missing = prepared.missing_gradients(optimizer)
             shared.engine.synchronize(optimizer)
         if self._tokens is not None:
-            tokens = sum(float(count) for count in self._tokens)
-            total = float(shared.engine.sum(torch.tensor(tokens, dtype=torch.float64), "tokens"))
-            if total <= 0:
-                raise UserError(
-                    f"step {self.number}: step.backward(count=...) was 0 on all ranks: leave such samples out"
-                )
-            for optimizer in self._backwards:
-                gradients = [p.grad for p in prepared.parameters([optimizer]) if p.grad is not None]
-                torch._foreach_mul_(gradients, self.count / total)
+            self._divide_by_tokens(sum(float(count) for count in self._tokens))
         shared.clock.mark("communication")
+        sound = True
         for optimizer in self._backwards:
-            self._reduced[optimizer] = shared.guard.finite(prepared.parameters([optimizer]))
+            # On a GPU, `backward` and the reduction have only been enqueued.
+            shared.engine.activity.collective = "gradients"
+            self._reduced[optimizer] = finite(prepared.trained[optimizer], shared.reduction == "adasum")
+            shared.engine.activity.collective = None
+            sound = sound and self._reduced[optimizer]
+        return sound
+
+    def _divide_by_tokens(self, tokens: float) -> None:
+        """Turn the gradients of means over samples into those of a mean over items. tokens: this rank's."""
+        shared = self._shared
+        total = float(shared.engine.sum(torch.tensor(tokens, dtype=torch.float64), "tokens"))
+        if total <= 0:
+            raise UserError(f"step {self.number}: step.backward(count=...) was 0 on all ranks: leave such samples out")
+        for optimizer in self._backwards:
+            gradients = [p.grad for p in shared.prepared.trained[optimizer] if p.grad is not None]
+            torch._foreach_mul_(gradients, self.count / total)
 
     # ---- the update
 
@@ -269,7 +288,7 @@ class Step:
                 f"step {self.number}: step.update() inside the loop over step.batches(): call it after the loop"
             )
         chosen = list(self._reduced) if optimizer is None else [prepared.own(optimizer)]
-        if not chosen or any(one not in self._reduced for one in chosen):
+        if not chosen or chosen[0] not in self._reduced:
             raise UserError(f"step.update() without gradients: {BACKWARD} before it, to the loop's end")
         for one in chosen:
             finite = self._reduced.pop(one)
@@ -279,7 +298,7 @@ class Step:
             with shared.engine.stepping(one):
                 if clip_norm is not None:
                     prepared.scaler.unscale_(one)
-                    self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.parameters([one]), clip_norm)
+                    self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.trained[one], clip_norm)
                 prepared.scaler.step(one)  # unscales; skips the step after an overflow, the same on all ranks
         shared.engine.activity.update()
 
@@ -296,7 +315,7 @@ class Step:
             return
         for name, value in values.items():
             mean = torch.as_tensor(value).detach().float().mean()
-            self.sums.add("reported_loss" if name == "loss" else name, mean, batch.count)
+            self._add("reported_loss" if name == "loss" else name, mean, batch.count)
 
     def require_complete(self) -> None:
         """Raise UserError if the script has omitted a part of the step. Called when it requests the next step."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from hvdtrain.analysis import measuring, plotting
 from hvdtrain.engines import files
-from hvdtrain.training.records.telemetry import versions
+from hvdtrain.output.run_output import versions
 from tests.bench.measurements import ROOT, Left
 from tests.bench.rows import Group, groups, measure_once
 
@@ -201,8 +201,7 @@ def draw(known: list[Group], found: dict[str, Found], path: Path) -> None:
         axes.set_xlabel("reached / set out for")
 
     said = "reached, over what we set out for (1; further right is better)"
-    panel = plotting.Panel("", said, reached, height=0.5 + 0.15 * len(points))
-    plotting.write(path, "", [panel], width=8, height=0.8 + 0.2 * len(points))  # a line of text per row
+    plotting.write(path, said, [reached], height=0.5 + 0.15 * len(points))  # a line of text per row
 
 
 if __name__ == "__main__":

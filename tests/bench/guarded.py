@@ -11,6 +11,7 @@ from collections import defaultdict
 from hvdtrain import mnist
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
+from hvdtrain.training import step
 from hvdtrain.training.guard import Guard
 from hvdtrain.training.resume import Checkpoints
 
@@ -34,7 +35,8 @@ def counted(owner: type, name: str, kind: str) -> None:
     setattr(owner, name, wrapped)
 
 
-for name in ("begin_step", "finite", "should_stop", "compare_replicas"):
+counted(step, "finite", "guards")
+for name in ("begin_step", "should_stop", "compare_replicas"):
     counted(Guard, name, "guards")
 counted(Checkpoints, "save", "checkpoints")
 sys.argv[0] = "hvdtrain/mnist.py"

@@ -21,9 +21,9 @@ from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.models.convnet import ConvNet, CosineNet
+from hvdtrain.training import step
 from hvdtrain.training.guard import Guard
 from hvdtrain.training.inputs import Tensors
-from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.run import Run
 
 FIRST = 20  # steps left out
@@ -69,8 +69,8 @@ counted(torch.Tensor, "backward", "backward")
 counted(HorovodEngine, "synchronize", "all-reduce")
 counted(torch.amp.GradScaler, "step", "optimizer")
 counted(torch.optim.Optimizer, "zero_grad", "optimizer")
-counted(Prepared, "note_missing_gradients", "guards")
-for name in ("begin_step", "finite", "should_stop"):
+counted(step, "finite", "guards")
+for name in ("begin_step", "should_stop"):
     counted(Guard, name, "guards")
 counted(Engine, "average_buffers", "evaluation")
 count_steps()

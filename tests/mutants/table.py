@@ -40,7 +40,7 @@ def mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
 
 MUTANTS = [
     # ---- flags of every training script
-    mutant("--amp: no autocast in steps", STEP, "stack.enter_context(shared.autocast())", "pass",
+    mutant("--amp: no autocast in steps", STEP, "number, count), shared.autocast():", "number, count):",
            f"{MNIST}::test_amp_computes_in_its_type_in_training_and_in_evaluation"),
     mutant("--amp: no autocast in evaluations", LOOP_SOURCE, "torch.inference_mode(), self.autocast():",
            "torch.inference_mode():", f"{MNIST}::test_amp_computes_in_its_type_in_training_and_in_evaluation"),
@@ -135,8 +135,8 @@ MUTANTS = [
            f"{BENCHMARK}::test_without_communication_a_serial_engine_reduces"),
     mutant("--amp: ignored by the benchmark", "hvdtrain/benchmark.py", 'enabled=flags.amp != "off"', "enabled=False",
            f"{BENCHMARK}::test_amp_and_memory_format"),
-    mutant("--each-run: ignored", "hvdtrain/report.py", "seeds.fold(runs.read_runs(directories), each_run)",
-           "seeds.fold(runs.read_runs(directories), False)", OTHERS),
+    mutant("--each-run: ignored", "hvdtrain/report.py", "groups.fold(runs.read_runs(directories), each_run)",
+           "groups.fold(runs.read_runs(directories), False)", OTHERS),
     mutant("--timeout: ignored by scaling", "hvdtrain/scaling.py", "flags.timeout, log)", "600.0, log)", OTHERS),
     # ---- guarantees: samples and sums
     mutant("the order of an epoch depends on it", "hvdtrain/data/sharding.py", "seed + epoch", "seed",
@@ -154,8 +154,8 @@ MUTANTS = [
            'optimizer.load_state_dict({"state": state, "param_groups": groups})', "pass",
            f"{RESUME}::test_stop_signal_saves_and_leaves_with_75"),
     mutant("resume: random numbers follow from the position", STEP,
-           "(shared.seed, shared.state.samples, shared.engine.rank)",
-           "(shared.seed, id(self), shared.engine.rank)", f"{RESUME}::test_imagenet_goes_on_to_the_same_bits"),
+           "(self._shared.seed, self._shared.state.samples, self._shared.engine.rank)",
+           "(self._shared.seed, id(self), self._shared.engine.rank)", f"{RESUME}::test_imagenet_goes_on_to_the_same_bits"),
     mutant("resume: registered objects", "hvdtrain/training/resume.py", "what.load_state_dict(", "bool(",
            f"{RUN}::test_schedulers_and_averaged_weights_go_on_with_the_run"),
     mutant("resume: other flags are refused", "hvdtrain/training/comparison.py", "theirs.get(name, mine) == mine:", "True:",
@@ -176,7 +176,7 @@ MUTANTS = [
     # ---- guarantees: what ends a run
     mutant("NaN: the step is skipped", STEP, "if not finite and not prepared.scaler.is_enabled():", "if False:",
            f"{RUN}::test_a_step_left_out_changes_nothing_and_training_goes_on"),
-    mutant("NaN: it is noticed", GUARD, "return all(map(math.isfinite, sums))", "return True",
+    mutant("NaN: it is noticed", STEP, "return all(map(math.isfinite, sums))", "return True",
            f"{RUN}::test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch"),
     mutant("a hung rank is named, not one that waits", "hvdtrain/hangs/diagnosis.py",
            "if report.collective is None}", "if report.collective is not None}",

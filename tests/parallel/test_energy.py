@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from hvdtrain.training.records.energy import Meter
+from hvdtrain.output.energy import Meter
 
 
 def test_a_package_is_counted_once_per_host(engine, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The run object on every rank: means over unlike parts, two optimizers, parameters that some ranks do not use."""
 
 import contextlib
+import math
 import random
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ from torch import nn
 from hvdtrain import training
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.training.cadence import Cadence
+from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.contents import flatten
 from hvdtrain.training.guard import Stopped
 from hvdtrain.training.resume import Checkpoints
@@ -206,7 +207,8 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
 
     monkeypatch.setattr(Checkpoints, "save", noted)
     for due in (lambda: False, lambda: engine.rank == 0 and chance.random() < 0.4):
-        monkeypatch.setattr(Cadence, "due", lambda self, due=due: due())
+        due_at = property(lambda self, due=due: 0.0 if due() else math.inf, lambda self, at: None)
+        monkeypatch.setattr(CheckpointInterval, "due_at", due_at, raising=False)
         directory = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None, "directory")
         try:
             with a_run(engine, "--output-dir", directory, epochs=3) as run:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hvdtrain.data.sharding import epoch_order, steps
+from hvdtrain.output.run_output import parameters_sha256
 from hvdtrain.training import optim
-from hvdtrain.training.records.telemetry import parameters_sha256
 
 N, FEATURES, CLASSES = 22, 6, 4
 

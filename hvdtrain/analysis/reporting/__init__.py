@@ -1,2 +1,2 @@
-"""The report on output directories: runs.py and reading.py read them, seeds.py combines the seeds of a configuration,
-pictures.py and curves.py draw, page.py writes the HTML, table.py the comma-separated values."""
+"""The report on output directories: runs.py reads them, groups.py combines seeds, pictures.py draws,
+page.py writes the HTML, table.py the comma-separated values."""

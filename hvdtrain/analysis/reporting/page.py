@@ -1,8 +1,9 @@
 """Writes the page: one self-contained HTML file without scripts. `text` escapes every text from a run."""
 
 import base64
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
@@ -10,13 +11,12 @@ from math import isfinite, isnan
 from typing import NamedTuple
 
 from hvdtrain.analysis import plotting
-from hvdtrain.analysis.reporting import cost
-from hvdtrain.analysis.reporting.curves import MOST_VALUES, names_to_draw
-from hvdtrain.analysis.reporting.pictures import Picture, png
-from hvdtrain.analysis.reporting.runs import Result, Run, differing, results, shown
-from hvdtrain.analysis.reporting.seeds import APART, Group, seed, summary
-from hvdtrain.analysis.reporting.seeds import figures as figures_over_seeds
-from hvdtrain.training.records.named import number
+from hvdtrain.analysis.measuring import mean
+from hvdtrain.analysis.reporting.groups import Group
+from hvdtrain.analysis.reporting.pictures import MOST_VALUES, Picture, names_to_draw
+from hvdtrain.analysis.reporting.runs import NOT_COMPARED, RecordedRun, Result, differing, results, shown
+from hvdtrain.output.energy import said
+from hvdtrain.output.metric_names import number
 from hvdtrain.training.state import Metric
 
 # The browser fetches and runs nothing, whatever the names in a run contain.
@@ -25,46 +25,36 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 def text(value: object) -> str:
     """Return `value` escaped, for use as text or in a quoted attribute."""
-    return escape("".join(c if c.isprintable() else "?" for c in str(value)))
+    return escape(plotting.printable(value))
 
 
 def build(groups: Sequence[Group], pictures: Sequence[Picture]) -> str:
     """Return the page as HTML: the results, then the pictures, then the history and configuration of the runs."""
     runs = [run for group in groups for run in group.runs]
-    by_name = {picture.name: picture for picture in pictures}
-    learning = [picture for picture in pictures if picture.part == "learning"]
-    timing = sorted((picture for picture in pictures if picture.part == "time"), key=lambda picture: picture.name)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    data = dict.fromkeys(str(run.start.get("reason") or run.start.get("dataset") or "?") for run in runs)
+    style = files("hvdtrain.analysis.reporting").joinpath("page.css").read_text()
     head = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{text(title)} · hvdtrain</title>\n'
-        f'<link rel="icon" href="data:,">\n<style>\n{style()}</style>\n</head>\n<body>\n'
+        f'<link rel="icon" href="data:,">\n<style>\n{style}</style>\n</head>\n<body>\n'
     )
     parts = [
-        f"<header><h1>{text(title)}</h1>{subtitle(runs)}</header>\n<main>",
+        f'<h1>{text(title)}</h1><p class="soft">{text("; ".join(data))}</p>',
         over_seeds(groups) if len(groups) < len(runs) else "",
-        facts(runs[0]) if len(runs) == 1 else f'<h2>Compared</h2><div class="card">{comparison(runs)}</div>',
+        f"<h2>Results</h2>{comparison(groups)}",
         notes(runs),
-        section("Learning", learning, key(groups)),
-        section("Where the time goes", timing),
-        *(mistakes(run, place, by_name, dot(run.place) * (len(runs) > 1)) for place, run in enumerate(runs, 1)),
-        f'<h2>How it ran</h2><div class="stack">{"".join(history(run) for run in runs)}</div>',
-        configuration(runs),
-        f"</main>\n<footer><p>Made by hvdtrain.report, {moment(time.time())}.</p></footer>\n</body>\n</html>\n",
+        section("Learning", [picture for picture in pictures if picture.part == "learning"], undrawn(runs)),
+        section("Where the time goes", [picture for picture in pictures if picture.part == "time"]),
+        f"<h2>How it ran</h2>{''.join(history(run) for run in runs)}",
+        configuration(groups),
+        f"<footer><p>Made by hvdtrain.report, {moment(time.time())}.</p></footer>\n</body>\n</html>\n",
     ]
     return head + "\n".join(part for part in parts if part)
 
 
-def style() -> str:
-    """Return the style sheet."""
-    return files("hvdtrain.analysis.reporting").joinpath("page.css").read_text()
-
-
-def subtitle(runs: Sequence[Run]) -> str:
-    """Return the data sets of the runs, as HTML."""
-    data = dict.fromkeys(str(said) for run in runs if (said := run.start.get("reason") or run.start.get("dataset")))
-    return f'<p class="soft">{text("; ".join(data))}</p>'
+# ---- numbers as text
 
 
 def moment(seconds: float) -> str:
@@ -85,28 +75,11 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def figures(run: Run) -> dict[str, tuple[str, str]]:
-    """Return the results by name, as a figure and a qualification; for a run that has not ended, the results so far."""
-    found = {result.label: (written(result.value, result.metric), qualified(result)) for result in results(run)}
-    if len(run.attempts) > 1:  # total_seconds is of the last attempt, train_seconds of all
-        more = f"{duration(run.seconds)} with evaluation and checkpoints"
-    else:
-        whole = number(run.summary.get("total_seconds"))
-        more = f"{duration(whole)} with start-up and evaluation" if whole else ""
-    spent = number(run.summary.get("train_seconds"))
-    if spent is None and run.counts_samples:
-        found["training"] = ("-", more)
-    elif spent is None:  # the record has only steps and times
-        found["time"] = (duration(run.seconds), "")
-    else:
-        found["training"] = (duration(spent), more)
-    found["throughput"] = throughput(run)
-    taken = number(run.summary.get("samples")) or (run.train[-1]["samples"] if run.train else None)
-    if run.counts_samples:
-        found["samples"] = ("-" if taken is None else f"{taken:,.0f}", "")
-    else:
-        found["steps"] = (f"{run.train[-1]['step']:,.0f}", "")
-    return found | cost.figures(run) | {"state": (run.state, restarts(run))}
+def joules(value: float) -> str:
+    """Return 3600000 as "3.6 MJ (1 kWh)"."""
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:.4g} MJ ({value / 3.6e6:.3g} kWh)"
+    return f"{value / 1e3:.4g} kJ" if abs(value) >= 1e3 else f"{value:.4g} J"
 
 
 def written(value: float, metric: Metric | None) -> str:
@@ -116,79 +89,74 @@ def written(value: float, metric: Metric | None) -> str:
     return f"{value:.4g}"
 
 
-def qualified(result: Result) -> str:
-    """Return the number of samples of a result, and the best evaluation if it was not the last."""
-    if result.training:
-        return "at the last recorded step"
-    parts = [f"of {result.samples:,.0f} samples"] if result.samples and isfinite(result.samples) else []
-    if outdone(result):
-        epoch = "" if result.best_epoch is None else f" in epoch {result.best_epoch:.0f}"
-        parts.append(f"best {written(result.best or 0.0, result.metric)}{epoch}")
-    return "; ".join(parts)
-
-
-def outdone(result: Result | None) -> bool:
-    """Tell whether an earlier evaluation was better than the last."""
-    if result is None or result.metric is None or result.best is None:
+def outdone(result: Result) -> bool:
+    """Return whether an earlier evaluation was better than the last."""
+    if result.metric is None or result.best is None:
         return False
     return result.metric.better(result.best, result.value) or isnan(result.value)
 
 
-def throughput(run: Run) -> tuple[str, str]:
+def figures(run: RecordedRun) -> dict[str, str]:
+    """Return the results by name; for a run that has not ended, the results so far."""
+    found: dict[str, str] = {}
+    for result in results(run):
+        found[result.label] = written(result.value, result.metric)
+        if result.samples and isfinite(result.samples):
+            found[result.label] += f" of {result.samples:,.0f}"
+        if outdone(result):
+            epoch = "" if result.best_epoch is None else f" in epoch {result.best_epoch:.0f}"
+            found[f"best {result.label}"] = f"{written(result.best or 0.0, result.metric)}{epoch}"
+    spent, whole = number(run.summary.get("train_seconds")), run.seconds
+    if spent is not None:
+        found["training"] = duration(spent)
+    found["in all"] = duration(whole)
+    found["throughput"] = throughput(run)
+    samples = number(run.summary.get("samples")) or (run.train[-1]["samples"] if run.train else None)
+    if run.counts_samples:
+        found["samples"] = "-" if samples is None else f"{samples:,.0f}"
+    else:
+        found["steps"] = f"{run.train[-1]['step']:,.0f}"
+    known = [attempt.joules for attempt in run.attempts if attempt.joules is not None]
+    if known:
+        complete = len(known) == len(run.attempts) and all(attempt.joules_complete for attempt in run.attempts)
+        found["energy"] = "at least " * (not complete) + joules(sum(known))
+        if samples:
+            found["energy"] += f", {joules(sum(known) / samples)} per sample"
+    again = len(run.attempts) - 1
+    return found | {"state": run.state + (f", {again} restart{'s'[: again > 1]}" if again else "")}
+
+
+def throughput(run: RecordedRun) -> str:
     """Return samples per second if they are counted, else steps per second between the recorded steps."""
     rate = number(run.summary.get("samples_per_second"))
     if rate is None and run.train:
         rate = number(run.train[-1].get("samples_per_second"))
     if rate is not None:
         tokens = number(run.summary.get("tokens_per_second"))
-        return f"{rate:,.0f}/s", "samples, over all ranks" + (f"; {tokens:,.0f} tokens/s" if tokens else "")
-    between = [(b["step"] - a["step"], b["seconds"] - a["seconds"])
-               for a, b in pairwise(run.train) if a["attempt"] == b["attempt"]]  # fmt: skip
-    seconds = sum(seconds for _, seconds in between)
-    return (f"{sum(steps for steps, _ in between) / seconds:.3g} steps/s", "") if seconds > 0 else ("-", "")
+        return f"{rate:,.0f} samples/s" + (f", {tokens:,.0f} tokens/s" if tokens else "")
+    pairs = [(a, b) for a, b in pairwise(run.train) if a["attempt"] == b["attempt"]]
+    seconds = sum(b["seconds"] - a["seconds"] for a, b in pairs)
+    return f"{sum(b['step'] - a['step'] for a, b in pairs) / seconds:.3g} steps/s" if seconds > 0 else "-"
 
 
-def restarts(run: Run) -> str:
-    """Return the number of restarts as text; "" if there were none."""
-    again = len(run.attempts) - 1
-    return "" if not again else f"{again} restart{'s'[: again > 1]}"
-
-
-def facts(run: Run) -> str:
-    """Return the results of one run side by side, as HTML."""
-    hosts = f"{len(run.hosts)} host{'s'[: len(run.hosts) > 1]}" if run.hosts else ""
-    engine = "" if run.engine == "?" else run.engine
-    shape = {"ranks": (str(run.ranks), ", ".join(filter(None, (engine, hosts))))}
-    cells = [
-        f"<div><dt>{text(name)}</dt><dd>{text(figure)}<small>{text(more)}</small></dd></div>"
-        for name, (figure, more) in (figures(run) | shape).items()
-        if name != "samples"
-    ]
-    return f'<dl class="facts">{"".join(cells)}</dl>'
-
-
-def dot(place: int) -> str:
-    """Return a dot in the colour of the group at `place`, as HTML."""
-    return f'<span class="dot" style="background: var(--c{place % len(plotting.COLOURS)})"></span>'
+# ---- tables
 
 
 class Row(NamedTuple):
-    """One row of a table with a column per run."""
+    """One row of a table. best: whether each cell is the best of the row."""
 
     name: str
     cells: Sequence[str]
-    kind: str = ""
     best: Sequence[bool] = ()
 
 
-def table(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    """Return a table as HTML, with a column per run, marked by the colour of its group."""
-    return columns([f"{dot(run.place)}{text(run.name)}" for run in runs], rows)
+def dot(place: int) -> str:
+    """Return a dot in the colour of the curve at `place`, as HTML."""
+    return f'<span class="dot" style="background: {plotting.COLOURS[place % len(plotting.COLOURS)]}"></span>'
 
 
-def columns(names: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return a table as HTML. names: column heads, as HTML."""
-    heads = "".join(f"<th>{name}</th>" for name in names)
+def table(heads: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return a table as HTML. heads: of the columns, as HTML."""
     body = ""
     for row in rows:
         best = row.best or [False] * len(row.cells)
@@ -196,58 +164,31 @@ def columns(names: Sequence[str], rows: Sequence[Row]) -> str:
             f'<td class="best">{text(cell)}</td>' if first else f"<td>{text(cell)}</td>"
             for cell, first in zip(row.cells, best, strict=True)
         )
-        body += f'<tr class="{row.kind}"><th>{text(row.name.replace("_", "-"))}</th>{cells}</tr>'
-    head = f"<thead><tr><th></th>{heads}</tr></thead>"
-    return f'<div class="scroll"><table class="runs">{head}<tbody>{body}</tbody></table></div>'
+        body += f"<tr><th>{text(row.name.replace('_', '-'))}</th>{cells}</tr>"
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def over_seeds(groups: Sequence[Group]) -> str:
-    """Return a table as HTML, with the means over seeds in a column per configuration, and the differences first."""
-    names = [f"{dot(place)}{text(group.name)}" for place, group in enumerate(groups)]
-    firsts = [group.runs[0] for group in groups]
-    rows = [Row(name, [run.config.get(name, "-") for run in firsts], "differs")
-            for name in differing(firsts) if name not in APART | {"hosts"}]  # fmt: skip
-    begin = len(rows)
-    found = [
-        {each.label: each for each in figures_over_seeds(group, lambda value, result: written(value, result.metric))}
-        for group in groups
-    ]
-    for label in dict.fromkeys(label for each in found for label in each):
-        cells = [summary(each[label]) if label in each else "-" for each in found]
-        metric = next((f.result.metric for each in found if (f := each.get(label)) is not None and f.result), None)
-        best = first_of([each[label].mean.mean if label in each else None for each in found], metric)
-        rows.append(Row(label, cells, "", best))
-    rows.append(Row("seeds", [", ".join(shown(seed(run)) for run in group.runs) for group in groups]))
-    if begin:
-        rows[begin] = rows[begin]._replace(kind="first")
-    note = (
-        '<p class="soft">Mean over seeds; 95 %: interval of the mean by Student\'s t with n - 1 degrees of freedom '
-        "(NIST/SEMATECH e-Handbook, 1.3.5.2); s.d.: standard deviation over seeds.</p>"
-    )
-    return f'<h2>Over seeds</h2><div class="card">{columns(names, rows)}{note}</div>'
+def columns(groups: Sequence[Group]) -> tuple[list[RecordedRun], list[str]]:
+    """Return the runs, and the head of the column of each."""
+    pairs = [(run, place) for place, group in enumerate(groups) for run in group.runs]
+    return [run for run, _ in pairs], [f"{dot(place)}{text(run.name)}" for run, place in pairs]
 
 
-def comparison(runs: Sequence[Run]) -> str:
+def comparison(groups: Sequence[Group]) -> str:
     """Return a table as HTML: the differences between the runs, then the results, with the best ones marked."""
-    rows = [Row(name, [run.config.get(name, "-") for run in runs], "differs") for name in differing(runs)]
+    runs, heads = columns(groups)
+    rows = [Row(name, [run.config.get(name, "-") for run in runs]) for name in differing(runs)]
+    if len(runs) == 1:
+        rows = [Row(name, [runs[0].config[name]]) for name in ("ranks", "engine")]
     found = [{result.label: result for result in results(run)} for run in runs]
     told = [figures(run) for run in runs]
-    labels = dict.fromkeys(label for each in found for label in each)
-    begin = len(rows)
-    for label in labels:
-        values = [each.get(label) for each in found]
+    for label in dict.fromkeys(label for each in told for label in each):
+        values = [each.get(label.removeprefix("best ")) for each in found]
+        numbers = [None if v is None else v.best if label.startswith("best ") else v.value for v in values]
         metric = next((value.metric for value in values if value is not None and value.metric is not None), None)
-        cells = [each.get(label, ("-",))[0] for each in told]
-        rows.append(Row(label, cells, "", first_of([None if v is None else v.value for v in values], metric)))
-        if any(map(outdone, values)):
-            best = [None if v is None else v.best for v in values]
-            cells = ["-" if value is None else written(value, metric) for value in best]
-            rows.append(Row(f"best {label}", cells, "", first_of(best, metric)))
-    others = dict.fromkeys(name for each in told for name in each if name not in labels)
-    rows += [Row(name, [each.get(name, ("-",))[0] for each in told]) for name in others]
-    if begin:
-        rows[begin] = rows[begin]._replace(kind="first")
-    return table(runs, rows)
+        rows.append(Row(label, [each.get(label, "-") for each in told], first_of(numbers, metric)))
+    return table(heads, rows)
 
 
 def first_of(values: Sequence[float | None], metric: Metric | None) -> list[bool]:
@@ -259,95 +200,104 @@ def first_of(values: Sequence[float | None], metric: Metric | None) -> list[bool
     return best if sum(best) < len(known) else [False] * len(values)
 
 
-def configuration(runs: Sequence[Run]) -> str:
-    """Return a table of all flags and facts as HTML, differences first."""
-    unlike = differing(runs)
-    names = [*unlike, *(name for name in dict.fromkeys(n for run in runs for n in run.config) if name not in unlike)]
+def over_seeds(groups: Sequence[Group]) -> str:
+    """Return a table as HTML, with the means over seeds in a column per configuration, and the differences first."""
+    firsts = [group.runs[0] for group in groups]
     rows = [
-        Row(name, [run.config.get(name, "-") for run in runs], "differs" if name in unlike else "") for name in names
+        Row(name, [run.config.get(name, "-") for run in firsts])
+        for name in differing(firsts)
+        if name not in NOT_COMPARED | {"seed", "hosts"}
     ]
-    first = ": differences first" if unlike else ""
-    return f'<details class="card"><summary>Configuration{first}</summary>{table(runs, rows)}</details>'
+    found = [{result.label: result for run in group.runs for result in results(run)} for group in groups]
+    for label in dict.fromkeys(label for each in found for label in each):
+        metric = next((each[label].metric for each in found if label in each), None)
+        values = [[r.value for run in group.runs for r in results(run) if r.label == label] for group in groups]
+        known = [[value for value in each if isfinite(value)] for each in values]
+        means = [statistics.fmean(each) if each else None for each in known]
+        cells = [with_interval(each, lambda v, m=metric: written(v, m)) for each in known]  # type: ignore[misc]
+        rows.append(Row(label, cells, first_of(means, metric)))
+    rates = [[number(run.summary.get("samples_per_second")) for run in group.runs] for group in groups]
+    cells = [with_interval([r for r in each if r is not None and isfinite(r)], "{:,.0f}/s".format) for each in rates]
+    rows.append(Row("throughput", cells))
+    rows.append(Row("seeds", [", ".join(shown(run.seed) for run in group.runs) for group in groups]))
+    note = (
+        '<p class="soft">Mean over seeds; 95 %: interval of the mean by Student\'s t with n - 1 degrees of freedom '
+        "(NIST/SEMATECH e-Handbook, 1.3.5.2); s.d.: standard deviation over seeds.</p>"
+    )
+    return f"<h2>Over seeds</h2>{table([dot(i) + text(group.name) for i, group in enumerate(groups)], rows)}{note}"
 
 
-def notes(runs: Sequence[Run]) -> str:
+def with_interval(values: Sequence[float], show: Callable[[float], str]) -> str:
+    """Return mean, 95 % interval, standard deviation and n as a cell of a table."""
+    if not values:
+        return "-"
+    middle = mean(values)
+    if middle.low is None or middle.high is None:
+        return f"{show(middle.mean)} (n = 1)"
+    interval = f"95 %: {show(middle.low)} to {show(middle.high)}"
+    return f"{show(middle.mean)} ({interval}; s.d. {show(statistics.stdev(values))}, n = {middle.n})"
+
+
+def configuration(groups: Sequence[Group]) -> str:
+    """Return a table of all flags and facts as HTML."""
+    runs, heads = columns(groups)
+    names = dict.fromkeys(name for run in runs for name in run.config)
+    rows = [Row(name, [run.config.get(name, "-") for run in runs]) for name in names]
+    return f"<details><summary>Configuration</summary>{table(heads, rows)}</details>"
+
+
+# ---- the other parts
+
+
+def notes(runs: Sequence[RecordedRun]) -> str:
     """Return the notes on damaged or incomplete records, as HTML."""
-    lines = []
-    for run in runs:
-        whose = f"<b>{text(run.name)}</b>: " if len(runs) > 1 else ""
-        lines += [f"<p>{whose}{text(note)}</p>" for note in run.notes]
-    return f'<div class="notes">{"".join(lines)}</div>' if lines else ""
+    lines = [(f"<b>{text(run.name)}</b>: " * (len(runs) > 1), note) for run in runs for note in run.notes]
+    return (
+        f'<div class="notes">{"".join(f"<p>{whose}{text(note)}</p>" for whose, note in lines)}</div>' if lines else ""
+    )
 
 
-def key(groups: Sequence[Group]) -> str:
-    """Return text that explains the marks in the plots and names the values that are not drawn."""
-    marked = [run for group in groups if not group.folded for run in group.runs]
-    said = ["ticks on the axis: checkpoints"] if any(run.checkpoints for run in marked) else []
-    said += ["dashed vertical line: restart"] if any(len(run.attempts) > 1 for run in marked) else []
-    if undrawn := names_to_draw([run for group in groups for run in group.runs])[1]:
-        said.append(f"not drawn, as the record has more than {MOST_VALUES} values: {', '.join(undrawn)}")
-    return "; ".join(said)
+def undrawn(runs: Sequence[RecordedRun]) -> str:
+    """Return text about restarts and about values that are not drawn."""
+    said = ["Dashed vertical line: restart."] if any(len(run.attempts) > 1 for run in runs) else []
+    if left := names_to_draw(runs)[1]:
+        said.append(f"Not drawn, as the record has more than {MOST_VALUES} values: {', '.join(left)}.")
+    return " ".join(said)
 
 
 def section(title: str, pictures: Sequence[Picture], more: str = "") -> str:
     """Return a heading with pictures as HTML; "" without pictures."""
     if not pictures:
         return ""
-    cards = "".join(card(picture) for picture in pictures)
-    note = f'<p class="soft">{text(more[0].upper() + more[1:])}.</p>' if more else ""
-    return f'<h2>{text(title)}</h2><div class="pair">{cards}</div>{note}'
-
-
-def card(picture: Picture) -> str:
-    """Return one picture with title and caption as HTML."""
-    return (
-        f'<figure class="card"><h3>{text(picture.title)}</h3><figcaption>{text(picture.see)}</figcaption>'
-        f"{picture.svg}</figure>"
+    cards = "".join(
+        f"<figure><h3>{text(picture.title)}</h3><figcaption>{text(picture.caption)}</figcaption>"
+        f'<img alt="{text(picture.title)}" src="data:image/png;base64,'
+        f'{base64.b64encode(picture.png.read_bytes()).decode()}"></figure>'
+        for picture in pictures
     )
+    return f'<h2>{text(title)}</h2><div class="pair">{cards}</div><p class="soft">{text(more)}</p>'
 
 
-def mistakes(run: Run, place: int, pictures: dict[str, Picture], mark: str) -> str:
-    """Return the confusion matrix and the images of the worst mistakes, as HTML."""
-    if run.record is None:
-        return ""
-    cards = [card(pictures[name]) for name in (f"confusion-{place}",) if name in pictures]
-    shown_mistakes = "".join(
-        f'<figure><img alt="{m["label"]} taken for {m["predicted"]}" '
-        f'src="data:image/png;base64,{base64.b64encode(png(run.record, m)).decode()}">'
-        f"<figcaption><b>{m['label']} → {m['predicted']}</b><br>{m['loss']:.2f}</figcaption></figure>"
-        for m in run.record.mistakes
-    )
-    wrong = sum(n for i, row in enumerate(run.record.confusion) for j, n in enumerate(row) if i != j)
-    total = sum(map(sum, run.record.confusion))
-    cards.append(
-        f'<div class="card"><h3>Worst mistakes</h3><p class="soft">{wrong:,} of {total:,} are wrong; '
-        f"label → prediction, and the loss</p><div class='mistakes'>{shown_mistakes}</div></div>"
-    )
-    whose = f"{mark}{text(run.name)}: what it gets wrong" if mark else "What it gets wrong"
-    return f'<h2>{whose}</h2><div class="pair">{"".join(cards)}</div>'
-
-
-def history(run: Run) -> str:
+def history(run: RecordedRun) -> str:
     """Return a table as HTML: starts, restarts, pauses, checkpoints, hosts, energy, automatic choices."""
     rows = []
     for place, attempt in enumerate(run.attempts):
-        ranks = f"{attempt.ranks} rank{'s'[: attempt.ranks > 1]}"
         samples = "" if attempt.samples is None else f" ({attempt.samples:,.0f} samples)"
-        since = "" if not attempt.step else f", after step {attempt.step:,.0f}{samples}"
-        rows.append((f"{'restarted' if place else 'started'} {moment(attempt.began)}",
-                     f"{ranks}{since}; ran {duration(attempt.ran)}"))  # fmt: skip
+        since = f", after step {attempt.step:,.0f}{samples}" if attempt.step else ""
+        ranks = f"{attempt.ranks} rank{'s'[: attempt.ranks > 1]}"
+        rows.append(Row(f"{'restarted' if place else 'started'} {moment(attempt.began)}",
+                        [f"{ranks}{since}; ran {duration(attempt.ran)}"]))  # fmt: skip
     pause = sum(max(0.0, after.began - before.ended) for before, after in pairwise(run.attempts))
     if pause:
-        rows.append(("not running in between", f"{duration(pause)}; not shown in any plot"))
+        rows.append(Row("not running in between", [f"{duration(pause)}; not shown in any plot"]))
     if run.lost:
-        rows.append(("recorded steps repeated", f"{len(run.lost)}, lost with an earlier attempt"))
-    if run.kept:
-        rows.append(("checkpoints", shown(run.kept)))
-    rows.append(("hosts", shown(run.hosts) or "?"))
-    if measured := cost.source(run):
-        rows.append(("energy", measured))
+        rows.append(Row("recorded steps repeated", [f"{run.lost}, lost with an earlier attempt"]))
+    if run.checkpoints:
+        rows.append(Row("checkpoints", [f"{len(run.checkpoints)} written"]))
+    rows.append(Row("hosts", [shown(run.hosts) or "?"]))
+    if measured := said(run.start.get("energy")):
+        rows.append(Row("energy", [measured]))
     automatic = run.start.get("automatic")
     if isinstance(automatic, list) and automatic:
-        rows.append(("chosen automatically", "; ".join(map(str, automatic))))
-    body = "".join(f"<tr><th>{text(name)}</th><td>{text(said)}</td></tr>" for name, said in rows)
-    return f'<div class="card"><h3>{text(run.name)}</h3><table class="story">{body}</table></div>'
+        rows.append(Row("chosen automatically", ["; ".join(map(str, automatic))]))
+    return table([text(run.name)], rows)

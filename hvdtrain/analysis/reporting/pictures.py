@@ -1,128 +1,74 @@
-"""Draws the plots of a report: PNG files, SVG in the page's colours and fonts, and one-column SVG and PDF for papers."""
+"""Draws the plots of a report with matplotlib: named values over samples, steps or seconds, and where the time goes."""
 
-import io
 import re
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
+from math import isfinite, nan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hvdtrain.analysis import plotting
-from hvdtrain.analysis.reporting import curves, seeds
-from hvdtrain.analysis.reporting.reading import Record
-from hvdtrain.analysis.reporting.runs import time_shares
-from hvdtrain.analysis.reporting.seeds import Group
+from hvdtrain.analysis.reporting.groups import Curve, Group, mean_curve
+from hvdtrain.analysis.reporting.runs import Event, RecordedRun, time_shares
+from hvdtrain.output.metric_names import Series, number
 
-# Colours of text, of lines and of text on bars; replaced by the page's own in the SVG.
-INK, FAINT, ON = "#24292f", "#d8dee4", "#fefefe"
-PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
-LETTERS_ON = {"loading": "#1a1a1a", "compute": ON, "communication": ON, "other": ON}
-# Colours and the style sheet's variables that replace them on the page; these have other values in dark mode.
-VARIABLES = {INK: "--ink", FAINT: "--line", "#8c959f": "--grey", "#ffffff": "--paper", ON: "--on"} | {
-    colour: f"--c{place}" for place, colour in enumerate(plotting.COLOURS)
-}
-SIZE = (4.0, 2.8)  # inches: text at 9 points is still legible on a phone
-LETTERS_IN_TITLE = 58  # at 9 points, in the width of a PNG
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SMOOTH_FROM = 40  # recorded steps: with more, they are drawn faintly, with their running mean as the line
+MOST_VALUES = 12  # limit for drawn values
 MOST_RANKS = 16  # bars per run
-MOST_RESULTS = 4  # results drawn over seeds
-COLUMNS = 8  # of the picture of mistakes
-# The first one that a run has is drawn.
-RATES = {"samples_per_second": "samples per second, over all ranks", "steps_per_second": "steps per second"}
-UNITS = {"samples_per_second": "samples/s, all ranks", "steps_per_second": "steps/s"}
-HATCHES = {
-    "loading": "",
-    "compute": "",
-    "communication": "////",
-    "other": "....",
-}  # for greyscale prints
-LETTERS: Any = {
-    "font.size": 9, "legend.fontsize": 8, "axes.titlesize": 8, "hatch.linewidth": 0.6, "lines.linewidth": 1.5,
-    "errorbar.capsize": 1.5, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
-    "ytick.color": INK, "grid.color": FAINT, "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.linewidth": 0.6, "legend.frameon": False, "svg.fonttype": "none",
-    "text.parse_math": False,  # a directory's name may hold dollar signs
-}  # fmt: skip
+PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
+HATCHES = {"communication": "////", "other": "...."}  # for greyscale prints
+POSITION = {"samples": "samples", "steps": "step", "seconds": "seconds"}  # axis: key of an event
+DATA = {"test": "test set", "validation": "validation set", "val": "validation set", "": "evaluations"}
+
+Point = tuple[Event, float]  # an event and its value; nan, a gap in the line, if that is not finite
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot for the page. see: caption. part: section of the page, "learning", "time" or ""."""
+    """A plot for the page. part: section of the page, "learning" or "time"."""
 
-    name: str
     title: str
-    see: str
-    svg: str
-    part: str = ""
+    caption: str
+    part: str
+    png: Path
 
 
 def draw_all(groups: Sequence[Group], directory: Path, formats: Sequence[str] = ()) -> Iterator[Picture]:
-    """Draw all pictures of the runs, write each to `directory`, and yield it for the page.
-
-    formats: also write the pictures for papers in each of these `plotting.FORMATS`.
-    """
-    import matplotlib
-
-    def finished(
-        name: str, title: str, see: str, draw: Callable[..., None], *what: Any, part="", size=SIZE, unit=""
-    ) -> Picture:
-        for_paper(
-            directory,
-            formats,
-            name,
-            f"{title} ({see})" if title else "Worst mistakes",
-            draw,
-            *what,
-            size=size,
-            unit=unit,
-        )
-        with matplotlib.rc_context(LETTERS):
-            return Picture(name, title, see, finish(directory, name, title, see, draw, *what, size=size), part)
-
+    """Draw all plots of the runs to `directory` as PNG and in `formats`, and yield each for the page."""
     runs = [run for group in groups for run in group.runs]
-    folded = any(group.folded for group in groups)
     counted = "samples" if all(run.counts_samples for run in runs) else "steps"
+    spread = "; band, bars: s.d. over seeds" * any(group.folded for group in groups)
     taken: set[str] = set()
-    names = curves.names_to_draw(runs)[0]
-    for name in names:
-        see, file = curves.see(runs, name) + "; band, bars: s.d. over seeds" * folded, file_name(name, taken)
+
+    def drawn(stem: str, title: str, caption: str, part: str, draw: plotting.Draw, height: float) -> Picture:
+        figure = plotting.figure_of([draw], height)
+        for kind in ("png", *formats):
+            plotting.save(figure, directory / f"{stem}.{kind}", f"{title} ({caption})")
+        return Picture(title, caption, part, directory / f"{stem}.png")
+
+    for name in names_to_draw(runs)[0]:
+        stem = file_name(name, taken)
         for axis in (counted, "seconds"):
-            title = f"{curves.titled(name)} over {axis}"
-            yield finished(f"{file}-over-{axis}", title, see, curves.curves, groups, name, axis, part="learning",
-                           unit=name.replace("_", " "))  # fmt: skip
-    for label, found, percent in compared(groups) if folded else ():
-        size, see = (SIZE[0], 0.8 + 0.4 * len(groups)), "mean over seeds with its 95 % interval; hollow: each seed"
-        yield finished(file_name(f"seeds {label}", taken), curves.titled(label), see, curves.over_seeds, groups, found,
-                       percent, part="learning", size=size)  # fmt: skip
-    if any(time_shares(run) for run in runs):
-        bars = sum(1 if group.folded else min(len(time_shares(group.runs[0])), MOST_RANKS) for group in groups)
-        size = (SIZE[0], max(1.5, 0.9 + 0.34 * bars))
-        see = "share of the time spent training" + "; of seeds over all ranks, bars: s.d." * folded
-        yield finished("time-shares", "Time by phase", see, shares, groups, part="time", size=size)
-    for rate, see in RATES.items():
-        if any(curves.rates(run, rate) for run in runs):
-            yield finished("throughput", "Throughput", see, curves.throughput, groups, rate, counted, part="time",
-                           unit=UNITS[rate])  # fmt: skip
-            break
-    for place, run in enumerate(runs, 1):
-        if run.record is not None and len(run.record.confusion) <= 30:
-            see = "samples by label and prediction; blue: right"
-            yield finished(f"confusion-{place}", "Confusion", see, confusion, run.record, size=(SIZE[0], SIZE[0]))
-        if run.record is not None and run.record.mistakes:
-            finished(f"mistakes-{place}", "", "", montage, run.record,
-                     size=(SIZE[0] * 1.6, 0.95 * -(-len(run.record.mistakes) // COLUMNS)))  # fmt: skip
 
+            def draw(axes: "Axes", name: str = name, axis: str = axis) -> None:
+                draw_values(axes, groups, name, axis)
 
-def compared(groups: Sequence[Group]) -> list[tuple[str, list[seeds.Figure], bool]]:
-    """Return the results that all groups have: name, figures by group, and whether it is a percentage."""
-    by_group = [{f.label: f for f in seeds.figures(group, lambda value, result: f"{value:g}")} for group in groups]
-    found = []
-    for label, figure in by_group[0].items():
-        if figure.result is not None and all(label in each for each in by_group):
-            metric = figure.result.metric
-            found.append((label, [each[label] for each in by_group], metric is not None and metric.percent))
-    return found[:MOST_RESULTS]
+            title = f"{titled(name)} over {axis}"
+            yield drawn(f"{stem}-over-{axis}", title, caption(runs, name) + spread, "learning", draw, plotting.HEIGHT)
+    bars = sum(len(time_bars(group)) for group in groups)
+    if bars:
+        see = "share of the time spent training"
+        height = 0.9 + 0.22 * bars
+        yield drawn("time-shares", "Time by phase", see, "time", lambda axes: draw_shares(axes, groups), height)
+    for rate in ("samples_per_second", "steps_per_second"):
+        if any(rates(run, rate) for run in runs):
+            see = rate.replace("_", " ") + ", over all ranks" * (rate == "samples_per_second")
+            yield drawn("throughput", "Throughput", see, "time",
+                        lambda axes, rate=rate: draw_rate(axes, groups, rate, counted), plotting.HEIGHT)  # type: ignore[misc]  # fmt: skip
+            return
 
 
 def file_name(name: str, taken: set[str]) -> str:
@@ -136,148 +82,206 @@ def file_name(name: str, taken: set[str]) -> str:
     return found
 
 
-def for_paper(
-    directory: Path,
-    formats: Sequence[str],
-    name: str,
-    title: str,
-    draw: Callable[..., None],
-    *what: Any,
-    size,
-    unit: str,
-) -> None:
-    """Write a picture for a paper: one column wide, with a unit at its y axis, without a title (a paper has captions)."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    if not formats:
-        return
-    with matplotlib.rc_context(LETTERS | plotting.PAPER):
-        figure = Figure(figsize=(plotting.COLUMN, size[1] * plotting.COLUMN / size[0]), layout="constrained")
-        draw(figure, *what)
-        if unit:
-            figure.axes[0].set_ylabel(curves.short(unit))
-        for legend in figure.legends[:]:
-            legend.remove()
-        if len(figure.axes[0].get_legend_handles_labels()[1]) > 1:
-            rows = plotting.legend_below(figure)
-            figure.set_size_inches(plotting.COLUMN, figure.get_figheight() + 0.14 * (rows - 1))
-        for kind in formats:
-            plotting.save(figure, directory / f"{name}.{kind}", title)
+# ---- what there is to draw
 
 
-def finish(directory: Path, name: str, title: str, see: str, draw: Callable[..., None], *what: Any, size) -> str:
-    """Draw on a new figure, write it as PNG, and return its SVG for the page."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    draw(figure, *what)
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):  # ids of markers and clips must differ between pictures
-        figure.savefig(text, format="svg", transparent=True)
-    figure.suptitle(textwrap.fill(f"{title} ({see})", LETTERS_IN_TITLE) if title else "", fontsize=9)
-    plotting.save(figure, directory / f"{name}.png")
-    return for_page(text.getvalue(), f"{title}: {see}")
+def trained(run: RecordedRun, name: str) -> list[Point]:
+    """Return the points of training that have the value `name`."""
+    return [(event, gap(event["values"][name])) for event in run.train if name in event["values"]]
 
 
-def for_page(svg: str, said: str) -> str:
-    """Return an SVG to embed in the page, without its head, in the colours and fonts of the page."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style type=.*?</style>|<!--.*?-->", "", svg, flags=re.S)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    box = re.match(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', svg, flags=re.S)
-    assert box is not None
-    svg = f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(said)}">{svg[box.end() :]}'
-    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
-    for colour, variable in VARIABLES.items():
-        svg = re.sub(rf"(?<=[ :\"]){colour}\b", f"var({variable})", svg, flags=re.I)
-    return svg
+def tested(run: RecordedRun, series: Series) -> list[Point]:
+    """Return the points of evaluations that have the value `series`."""
+    return [(event, gap(event["values"][series])) for event in run.evaluations if series in event["values"]]
 
 
-def shares(figure, groups: Sequence[Group]) -> None:
+def rates(run: RecordedRun, rate: str) -> list[Point]:
+    """Return the points of training that have the rate `rate`."""
+    return [(event, gap(value)) for event in run.train if (value := number(event.get(rate))) is not None]
+
+
+def gap(value: float) -> float:
+    """Return `value`, or nan if it is not finite."""
+    return value if isfinite(value) else nan
+
+
+def prefixes(runs: Sequence[RecordedRun], name: str) -> list[str]:
+    """Return the data sets on which the runs evaluated `name`."""
+    found = [series for run in runs for event in run.evaluations for series in event["values"]]
+    return list(dict.fromkeys(series.prefix for series in found if series.name == name))
+
+
+def names_to_draw(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
+    """Return the names to draw, and those beyond `MOST_VALUES`: the loss first, then in the order of the scripts."""
+    named = [name for run in runs for name in run.metrics]
+    seen = [name for run in runs for event in run.train for name in event["values"]]
+    seen += [series.name for run in runs for event in run.evaluations for series in event["values"]]
+    there = set(seen)
+    found = [name for name in dict.fromkeys(["loss", *named, *seen]) if name in there]
+    return found[:MOST_VALUES], found[MOST_VALUES:]
+
+
+def caption(runs: Sequence[RecordedRun], name: str) -> str:
+    """Return what lines and dots are."""
+    data = [DATA.get(prefix, prefix) for prefix in prefixes(runs, name)]
+    parts = ["line: training"] if any(trained(run, name) for run in runs) else []
+    parts += [f"dots: {data[0]}"] if data else []
+    parts += [f"hollow: {', '.join(data[1:])}"] if len(data) > 1 else []
+    return ", ".join(parts)
+
+
+def short(name: str) -> str:
+    """Return `name`, shortened to fit a legend."""
+    name = plotting.printable(name)
+    return name if len(name) <= 28 else f"{name[:12]}…{name[-15:]}"
+
+
+def titled(name: str) -> str:
+    """Return a name as a title: without underscores, capitalized."""
+    words = short(name.replace("_", " "))
+    return words[:1].upper() + words[1:]
+
+
+# ---- drawing
+
+
+def draw_values(axes: "Axes", groups: Sequence[Group], name: str, axis: str) -> None:
+    """Draw training as lines, evaluations as dots, and restarts as dashed vertical lines.
+
+    Several seeds are drawn as their mean, with the standard deviation as a band and as bars.
+    """
+    runs = [run for group in groups for run in group.runs]
+    for place, group in enumerate(groups):
+        style, label = plotting.look(place), short(group.name)
+        if draw_line(axes, group, place, [trained(run, name) for run in group.runs], axis):
+            style["linestyle"], label = (0, (1, 2)), ""
+        for order, prefix in enumerate(prefixes(runs, name)):
+            dots = [curve(tested(run, Series(prefix, name)), axis) for run in group.runs]
+            if not all(x for x, _ in dots):
+                continue
+            x, y, spread = mean_curve(dots) if group.folded else (*dots[0], None)
+            fill = "none" if order else style["color"]
+            axes.errorbar(x, y, yerr=spread, **style, markerfacecolor=fill, elinewidth=0.8, label=label, clip_on=False)
+            label = ""
+    scale(axes, runs, name)
+    axes.set_ylabel(short(name.replace("_", " ")))
+    finish(axes, axis)
+
+
+def draw_rate(axes: "Axes", groups: Sequence[Group], rate: str, axis: str) -> None:
+    """Draw `rate` (samples or steps per second) as lines."""
+    for place, group in enumerate(groups):
+        draw_line(axes, group, place, [rates(run, rate) for run in group.runs], axis)
+    axes.yaxis.set_major_formatter(lambda value, _: thousands(value))
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(rate.replace("_per_second", "/s"))
+    finish(axes, axis)
+
+
+def draw_line(axes: "Axes", group: Group, place: int, lines: Sequence[Sequence[Point]], axis: str) -> bool:
+    """Draw a line, or its running mean if it has many points, and the restarts. Return whether there were any points."""
+    style = plotting.look(place) | {"marker": ""}
+    smooth = []
+    for x, y in (curve(points, axis) for points in lines):
+        if len(y) > SMOOTH_FROM and not group.folded:
+            axes.plot(x, y, **style, linewidth=0.6, alpha=0.3)
+        smooth.append((x, running_mean(y, len(y) // 20) if len(y) > SMOOTH_FROM else y))
+    x, y = smooth[0]
+    if group.folded:
+        x, y, spread = mean_curve(smooth)
+        least, most = ([v + sign * s for v, s in zip(y, spread, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, least, most, color=style["color"], alpha=0.2, linewidth=0)
+    else:
+        for attempt in group.runs[0].attempts[1:]:
+            at = {"samples": attempt.samples, "steps": attempt.step, "seconds": attempt.before}[axis]
+            if at is not None:
+                axes.axvline(at, color=style["color"], linestyle=(0, (4, 3)), linewidth=0.9)
+    if y:
+        axes.plot(x, y, **style | {"marker": "." if len(y) == 1 else ""}, label=short(group.name))
+    return bool(y)
+
+
+def curve(points: Sequence[Point], axis: str) -> Curve:
+    """Return the points as x and y."""
+    return [event[POSITION[axis]] for event, _ in points], [value for _, value in points]
+
+
+def running_mean(numbers: Sequence[float], width: int) -> list[float]:
+    """Return the mean over the last `width` numbers at each place, without gaps; over fewer at the beginning."""
+    means = []
+    for end in range(1, len(numbers) + 1):
+        known = [value for value in numbers[max(0, end - width) : end] if value == value]
+        means.append(sum(known) / len(known) if known else nan)
+    return means
+
+
+def scale(axes: "Axes", runs: Sequence[RecordedRun], name: str) -> None:
+    """Fit the y axis to the values: percents to those after the first tenth of training, because earlier ones may lie
+    outside of the plot; others logarithmically if the first values would leave no room for the rest."""
+    everywhere = prefixes(runs, name)
+    metric = next((m for prefix in ("", *everywhere) for run in runs if (m := run.metric(Series(prefix, name)))), None)
+    tenth = max((event["step"] for run in runs for event in run.train), default=0.0) / 10
+    percent = metric is not None and metric.percent
+    points = [p for run in runs for p in trained(run, name) if not percent or p[0]["step"] >= tenth]
+    points += [p for run in runs for prefix in everywhere for p in tested(run, Series(prefix, name))]
+    values = [value for _, value in points if value == value]
+    if metric is not None and percent:
+        if values and min(values) >= 0 and max(values) <= 1:
+            if metric.direction == "max":
+                axes.set_ylim(max(0.0, min(values) - 0.5 * max(1 - min(values), 0.01)), 1.0)
+            else:
+                axes.set_ylim(0.0, min(1.0, max(values) + 0.5 * max(max(values), 0.01)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+    elif (metric is None or metric.direction == "min") and values and 0 < 8 * min(values) < max(values):
+        axes.set_yscale("log")
+        # A mean minus its deviation may be below 0, which this axis cannot show.
+        axes.set_ylim(bottom=0.8 * min(values))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def finish(axes: "Axes", axis: str) -> None:
+    """Set the label and the numbers of the x axis."""
+    axes.set_xlabel("time (s)" if axis == "seconds" else axis)
+    axes.xaxis.set_major_formatter(lambda value, _: thousands(value))
+    axes.set_xlim(left=0)
+
+
+def thousands(value: float) -> str:
+    """Return 60000 as "60k", short enough for narrow screens."""
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def time_bars(group: Group) -> list[tuple[str, dict[str, float]]]:
+    """Return label and shares of each rank; for several seeds, the mean over all ranks and seeds."""
+    bars = [(rank, share) for run in group.runs for rank, share in enumerate(time_shares(run))]
+    if not group.folded:
+        return [(f"{short(group.name)}, rank {rank}", share) for rank, share in bars[:MOST_RANKS]]
+    if not bars:
+        return []
+    mean = {phase: sum(share.get(phase, 0.0) for _, share in bars) / len(bars) for phase in PHASES}
+    return [(short(group.name), mean)]
+
+
+def draw_shares(axes: "Axes", groups: Sequence[Group]) -> None:
     """Draw one bar per run and rank, from 0 to 100 %; for several seeds, one bar over all ranks."""
-    axes = figure.subplots()
-    bars: list[tuple[str, dict[str, seeds.Share]]] = []
-    for group in groups:
-        if group.folded:
-            bars.append((curves.short(group.name), seeds.shares(group)))
-            continue
-        for rank, share in time_shares(group.runs[0])[:MOST_RANKS]:
-            label = f"{curves.short(group.name)}, {rank}" if len(groups) > 1 else rank
-            bars.append((label, {phase: seeds.Share(part, None) for phase, part in share.items()}))
-    known: list[str] = []
+    bars = [bar for group in groups for bar in time_bars(group)]
+    named: set[str] = set()
     for place, (_, phases) in enumerate(bars):
         left = 0.0
-        for phase, (part, spread) in phases.items():
-            new = phase not in known
-            known += [phase] * new
-            axes.barh(place, part, left=left, height=0.62, color=PHASES[phase], label=phase if new else None,
-                      hatch=HATCHES[phase], edgecolor=ON, linewidth=0)  # fmt: skip
-            left += part
-            if spread is not None:
-                axes.errorbar([left], [place + 0.2], xerr=[spread], color=INK, elinewidth=0.8, capsize=1.5)
-            if part >= 0.09:
-                axes.text(left - part / 2, place, f"{part:.0%}", ha="center", va="center", color=LETTERS_ON[phase],
-                          bbox=dict(facecolor=PHASES[phase], edgecolor="none", pad=1))  # fmt: skip
-    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+        for phase, share in phases.items():
+            label = "" if phase in named else phase
+            named.add(phase)
+            axes.barh(place, share, left=left, height=0.62, color=PHASES[phase], hatch=HATCHES.get(phase),
+                      edgecolor="white", linewidth=0, label=label)  # fmt: skip
+            if share >= 0.09:
+                box = dict(facecolor=PHASES[phase], edgecolor="none", pad=1)
+                axes.text(left + share / 2, place, f"{share:.0%}", ha="center", va="center", color="white", bbox=box)
+            left += share
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
     axes.invert_yaxis()
     axes.grid(False)
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    axes.set_xlabel("share of the time")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(left=False)
-    figure.legend(loc="outside lower left", ncols=4, handlelength=1, handleheight=1)
-
-
-def confusion(figure, record: Record) -> None:
-    """Draw the confusion matrix. Correct answers are tinted by their share of the class, wrong ones more strongly."""
-    from matplotlib.patches import Rectangle
-
-    axes = figure.subplots()
-    count = len(record.confusion)
-    wrong = max((n for i, row in enumerate(record.confusion) for j, n in enumerate(row) if i != j), default=0)
-    for label, row in enumerate(record.confusion):
-        for taken, samples in enumerate(row):
-            right = label == taken
-            strength = 0.3 * samples / max(sum(row), 1) if right else 0.15 + 0.6 * samples / max(wrong, 1)
-            if samples:
-                colour = plotting.COLOURS[0] if right else plotting.COLOURS[1]
-                axes.add_patch(
-                    Rectangle((taken - 0.47, label - 0.47), 0.94, 0.94, color=colour, alpha=strength, linewidth=0)
-                )
-            if samples and count <= 16:
-                axes.text(taken, label, f"{samples}", ha="center", va="center")
-    axes.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), aspect="equal", xlabel="prediction", ylabel="label")
-    axes.set_xticks(range(count))
-    axes.set_yticks(range(count))
-    axes.tick_params(length=0)
-    axes.grid(False)
-    axes.spines[:].set_visible(False)
-
-
-def grey(record: Record, mistake: dict):
-    """Return the image as uint8 [height, width]."""
-    import numpy
-
-    return numpy.frombuffer(mistake["pixels"], dtype=numpy.uint8).reshape(record.shape)
-
-
-def png(record: Record, mistake: dict) -> bytes:
-    """Return the image as a PNG file."""
-    from matplotlib.image import imsave
-
-    file = io.BytesIO()
-    imsave(file, grey(record, mistake), cmap="gray", vmin=0, vmax=255, format="png")
-    return file.getvalue()
-
-
-def montage(figure, record: Record) -> None:
-    """Draw the worst mistakes side by side."""
-    rows = -(-len(record.mistakes) // COLUMNS)
-    for axes in figure.subplots(rows, COLUMNS, squeeze=False).flat:
-        axes.axis("off")
-    for axes, mistake in zip(figure.axes, record.mistakes, strict=False):
-        axes.imshow(grey(record, mistake), cmap="gray", vmin=0, vmax=255)
-        axes.set_title(f"{mistake['label']} → {mistake['predicted']}")

@@ -99,19 +99,20 @@ def test_a_killed_rank_costs_nothing_but_time(name, tmp_path):
     # Rank 1 kills itself at its twentieth step, the first time.
     body = f"""
 import os, pathlib, signal, sys
-from hvdtrain.training import guard
+from hvdtrain.hangs import activity
 from hvdtrain import mnist
+from hvdtrain.engines import launchers
 from hvdtrain.launching import exit_codes, processes
 with pathlib.Path({str(tmp_path / "forked")!r}).open("a") as forked:
     forked.write("01"[bool(processes.PROXY)])
 once, steps = pathlib.Path({str(tmp_path / "once")!r}), iter(range(10**6))
-begin = guard.Guard.begin_step
-def dies(self, at, model):
-    begin(self, at, model)
-    if self.engine.rank == 1 and next(steps) == 19 and not once.exists():
+begin = activity.Activity.begin_step
+def dies(self, step):
+    begin(self, step)
+    if launchers.announced().rank == 1 and next(steps) == 19 and not once.exists():
         once.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-guard.Guard.begin_step = dies
+activity.Activity.begin_step = dies
 exit_codes.run(mnist.main)
 """
     script = tmp_path / "program.py"

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.launchers import environment, events, launch, several, train
 
 pytestmark = [
-    pytest.mark.slow,  # tests/single/training/records/test_tracking.py has the logic
+    pytest.mark.slow,  # tests/single/output/test_tracking.py has the logic
     pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="no mlflow: launch/setup --with track"),
 ]
 SERVER = pytest.mark.skipif(
@@ -74,14 +74,14 @@ def only_run(uri: str, experiment: str):
 
 
 @SERVER
-def test_a_server_gets_flags_metrics_tags_and_the_report(server, tmp_path):
+def test_a_server_gets_flags_metrics_tags_and_the_summary(server, tmp_path):
     out = tmp_path / "out"
     flags = f"--dataset digits --train-samples 640 --log-steps 1 --batch-size 32 --track mlflow --output-dir {out}"
     first = train("mpirun", 2, f"--epochs 1 {flags}", MLFLOW_TRACKING_URI=server)
     assert (first.code, first.stderr) == (0, ""), first
     client, run = only_run(server, "hvdtrain.mnist")
     assert (run.info.status, run.info.run_name) == ("FINISHED", "out")
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"summary.json", "report.html"}
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"summary.json"}
     assert (run.data.params["dataset"], run.data.params["epochs"], run.data.tags["world_size"]) == ("digits", "1", "2")
     accuracy = json.loads((out / "summary.json").read_text())["test_accuracy"]
     assert run.data.metrics["test/accuracy"] == accuracy
@@ -93,12 +93,12 @@ def test_a_run_that_was_stopped_goes_on_in_its_record(server, tmp_path):
     flags += f" --checkpoint-steps 5 --output-dir {tmp_path / 'out'}"
     named = dict(MLFLOW_TRACKING_URI=server, MLFLOW_EXPERIMENT_NAME="stopped")
     program = (
-        "import os, signal, sys; from hvdtrain import mnist; from hvdtrain.training.records import telemetry\n"
-        "event = telemetry.Telemetry.event\n"
+        "import os, signal, sys; from hvdtrain import mnist; from hvdtrain.output import run_output\n"
+        "event = run_output.RunOutput.event\n"
         "def and_stop(self, name, **fields):\n"
         "    event(self, name, **fields)\n"
         "    if fields.get('step') == 12 and self.speaks: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "telemetry.Telemetry.event = and_stop\n"
+        "run_output.RunOutput.event = and_stop\n"
         "sys.exit(mnist.main())\n"
     )
     (tmp_path / "stopping.py").write_text(program)

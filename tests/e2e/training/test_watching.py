@@ -1,20 +1,17 @@
 """--profile, --tensorboard and the display under real launchers: what they write is read back."""
 
-import base64
 import gzip
-import io
 import json
 import os
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.launchers import events, launch, several, summary, train
 
-pytestmark = pytest.mark.slow  # tests/single/training/records has the formats
+pytestmark = pytest.mark.slow  # tests/single/output has the formats
 
 
 def profile(directory: Path) -> tuple[list[dict], dict]:
@@ -51,12 +48,12 @@ def watched(tmp_path_factory):
     return directory, done
 
 
-def test_profile_has_both_ranks_the_timeline_and_the_steps_in_order(watched):
+def test_profile_has_both_ranks_and_the_steps_in_order(watched):
     directory, done = watched
     trace, other = profile(directory)
     assert f"profile: steps 6 to 9 of 2 ranks, all on one clock: {directory}/profile.json.gz" in done.stdout
     assert (other["ranks"], other["first_step"]) == (2, 6)
-    assert list(rows(trace)) == ["rank 0", "rank 1", "Horovod's timeline, kept by rank 0"]
+    assert list(rows(trace)) == ["rank 0", "rank 1"]
 
     length_us = (other["ended_ns"] - other["began_ns"]) / 1000
     timed = [e for e in trace if e["ph"] == "X"]
@@ -78,14 +75,8 @@ def test_profile_has_both_ranks_the_timeline_and_the_steps_in_order(watched):
         ends[rank] = [e["ts"] + e["dur"] for e in phases if e["name"] == "communication"]
     assert len(ends[0]) == len(ends[1]) == 4
 
-    # One clock for all: each step's last sum, as rank 0's Horovod saw it, ended before rank 0 stopped waiting for it, and
-    # had begun when rank 1 did (whose own part of it may be over before rank 0's).
-    timeline = [e for e in timed if e["pid"] == rows(trace)["Horovod's timeline, kept by rank 0"]]
-    assert {"NEGOTIATE_ALLREDUCE", "MPI_ALLREDUCE"} <= {e["name"] for e in timeline}
-    assert all(0 <= e["ts"] <= length_us for e in timeline)
-    sums = [e for e in timeline if e["name"] == "MPI_ALLREDUCE"]
-    for here, there in zip(ends[0], ends[1], strict=True):
-        assert any(e["ts"] + e["dur"] <= here and e["ts"] <= there for e in sums)
+    # One clock for all: both ranks stop waiting for a step's sum at about the same time.
+    assert all(abs(here - there) < 1e5 for here, there in zip(*ends.values(), strict=True))
 
 
 def test_the_profile_is_formed_as_perfetto_reads_it(watched):
@@ -136,28 +127,6 @@ def test_tensorboard_has_what_metrics_has(watched):
         assert [value for _, value in found[tag]] == pytest.approx([line[key] for line in lines])
     tested = events(directory, "evaluate")[-1]
     assert found["test/accuracy"] == [(lines[-1]["samples"], pytest.approx(tested["accuracy"]))]
-    accumulator = EventAccumulator(str(directory / "tensorboard"))
-    accumulator.Reload()
-    assert {"Conv2d", "aten::_convolution"} & {node.op for node in accumulator.Graph().node}
-
-
-def test_tensorboard_shows_the_worst_mistakes_as_the_record_has_them(watched):
-    directory, _ = watched
-    accumulator = EventAccumulator(str(directory / "tensorboard"))
-    accumulator.Reload()
-    assert accumulator.Tags()["images"] == ["test/mistakes"]
-    (shown,) = accumulator.Images("test/mistakes")
-    assert shown.step == events(directory, "train")[-1]["samples"]
-    record = json.loads((directory / "mistakes.json").read_text())
-    height, width = record["shape"]
-    with Image.open(io.BytesIO(shown.encoded_image_string)) as picture:
-        rows = -(-len(record["mistakes"]) // 8)
-        assert picture.height == rows * (84 // max(height, width) * height + 28)
-        scale = 84 // max(height, width)
-        first = picture.convert("L").crop((0, 0, width * scale, height * scale)).resize((width, height), 0)
-        assert first.tobytes() == base64.b64decode(record["mistakes"][0]["pixels"])
-        caption = picture.convert("L").crop((0, height * scale, 84, height * scale + 28))
-        assert max(caption.tobytes()) > 200  # letters
 
 
 def test_times_of_every_rank_are_written_once_an_epoch(watched):

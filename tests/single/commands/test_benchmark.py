@@ -1,7 +1,6 @@
 """The benchmark's arithmetic, its input, its flags."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models.convnet import ConvNet
 from hvdtrain.models.gpt import GPT, SIZES
-from hvdtrain.training.records.energy import Energy
+from hvdtrain.output.energy import Energy
 
 
 @pytest.fixture
@@ -149,8 +148,8 @@ def test_measure_and_summary_agree(flags, engine):
     )
     engine.size = 1
     stream = open_endless(flags, engine, 10, (1, 28, 28))
-    repeats, steps, warmup_seconds, energy = benchmark.measure(flags, engine, ConvNet(), stream)
-    result = benchmark.summarize(flags, engine, repeats, steps, warmup_seconds, 1000, 4 * 29034, energy)
+    found = benchmark.measure(benchmark.Trainer(flags, engine, ConvNet(), stream))
+    repeats, result = found.repeats, benchmark.summarize(flags, engine, found, 1000, 4 * 29034)
     assert result["warmup_seconds"] > 0
     assert [len(repeat) for repeat in repeats] == [1, 1, 1]
     for (mine,) in repeats:
@@ -167,8 +166,25 @@ def test_measure_and_summary_agree(flags, engine):
     assert f"{rate['mean']:,.1f} samples/s" in benchmark.block(result)
 
 
-def test_energy_per_sample_is_shown_where_it_is_measured():
-    meter = SimpleNamespace(about=dict(cpu_packages=2, gpus=0, not_measured=[]))
-    found = benchmark.energy_per_sample(meter, Energy(150.0, 50.0, complete=False), 400)
-    assert (found["per_sample_joules"], found["all_cpu_joules"], found["all_incomplete"]) == (0.5, 150.0, True)
-    assert benchmark.energy_per_sample(meter, None, 400)["per_sample_joules"] is None
+def test_energy_per_sample_is_shown_where_it_is_measured(engine, monkeypatch):
+    small = "--engine serial --model convnet --warmup-steps 1 --repeats 2 --steps 1 --input mock"
+    flags = parse(small.split())
+
+    class Measures:
+        def __init__(self, engine):
+            self.about = dict(cpu_packages=2, gpus=0, not_measured=[])
+
+        def total(self, engine):
+            return Energy(48.0, 16.0, complete=False)
+
+        def close(self):
+            pass
+
+    for meter, joules in ((benchmark.Meter, None), (Measures, 0.5)):
+        monkeypatch.setenv("HVDTRAIN_POWERCAP", "/nowhere")
+        monkeypatch.setattr(benchmark, "Meter", meter)
+        trainer = benchmark.Trainer(flags, engine, ConvNet(), open_endless(flags, engine, 10, (1, 28, 28)))
+        result = benchmark.summarize(flags, engine, benchmark.measure(trainer), None, 0)
+        assert result["energy"]["per_sample_joules"] == joules
+        said = "energy           at least 0.5 J per sample (measured: 2 CPU packages)"
+        assert (said in benchmark.block(result)) == bool(joules)

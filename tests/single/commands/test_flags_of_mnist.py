@@ -134,7 +134,7 @@ def test_checkpoints_at_checkpoint_steps_and_as_many_as_are_kept(many):
 
 def test_the_output_directory_has_every_file(many):
     names = {path.name for path in many.out.iterdir()}
-    assert {"metrics.jsonl", "summary.json", "mistakes.json", "checkpoints"} <= names
+    assert {"metrics.jsonl", "summary.json", "checkpoints"} <= names
 
 
 def test_without_an_output_directory_nothing_is_written(tmp_path, monkeypatch):
@@ -172,7 +172,7 @@ def test_a_device_that_is_chosen(choice, expected, monkeypatch):
 
 
 def test_progress_is_shown_unless_it_is_not_wanted(capsys, monkeypatch):
-    monkeypatch.setattr("hvdtrain.training.records.progress.PLAIN_LINE_SECONDS", 0.0)
+    monkeypatch.setattr("hvdtrain.output.progress.PLAIN_LINE_SECONDS", 0.0)
     flags = f"{PLAIN} --epochs 1 --train-samples 64 --batch-size 8 --log-steps 1"
     monkeypatch.setattr("sys.argv", ["mnist.py", "--engine", "serial", *flags.split()])
     assert mnist.main() == 0

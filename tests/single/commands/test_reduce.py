@@ -86,17 +86,13 @@ def test_sizes_are_marked_in_powers_of_1024():
     assert [plotting.bytes_text(size) for size in (4, 1024, 65536, 2**28)] == ["4 B", "1 KiB", "64 KiB", "256 MiB"]
 
 
-def test_the_plots_have_the_spread_of_the_bandwidth(tmp_path):
+def test_the_plots_have_the_spread_of_the_bandwidth(tmp_path, monkeypatch):
     row = dict(bytes=1024, dtype="float32", seconds=2e-6, seconds_least=1e-6, seconds_most=4e-6,
                bus_bytes_per_second=6e8)  # fmt: skip
-    drawn = []
-    panels = reduce.plotting.Panel
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce.plotting, "write", lambda path, about, panels: drawn.extend(panels))
-        reduce.draw("about", [row], tmp_path / "reduce.png", ("busy machine",))
-    assert all(isinstance(panel, panels) and panel.notes == ("busy machine",) for panel in drawn)
+    monkeypatch.setattr(reduce.plotting, "write", lambda path, about, draws: draws)
     axes = Figure().subplots()
-    drawn[1].draw(axes)
+    reduce.draw("about", [row], tmp_path / "reduce.png")[1](axes)
     assert axes.get_ylabel() == "bus bandwidth (GB/s)"
+    assert axes.containers[0].lines[0].get_ydata() == pytest.approx([0.6])
     (bar,) = axes.containers[0].lines[2][0].get_segments()
     assert bar[:, 1] == pytest.approx([0.3, 1.2]), "GB/s of the slowest and of the fastest block"

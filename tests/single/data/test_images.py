@@ -23,9 +23,9 @@ from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models import classifiers as models
+from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import optim
 from hvdtrain.training.evaluation import Evaluation
-from hvdtrain.training.records.telemetry import Telemetry
 from tests import image_set
 
 SIDE = 32
@@ -278,21 +278,21 @@ def test_a_batch_of_nothing_but_broken_images_does_not_count():
 
 
 @pytest.fixture
-def telemetry():
+def output():
     lines: list[str] = []
     return SimpleNamespace(lines=lines, say=lines.append, event=lambda name, **fields: None)
 
 
-def test_losses_count_a_name_once_and_stop_over_the_limit(engine, telemetry):
+def test_losses_count_a_name_once_and_stop_over_the_limit(engine, output):
     losses = CorruptSamples(0.1, 30)
     for _ in range(3):
         losses.note([CorruptSample("a", "cut"), CorruptSample("b", "cut", lost=2)])
-        losses.settle(engine, telemetry)
+        losses.settle(engine, output)
     assert (losses.total(), losses.limit) == (3, 3)
-    assert telemetry.lines == ["skipped: a: cut", "skipped: b: cut"]
+    assert output.lines == ["skipped: a: cut", "skipped: b: cut"]
     losses.note([CorruptSample("c", "empty")])
     with pytest.raises(UserError, match=r"4 samples cannot be read, such as c \(empty\): --max-corrupt allows 3: fix"):
-        losses.settle(engine, telemetry)
+        losses.settle(engine, output)
 
 
 def test_patterns(tars, monkeypatch):
@@ -409,7 +409,7 @@ def test_evaluation_counts_readable_samples_only(engine):
         hits = outputs.topk(5).indices == truth[:, None]
         evaluation.add({"first": hits[:, 0], "five": hits}, None)
     assert evaluation.means() == {"first": pytest.approx(1 / 3), "five": pytest.approx(2 / 3), "count": 3}
-    source.corrupt.settle(engine, Telemetry(engine, None, progress=False))
+    source.corrupt.settle(engine, RunOutput(engine, None, progress=False))
     assert source.corrupt.total() == 1
 
 

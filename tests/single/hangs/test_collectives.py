@@ -50,14 +50,13 @@ def test_a_collective_is_named_while_it_runs_and_not_after_it(kind, name, monkey
 
 def test_horovods_own_collectives_are_named():
     engine, library = HorovodEngine.__new__(HorovodEngine), Library()
-    engine.size, engine.activity, engine.hvd, engine._hows = 1, Activity(), library, {}
+    engine.size, engine.activity, engine.hvd, engine._adasum = 1, Activity(), library, set()
     library.engine = engine
     engine.broadcast_model(nn.Linear(1, 1))
 
     class Optimizer:
         synchronize = library.look
 
-    engine._hows[Optimizer] = SimpleNamespace(reduction="average")
     engine.synchronize(Optimizer)
     assert library.seen == ["broadcast_model", "synchronize"]
     assert engine.activity.collective is None

@@ -53,8 +53,6 @@ def test_optimizers_take_the_flags(name, kind):
     assert type(built).__name__ == kind
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
     assert group["momentum"] == 0.8 if name == "sgd" else group["betas"] == (0.8, 0.999)
-    optim.set_rate(built, 0.25)
-    assert group["lr"] == 0.25
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
@@ -111,8 +109,8 @@ def test_training_starts_without_what_it_does_not_use():
     """The compiler's import is 1.6 s on every rank: more than importing torch."""
     flags = "--engine serial --dataset digits --train-samples 64 --epochs 1 --no-progress"
     program = f"import sys; from hvdtrain import mnist; sys.argv[1:] = {flags.split()}; mnist.main()"
-    unused = {"torch._dynamo", "torch.utils.tensorboard", "tensorboard", "hvdtrain.training.records.tensorboard"}
-    unused |= {"mlflow", "hvdtrain.training.records.tracking"}
+    unused = {"torch._dynamo", "torch.utils.tensorboard", "tensorboard", "hvdtrain.output.tensorboard"}
+    unused |= {"mlflow", "hvdtrain.output.tracking"}
     program += f"; sys.exit(str({unused} & set(sys.modules)) if {unused} & set(sys.modules) else 0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done

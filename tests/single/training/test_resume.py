@@ -16,9 +16,9 @@ from hvdtrain.data.loading import Plan
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
+from hvdtrain.hangs.activity import Activity
 from hvdtrain.training import checkpoint
-from hvdtrain.training.cadence import Cadence
-from hvdtrain.training.guard import Guard
+from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.state import Initial
 
 
@@ -71,7 +71,7 @@ def test_keep_keeps_so_many_and_the_best(finished):
 
 
 def test_without_a_number_of_steps_checkpoints_are_saved_by_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(Cadence, "interval", 0.0)
+    monkeypatch.setattr(CheckpointInterval, "seconds", 0.0)
     saved = {}
     for flags in ("", "--checkpoint-steps 0"):
         directory = tmp_path / f"out{len(flags)}"
@@ -283,14 +283,15 @@ def test_checkpoint_steps_need_a_place():
 
 
 def signalled(number: signal.Signals, after: int):
-    """Return a Guard.begin_step that sends this process a signal before the step `after` + 1, and waits until it is seen."""
-    begin_step = Guard.begin_step
+    """Return an Activity.begin_step that sends this process a signal before the step `after` + 1, and waits until it is
+    seen."""
+    begin_step = Activity.begin_step
 
-    def begin(self, state, models):
-        begin_step(self, state, models)
-        if state.step == after:
+    def begin(self, step):
+        begin_step(self, step)
+        if step == after:
             os.kill(os.getpid(), number)
-            while not self.stop_requested:
+            while not self.asked:
                 time.sleep(0.01)
 
     return begin
@@ -299,7 +300,7 @@ def signalled(number: signal.Signals, after: int):
 def test_stop_signal_saves_and_leaves_with_75(tmp_path, monkeypatch):
     assert alone(tmp_path / "whole") == 0
     with monkeypatch.context() as patch:
-        patch.setattr(Guard, "begin_step", signalled(signal.SIGUSR1, 1))
+        patch.setattr(Activity, "begin_step", signalled(signal.SIGUSR1, 1))
         assert alone(tmp_path / "out") == 75
     (stop,) = events(tmp_path / "out", "stop")
     assert stop["reason"].startswith("SIGUSR1 on rank 0")
@@ -320,7 +321,7 @@ def test_imagenet_goes_on_to_the_same_bits(tmp_path, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(sys, "argv", f"{flags}{tmp_path / name}".split())
                 if code == 75:
-                    patch.setattr(Guard, "begin_step", signalled(signal.SIGTERM, 3))
+                    patch.setattr(Activity, "begin_step", signalled(signal.SIGTERM, 3))
                 assert imagenet.main() == code
     assert events(tmp_path / "apart", "resume")[0]["step"] == 4
     assert results(tmp_path / "apart") == results(tmp_path / "whole")
@@ -336,7 +337,7 @@ def test_a_rate_derived_from_the_batch_stays_that_of_the_runs_beginning(tmp_path
             with monkeypatch.context() as patch:
                 patch.setattr(sys, "argv", f"{flags}{tmp_path / name} {batch}".split())
                 if code == 75:
-                    patch.setattr(Guard, "begin_step", signalled(signal.SIGTERM, 1))
+                    patch.setattr(Activity, "begin_step", signalled(signal.SIGTERM, 1))
                 assert imagenet.main() == code
     rates = {name: [line["learning_rate"] for line in events(tmp_path / name, "train")] for name in ("whole", "apart")}
     assert len(rates["whole"]) == 3

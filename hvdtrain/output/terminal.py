@@ -7,9 +7,10 @@ horovodrun, it is a pipe even on a terminal. Therefore the stdout of the launche
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
+
+from hvdtrain.launching import processes
 
 OPEN_MPI = ("mpirun", "mpiexec", "orterun", "prterun")
 LAUNCHERS = (*OPEN_MPI, "mpiexec.hydra", "horovodrun")
@@ -32,33 +33,22 @@ class Screen(NamedTuple):
 
 def find() -> Screen | None:
     """Return the terminal that shows the output of this process; None if it goes to a file or a pipe."""
-    launcher = next(_launchers(os.getppid()), None)
+    launcher = next((each for each in processes.launchers() if each.name in LAUNCHERS), None)
     if launcher is None:  # no launcher, or torchrun, which passes its streams on
         with contextlib.suppress(OSError, ValueError):  # the stream is missing or has no file descriptor
             if sys.stderr.isatty():
                 return Screen(sys.stderr, True, sys.stderr.fileno())
         return None
-    pid, name, arguments = launcher
+    process = Path(f"/proc/{launcher.pid}")
     try:
+        options = [word for word in process.joinpath("cmdline").read_bytes().split(b"\0") if word.startswith(b"-")]
         # O_NONBLOCK: opening a named pipe waits for a reader.
-        device = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        device = os.open(process / "fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
         return None
     os.set_blocking(device, True)
     if not os.isatty(device):
         os.close(device)
         return None
-    tagged = any("output" in argument or "timestamp" in argument for argument in arguments)
-    return Screen(sys.stdout, name in OPEN_MPI and not tagged, device)
-
-
-def _launchers(pid: int) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield pid, name and options of each launcher among a process and its ancestors, innermost first."""
-    with contextlib.suppress(OSError, ValueError):
-        while pid > 1:
-            process = Path(f"/proc/{pid}")
-            words = process.joinpath("cmdline").read_bytes().decode(errors="replace").split("\0")
-            name = next((Path(word).name for word in words[:2] if Path(word).name in LAUNCHERS), "")
-            if name:
-                yield pid, name, [word for word in words if word.startswith("-")]
-            pid = int(process.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+    tagged = any(b"output" in option or b"timestamp" in option for option in options)
+    return Screen(sys.stdout, launcher.name in OPEN_MPI and not tagged, device)

@@ -10,8 +10,8 @@ from collections import namedtuple
 import pytest
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records import tracking
-from hvdtrain.training.records.telemetry import Telemetry
+from hvdtrain.output import tracking
+from hvdtrain.output.run_output import RunOutput
 
 CONFIG = {"epochs": 2, "lr": None, "output_dir": "out"}
 START = dict(
@@ -30,7 +30,7 @@ class Server:
     """What an MLflow server keeps, and the client to it. `down`: every call fails."""
 
     def __init__(self):
-        self.runs, self.down, self.calls, self.telemetry = {}, False, 0, None
+        self.runs, self.down, self.calls, self.output = {}, False, 0, None
 
     def client(self, tracking_uri):
         self.uri = tracking_uri
@@ -88,7 +88,6 @@ def server(monkeypatch):
             monkeypatch.delenv(name)
     monkeypatch.setattr(tracking, "BATCH_SECONDS", 0.01)
     monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(tracking.Record, "_report", lambda self, scratch: None)
     made = Server()
     entities = types.SimpleNamespace(Metric=Point, Param=Pair, RunTag=Pair)
     package = types.SimpleNamespace(MlflowClient=made.client, entities=entities)
@@ -208,10 +207,10 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
 def test_only_rank_0_tracks(server, tmp_path):
     for rank in (0, 1):
         engine = types.SimpleNamespace(rank=rank, size=2)
-        telemetry = Telemetry(engine, tmp_path / str(rank), progress=False, track_as="sine")
-        with telemetry:
-            telemetry.open(continued=False)
-            telemetry.event("start", **START)
+        output = RunOutput(engine, tmp_path / str(rank), progress=False, track_as="sine")
+        with output:
+            output.open(continued=False)
+            output.event("start", **START)
     assert [run["name"] for run in server.runs.values()] == ["0"]
     assert json.loads((tmp_path / "0" / tracking.ID_FILE).read_text())["run_id"] == "run-0"
 

@@ -1,4 +1,4 @@
-"""The merged profile: clocks of several hosts, ranks side by side, Horovod's timeline cut to the recording."""
+"""The merged profile: clocks of several hosts, ranks side by side."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain import imagenet, mnist
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records.traces import PHASES_TID, clock_offsets, merge, timeline_rows
+from hvdtrain.output.traces import PHASES_TID, clock_offsets, merge
 
 SECOND = 10**9
 MS = 10**6
@@ -63,7 +63,7 @@ def test_ranks_stand_side_by_side_on_rank_0s_clock():
     zero, other = barriers(7 * SECOND)
     # Rank 1 began 20 ms after rank 0, on a clock that is 7 s ahead.
     pieces = [piece(400, "a", 60 * SECOND, zero), piece(400, "b", 67 * SECOND + 20 * MS, other)]
-    merged = json.loads(json.dumps(merge(json.loads(json.dumps(pieces)), 6, 2, [])))
+    merged = json.loads(json.dumps(merge(json.loads(json.dumps(pieces)), 6, 2)))
     events = merged["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert list(names.values()) == ["rank 0 on a", "rank 0 on a, GPU 0", "rank 1 on b", "rank 1 on b, GPU 0"]
@@ -83,7 +83,7 @@ def test_ranks_stand_side_by_side_on_rank_0s_clock():
 def test_a_rank_that_began_before_rank_0_still_begins_at_no_less_than_nought():
     zero, other = barriers(0)
     pieces = [piece(400, "a", 60 * SECOND, zero), piece(400, "b", 60 * SECOND - 2 * MS, other)]
-    merged = merge(pieces, 6, 2, [])
+    merged = merge(pieces, 6, 2)
     timed = [e for e in merged["traceEvents"] if e["ph"] != "M"]
     assert min(e["ts"] for e in timed) == 0
     assert [e["ts"] for e in timed] == sorted(e["ts"] for e in timed)
@@ -95,14 +95,14 @@ def test_a_rank_that_began_before_rank_0_still_begins_at_no_less_than_nought():
 def test_a_rank_without_a_record_still_has_its_phases():
     zero, other = barriers(0)
     broken = piece(400, "b", 60 * SECOND, other) | {"events": []}
-    events = merge([piece(400, "a", 60 * SECOND, zero), broken], 6, 2, [])["traceEvents"]
+    events = merge([piece(400, "a", 60 * SECOND, zero), broken], 6, 2)["traceEvents"]
     assert "rank 1 on b" in [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert len([e for e in events if e.get("cat") == "phase"]) == 4
 
 
 def test_a_step_that_had_only_begun_is_left_out():
     zero, other = barriers(0)
-    merged = merge([piece(400, "a", 60 * SECOND, zero), piece(400, "b", 60 * SECOND, other)], 6, 1, [])
+    merged = merge([piece(400, "a", 60 * SECOND, zero), piece(400, "b", 60 * SECOND, other)], 6, 1)
     assert [e["name"] for e in merged["traceEvents"] if e["name"].startswith(("step", "Prof"))] == ["step 6"] * 2
 
 
@@ -112,35 +112,3 @@ def test_output_dir_is_needed(script, flag):
     with pytest.raises(UserError, match=f"{flag.split()[0]} needs --output-dir") as caught:
         script.parse(flag.split())
     assert caught.value.everywhere  # said once, by rank 0
-
-
-TIMELINE = [
-    {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 50_000_000}},
-    {"name": "process_name", "ph": "M", "pid": 2, "args": {"name": "loss"}},
-    {"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "before"}},
-    {"ph": "B", "name": "ALLREDUCE", "ts": 9_000_000, "pid": 3},
-    {"ph": "E", "ts": 9_000_500, "pid": 3},
-    {"ph": "E", "ts": 10_000_001, "pid": 2},  # its beginning lies before the recording
-    {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 10_000_010, "pid": 2},
-    {"ph": "X", "name": "1", "ts": 10_000_020, "pid": 2, "dur": 0},
-    {"ph": "E", "ts": 10_000_030, "pid": 2},
-    {"ph": "B", "name": "ALLREDUCE", "ts": 10_000_040, "pid": 2},
-    {"ph": "B", "name": "MPI_ALLREDUCE", "ts": 10_000_050, "pid": 2},
-    {"ph": "E", "ts": 10_000_060, "pid": 2},
-    {"ph": "E", "ts": 10_000_070, "pid": 2, "args": {"dtype": "float32"}},
-    {"ph": "B", "name": "ALLREDUCE", "ts": 10_000_080, "pid": 2},  # without an end
-]
-
-
-def test_the_timeline_is_cut_to_the_recording():
-    rows = timeline_rows(TIMELINE, 201, 60 * SECOND, 61 * SECOND)
-    assert {e["pid"] for e in rows} == {201}
-    assert [e["args"]["name"] for e in rows if e["name"] == "thread_name"] == ["loss"]
-    assert [(e["name"], e["ts"], e["dur"]) for e in rows if e["ph"] == "X"] == [
-        ("rank 1 ready", 20, 0),
-        ("NEGOTIATE_ALLREDUCE", 10, 20),
-        ("MPI_ALLREDUCE", 50, 10),
-        ("ALLREDUCE", 40, 30),
-    ]
-    assert timeline_rows([], 201, 0, 1) == []
-    assert timeline_rows(TIMELINE, 201, 70 * SECOND, 71 * SECOND) == []

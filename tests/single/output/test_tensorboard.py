@@ -9,7 +9,7 @@ pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records.tensorboard import Board
+from hvdtrain.output.tensorboard import Board
 
 METRICS = {"loss": {"direction": "min", "percent": False}}
 
@@ -54,7 +54,7 @@ def test_a_classifier(shown):
         communication_share=0.125,
     )
     found = shown(event("start", metrics=METRICS), event("train", **train),
-                  event("evaluate", epoch=1, prefix="test", loss=0.5, accuracy=0.875, count=500, broken=0))  # fmt: skip
+                  event("evaluate", epoch=1, prefix="test", loss=0.5, accuracy=0.875, count=500))  # fmt: skip
     assert found == {
         "train/loss": [(64, 0.5)], "train/accuracy": [(64, 0.75)], "test/loss": [(64, 0.5)], "test/accuracy": [(64, 0.875)],
         "run/learning_rate": [(64, 0.125)], "run/samples_per_second": [(64, 100.0)],

@@ -3,12 +3,15 @@
 import resource
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.cores import seconds_without_core
+
+PHASES = ("loading", "compute", "communication")
 
 
 class RankTimes(NamedTuple):
@@ -18,9 +21,13 @@ class RankTimes(NamedTuple):
     compute: float
     communication: float
     elapsed: float
-    resident_bytes: int
-    cuda_bytes: int
-    without_core: float = 0.0  # seconds, within `elapsed`, in which the main thread was ready to run but had no core
+    without_core: float  # seconds, within `elapsed`, in which the main thread was ready to run but had no core
+    resident_bytes: float
+    cuda_bytes: float
+
+    def fields(self) -> dict[str, float]:
+        """Return the values under their names in a record."""
+        return {name if name.endswith("bytes") else f"{name}_seconds": value for name, value in self._asdict().items()}
 
 
 class Window(NamedTuple):
@@ -37,11 +44,9 @@ class Clock:
     Times are measured on the host: CUDA work counts for the phase in which the host waits for it.
     """
 
-    PHASES = ("loading", "compute", "communication")
-
     def __init__(self) -> None:
         self.spans: list[tuple[str, float, float]] | None = (
-            None  # if a list, records (phase, start, end) in perf_counter time
+            None  # a list: record (phase, start, end) in perf_counter time
         )
         self.restart()
 
@@ -57,13 +62,22 @@ class Clock:
         self._steps = self._samples = self._local_samples = 0
         self._without_core = seconds_without_core()
 
-    def mark(self, phase: str, at: float | None = None) -> None:
-        """Add the time since the previous mark to `phase`. at: end of the phase (`time.perf_counter`; default: now)."""
+    def mark(self, phase: str, at: float | None = None) -> float:
+        """Add the time since the previous mark to `phase`. at: end of the phase (`time.perf_counter`); None: now. Return
+        it."""
         at = time.perf_counter() if at is None else at
         self._seconds[phase] += at - self._marked
         if self.spans is not None:
             self.spans.append((phase, self._marked, at))
         self._marked = at
+        return at
+
+    def end_step(self, samples: int, local_samples: int) -> float:
+        """Count a step and its samples, over all ranks and on this rank. Return the time, as `mark`."""
+        self._steps += 1
+        self._samples += samples
+        self._local_samples += local_samples
+        return self.mark("compute")
 
     def leave_out(self, seconds: float) -> None:
         """Exclude the last `seconds` from all phases, rates and laps."""
@@ -71,17 +85,11 @@ class Clock:
         self._marked += seconds
         self._window_began += seconds
 
-    def count(self, samples: int, local_samples: int) -> None:
-        """Count the samples of a step, over all ranks and on this rank."""
-        self._steps += 1
-        self._samples += samples
-        self._local_samples += local_samples
-
     def rates(self) -> dict[str, float]:
         """Return samples per second over all ranks, and this rank's seconds per sample by phase, since the last call."""
         elapsed = time.perf_counter() - self._window_began
         rates = {"samples_per_second": self._samples / elapsed}
-        for phase in self.PHASES:
+        for phase in PHASES:
             rates[f"{phase}_seconds"] = self._seconds[phase] / max(self._local_samples, 1)
         self._open_window()
         return rates
@@ -93,35 +101,42 @@ class Clock:
 
     def measure(self, engine: Engine) -> Window:
         """Return the measurements of all ranks since the last call. A collective: 56 bytes per rank."""
-        cuda = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else 0
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-        steps, phases = self._steps, [self._seconds[phase] for phase in self.PHASES]
-        mine = [*phases, time.perf_counter() - self._window_began, resident, cuda]
-        mine.append(seconds_without_core() - self._without_core)
+        steps, phases = self._steps, [self._seconds[phase] for phase in PHASES]
+        elapsed = time.perf_counter() - self._window_began
+        mine = [*phases, elapsed, seconds_without_core() - self._without_core, *peak_memory(engine.device)]
         rows = engine.all_gather(torch.tensor(mine, dtype=torch.float64), "measure").tolist()
-        ranks = [RankTimes(row[0], row[1], row[2], row[3], int(row[4]), int(row[5]), row[6]) for row in rows]
+        ranks = list(map(RankTimes._make, rows))
         self.totals = added(self.totals, ranks)
-        share = {f"{phase}_share": value for phase, value in shares(ranks).items()}
-        return Window(steps, ranks, self.rates() | share)
+        return Window(steps, ranks, self.rates() | shares(ranks))
 
     def per_rank(self) -> dict[str, list[float]]:
-        """Return, for each quantity, a list over ranks with the sums since `restart`."""
-        names = {field: f"{field}_seconds" for field in (*self.PHASES, "elapsed", "without_core")}
-        return {names.get(f, f): [round(getattr(rank, f), 6) for rank in self.totals] for f in RankTimes._fields}
+        """Return the sums since `restart` under their names in a record, each a list over ranks."""
+        return by_rank(self.totals)
 
 
-def shares(ranks: list[RankTimes]) -> dict[str, float]:
-    """Return the share (0 to 1) of each phase in the time of all ranks. The rest is reporting."""
+def peak_memory(device: torch.device) -> tuple[int, int]:
+    """Return the peak memory of this process in bytes: resident, and allocated by torch on the GPU."""
+    cuda = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, cuda  # Linux counts in KiB
+
+
+def shares(ranks: Sequence[RankTimes]) -> dict[str, float]:
+    """Return the share (0 to 1) of each phase in the time of all ranks, as `loading_share`. The rest is reporting."""
     elapsed = sum(rank.elapsed for rank in ranks)
-    return {phase: sum(getattr(rank, phase) for rank in ranks) / max(elapsed, 1e-9) for phase in Clock.PHASES}
+    return {f"{phase}_share": sum(getattr(rank, phase) for rank in ranks) / max(elapsed, 1e-9) for phase in PHASES}
 
 
 def added(before: list[RankTimes], since: list[RankTimes]) -> list[RankTimes]:
     """Return the sum of the seconds of two windows by rank, and the memory of the later one."""
     if not before:
         return since
-    seconds = ("loading", "compute", "communication", "elapsed", "without_core")
     return [
-        new._replace(**{name: getattr(old, name) + getattr(new, name) for name in seconds})
+        RankTimes._make([a + b for a, b in zip(old[:5], new[:5], strict=True)] + [*new[5:]])
         for old, new in zip(before, since, strict=True)
     ]
+
+
+def by_rank(ranks: Sequence[RankTimes]) -> dict[str, list[float]]:
+    """Return each quantity under its name in a record, as a list over ranks."""
+    rows = [rank.fields() for rank in ranks]
+    return {name: [round(row[name], 6) for row in rows] for name in (rows[0] if rows else {})}

@@ -1,7 +1,6 @@
 """--profile: records some steps of all ranks in one file for Perfetto (ui.perfetto.dev).
 
-Each rank records with torch.profiler. Horovod's timeline, which rank 0 records for all ranks, is added. This file records,
-gathers and writes the data; `traces` merges them.
+Each rank records with torch.profiler. This file records, gathers and writes the data; `traces` merges them.
 """
 
 import contextlib
@@ -23,9 +22,9 @@ from hvdtrain.data import leftovers
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.records.clock import Clock
-from hvdtrain.training.records.telemetry import Telemetry
-from hvdtrain.training.records.traces import merge
+from hvdtrain.output.clock import Clock
+from hvdtrain.output.run_output import RunOutput
+from hvdtrain.output.traces import Event, merge
 
 if TYPE_CHECKING:
     from torch.profiler import profile as TorchProfiler
@@ -40,7 +39,6 @@ class Recording:
     """This rank's records in addition to those of torch.profiler."""
 
     first_step: int
-    timeline: Path | None  # Horovod's timeline; written on rank 0
     rounds: list[tuple[int, int]]  # barriers: entry, exit; `time.time_ns`
     began_ns: int
     began_counter: float  # the same moment by `time.perf_counter`
@@ -59,10 +57,11 @@ class Profile:
     """
 
     def __init__(
-        self, engine: Engine, flags: Namespace, telemetry: Telemetry, heartbeat: Callable[[], None] = lambda: None
+        self, engine: Engine, flags: Namespace, output: RunOutput, heartbeat: Callable[[], None] = lambda: None
     ):
-        self.engine, self.telemetry, self._heartbeat = engine, telemetry, heartbeat
-        self._wanted: int | None = flags.profile  # steps; None when done
+        self.engine, self.output, self._heartbeat = engine, output, heartbeat
+        self._wanted: int = flags.profile or 0  # steps
+        self.active = flags.profile is not None  # whether there is anything left to record
         self._output_dir: Path = flags.output_dir
         self._scratch, self._directory = contextlib.ExitStack(), Path()  # temporary directory of the records
         self._profiler: TorchProfiler | None = None
@@ -74,7 +73,7 @@ class Profile:
 
         A collective at the beginning and the end of the recording. Its own time is excluded from the clock.
         """
-        if self._wanted is None:
+        if not self.active:
             return
         self._seen += 1
         entered = time.perf_counter()
@@ -104,22 +103,17 @@ class Profile:
         self._heartbeat()
 
     def _open(self, first_step: int) -> Recording:
-        timeline = self._directory / "timeline.json"
-        has_timeline = self.engine.start_timeline(timeline)
         rounds = []
         for _ in range(ROUNDS):
             entry = time.time_ns()
             self.engine.barrier()
             rounds.append((entry, time.time_ns()))
-        return Recording(first_step, timeline if has_timeline else None, rounds, time.time_ns(), time.perf_counter())
+        return Recording(first_step, rounds, time.time_ns(), time.perf_counter())
 
     def _finish(self) -> None:
         """Gather the records of all ranks; rank 0 merges and writes them. A collective."""
         ended_ns, recording = time.time_ns(), self._recording
         assert recording is not None
-        if recording.timeline is not None:
-            self.engine.barrier()  # so that no operation is in progress when the timeline stops
-            self.engine.stop_timeline()
         self._heartbeat()
         mine = {
             "host": socket.gethostname(), "kernel": _kernel(), "rounds": recording.rounds,
@@ -130,12 +124,11 @@ class Profile:
         gathered = self._gather(gzip.compress(json.dumps(mine).encode(), compresslevel=1))
         if self.engine.rank == 0:
             pieces = [json.loads(gzip.decompress(piece)) for piece in gathered]
-            timeline = _read_timeline(recording.timeline) if recording.timeline is not None else []
-            self._write(merge(pieces, recording.first_step, self._recorded, timeline))
-        self._wanted = self._profiler = None
+            self._write(merge(pieces, recording.first_step, self._recorded))
+        self.active, self._profiler = False, None
         self._scratch.close()
 
-    def _torch_events(self, began_ns: int) -> list[dict]:
+    def _torch_events(self, began_ns: int) -> list[Event]:
         """Return this rank's events, `ts` in microseconds since `began_ns`."""
         assert self._profiler is not None
         path = self._directory / "torch.json"
@@ -165,23 +158,23 @@ class Profile:
             self._heartbeat()
         return [b"".join(part)[:length] for part, length in zip(parts, lengths, strict=True)]
 
-    def _write(self, merged: dict) -> None:
+    def _write(self, merged: Event) -> None:
         path, other = self._output_dir / "profile.json.gz", merged["otherData"]
         try:
             with files.replacing(path, "wb") as file:
                 file.write(gzip.compress(json.dumps(merged, separators=(",", ":")).encode()))
         except OSError as error:
-            self.telemetry.say(f"warning: {path} not written ({error.strerror}): training continues")
+            self.output.say(f"warning: {path} not written ({error.strerror}): training continues")
             return
         first, within_us = other["first_step"], other["clocks_within_us"]
         clocks = f"clocks within {within_us / 1000:.2f} ms of each other" if within_us else "all on one clock"
         ranks = f"{self.engine.size} rank{'s'[: self.engine.size > 1]}"
         said = f"profile: steps {first} to {first + self._recorded - 1} of {ranks}, {clocks}: {path}"
-        self.telemetry.say(f"{said} (open it at ui.perfetto.dev)")
-        self.telemetry.event("profile", first_step=first, steps=self._recorded, file=path.name)
+        self.output.say(f"{said} (open it at ui.perfetto.dev)")
+        self.output.event("profile", first_step=first, steps=self._recorded, file=path.name)
 
     def __enter__(self) -> "Profile":
-        if self._wanted is None:
+        if not self.active:
             return self
         with self.engine.raising_together("profile"):
             try:
@@ -195,15 +188,13 @@ class Profile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._wanted is not None and error is None:
+        if self.active and error is None:
             needed = f"--profile {self._wanted} begins after {WAIT_STEPS + WARMUP_STEPS} steps"
             if self._recorded:
-                self.telemetry.say(
-                    f"profile: only {self._recorded} of {self._wanted} steps: the run is over ({needed})"
-                )
+                self.output.say(f"profile: only {self._recorded} of {self._wanted} steps: the run is over ({needed})")
                 self._finish()
             else:
-                self.telemetry.say(f"profile: nothing recorded, the run is over after {self._seen} steps ({needed})")
+                self.output.say(f"profile: nothing recorded, the run is over after {self._seen} steps ({needed})")
         self._scratch.close()
 
 
@@ -213,11 +204,3 @@ def _kernel() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
-
-
-def _read_timeline(path: Path) -> list[dict]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        print(f"warning: Horovod's timeline cannot be read ({error}): the profile does not include it", flush=True)
-        return []

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from hvdtrain import training
-from hvdtrain.analysis.reporting import cost, page
+from hvdtrain.analysis.reporting import page
 from hvdtrain.analysis.reporting.runs import read_runs
-from hvdtrain.analysis.reporting.seeds import fold
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.training.records import energy
-from hvdtrain.training.records.energy import Counter, Energy, Meter, packages, said, summed
+from hvdtrain.output import energy
+from hvdtrain.output.energy import Counter, Energy, Meter, packages, said
 
 
 class Machine:
@@ -57,12 +56,16 @@ def engine_of(rank: int = 0, size: int = 1) -> SerialEngine:
 
 
 def used(meter: Meter) -> Energy:
-    return summed(meter.row())
+    """Return what this rank has measured."""
+    meter.close()
+    found = meter.total(engine_of())
+    assert found is not None
+    return found
 
 
 def test_whole_packages_are_counted_once(machine):
-    found = packages()
-    assert (found.names, found.why) == (["package-0", "package-1"], "")
+    found, why = packages()
+    assert (list(found), why) == (["intel-rapl:0", "intel-rapl:1"], "")
     meter = Meter(engine_of())
     for zone, name in (("intel-rapl:0", "package-0"), ("intel-rapl:0:0", "core"), ("intel-rapl:2", "psys"),
                        ("intel-rapl-mmio:0", "package-0")):  # fmt: skip
@@ -108,8 +111,7 @@ def test_a_counter_that_is_gone_or_set_back_ends_no_training(machine):
 
 def test_only_the_first_rank_of_a_host_reads_its_processors(machine, monkeypatch):
     engine = engine_of(rank=1, size=2)
-    rows = [("a", 2, "", [], ""), ("a", 0, "", [], "")]
-    monkeypatch.setattr(engine, "all_gather_object", lambda mine, name: [rows[0], mine])
+    monkeypatch.setattr(engine, "all_gather_object", lambda mine, name: [["a", 2, [], "", ""], mine])
     meter = Meter(engine)
     machine.zone("intel-rapl:0", "package-0", 190.0)
     assert used(meter) == (0, 0, True)
@@ -130,7 +132,6 @@ def test_what_is_not_there_is_said(spoil, why, machine):
     meter = Meter(engine_of())
     assert not meter.measures
     assert why in said(meter.about)
-    assert meter.row() == []
     assert meter.total(engine_of()) is None
 
 
@@ -167,19 +168,25 @@ class Nvml:
 def nvml(monkeypatch):
     found = Nvml({"GPU-a": 1e6, "GPU-b": 5.0})
     monkeypatch.setitem(sys.modules, "pynvml", found)
-    monkeypatch.setattr(energy, "uuids_of", lambda engine: ["a"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
     return found
 
 
+def on_a_gpu(rank: int = 0, size: int = 1) -> SerialEngine:
+    engine = engine_of(rank, size)
+    engine.device = SimpleNamespace(type="cuda")
+    return engine
+
+
 def test_each_rank_counts_its_own_gpu(machine, nvml):
-    meter = Meter(engine_of())
+    meter = Meter(on_a_gpu())
     nvml.joules |= {"GPU-a": 1e6 + 42.5, "GPU-b": 1e3}
     assert used(meter) == (0, pytest.approx(42.5), True)
     assert said(meter.about) == "measured: 2 CPU packages and 1 GPU"
 
 
 def test_a_gpu_of_two_ranks_is_counted_by_the_first(machine, nvml, monkeypatch):
-    engine = engine_of(rank=1, size=2)
+    engine = on_a_gpu(rank=1, size=2)
     monkeypatch.setattr(engine, "all_gather_object", lambda mine, name: [mine, mine])
     meter = Meter(engine)
     nvml.joules["GPU-a"] += 10
@@ -189,29 +196,26 @@ def test_a_gpu_of_two_ranks_is_counted_by_the_first(machine, nvml, monkeypatch):
 
 def test_a_gpu_that_cannot_be_asked_is_said(machine, nvml, monkeypatch):
     nvml.joules = {}
-    assert "not measured: GPU: NVML: Not Found" in said(Meter(engine_of()).about)
+    assert "not measured: GPU: NVML: Not Found" in said(Meter(on_a_gpu()).about)
     monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
-    assert "not measured: GPU: nvidia-ml-py is missing: pip install 'hvdtrain[energy]'" in said(
-        Meter(engine_of()).about
-    )
+    assert "not measured: GPU: nvidia-ml-py is missing: pip install 'hvdtrain[energy]'" in said(Meter(on_a_gpu()).about)
 
 
-def test_one_host_of_several_is_named():
-    rows = [("a", 1, "", [], ""), ("b", 0, "no", [], ""), ("b", 0, "", [], "")]
-    assert energy.about(rows) == dict(cpu_packages=1, gpus=0, not_measured=["CPU: no (on b)"])
-    assert said(energy.about(rows)) == "measured: 1 CPU package; not measured: CPU: no (on b)"
+def test_what_is_measured_as_text():
+    about = dict(cpu_packages=1, gpus=0, not_measured=["CPU: no"])
+    assert said(about) == "measured: 1 CPU package; not measured: CPU: no"
     assert said(None) == said("x") == said({"gpus": "many", "not_measured": 5}) == ""
 
 
-def test_counters_are_kept_while_training_goes_on(machine, monkeypatch):
+def test_counters_are_read_while_nobody_asks(machine, monkeypatch):
+    monkeypatch.setattr(energy, "READ_EVERY", 0.01)
     meter = Meter(engine_of())
-    now = energy.time.monotonic()
     machine.zone("intel-rapl:0", "package-0", 101.0)
-    meter.keep()
-    assert energy.joules(meter._cpu) == 0, "nothing is read at each step"
-    monkeypatch.setattr(energy.time, "monotonic", lambda: now + energy.READ_EVERY + 1)
-    meter.keep()
-    assert energy.joules(meter._cpu) == pytest.approx(1.0)
+    deadline = time.monotonic() + 60
+    while sum(counter.joules for counter in meter._cpu) < 0.9 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    meter.close()
+    assert sum(counter.joules for counter in meter._cpu) == pytest.approx(1.0)
 
 
 def test_what_is_recorded():
@@ -241,49 +245,22 @@ def program(out: Path, epochs: int, at_each_step=lambda step: None, **recorded: 
                 run.record(accuracy=torch.full((len(x[mine]),), 0.5), loss=model(x[mine]).square().sum())
 
 
-def test_a_run_records_what_it_cost_and_the_report_adds_up_its_starts(machine, tmp_path):
+def test_a_run_records_what_it_cost(machine, tmp_path):
     now = [100.0]
 
     def works(step) -> None:
         now[0] += 3.0
         machine.zone("intel-rapl:1", "package-1", now[0])
 
-    class Killed(Exception):
-        pass
-
-    def is_killed(step) -> None:
-        works(step)
-        if step.number == 7:
-            deadline = time.monotonic() + 60  # until the checkpoint, which a thread writes, is there
-            while (
-                not list((tmp_path / "out" / "checkpoints").glob("step-*.safetensors")) and time.monotonic() < deadline
-            ):
-                time.sleep(0.01)
-            raise Killed
-
-    with pytest.raises(Killed):
-        program(tmp_path / "out", 2, is_killed)
-    program(tmp_path / "out", 2, works)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["energy"] for line in lines if line["event"] == "start"] == [
-        dict(cpu_packages=2, gpus=0, not_measured=[])
-    ] * 2
-    assert [line["energy_joules"] for line in lines if line["event"] == "train"] == [
-        *(3.0 * step for step in range(1, 7)),  # the seventh was killed before it was recorded
-        *(3.0 * step for step in range(1, 6)),  # and this start went on after the fifth
-    ]
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert (summary["energy_joules"], summary["energy_cpu_joules"], summary["energy_gpu_joules"]) == (15.0, 15.0, 0.0)
-    (run,) = read_runs([tmp_path / "out"])
-    assert run.energy["energy_joules"] == 33.0
-    assert cost.figures(run) == {
-        "energy": ("33 J", "CPU packages 33 J; all 2 starts"),
-        "energy per sample": ("0.4125 J", ""),
-        "energy per percent of accuracy": ("0.66 J", ""),
-    }
-    shown = page.build(fold([run]), [])
-    assert "measured: 2 CPU packages" in shown
-    assert "33 J" in shown
+    program(tmp_path, 2, works)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["energy"] == dict(cpu_packages=2, gpus=0, not_measured=[])
+    assert [line["energy_joules"] for line in lines if line["event"] == "train"] == [3.0 * n for n in range(1, 11)]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["energy_joules"], summary["energy_cpu_joules"], summary["energy_gpu_joules"]) == (30.0, 30.0, 0.0)
+    (run,) = read_runs([tmp_path])
+    assert page.figures(run)["energy"] == "30 J, 0.375 J per sample"
+    assert "measured: 2 CPU packages" in page.history(run)
 
 
 def test_where_nothing_is_measured_nothing_is_shown_but_the_reason(tmp_path, monkeypatch, capsys):
@@ -292,10 +269,8 @@ def test_where_nothing_is_measured_nothing_is_shown_but_the_reason(tmp_path, mon
     record = (tmp_path / "out" / "metrics.jsonl").read_text()
     assert "joules" not in record
     (run,) = read_runs([tmp_path / "out"])
-    assert cost.figures(run) == {}
-    shown = page.build(fold([run]), [])
-    assert f"not measured: CPU: {tmp_path}/none has no processor packages" in shown
-    assert "joule" not in shown.lower()
+    assert "energy" not in page.figures(run)
+    assert f"not measured: CPU: {tmp_path}/none has no processor packages" in page.history(run)
     told = capsys.readouterr()
     assert "energy" not in told.out + told.err, "each run would say it"
 
@@ -305,8 +280,3 @@ def test_a_scripts_own_value_of_that_name_goes_first(machine, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert {line["energy_joules"] for line in lines if line["event"] == "train"} == {7.0}
     assert {line["energy_cpu_joules"] for line in lines if line["event"] == "train"} == {0.0}
-
-
-def test_what_may_have_been_lost_is_said():
-    assert cost.joules(3.6e6) == "3.6 MJ (1 kWh)"
-    assert cost.joules(1500) == "1.5 kJ"

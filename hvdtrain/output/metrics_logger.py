@@ -1,32 +1,36 @@
 """Records and prints the steps, epochs and evaluations of a run, with the metric names of the script."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.training.inputs import Input
-from hvdtrain.training.records import energy
-from hvdtrain.training.records.clock import Clock
-from hvdtrain.training.records.telemetry import Telemetry, parameters_sha256, seconds_since_process_start
-from hvdtrain.training.state import Metric, TrainState
-from hvdtrain.training.step import Step
+from hvdtrain.output.clock import Clock
+from hvdtrain.output.energy import Meter
+from hvdtrain.output.metric_names import Metric
+from hvdtrain.output.run_output import RunOutput, parameters_sha256, seconds_since_process_start
+
+if TYPE_CHECKING:
+    from hvdtrain.training.inputs import Input
+    from hvdtrain.training.state import TrainState
+    from hvdtrain.training.step import Step
 
 
-class Journal:
+class MetricsLogger:
     """Reduces values over all ranks; rank 0 writes and prints them."""
 
-    def __init__(self, engine: Engine, telemetry: Telemetry, metrics: Mapping[str, Metric], state: TrainState):
-        self._engine, self._telemetry, self._metrics, self._state = engine, telemetry, metrics, state
+    def __init__(self, engine: Engine, output: RunOutput, metrics: Mapping[str, Metric], state: "TrainState"):
+        self._engine, self._output, self._metrics, self._state = engine, output, metrics, state
         self.epochs: int | None = None  # planned epochs; None: determined by `steps`
         self.steps = 0  # planned steps
-        self._unwritten = False  # whether there is an evaluation that is not recorded yet
-        self.energy = energy.Meter(engine)  # measures from here on: after start-up, before data is read
+        self.unwritten = False  # whether there is an evaluation that is not recorded yet
+        self._energy = Meter(engine)  # measures from here on: after start-up, before data is read
 
     def start(self, dataset: str, reason: str, config: dict[str, object]) -> None:
         """Print and record data set, configuration and environment at the start of the run. A collective."""
-        self._telemetry.start(self._engine, dataset, reason, config, self._metrics, self.energy.about)
+        self._output.start(self._engine, dataset, reason, config, self._metrics, self._energy.about)
 
     def show(self, name: str, value: float) -> str:
         """Return the value of metric `name`, formatted for display."""
@@ -35,16 +39,14 @@ class Journal:
     def _epoch(self) -> str:
         return f"epoch {self._state.epoch + 1}" + (f"/{self.epochs}" if self.epochs is not None else "")
 
-    def step(self, step: Step, source: Input, clock: Clock) -> None:
+    def step(self, step: "Step", source: "Input", clock: Clock) -> None:
         """Record a finished step. A collective."""
         state, extra = self._state, source.settle()
-        names = list(step.sums.values)
-        mine = [[float(step.sums.values[name]), float(step.sums.counts[name])] for name in names]
-        used = self.energy.row()
-        everyone = self._engine.sum(torch.tensor(mine + used, dtype=torch.float64), "train").tolist()
-        pairs = zip(names, everyone[: len(names)], strict=True)
-        means = {name: value / count if count else float("nan") for name, (value, count) in pairs}
-        window = clock.measure(self._engine)
+        names = list(step.sums)
+        mine = [[float(step.sums[name]), float(step.counts[name])] for name in names]
+        everyone = self._engine.sum(torch.tensor(mine, dtype=torch.float64), "train").tolist()
+        means = {n: value / count if count else float("nan") for n, (value, count) in zip(names, everyone, strict=True)}
+        used, window = self._energy.total(self._engine), clock.measure(self._engine)
         trained_on = means.pop("loss")
         # A script may report a different loss than it trains on, such as one without label smoothing.
         reported = "reported_loss" if "reported_loss" in means else "loss"
@@ -53,49 +55,48 @@ class Journal:
             extra["objective"] = trained_on
         if step.gradient_norm is not None:
             extra["gradient_norm"] = float(step.gradient_norm)
-        cost = energy.summed(everyone[len(names) :]).fields() if used else {}
         value, count = mine[names.index(reported)]
-        self._telemetry.event(
+        self._output.event(
             "train",
             epoch=state.epoch + 1,
             step=state.step,
             samples=state.samples,
-            **(cost | state.train),  # the script's values take precedence
+            **((used.fields() if used else {}) | state.train),  # the script's values take precedence
             loss_rank0=value / max(count, 1),
             learning_rate=step.lr,
             **extra,
             **window.rates,
         )
         figures = [f"{name} {self.show(name, value)}" for name, value in state.train.items()]
-        self._telemetry.progress(self._epoch(), state.step, self.steps, figures, window)
+        self._output.progress(self._epoch(), state.step, self.steps, figures, window)
 
     def ranks(self, clock: Clock) -> None:
         """Record the time that each rank spent in each phase of this epoch."""
-        self._telemetry.event("ranks", epoch=self._state.epoch + 1, **clock.per_rank())
+        self._output.event("ranks", epoch=self._state.epoch + 1, **clock.per_rank())
 
     def evaluated(self, means: dict[str, float], prefix: str) -> None:
         """Store an evaluation. `amend` may add values before it is recorded."""
         self._state.evaluation, self._state.prefix = means, prefix
-        self._unwritten = True
+        self.unwritten = True
 
     def amend(self, values: Mapping[str, float]) -> bool:
         """Add values to the last evaluation. Return False if there is none, or it is already recorded."""
-        if self._unwritten:
+        if self.unwritten:
             self._state.evaluation |= values
-        return self._unwritten
+        return self.unwritten
 
-    def evaluation(self, source: Input | None) -> None:
+    def evaluation(self, source: "Input | None") -> None:
         """Record the last evaluation, if it is not recorded yet. A collective."""
-        if not self._unwritten:
+        if not self.unwritten:
             return
-        self._unwritten = False
+        self.unwritten = False
         state = self._state
         fields: dict[str, object] = {**state.evaluation, "count": int(state.evaluation["count"])}
         if state.prefix:
             fields["prefix"] = state.prefix
         if source is not None:
             fields |= source.settle()
-        self._telemetry.event("evaluate", epoch=state.epoch + 1, step=state.step, **fields)
+        self._output.event("evaluate", epoch=state.epoch + 1, step=state.step, **fields)
 
     def epoch(self) -> str:
         """Return the line that is printed after an epoch, with training and evaluation values."""
@@ -123,6 +124,7 @@ class Journal:
         fields["samples_per_second"] = state.samples / max(state.train_seconds, 1e-9)
         if models:
             fields["parameters_sha256"] = parameters_sha256(*models)
-        if (used := self.energy.total(engine)) is not None:
+        if (used := self._energy.total(engine)) is not None:
             fields = used.fields() | fields
-        self._telemetry.end({**fields, **extra})
+        self._energy.close()
+        self._output.end({**fields, **extra})

@@ -1,26 +1,45 @@
 """Determines which fields of an event are values recorded by the script, and in which direction each is better."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from hvdtrain.training.records.clock import Clock
-from hvdtrain.training.state import FIXED, Metric
+from hvdtrain.output.clock import PHASES
 
+# Fields of all events. Scripts cannot use these names for recorded values.
+FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
 # Fields recorded in addition to a script's values. They are not metrics unless the `start` event declares them.
-BESIDE = frozenset(
-    {"loss_rank0", "objective", "gradient_norm", "corrupt", "broken", "tokens", "world_size", "slowest_rank"}
-)
+BESIDE = frozenset({"loss_rank0", "objective", "gradient_norm", "corrupt", "tokens", "world_size", "slowest_rank"})
 BESIDE_BEGINNINGS = ("learning_rate",)
-BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes")
+BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes", "_joules")
 # Fields of a `train` event that trackers show in addition to the script's values, and their names there.
 SHOWN_BESIDE = {
     "objective": "train/objective",
     "gradient_norm": "train/gradient_norm",
     "learning_rate": "run/learning_rate",
+    "samples_per_second": "run/samples_per_second",
+    "tokens_per_second": "run/tokens_per_second",
+    **{f"{phase}_share": f"share/{phase}" for phase in PHASES},
 }
-SHOWN_BESIDE |= {name: f"run/{name}" for name in ("samples_per_second", "tokens_per_second")}
-SHOWN_BESIDE |= {f"{phase}_share": f"share/{phase}" for phase in Clock.PHASES}
 PREFIXES = ("test", "validation", "val")  # prefixes of metric names that include the data set, such as validation_loss
+
+
+class Metric(NamedTuple):
+    """A metric of evaluations: its direction and its format."""
+
+    direction: Literal["min", "max"]  #: "min" if smaller is better, "max" if larger is better
+    percent: bool = False  #: displayed in percent; recorded as a fraction from 0 to 1
+
+    def better(self, value: float, than: float) -> bool:
+        """Return whether `value` is strictly better than `than`."""
+        return value > than if self.direction == "max" else value < than
+
+    def reached(self, value: float, goal: float) -> bool:
+        """Return whether `value` is at least as good as `goal`."""
+        return value >= goal if self.direction == "max" else value <= goal
+
+    def show(self, value: float) -> str:
+        """Return `value` formatted for display."""
+        return f"{value:.2%}" if self.percent else f"{value:.4f}"
 
 
 class Series(NamedTuple):
@@ -35,10 +54,6 @@ class Series(NamedTuple):
         return f"{self.prefix}_{self.name}" if self.prefix else self.name
 
 
-# Metrics of old records, from before scripts declared their metrics.
-UNNAMED = {"accuracy": Metric("max", percent=True), "loss": Metric("min")}
-
-
 def number(value: object) -> float | None:
     """Return `value` as a float, including nan and inf; None if it is not a number or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -49,14 +64,12 @@ def number(value: object) -> float | None:
         return None
 
 
-def recorded_metrics(start: Mapping[str, Any]) -> dict[str, Metric] | None:
-    """Return the metrics declared in a `start` event, the most important first; None if it declares none."""
+def recorded_metrics(start: Mapping[str, Any]) -> dict[str, Metric]:
+    """Return the metrics declared in a `start` event, the most important first."""
     told = start.get("metrics")
-    if not isinstance(told, dict):
-        return None
     return {
         name: Metric(metric["direction"], metric.get("percent") is True)
-        for name, metric in told.items()
+        for name, metric in (told.items() if isinstance(told, dict) else ())
         if name not in FIXED and isinstance(metric, dict) and metric.get("direction") in ("min", "max")
     }
 
@@ -68,6 +81,10 @@ def named_values(event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dic
         for name, said in event.items()
         if name not in FIXED and (name in metrics or not _beside(name)) and (value := number(said)) is not None
     }
+
+
+def _beside(name: str) -> bool:
+    return name in BESIDE or name.startswith(BESIDE_BEGINNINGS) or name.endswith(BESIDE_ENDINGS)
 
 
 def tagged_values(name: str, event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -87,10 +104,6 @@ def tagged_values(name: str, event: Mapping[str, Any], metrics: Mapping[str, Met
     if name == "end":
         return {f"summary/{key}": value for key, said in event.items() if (value := number(said)) is not None}
     return {}
-
-
-def _beside(name: str) -> bool:
-    return name in BESIDE or name.startswith(BESIDE_BEGINNINGS) or name.endswith(BESIDE_ENDINGS)
 
 
 def series_of(prefix: str, name: str) -> Series:

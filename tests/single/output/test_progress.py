@@ -14,18 +14,19 @@ import torch
 from hvdtrain.engines.base import Setting
 from hvdtrain.engines.cores import seconds_without_core
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.training.records import progress as display
-from hvdtrain.training.records import terminal
-from hvdtrain.training.records.clock import Clock, RankTimes, Window, added, shares
-from hvdtrain.training.records.progress import Display, TimeLeft, hint, line, remedies, slowest
-from hvdtrain.training.records.telemetry import Telemetry, automatic
+from hvdtrain.launching import processes
+from hvdtrain.output import progress as display
+from hvdtrain.output import terminal
+from hvdtrain.output.clock import Clock, RankTimes, Window, added, shares
+from hvdtrain.output.progress import Display, TimeLeft, hint, line, remedies, slowest
+from hvdtrain.output.run_output import RunOutput, automatic
 
 FIGURES = ["loss 0.2500", "accuracy 50.0%"]
 REMEDIES = {"loading": "more workers", "communication": "a larger batch"}
 
 
 def rank(loading=0.0, compute=1.0, communication=0.0, elapsed=10.0, resident=5e8, cuda=0.0) -> RankTimes:
-    return RankTimes(loading, compute, communication, elapsed, resident, cuda)
+    return RankTimes(loading, compute, communication, elapsed, 0.0, resident, cuda)
 
 
 def window(*ranks: RankTimes, steps=50, rate=1234.5) -> Window:
@@ -33,7 +34,11 @@ def window(*ranks: RankTimes, steps=50, rate=1234.5) -> Window:
 
 
 def test_shares_are_of_all_ranks_time():
-    assert shares([rank(1, 6, 3), rank(3, 6, 1)]) == {"loading": 0.2, "compute": 0.6, "communication": 0.2}
+    assert shares([rank(1, 6, 3), rank(3, 6, 1)]) == {
+        "loading_share": 0.2,
+        "compute_share": 0.6,
+        "communication_share": 0.2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -201,9 +206,9 @@ def test_a_line_is_said_above_the_bar(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", Terminal(80, monkeypatch))
     monkeypatch.setattr(terminal, "find", lambda: terminal.Screen(sys.stdout, True, 7))
     engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
-    with Telemetry(engine, None, progress=True) as telemetry:
-        telemetry.progress("epoch 1/2", 1, 100, FIGURES, window(rank(0, 9, 1)))
-        telemetry.say("a line")
+    with RunOutput(engine, None, progress=True) as output:
+        output.progress("epoch 1/2", 1, 100, FIGURES, window(rank(0, 9, 1)))
+        output.say("a line")
     before, _, after = capsys.readouterr().out.partition("a line\n")
     assert before.endswith("\r\x1b[K")
     assert after.startswith("\repoch 1/2")
@@ -219,11 +224,11 @@ def test_a_launcher_that_no_longer_reads_does_not_end_its_rank_before_it_has_sav
     monkeypatch.setattr(terminal, "find", lambda: terminal.Screen(sys.stdout, True, 7))
     engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     with pytest.raises(OSError, match="Input/output"):  # one process: `| head` ends it
-        Telemetry(engine, None, progress=False).say("a line")
+        RunOutput(engine, None, progress=False).say("a line")
     engine.size = 2
-    with Telemetry(engine, None, progress=True) as telemetry:
-        telemetry.say("a line")
-        telemetry.progress("epoch 1/2", 1, 100, FIGURES, window(rank(0, 9, 1)))
+    with RunOutput(engine, None, progress=True) as output:
+        output.say("a line")
+        output.progress("epoch 1/2", 1, 100, FIGURES, window(rank(0, 9, 1)))
 
 
 def test_settings_are_counted_and_said_in_full_where_asked_for():
@@ -245,7 +250,7 @@ class Pair(SerialEngine):
     """Two ranks, of which the other one reports the same and 100 bytes more."""
 
     def all_gather(self, tensor, name):
-        return torch.stack([tensor, tensor + torch.tensor([0, 0, 0, 0, 100.0, 0, 0], dtype=tensor.dtype)])
+        return torch.stack([tensor, tensor + torch.tensor([0, 0, 0, 0, 0, 100.0, 0], dtype=tensor.dtype)])
 
 
 def test_the_clock_measures_all_ranks():
@@ -255,17 +260,17 @@ def test_the_clock_measures_all_ranks():
     clock = Clock()
     began = time.perf_counter()
     clock.mark("loading", at=began + 1)
-    clock.mark("compute", at=began + 3)
-    clock.count(20, 10)
+    clock.mark("communication", at=began + 3)
+    clock.end_step(20, 10)
     seen = clock.measure(engine)
     assert seen.steps == 1
-    assert seen.rates["compute_seconds"] == pytest.approx(0.2)
+    assert seen.rates["communication_seconds"] == pytest.approx(0.2)
     assert 1 <= seen.ranks[0].loading <= 1 + began - earliest + 1e-6
     assert seen.ranks[1].resident_bytes - seen.ranks[0].resident_bytes == 100
     assert seen.ranks[0].resident_bytes > 1e7
-    clock.mark("compute", at=began + 7)
+    clock.mark("communication", at=time.perf_counter() + 4)
     clock.measure(engine)
-    assert clock.per_rank()["compute_seconds"] == pytest.approx([6, 6])
+    assert clock.per_rank()["communication_seconds"] == pytest.approx([6, 6], abs=0.5)
     assert set(clock.per_rank()) == {
         *("loading_seconds", "compute_seconds", "communication_seconds", "elapsed_seconds"),
         *("resident_bytes", "cuda_bytes", "without_core_seconds"),
@@ -306,7 +311,7 @@ def test_what_is_left_out_counts_for_nothing():
     clock = Clock()
     clock.leave_out(100)
     clock.mark("loading")
-    clock.count(10, 10)
+    clock.end_step(10, 10)
     assert clock.rates()["loading_seconds"] < 0
     assert clock.lap() < 0
 
@@ -325,7 +330,8 @@ def test_a_launcher_whose_output_nobody_reads_is_not_waited_for(monkeypatch, tmp
     words = [sys.executable, "-c", "import time; time.sleep(100)", "mpirun"]
     with subprocess.Popen(words, stdout=write) as launcher:
         os.close(write)
-        monkeypatch.setattr(terminal, "_launchers", lambda pid: iter([(launcher.pid, "mpirun", [])]))
+        found = [processes.Process(launcher.pid, 0, "mpirun")]
+        monkeypatch.setattr(terminal.processes, "launchers", lambda: found)
         looking = threading.Thread(target=terminal.find, daemon=True)
         looking.start()
         looking.join(10)

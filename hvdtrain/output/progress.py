@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
-from hvdtrain.training.records import terminal
-from hvdtrain.training.records.clock import Clock, RankTimes, Window, added, shares
+from hvdtrain.output import terminal
+from hvdtrain.output.clock import PHASES, RankTimes, Window, added, shares
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: minimum number of seconds between two lines
 TERMINAL_LINE_SECONDS = 2.0  # the same on a terminal that cannot show a bar
@@ -25,7 +25,7 @@ TOO_MUCH = {"loading": 0.3, "communication": 0.4}  # a hint is given above these
 WITHOUT_CORE = 0.25  # above this share of time without a core, the hint is about cores
 
 
-def slowest(ranks: list[RankTimes]) -> tuple[int, float] | None:
+def slowest(ranks: Sequence[RankTimes]) -> tuple[int, float] | None:
     """Return the rank with the longest compute time and its relative excess over the usual one; None if below 10 %.
 
     The usual time is the median; of two ranks, that of the faster.
@@ -50,7 +50,7 @@ def remedies(config: Mapping[str, object], hosts: int, device: str) -> dict[str,
     return found
 
 
-def hint(ranks: list[RankTimes], steps: int, remedies: Mapping[str, str]) -> tuple[str, str] | None:
+def hint(ranks: Sequence[RankTimes], steps: int, remedies: Mapping[str, str]) -> tuple[str, str] | None:
     """Return a phase that takes too long, and a line that says what to do; None if there is none, or not enough data."""
     if steps < ENOUGH_STEPS or ranks[0].elapsed < ENOUGH_SECONDS:
         return None
@@ -58,9 +58,8 @@ def hint(ranks: list[RankTimes], steps: int, remedies: Mapping[str, str]) -> tup
     if waited > WITHOUT_CORE and "cores" in remedies:
         said = f"ranks waited for a core {waited:.0%} of the time: this host runs more threads than it has cores"
         return "cores", f"{said}: {remedies['cores']}"
-    share = shares(ranks)
-    over = {phase: share[phase] - limit for phase, limit in TOO_MUCH.items() if share[phase] > limit}
-    over = {phase: excess for phase, excess in over.items() if phase in remedies}
+    share = {phase: shares(ranks)[f"{phase}_share"] for phase in TOO_MUCH if phase in remedies}
+    over = {phase: share[phase] - TOO_MUCH[phase] for phase in share if share[phase] > TOO_MUCH[phase]}
     if not over:
         return None
     phase = max(over, key=lambda phase: over[phase])
@@ -82,7 +81,7 @@ def fitting(text: str, width: int) -> str:
     return text[: end if end > 0 else width]
 
 
-def line(figures: Sequence[str], window: Window, left_seconds: float | None, hosts: list[str]) -> str:
+def line(figures: Sequence[str], window: Window, left_seconds: float | None, hosts: Sequence[str]) -> str:
     """Return the progress line, most important figures first, because a narrow terminal shows only the first ones.
 
     figures: training metrics, such as "loss 0.3136". hosts: by rank.
@@ -92,7 +91,7 @@ def line(figures: Sequence[str], window: Window, left_seconds: float | None, hos
     if left_seconds is not None:
         parts.append(f"{timedelta(seconds=round(left_seconds))} left")
     parts += [*figures[1:], f"{window.rates['samples_per_second']:,.0f} samples/s"]
-    parts.append("  ".join(f"{phase} {share[phase]:.0%}" for phase in Clock.PHASES))
+    parts += [f"{phase} {share[f'{phase}_share']:.0%}" for phase in PHASES]
     parts.append(f"{max(rank.resident_bytes for rank in window.ranks) / 1e9:.1f} GB/rank")
     if cuda_bytes := max(rank.cuda_bytes for rank in window.ranks):
         parts.append(f"GPU {cuda_bytes / 1e9:.1f} GB")
@@ -115,7 +114,6 @@ class TimeLeft:
         began, _ = self._seen[0]
         if now - began < KNOWN_SECONDS:
             return None
-        # Measure from the last window end in the first half; a single window is used as a whole.
         half = began + (now - began) / 2
         since, first_step = max(seen for seen in self._seen if seen[0] <= half)
         return (now - since) / max(step - first_step, 1) * (steps - step)

@@ -1,6 +1,9 @@
 """Merges the recordings of all ranks into one Chrome trace, which Perfetto and chrome://tracing can open."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
+
+Event = dict[str, Any]  # of a Chrome trace, or what a rank has recorded
 
 PIDS_PER_RANK = 100
 PHASES_TID = 2**22 + 1  # above all thread IDs on Linux (PID_MAX_LIMIT)
@@ -24,19 +27,17 @@ def clock_offsets(kernels: Sequence[str], rounds: Sequence[Sequence[Sequence[int
     return [(sum(bounds[kernel]) / 2, (bounds[kernel][1] - bounds[kernel][0]) / 2) for kernel in kernels]
 
 
-def merge(pieces: Sequence[Mapping], first_step: int, steps: int, timeline: Sequence[Mapping]) -> dict:
+def merge(pieces: Sequence[Event], first_step: int, steps: int) -> Event:
     """Return one Chrome trace of all ranks. `ts` is in microseconds since the earliest recording began, on rank 0's clock.
 
-    pieces: by rank, the recordings that `Profile` gathers. steps: number of recorded steps. timeline: Horovod's, from rank
-    0.
+    pieces: by rank, the recordings that `Profile` gathers. steps: number of recorded steps.
     """
     offsets = clock_offsets([piece["kernel"] for piece in pieces], [piece["rounds"] for piece in pieces])
     began_ns = [piece["began_ns"] - round(offset_ns) for piece, (offset_ns, _) in zip(pieces, offsets, strict=True)]
     zero_ns, end_ns = min(began_ns), pieces[0]["ended_ns"]
-    events: list[dict] = []
+    events: list[Event] = []
     for rank, piece in enumerate(pieces):
         events += _rows_of_rank(rank, piece, (began_ns[rank] - zero_ns) / 1000, first_step, steps)
-    events += timeline_rows(timeline, len(pieces) * PIDS_PER_RANK + 1, zero_ns, end_ns)
     within_us = max(uncertainty for _, uncertainty in offsets) / 1000
     other = {
         "ranks": len(pieces), "hosts": [piece["host"] for piece in pieces], "first_step": first_step, "steps": steps,
@@ -48,7 +49,7 @@ def merge(pieces: Sequence[Mapping], first_step: int, steps: int, timeline: Sequ
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def _named(what: str, pid: int, tid: int, name: str, sort: int) -> list[dict]:
+def _named(what: str, pid: int, tid: int, name: str, sort: int) -> list[Event]:
     """Return the metadata events for the name and the position of a "process" or "thread"."""
     row = {"ph": "M", "ts": 0, "pid": pid, "tid": tid}
     return [
@@ -57,7 +58,7 @@ def _named(what: str, pid: int, tid: int, name: str, sort: int) -> list[dict]:
     ]
 
 
-def _rows_of_rank(rank: int, piece: Mapping, shift_us: float, first_step: int, steps: int) -> list[dict]:
+def _rows_of_rank(rank: int, piece: Event, shift_us: float, first_step: int, steps: int) -> list[Event]:
     """Return a rank's events: its threads, each of its GPUs, and the phases measured by the clock."""
     labels = {e["pid"]: e["args"]["labels"] for e in piece["events"] if e["name"] == "process_labels"}
     used = {event["pid"] for event in piece["events"] if event["ph"] != "M"}
@@ -90,39 +91,3 @@ def _rows_of_rank(rank: int, piece: Mapping, shift_us: float, first_step: int, s
         where = {"pid": pid, "tid": PHASES_TID, "ts": start_us + shift_us, "dur": microseconds}
         rows.append({"ph": "X", "cat": "phase", "name": phase} | where)
     return rows
-
-
-def timeline_rows(timeline: Sequence[Mapping], pid: int, began_ns: int, ended_ns: int) -> list[dict]:
-    """Return Horovod's timeline (a process per tensor; `ts` since its own start) as one process with a thread per tensor.
-
-    Events outside of the recording, and those without a beginning or an end, are left out.
-    """
-    start_us = next((e["args"]["start_time_since_epoch_in_micros"] for e in timeline if "args" in e
-                     and "start_time_since_epoch_in_micros" in e["args"]), None)  # fmt: skip
-    if start_us is None:
-        return []
-    shift_us, length_us = start_us - began_ns / 1000, (ended_ns - began_ns) / 1000
-    names = {e["pid"]: e["args"]["name"] for e in timeline if e.get("name") == "process_name" and "name" in e["args"]}
-    rows: list[dict] = []
-    used: set[int] = set()
-    opened: dict[int, list[tuple[str, float]]] = {}
-    for event in timeline:
-        tensor, at = event.get("pid", 0), event.get("ts", -1) + shift_us
-        if tensor not in names or event["ph"] not in "BEX" or not 0 <= at <= length_us:
-            continue
-        stack = opened.setdefault(tensor, [])
-        if event["ph"] == "B":
-            stack.append((event["name"], at))
-            continue
-        if event["ph"] == "X":  # a rank has reported the tensor as ready
-            name, since = f"rank {event['name']} ready", at
-        elif stack:
-            name, since = stack.pop()
-        else:
-            continue
-        where = {"pid": pid, "tid": tensor, "ts": since, "dur": at - since, "args": event.get("args", {})}
-        rows.append({"ph": "X", "cat": "horovod", "name": name} | where)
-        used.add(tensor)
-    for tensor in sorted(used):
-        rows += _named("thread", pid, tensor, names[tensor], tensor)
-    return rows and _named("process", pid, 0, "Horovod's timeline, kept by rank 0", pid) + rows

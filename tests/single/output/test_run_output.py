@@ -6,26 +6,26 @@ import os
 from io import FileIO
 
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.training.records.telemetry import Telemetry
+from hvdtrain.output.run_output import RunOutput
 
 
 def test_a_file_system_that_fails_a_seek_costs_lines_not_the_run(tmp_path, capfd, monkeypatch):
     """As one that turned stale does."""
     engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
-    with Telemetry(engine, tmp_path, progress=False) as telemetry:
-        telemetry.open(continued=False)
-        telemetry.event("before")
+    with RunOutput(engine, tmp_path, progress=False) as output:
+        output.open(continued=False)
+        output.event("before")
 
         class Stale(FileIO):
             def seek(self, *where):
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-        sound = telemetry._file
-        telemetry._file = Stale(tmp_path / "metrics.jsonl", "a")
-        telemetry.event("lost")
-        telemetry._file.close()
-        telemetry._file = sound
-        telemetry.event("after")
+        sound = output._file
+        output._file = Stale(tmp_path / "metrics.jsonl", "a")
+        output.event("lost")
+        output._file.close()
+        output._file = sound
+        output.event("after")
     assert "metrics.jsonl cannot be written for now (Stale file handle)" in capfd.readouterr().err
     written = [json.loads(line)["event"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert written == ["before", "error", "after"]

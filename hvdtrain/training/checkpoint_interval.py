@@ -6,6 +6,7 @@ failure loses less than at the optimum. Only rank 0 decides; the other ranks lea
 """
 
 import contextlib
+import math
 import statistics
 import time
 from collections import deque
@@ -19,11 +20,12 @@ MOST_BACKOFF = 600.0  # maximum number of seconds between two attempts while wri
 SECONDS_EACH, BYTES_PER_SECOND = 0.005, 200e6
 
 
-class Cadence:
+class CheckpointInterval:
     """Measures the cost of checkpoints and schedules the next one. enabled: whether automatic checkpoints are saved."""
 
-    def __init__(self, enabled: bool, clock: Callable[[], float] = time.monotonic):
-        self.enabled, self._clock = enabled, clock
+    def __init__(self, enabled: bool, clock: Callable[[], float] = time.perf_counter):
+        self.due_at = math.inf  # when the next checkpoint is due, by `clock`
+        self._enabled, self._clock = enabled, clock
         self._stalls: deque[float] = deque(maxlen=3)  # seconds for which training was blocked
         self._guess = SECONDS_EACH
         self._processor = self._writing = 0.0  # CPU seconds and wall seconds of the last background write
@@ -42,16 +44,19 @@ class Cadence:
         return statistics.median(self._stalls) + self._processor
 
     @property
-    def interval(self) -> float:
+    def seconds(self) -> float:
         """Seconds between two automatic checkpoints."""
         seconds = max(LEAST_SECONDS, TIMES_COST * self.cost, TIMES_WRITING * self._writing)
-        return min(seconds * 2**self._failures, max(seconds, MOST_BACKOFF))
+        return min(seconds * 2.0**self._failures, max(seconds, MOST_BACKOFF))
 
-    def due(self) -> bool:
-        """Return whether a checkpoint is due. The first call marks the beginning of training."""
-        if self._saved_at is None:
-            self._saved_at = self._clock()
-        return self.enabled and self._clock() - self._saved_at >= self.interval
+    def begin(self) -> None:
+        """Mark the beginning of training."""
+        self._saved_at = self._clock()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._enabled and self._saved_at is not None:
+            self.due_at = self._saved_at + self.seconds
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -60,8 +65,10 @@ class Cadence:
         yield
         self._saved_at = self._clock()
         self._stalls.append(self._saved_at - began)
+        self._schedule()
 
     def written(self, processor: float, seconds: float, *, failed: bool) -> None:
         """Record the time that the background thread took. Thread-safe. processor: CPU seconds; seconds: wall time."""
         self._processor, self._writing = processor, max(seconds, 1e-9)
         self._failures = min(self._failures + 1, 10) if failed else 0
+        self._schedule()

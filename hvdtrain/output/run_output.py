@@ -1,4 +1,4 @@
-"""The output of a run: metrics.jsonl, summary.json, TensorBoard files and the progress line.
+"""The output of a run: metrics.jsonl, summary.json, TensorBoard, MLflow and the progress line.
 
 Only rank 0 writes and prints. On the other ranks the methods do nothing.
 """
@@ -14,30 +14,29 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import processes
-from hvdtrain.training.records.clock import Window
-from hvdtrain.training.records.misclassified import Mistake
-from hvdtrain.training.records.progress import Display, remedies
-from hvdtrain.training.state import Metric
+from hvdtrain.output.clock import Window
+from hvdtrain.output.metric_names import Metric
+from hvdtrain.output.progress import Display, remedies
 
 if TYPE_CHECKING:
-    from hvdtrain.training.records.tensorboard import Board
-    from hvdtrain.training.records.tracking import Tracker
+    from hvdtrain.output.tensorboard import Board
+    from hvdtrain.output.tracking import Tracker
 
 
-class Telemetry:
+class RunOutput:
     """Writes and prints a run's output. Files are written only after `open`; lines are printed at once."""
 
     def __init__(
@@ -51,15 +50,14 @@ class Telemetry:
     ):
         """track_as: name of the MLflow experiment in which to record the run; None: do not use MLflow."""
         self.speaks = engine.rank == 0
+        self.output_dir = output_dir if self.speaks else None
         self._launched = engine.size > 1
         self._lock = threading.Lock()
         self._began = time.monotonic() - seconds_since_process_start()
-        self.output_dir = output_dir if self.speaks else None
         self._file: FileIO | None = None
         self._missing = 0  # lines that could not be written since the last successful write
-        self._wants_board = tensorboard
+        self._wants_board, self._track_as = tensorboard, track_as
         self._board: Board | None = None
-        self._track_as = track_as
         self._tracker: Tracker | None = None
         self._display = Display(self.say) if progress and self.speaks else None
 
@@ -68,30 +66,29 @@ class Telemetry:
 
         continued: append to the metrics.jsonl of the run in `output_dir`; otherwise that file is renamed.
         """
-        if self.output_dir is None:
+        directory = self.output_dir
+        if directory is None:
             return
-        self._file = self._open(self.output_dir, continued)
-        if self._wants_board:
-            from hvdtrain.training.records import tensorboard
-
-            self._board = tensorboard.Board(self.output_dir / "tensorboard", continued)
-        if self._track_as is not None:
-            from hvdtrain.training.records import tracking
-
-            self._tracker = tracking.Tracker(self.output_dir, self._track_as, continued)
-
-    @staticmethod
-    def _open(directory: Path, continued: bool) -> FileIO:
         path = directory / "metrics.jsonl"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if os.path.lexists(path) and not (continued and stat.S_ISREG(path.lstat().st_mode)):
                 path.rename(_free_name(directory))  # a file of an earlier run, or a link, a pipe or a device
             (directory / "summary.json").unlink(missing_ok=True)
-            return files.open_to_append(path)
+            self._file = files.open_to_append(path)
         except OSError as error:
             how = "name another directory, or free some space"
             raise UserError(f"--output-dir {directory} cannot be written ({error.strerror}): {how}") from error
+        if self._wants_board:
+            from hvdtrain.output.tensorboard import Board
+
+            self._board = Board(directory / "tensorboard", continued)
+        if self._track_as is not None:
+            from hvdtrain.output.tracking import Tracker
+
+            self._tracker = Tracker(directory, self._track_as, continued)
+
+    # ---- lines
 
     def _reader_may_be_gone(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.suppress(OSError) if self._launched else contextlib.nullcontext()
@@ -111,32 +108,28 @@ class Telemetry:
             if self._display is not None:
                 self._display.draw()
 
+    def progress(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
+        """Show the progress of training (see `progress.Display.show`)."""
+        if self._display is not None:
+            with self._reader_may_be_gone():
+                self._display.show(epoch, step, steps, figures, window)
+
+    # ---- events
+
     def event(self, name: str, **fields: object) -> None:
         """Append an event to metrics.jsonl, as one line of JSON. Thread-safe."""
         elapsed = round(time.monotonic() - self._began, 3)  # seconds since this process started, on a monotonic clock
         line = json.dumps({"event": name, "time": time.time(), "elapsed": elapsed, **fields}, default=str) + "\n"
         with self._lock:  # the checkpoint writer and the watchdog call this from their threads
             self._write(line)
-        self._show(lambda board: board.event(name, fields))
+        if self._board is not None:
+            try:
+                self._board.event(name, fields)
+            except OSError as error:
+                self._board = None
+                warn(f"TensorBoard output stops here ({error.strerror})")
         if self._tracker is not None:
             self._tracker.event(name, fields)
-
-    def graph(self, model: nn.Module, images: Tensor) -> None:
-        """Write the model's graph for TensorBoard, by running it once on `images` [b, channels, height, width]."""
-        self._show(lambda board: board.graph(model, images))
-
-    def mistakes(self, images: Tensor, mistakes: Sequence[Mistake]) -> None:
-        """Write wrong predictions for TensorBoard. images: uint8 [n, 1, height, width], the whole test set."""
-        self._show(lambda board: board.mistakes(images, mistakes))
-
-    def _show(self, write: Callable[["Board"], None]) -> None:
-        if self._board is None:
-            return
-        try:
-            write(self._board)
-        except OSError as error:
-            self._board = None
-            print(f"warning: TensorBoard output stops here ({error.strerror})", file=sys.stderr, flush=True)
 
     def _write(self, line: str) -> None:
         """Append a complete line, or nothing. On a full disk, the line is lost and training continues."""
@@ -156,8 +149,7 @@ class Telemetry:
                 if end is not None:
                     self._file.truncate(end)
             if not self._missing:
-                said = f"warning: {self.output_dir}/metrics.jsonl cannot be written for now ({error.strerror})"
-                print(said, file=sys.stderr, flush=True)
+                warn(f"{self.output_dir}/metrics.jsonl cannot be written for now ({error.strerror})")
             self._missing += 1
 
     def start(
@@ -170,14 +162,14 @@ class Telemetry:
         """
         facts = {"rank": engine.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(engine.device)}
         ranks = engine.all_gather_object(facts, "ranks")
-        hosts = len({rank["host"] for rank in ranks})
+        hosts, threads = len({rank["host"] for rank in ranks}), torch.get_num_threads()
         if self._display is not None:
             self._display.hosts = [rank["host"] for rank in ranks]
-            self._display.remedies = remedies(config | {"threads": torch.get_num_threads()}, hosts, engine.device.type)
+            self._display.remedies = remedies(config | {"threads": threads}, hosts, engine.device.type)
         self.say(f"data: {reason}")
         self.say(
             f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}, "
-            f"{engine.device.type}, {torch.get_num_threads()} torch thread{'s'[: torch.get_num_threads() > 1]} per rank"
+            f"{engine.device.type}, {threads} torch thread{'s'[: threads > 1]} per rank"
         )
         for line in automatic(engine.notes, bool(config.get("verbose"))):
             self.say(line)
@@ -187,12 +179,6 @@ class Telemetry:
             metrics={name: metric._asdict() for name, metric in metrics.items()}, energy=energy,
         )  # fmt: skip
 
-    def progress(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
-        """Show the progress of training (see `progress.Display.show`)."""
-        if self._display is not None:
-            with self._reader_may_be_gone():
-                self._display.show(epoch, step, steps, figures, window)
-
     def end(self, summary: dict[str, object]) -> None:
         """Write summary.json (atomically) and the `end` event."""
         self.event("end", **summary)
@@ -201,8 +187,7 @@ class Telemetry:
                 with files.replacing(self.output_dir / "summary.json") as file:
                     file.write(json.dumps(summary, indent=2) + "\n")
             except OSError as error:
-                said = f"warning: {self.output_dir}/summary.json not written ({error.strerror}): {json.dumps(summary)}"
-                print(said, file=sys.stderr, flush=True)
+                warn(f"{self.output_dir}/summary.json not written ({error.strerror}): {json.dumps(summary)}")
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -220,11 +205,16 @@ class Telemetry:
             self._tracker.close()
             self._tracker = None
 
-    def __enter__(self) -> "Telemetry":
+    def __enter__(self) -> "RunOutput":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def warn(line: str) -> None:
+    """Print a warning to standard error."""
+    print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def automatic(notes: Sequence[str], verbose: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""--track mlflow: records a run's flags, metrics and report with MLflow.
+"""--track mlflow: records a run's flags, metrics and summary with MLflow.
 
 A thread sends the data to the server from a queue, so that steps are never blocked. A resumed run continues its MLflow run,
 whose ID is in --output-dir/mlflow-run.json. Nothing is sent over the network unless MLFLOW_TRACKING_URI names a server.
@@ -9,27 +9,22 @@ import json
 import os
 import queue
 import re
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.data import leftovers
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.launchers import without_launcher
-from hvdtrain.training.records.named import number, recorded_metrics, tagged_values
-from hvdtrain.training.state import Metric
+from hvdtrain.output.metric_names import Metric, number, recorded_metrics, tagged_values
 
 ID_FILE = "mlflow-run.json"
 BATCH_SECONDS = 2.0  # between two requests; events in between are sent together
 RETRY_SECONDS = 10.0  # between two attempts to reach a server that did not answer
 QUEUE_EVENTS = 10_000  # maximum number of waiting events; further ones are dropped
 END_SECONDS, STOP_SECONDS = 60.0, 5.0  # to send waiting events at the end of a run; after a stop or a failure
-REPORT_SECONDS = 40.0  # time limit to create the report
 AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's limits for one request
 GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # error codes for a deleted run
 SETTINGS = {
@@ -96,8 +91,7 @@ class Tracker:
             self._closing.wait(pause)
             pause = BATCH_SECONDS if self._send() else RETRY_SECONDS
         if self._send():
-            status = {"end": "FINISHED", "stop": "KILLED"}.get(self._last, "FAILED")
-            self._record.guarded(lambda: self._record.finish(status))
+            self._record.finish({"end": "FINISHED", "stop": "KILLED"}.get(self._last, "FAILED"))
 
     def _send(self) -> bool:
         """Send all queued events. Return whether the server has accepted them."""
@@ -136,18 +130,16 @@ class Record:
     def add(self, events: Sequence[Event]) -> bool:
         """Send `events` and all unsent events. Return whether all were sent."""
         self._waiting += events
-        return not self._waiting or self.guarded(self._send)
+        return not self._waiting or self._guarded(self._send)
 
-    def guarded(self, send: Any) -> bool:
+    def _guarded(self, send: Callable[[], None]) -> bool:
         """Call `send` and return whether it succeeded. The first of several consecutive errors is printed."""
         try:
             send()
         except Exception as error:  # any error of requests, urllib3, the server or the disk must not end the run
             if not self._warned:
-                why = " ".join(str(error).split())[:200] or type(error).__name__
-                said = (
-                    f"warning: --track: {self.place} does not accept this run at the moment ({without_password(why)})"
-                )
+                why = without_password(" ".join(str(error).split())[:200] or type(error).__name__)
+                said = f"warning: --track: {self.place} does not accept this run at the moment ({why})"
                 print(said, file=sys.stderr, flush=True)
             self._warned = True
             return False
@@ -156,24 +148,31 @@ class Record:
 
     def _send(self) -> None:
         if not self._run:
-            self._open(next((e.fields for e in self._waiting if e.name == "start"), {}))
+            self._open()
+        entities = self._mlflow.entities
         step, metrics, points = self._step, self._metrics, []
         for event in self._waiting:
             if event.name == "start":
-                metrics = recorded_metrics(event.fields) or {}
+                metrics = recorded_metrics(event.fields)
                 self._describe(event.fields)
             step = int(number(event.fields.get("step")) or step)
             for name, value in tagged_values(event.name, event.fields, metrics).items():
                 if step > self._reached(name):
-                    points.append(self._mlflow.entities.Metric(name, value, event.time_ms, step))
-            if event.name == "end":
-                self._tag({name: event.fields[name] for name in ("parameters_sha256",) if name in event.fields})
-        for part in parts_of(points, AT_ONCE["metrics"]):
-            self._client.log_batch(self._run, metrics=part)
-            self._sent_to |= {point.key: max(point.step, self._sent_to.get(point.key, -1)) for point in part}
+                    points.append(entities.Metric(name, value, event.time_ms, step))
+            if event.name == "end" and "parameters_sha256" in event.fields:
+                self._log("tags", [entities.RunTag("parameters_sha256", event.fields["parameters_sha256"])])
+        self._log("metrics", points)
+        for point in points:
+            self._sent_to[point.key] = max(point.step, self._sent_to.get(point.key, -1))
         self._step, self._metrics, self._waiting = step, metrics, []
 
-    def _open(self, start: Mapping[str, Any]) -> None:
+    def _log(self, kind: str, items: Sequence[Any]) -> None:
+        """Send metrics, params or tags, as many in one request as MLflow allows."""
+        most = AT_ONCE[kind]
+        for first in range(0, len(items), most):
+            self._client.log_batch(self._run, **{kind: items[first : first + most]})
+
+    def _open(self) -> None:
         """Resume the MLflow run of `directory`, or create one."""
         client = self._client = self._client or self._mlflow.MlflowClient(tracking_uri=self._uri)
         if self._continued and (run := self._told()):
@@ -202,25 +201,18 @@ class Record:
     def _describe(self, start: Mapping[str, Any]) -> None:
         """Record flags as parameters, and the environment as tags. MLflow's parameters are immutable, so changed flags are
         tags."""
+        entities = self._mlflow.entities
         config = {name: str(value) for name, value in dict(start.get("config") or {}).items()}
         known = self._client.get_run(self._run).data.params if self._continued else {}
-        Param = self._mlflow.entities.Param
-        for part in parts_of(
-            [Param(name, value) for name, value in config.items() if name not in known], AT_ONCE["params"]
-        ):
-            self._client.log_batch(self._run, params=part)
-        changed = {n: f"{known[n]} -> {v}" for n, v in config.items() if known.get(n, v) != v}
+        self._log("params", [entities.Param(name, value) for name, value in config.items() if name not in known])
         ranks = list(start.get("ranks") or [])
         tags = {name: start.get(name) for name in ("world_size", "engine", "dataset")}
-        tags |= {"hosts": ", ".join(dict.fromkeys(str(rank.get("host")) for rank in ranks))}
-        tags |= {"devices": ", ".join(dict.fromkeys(str(rank.get("device")) for rank in ranks))}
+        tags |= {
+            f"{key}s": ", ".join(dict.fromkeys(str(rank.get(key)) for rank in ranks)) for key in ("host", "device")
+        }
         tags |= {f"version.{name}": value for name, value in dict(start.get("versions") or {}).items()}
-        self._tag(tags | {f"changed.{name}": value for name, value in changed.items()})
-
-    def _tag(self, tags: Mapping[str, Any]) -> None:
-        made = [self._mlflow.entities.RunTag(name, str(value)) for name, value in tags.items() if value is not None]
-        for part in parts_of(made, AT_ONCE["tags"]):
-            self._client.log_batch(self._run, tags=part)
+        tags |= {f"changed.{n}": f"{known[n]} -> {v}" for n, v in config.items() if known.get(n, v) != v}
+        self._log("tags", [entities.RunTag(name, str(value)) for name, value in tags.items() if value is not None])
 
     def _reached(self, name: str) -> int:
         """Return the last step for which the MLflow run has this metric, because a resumed run repeats some steps."""
@@ -230,36 +222,15 @@ class Record:
         return self._sent_to[name]
 
     def finish(self, status: str) -> None:
-        """Store summary.json and the report of a finished run, then set its status."""
-        if not self._run:
-            return
-        if status == "FINISHED":
-            with leftovers.scratch("report") as scratch:
-                for path in (self._directory / "summary.json", self._report(Path(scratch))):
-                    if path is not None and path.exists():
-                        self._client.log_artifact(self._run, str(path))
+        """Store summary.json of a finished run, and set the run's status."""
+        if self._run:
+            self._guarded(lambda: self._finish(status))
+
+    def _finish(self, status: str) -> None:
+        summary = self._directory / "summary.json"
+        if status == "FINISHED" and summary.exists():
+            self._client.log_artifact(self._run, str(summary))
         self._client.set_terminated(self._run, status)
-
-    def _report(self, scratch: Path) -> Path | None:
-        """Create the report in a subprocess, to avoid importing matplotlib here. Return its path; None if that failed."""
-        # Modules are found as in this process: not in the working directory, unless it is in sys.path here.
-        command = [sys.executable, "-P", "-m", "hvdtrain.report", str(self._directory), "--output-dir", str(scratch)]
-        environment = without_launcher() | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        try:
-            done = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=REPORT_SECONDS
-            )
-            why = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1] if done.returncode else ""
-        except (OSError, subprocess.TimeoutExpired) as error:
-            why = str(error)
-        if why:
-            print(f"warning: --track: the run is recorded without the report ({why})", file=sys.stderr, flush=True)
-        return None if why else scratch / "report.html"
-
-
-def parts_of(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    """Return an iterator over parts of `items` with at most `most` items each."""
-    return (items[first : first + most] for first in range(0, len(items), most))
 
 
 def without_password(text: str) -> str:

@@ -1,0 +1,63 @@
+"""--tensorboard: writes the numbers of events as scalars over samples."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.engines.errors import UserError
+from hvdtrain.output.metric_names import Metric, number, recorded_metrics, tagged_values
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class Board:
+    """Writes TensorBoard files to `directory`. If `continued`, existing files are kept; otherwise an existing directory is
+    renamed.
+
+    Raises UserError if the package is missing.
+    """
+
+    def __init__(self, directory: Path, continued: bool):
+        try:
+            # Optional: neither torch nor hvdtrain depends on tensorboard.
+            from torch.utils import tensorboard
+        except ImportError as error:
+            raise UserError(f"--tensorboard needs a package: pip install tensorboard ({error})") from error
+        try:
+            str(directory).encode()
+        except UnicodeEncodeError as error:
+            how = "name another --output-dir"
+            raise UserError(f"--tensorboard cannot write to {directory}: the path is not UTF-8: {how}") from error
+        if directory.exists() and not continued:
+            number = 1
+            while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+                number += 1
+            directory.rename(aside)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._make, self._directory, self._continued = tensorboard.SummaryWriter, directory, continued
+        self._writer: SummaryWriter | None = None
+        # The x axis: samples since the beginning of training, or steps if samples are not counted.
+        self._at = 0
+        self._metrics: dict[str, Metric] = {}
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Write the numbers of a `train` or `evaluate` event. A `resume` event hides what was written after its position."""
+        if name == "start":
+            self._metrics = recorded_metrics(fields)
+        if name in ("resume", "train"):
+            at = number(fields.get("samples"))
+            at = number(fields.get("step")) if at is None else at
+            self._at = self._at if at is None else int(at)
+        if name in ("resume", "train", "evaluate"):
+            if self._writer is None:
+                purge = self._at + 1 if self._continued else None
+                self._writer = self._make(str(self._directory), purge_step=purge, flush_secs=10)
+            for tag, value in tagged_values(name, fields, self._metrics).items():
+                self._writer.add_scalar(tag, value, self._at)
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,218 @@
+"""Reading what runs have left, however damaged or interrupted."""
+
+import json
+import os
+
+import pytest
+
+from hvdtrain import report
+from hvdtrain.analysis.reporting import page
+from hvdtrain.analysis.reporting.groups import fold
+from hvdtrain.analysis.reporting.runs import differing, read_runs, results, time_shares
+from hvdtrain.engines.errors import UserError
+from hvdtrain.output.metric_names import Series, named_values, recorded_metrics
+from hvdtrain.training.state import Metric
+from tests.single.analysis.reporting.run_records import (
+    ACCURACY,
+    GAN,
+    LOSS,
+    WATCHED,
+    WHOLE,
+    Page,
+    end,
+    evaluation,
+    leave,
+    start,
+    step,
+    steps,
+)
+
+__all__ = ["leave"]  # a fixture
+
+
+def test_what_differs_stands_in_front(leave):
+    other = start(200.0, world_size=4, engine="ddp", config={"batch_size": 32, "new_flag": True})
+    found = read_runs([leave("one", *WHOLE), leave("two", other, *WHOLE[1:])])
+    assert differing(found) == ["ranks", "engine", "batch_size", "new_flag"]
+    assert [run.config.get("new_flag") for run in found] == [None, "yes"]
+    assert differing(found[:1]) == []
+    rows = [row[0] for row in Page(page.comparison(fold(found))).rows]
+    assert rows.index("batch-size") < rows.index("test accuracy")
+
+
+def test_runs_of_one_name_are_told_apart(leave):
+    directories = [leave("a/run", *WHOLE), leave("b/run", *WHOLE)]
+    assert [run.name for run in read_runs(directories)] == [str(path) for path in directories]
+
+
+def resume(time: float, step: int) -> dict:
+    return {"event": "resume", "time": time, "step": step, "samples": 64 * step, "epoch": 1}
+
+
+def test_a_restart_takes_lost_steps_back_and_leaves_the_pause_out(leave):
+    (run,) = read_runs([leave(
+        "run", start(100.0), step(101.0, 1), {"event": "checkpoint", "time": 101.5, "file": "x", "step": 1},
+        step(102.0, 2, loss=7.0), step(103.0, 3, loss=7.0), evaluation(103.0, accuracy=0.5),
+        start(1000.0), resume(1000.5, 1), step(1002.0, 2), step(1003.0, 3), evaluation(1004.0, accuracy=0.6),
+        end(time=1005.0, train_seconds=7.0),
+    )])  # fmt: skip
+    assert [(e["step"], e["loss"], e["seconds"]) for e in run.train] == [(1, 1, 1), (2, 1, 5), (3, 1, 6)]
+    assert run.lost == 2
+    assert [(a.step, a.samples, a.before) for a in run.attempts] == [(0, 0, 0), (1, 64, 3)]
+    assert [(event["accuracy"], event["samples"]) for event in run.evaluations] == [(0.6, 192)], "not the lost one"
+    told = Page(page.history(run))
+    assert any(row[-1].startswith("2 ranks, after step 1 (64 samples)") for row in told.rows)
+    assert told.row("not running in between") == ["14 min 57 s; not shown in any plot"]
+    assert (page.figures(run)["training"], page.figures(run)["in all"]) == ("7 s", "8 s")
+
+
+def test_a_start_with_nothing_to_resume_takes_every_step_again(leave):
+    (run,) = read_runs([leave("run", start(100.0), step(101.0, 1), step(102.0, 2), start(200.0), step(203.0, 1))])
+    assert [(event["step"], event["seconds"]) for event in run.train] == [(1, 5)]
+    assert run.lost == 2
+
+
+def test_a_clock_that_is_set_meanwhile_changes_no_duration(leave):
+    def at(line: dict, elapsed: float, jump: float = 0.0) -> dict:
+        return line | {"time": line["time"] + jump, "elapsed": elapsed}
+
+    day = 86_400.0
+    lines = [at(WHOLE[0], 3.0), at(WHOLE[1], 4.0), at(WHOLE[2], 5.0, day), at(WHOLE[3], 6.0, -day), WHOLE[4],
+             at(start(300.0), 2.0), at(resume(300.5, 3), 2.5), at(step(301.0, 4), 4.0, day),
+             at(end(time=302.0), 5.0, day)]  # fmt: skip
+    (run,) = read_runs([leave("run", *lines)])
+    assert [event["seconds"] for event in run.train] == [1.0, 2.0, 3.0, 5.0]
+    assert [(attempt.before, attempt.ran) for attempt in run.attempts] == [(0.0, 3.0), (3.0, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "note"),
+    [
+        (WHOLE[:-1], "the record has no end: the run was killed, or is still running"),
+        (WHOLE[:1], "no step was recorded"),
+        (WHOLE[:3], "no evaluation yet"),
+        ([*WHOLE[:3], '{"event": "tra', *WHOLE[3:]], "left out unreadable lines (line 4)"),
+        ([*WHOLE[:3], "[" * 100_000, "[1]", "\x00\xff", '{"event": ["train"], "time": 1}', *WHOLE[3:]], "(line 4, 5, 6, 7)"),
+        ([*WHOLE[:3], step(104.0, 3, loss="low"), *WHOLE[3:]], "(line 4)"),
+        ([*WHOLE[:3], step(104.0, 10**400), *WHOLE[3:]], "(line 4)"),
+        ([*WHOLE[:3], step(104.0, float("inf")), start(9.0, world_size=float("inf")), *WHOLE[3:]], "(line 4, 5)"),
+        ([*WHOLE[:3], resume(9.0, float("nan")), *WHOLE[3:]], "(line 4)"),
+        ([*WHOLE[:-1], {"event": "stop", "time": 106.0, "reason": "SIGTERM"}], "stopped on request (SIGTERM)"),
+        ([*WHOLE[:-1], {"event": "error", "time": 106.0, "kind": "watchdog", "message": "rank 1 hangs"}], "rank 1 hangs"),
+        ([*WHOLE[:2], step(102.0, 2, float("nan")), step(103.0, 3, float("inf"))], "no evaluation yet"),
+    ],
+    ids=["no end", "no step", "no evaluation", "half a line", "junk", "text", "huge", "endless", "not a number", "stop",
+         "error", "nan"],
+)  # fmt: skip
+def test_an_incomplete_run_is_shown_with_a_note(lines, note, leave):
+    assert note in Page(page.build(fold(read_runs([leave("run", *lines)])), [])).text
+
+
+def test_a_line_that_is_just_being_written_is_no_damage(leave):
+    there = leave("run", *WHOLE[:4])
+    with (there / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "train", "ti')
+    (run,) = read_runs([there])
+    assert run.notes[0] == "the record has no end: the run was killed, or is still running"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "complaint"),
+    [
+        (lambda path: None, "is not a directory: name the --output-dir of a run"),
+        (lambda path: path.mkdir(), "has no metrics.jsonl: name the --output-dir"),
+        (lambda path: (path.mkdir(), (path / "metrics.jsonl").mkdir()), "cannot be read (a pipe or a device, not a file)"),
+        (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_bytes(b"\x80\x00junk\n")), "has no run in it"),
+        (lambda path: (path.mkdir(), os.mkfifo(path / "metrics.jsonl")), "cannot be read (a pipe or a device, not a file)"),
+        (lambda path: (path.mkdir(), (path / "metrics.jsonl").symlink_to("/dev/zero")), "cannot be read (a pipe or"),
+        (lambda path: path.symlink_to(path), "is not a directory"),
+        (lambda path: os.mkfifo(path), "is not a directory"),
+    ],
+    ids=["nothing", "empty", "directory", "junk", "pipe", "endless", "loop", "all a pipe"],
+)  # fmt: skip
+@pytest.mark.timeout(20)
+def test_what_is_no_run_is_said_with_the_remedy(prepare, complaint, tmp_path):
+    prepare(tmp_path / "out")
+    with pytest.raises(UserError, match=r"name|make it readable") as caught:
+        report.make([tmp_path / "out"], tmp_path / "report")
+    assert complaint in str(caught.value)
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_record_without_its_last_line_has_the_summary(leave):
+    there = leave("run", *WHOLE[:-1])
+    (there / "summary.json").write_text(json.dumps({"test_accuracy": 0.91, "test_count": 500, "train_seconds": 3.0}))
+    (run,) = read_runs([there])
+    assert run.state == "ended"
+    assert page.figures(run)["test accuracy"] == "91.00% of 500"
+    assert run.notes == ["the record stops before the end of the run: the results are from summary.json"]
+    (there / "summary.json").unlink()
+    os.mkfifo(there / "summary.json")
+    assert "summary.json is damaged: left out" in read_runs([there])[0].notes
+
+
+def test_an_evaluation_is_missed_only_where_one_may_come(leave):
+    (gan,), (watched,) = (read_runs([leave(name, *lines[:-1])]) for name, lines in (("gan", GAN), ("watched", WATCHED)))
+    assert any("no evaluation yet" in note for note in gan.notes)
+    assert watched.notes == ["the record has no end: the run was killed, or is still running"]
+
+
+def test_the_best_evaluation_is_one_with_a_number(leave):
+    nan, inf = float("nan"), float("inf")
+    lines = [evaluation(101.0 + n, n, loss=loss) for n, loss in enumerate((nan, 0.5, 0.2, inf, 0.3), 1)]
+    (run,) = read_runs([leave("run", start(100.0, metrics=LOSS), *steps(), *lines)])
+    (loss,) = results(run)
+    assert (loss.value, loss.best, loss.best_epoch) == (0.3, 0.2, 3)
+
+
+def test_what_is_recorded_beside_a_scripts_values_is_no_value():
+    beside = dict(loss_rank0=1.0, learning_rate=0.1, loading_share=0.5, flag=True, word="x", none=None, elapsed=3.0,
+                  energy_joules=7.0)  # fmt: skip
+    line = step(1.0, 1, loss=float("inf"), huge=10**400, sharpe=2, resident_bytes=[1], **beside)
+    assert named_values(line, {}) == {"loss": float("inf"), "sharpe": 2.0}
+    named = Metric("min")
+    assert named_values(line, {"loading_share": named, "step": named}).keys() == {"loss", "sharpe", "loading_share"}
+
+
+@pytest.mark.parametrize(
+    ("told", "metrics"),
+    [
+        (ACCURACY | LOSS, {"accuracy": Metric("max", True), "loss": Metric("min")}),
+        ({"a": {}, "b": {"direction": []}, "c": "min", "step": LOSS["loss"]}, {}),
+        ({"a": {"direction": "max", "percent": "yes"}}, {"a": Metric("max")}),
+        ({}, {}),
+        (None, {}),
+        ([["loss", "min"]], {}),
+    ],
+)
+def test_metrics_are_read_as_far_as_they_can_be(told, metrics):
+    assert recorded_metrics({"metrics": told}) == metrics
+
+
+@pytest.mark.parametrize("metrics", [LOSS, {"validation_loss": LOSS["loss"]}])
+def test_a_metric_may_be_named_with_its_data_or_without(metrics, leave):
+    lines = [start(100.0, metrics=metrics), *steps(), evaluation(105.0, 1, "", validation_loss=0.5)]
+    (run,) = read_runs([leave("run", *lines, end(validation_loss=0.5))])
+    (loss,) = results(run)
+    assert (loss.label, loss.metric.direction, loss.value) == ("validation loss", "min", 0.5)
+    assert run.evaluations[0]["values"] == {Series("validation", "loss"): 0.5}
+
+
+def test_time_shares_per_rank_where_they_were_recorded(leave):
+    ranks = {"event": "ranks", "time": 104.5, "epoch": 1, "loading_seconds": [1, 0], "compute_seconds": [2, 3],
+             "communication_seconds": [1, 1], "elapsed_seconds": [5, 4]}  # fmt: skip
+    found = read_runs([leave("one", *WHOLE), leave("two", *WHOLE[:-1], ranks, end()),
+                       leave("three", *WHOLE[:-1], ranks | {"loading_seconds": "soon"}, end())])  # fmt: skip
+    alone = [pytest.approx({"loading": 0.1, "compute": 0.6, "communication": 0.3})]
+    assert time_shares(found[0]) == time_shares(found[2]) == alone
+    zero, one = time_shares(found[1])
+    assert zero == pytest.approx({"loading": 0.2, "compute": 0.4, "communication": 0.2, "other": 0.2})
+    assert one["other"] == 0
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 10**400, "soon"], ids=str)
+def test_durations_that_are_no_durations(seconds, leave):
+    last = end(train_seconds=seconds, total_seconds=seconds, samples=seconds, samples_per_second=seconds)
+    (run,) = read_runs([leave("run", *WHOLE[:-1], last)])
+    assert page.figures(run).get("training", "-") == "-"
