@@ -8,11 +8,6 @@ DIR is then like a fresh clone, without tests: DIR/launch/mpirun.sh and sbatch D
 existing file differs, nothing is written.
 """
 
-from hvdtrain.launching import startup
-
-if __name__ == "__main__":
-    startup.begin()
-
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Sequence

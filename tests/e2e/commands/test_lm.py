@@ -103,7 +103,7 @@ REFUSALS = {
     "a context longer than a rank's part": ("--context 2000", "1 windows of --context 2000 in its first 90 %, 2 ranks"),
     "ranks that cannot share the windows": ("--recipe gpt2 --accumulate 7", "does not divide a rank's 240 windows"),
     "samples under a launcher": ("--sample x", "--sample is one process: start it without a launcher"),
-    "no text": ("--text nowhere", "--text nowhere: No such file or directory: name a file that can be read"),
+    "no text": ("--text nowhere", "/nowhere: No such file or directory: name a file that can be read"),
 }
 
 

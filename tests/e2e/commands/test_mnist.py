@@ -229,7 +229,7 @@ def test_an_earlier_runs_metrics_are_kept(alone):
     root, done = alone
     assert {done[f"again {n}"].code for n in range(3)} == {0}
     assert sorted(path.name for path in (root / "again").iterdir()) == [
-        "checkpoints", "checkpoints.1", "checkpoints.2", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl",
+        ".lock", "checkpoints", "checkpoints.1", "checkpoints.2", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl",
         "summary.json",
     ]  # fmt: skip
 

@@ -258,10 +258,10 @@ def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_le
 ):
     write = checkpoint.write
 
-    def fail_at_the_end(path, facts, tensors):
+    def fail_at_the_end(path, *rest):
         if path.name == checkpoint.name_of(4):
             raise OSError(number, os.strerror(number))
-        write(path, facts, tensors)
+        write(path, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write", fail_at_the_end)
