@@ -4,8 +4,17 @@ import contextlib
 import os
 import signal
 import socket
+from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# A closed terminal sends SIGHUP, a batch system's limit on processor time SIGXCPU.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
+_ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
+
+
+def remember_ignored() -> None:
+    """Note which stop signals this process ignores. Call it before Horovod is imported: its library handles SIGHUP, which hides
+    whether the signal was ignored."""
+    _ignored.update(number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN)
 
 
 class StopSignals:
@@ -15,14 +24,14 @@ class StopSignals:
         self.socket, self._wake = socket.socketpair()
         self.socket.setblocking(False)
         self._wake.setblocking(False)
-        self._handlers: dict = {}
+        self._handlers: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
         """Install the signal handlers."""
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         for number, handler in self._handlers.items():
-            if handler != signal.SIG_IGN:  # ignored signals stay ignored (nohup)
+            if handler != signal.SIG_IGN and number not in _ignored:
                 signal.signal(number, lambda number, frame: None)
         # A forked child (a DataLoader worker) must not report its signals to this process, nor ignore them.
         os.register_at_fork(after_in_child=self.restore)
@@ -32,7 +41,7 @@ class StopSignals:
         if self._handlers:
             signal.set_wakeup_fd(-1)
             for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: a library's own
             self._handlers = {}
 
     def received(self) -> list[signal.Signals]:

@@ -182,8 +182,8 @@ class Run:
         self.prepared("run.epochs()")
         if (count is None) == (steps is None):
             raise UserError("run.epochs() takes a number of epochs, or steps=NUMBER")
-        if not isinstance(number := steps if count is None else count, int):
-            raise UserError(f"run.epochs() takes a whole number, not {number!r}")
+        if not isinstance(number := steps if count is None else count, int) or number < 0:
+            raise UserError(f"run.epochs() takes a whole number of at least 0, not {number!r}")
         self._epochs, self._step_limit = count, steps
         self.metrics_logger.epochs = count
         self._goals = {name: goal for name, goal in (stop_at or {}).items() if goal is not None}

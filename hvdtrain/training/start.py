@@ -13,6 +13,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import require_same_flags
 from hvdtrain.engines.start import start as start_engine
 from hvdtrain.hangs.monitor import monitor_ranks
+from hvdtrain.hangs.signals import remember_ignored
 from hvdtrain.hangs.start_limit import limited_start
 from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.output.profiling import Profile
@@ -36,6 +37,7 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
         raise UserError("training.start() takes what training.parser(...).parse() returned", everywhere=True)
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training.start() in another thread than the main one, which stop signals reach: call it there")
+    remember_ignored()
     directions = metrics_of({"loss": "min"} if metrics is None else dict(metrics))
     tuning = flags.tuning == "auto"
     with contextlib.ExitStack() as stack:

@@ -344,7 +344,7 @@ LIMITS = [
     Attempt("ulimit-n-huge", "limits", "ulimit -n 1000000, starter: nobody closes them one by one", f"ulimit -n 1000000; {STARTER}", bits_of=STARTER),
     Attempt("ulimit-s", "limits", "ulimit -s 256: small stacks", f"ulimit -s 256; {MNIST}", bits_of=MNIST),
     Attempt("ulimit-s-unlimited", "limits", "ulimit -s unlimited, starter", f"ulimit -s unlimited; {STARTER}", bits_of=STARTER),
-    Attempt("ulimit-t", "limits", "ulimit -t 4: 4 s of CPU time (SIGXCPU)", f"ulimit -S -t 4; {MNIST} --epochs 200", code=(75, 152, -24)),
+    Attempt("ulimit-t", "limits", "ulimit -t 4: 4 s of CPU time (SIGXCPU)", f"ulimit -S -t 4; {MNIST} --epochs 200", code=75),
     Attempt("ulimit-t-starter", "limits", "ulimit -t 4 under the starter", f"ulimit -S -t 4; {STARTER} --epochs 200", code=(1, 75, 152, 137, -24), unsaid="x^"),
     Attempt("ulimit-l-c-x", "limits", "no locked memory, core files, file locks, signals pending", f"ulimit -l 0 -c 0 -x 0 -i 0; {MNIST}", bits_of=MNIST),
     Attempt("nice-19", "limits", "nice 19, ionice idle", f"nice -n 19 {MNIST}", bits_of=MNIST),

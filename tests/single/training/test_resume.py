@@ -297,13 +297,14 @@ def signalled(number: signal.Signals, after: int):
     return begin
 
 
-def test_stop_signal_saves_and_leaves_with_75(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU])
+def test_stop_signal_saves_and_leaves_with_75(number, tmp_path, monkeypatch):
     assert alone(tmp_path / "whole") == 0
     with monkeypatch.context() as patch:
-        patch.setattr(Activity, "begin_step", signalled(signal.SIGUSR1, 1))
+        patch.setattr(Activity, "begin_step", signalled(number, 1))
         assert alone(tmp_path / "out") == 75
     (stop,) = events(tmp_path / "out", "stop")
-    assert stop["reason"].startswith("SIGUSR1 on rank 0")
+    assert stop["reason"].startswith(f"{number.name} on rank 0")
     assert stop["step"] == 2
     assert alone(tmp_path / "out") == 0
     assert results(tmp_path / "out") == results(tmp_path / "whole")
