@@ -12,8 +12,7 @@ _ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
 
 
 def remember_ignored() -> None:
-    """Note which stop signals this process ignores. Call it before Horovod is imported: its library handles SIGHUP, which hides
-    whether the signal was ignored."""
+    """Note which stop signals this process ignores. Call it before Horovod is imported, whose library handles SIGHUP."""
     _ignored.update(number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN)
 
 
