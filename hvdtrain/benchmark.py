@@ -180,7 +180,7 @@ class Trainer:
                 with self.autocast:
                     logits = self.forward(inputs)
                     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())  # of images, or of each token
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                self.scaler.scale(loss).backward()
             mark("compute", others.gradients_ready_at)
             with others.synchronized(self.optimizer):
                 mark("communication")
@@ -210,7 +210,8 @@ def measure(trainer: Trainer) -> Measured:
     flags, engine = trainer.flags, trainer.engine
 
     def of_slowest(seconds: float, name: str) -> float:
-        return max(engine.all_gather_object(seconds, name))  # type: ignore[no-any-return]
+        slowest: float = max(engine.all_gather_object(seconds, name))
+        return slowest
 
     warmup_seconds = of_slowest(trainer.repeat(flags.warmup_steps).seconds, "warm-up")
     steps = flags.steps or max(

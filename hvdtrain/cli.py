@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         """Declare flags of the script that may change when a run is resumed, because they do not affect training."""
         self._may_change |= {name.lstrip("-").replace("-", "_") for name in names}
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Flags:  # type: ignore[override]
+    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Flags:  # type: ignore[override] # ours is Flags
         """The same as `parse`, under argparse's name."""
         return self.parse(args)
 

@@ -86,7 +86,7 @@ def check_build(found: Findings, engine_name: str) -> dict[str, str]:
     """Check torch and Horovod, and return the versions that must be the same on every rank."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
     if torch.cuda.is_available():
-        versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+        versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     if engine_name != "horovod":
         found.ok(f"torch {versions['torch']}, Python {versions['python']}")
         return versions

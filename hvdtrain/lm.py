@@ -142,10 +142,13 @@ def load(flags: Flags, run: training.Run) -> text.Text:
 
 def learning_rate(step: int, steps: int, flags: Flags) -> float:
     """Return the learning rate at `step` (from 0) of `steps`: linear warm-up, then half a cosine from --lr to --min-lr."""
-    if step < flags.warmup_steps:
-        return flags.lr * (step + 1) / (flags.warmup_steps + 1)
-    done = (step - flags.warmup_steps) / max(1, steps - flags.warmup_steps)
-    return flags.min_lr + (flags.lr - flags.min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+    warmup: int = flags.warmup_steps
+    highest: float = flags.lr
+    lowest: float = flags.min_lr
+    if step < warmup:
+        return highest * (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, steps - warmup)
+    return lowest + (highest - lowest) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
 def adamw(net: GPT, flags: Flags) -> torch.optim.Optimizer:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from stages import stage
 from steps import BuildFailure, Refusal, has_nvidia_gpu, kill_group, main_with_exit_codes
@@ -102,12 +103,13 @@ def check_own_name() -> None:
         raise Refusal(f"this host's own name {name} does not resolve: add `127.0.0.1 {name}` to /etc/hosts") from None
 
 
-def prove(mpi: bool = False, gpu: bool = False) -> dict[str, object]:
+def prove(mpi: bool = False, gpu: bool = False) -> dict[str, Any]:
     """Run all checks that are possible on this machine, and return what the extension was built with.
 
     mpi, gpu: whether it must have been built with them. Raises BuildFailure.
     """
-    built = json.loads(launch("load Horovod's extension", [sys.executable, "-c", INSPECT]).strip().splitlines()[-1])
+    output = launch("load Horovod's extension", [sys.executable, "-c", INSPECT])
+    built: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     listed = ", ".join(name for name in ("MPI", "Gloo", "NCCL", "CUDA") if built[name])
     print(f"    built with {listed}", flush=True)
     for name, wanted in (("Gloo", True), ("MPI", mpi), ("NCCL", gpu)):

@@ -12,8 +12,9 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPMessage, HTTPResponse
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
 from hvdtrain.data import cache
@@ -151,7 +152,9 @@ def _answer(url: str, seconds: float) -> HTTPResponse:
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Raises DownloadFailed for redirects to other schemes than SCHEMES."""
 
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> urllib.request.Request | None:
         if urlsplit(newurl).scheme not in SCHEMES:
             raise DownloadFailed(f"redirects to a URL that is not {SCHEMES[0]}: {newurl}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)

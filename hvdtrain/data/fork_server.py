@@ -28,7 +28,7 @@ def import_program(preparation: str) -> None:
     Raises SystemExit if the program starts to train: no worker could import it, and the rank says so (`inputs.iterate`).
     """
     current = process.current_process()
-    current._inheriting = True  # type: ignore[attr-defined] # as in a worker: the program must not start processes now
+    current._inheriting = True  # type: ignore[attr-defined] # private: as in a worker, no new processes
     with contextlib.suppress(ImportError):
         import mpi4py
 
@@ -39,7 +39,7 @@ def import_program(preparation: str) -> None:
     except (Exception, SystemExit):
         pass
     finally:
-        del current._inheriting  # type: ignore[attr-defined]
+        del current._inheriting  # type: ignore[attr-defined] # private
     if start.refused_in_worker:
         raise SystemExit
 

@@ -83,7 +83,7 @@ def open_folder(
     return Source("folder", f"{data_dir}: {counts}", classes, len(train.labels), train_batches, test_batches)
 
 
-class FolderBatches(Dataset):
+class FolderBatches(Dataset[Loaded]):
     """A data set that maps (epoch, indices) to the batch of those images."""
 
     def __init__(self, root: Path, listing: Listing, prepare: Prepare):

@@ -7,6 +7,7 @@ device.
 import atexit
 import contextlib
 import functools
+import importlib
 import io
 import json
 import math
@@ -163,15 +164,15 @@ def default_workers(cores: int, device: torch.device) -> int:
 
 
 def loader(
-    dataset: Dataset,
+    dataset: Dataset[Any],
     workers: int,
     device: torch.device,
-    jobs: Iterable | None = None,
+    jobs: Iterable[Any] | None = None,
     *,
     timeout: float = 0,
     prefetch_factor: int | None = PREFETCH,
     worker_init: Callable[[int], None] | None = None,
-) -> DataLoader:
+) -> DataLoader[Any]:
     """Return a DataLoader whose items are complete batches: `dataset[job]`, or the items of an iterable dataset.
 
     Iterating over it raises Failure if a worker ends.
@@ -193,8 +194,8 @@ def loader(
     )
 
 
-class _Batches(DataLoader):
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+class _Batches(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch names its own class
         batches = super().__iter__()
         return _while_workers_live(batches) if self.num_workers else batches
 
@@ -278,8 +279,10 @@ def random_part(image: Tensor, box: tuple[int, int, int, int], side: int, draw: 
 
     # Copying the crop to contiguous memory and resizing the copy is faster than resizing the view.
     part = functional.crop(image, *box).clone()
-    resized = functional.resize(part, [side, side], antialias=True)
-    return functional.horizontal_flip(resized) if draw.random() < 0.5 else resized
+    resized: Tensor = functional.resize(part, [side, side], antialias=True)
+    if draw.random() < 0.5:
+        resized = functional.horizontal_flip(resized)
+    return resized
 
 
 def random_box(height: int, width: int, draw: random.Random) -> tuple[int, int, int, int]:
@@ -300,7 +303,8 @@ def middle(image: Tensor, side: int) -> Tensor:
     from torchvision.transforms.v2 import functional
 
     resized = functional.resize(image, [test_side(side)], antialias=True)
-    return functional.center_crop(resized, [side, side])
+    center: Tensor = functional.center_crop(resized, [side, side])
+    return center
 
 
 def test_side(side: int) -> int:
@@ -351,17 +355,17 @@ def decode(content: bytes, scale: int = 1) -> Tensor:
             raise ValueError(
                 f"{megapixels:.0f} megapixels in {image.format}: at most {LARGEST_IMAGE / 1e6:.0f}: make it smaller"
             )
-        return pil_to_tensor(image.convert("RGB"))
+        pixels: Tensor = pil_to_tensor(image.convert("RGB"))
+        return pixels
 
 
 @functools.cache
 def fast_decoder() -> ModuleType | None:
     """Return simplejpeg, or None if it is not installed. Cached, so that the import is tried only once."""
     try:
-        import simplejpeg
+        return importlib.import_module("simplejpeg")
     except ImportError:
         return None
-    return simplejpeg
 
 
 def collate(samples: list[tuple[Tensor, int]], corrupt: list[CorruptSample], side: int) -> Loaded:

@@ -157,7 +157,7 @@ def read_header(line: bytes) -> Header:
     return header
 
 
-def table_of(rows: bytearray | array) -> Tensor:
+def table_of(rows: "bytearray | array[int]") -> Tensor:
     """Return the rows as int64 [n, 4]."""
     return torch.frombuffer(rows, dtype=torch.int64).view(-1, 4) if len(rows) else torch.zeros(0, 4, dtype=torch.int64)
 
@@ -210,7 +210,7 @@ class Samples:
         """Read all members. Return why the end was not reached, or None."""
         problem = None
         try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:  # type: ignore[call-overload]
+            with tarfile.open(fileobj=file, mode="r:") as tar:  # type: ignore[call-overload] # needs no more than it has
                 while problem is None and (member := tar.next()) is not None:
                     tar.members = []  # tarfile would keep all members in memory
                     if member.isreg():

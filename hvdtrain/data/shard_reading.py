@@ -60,7 +60,7 @@ def jobs(batches: Iterable[tuple[int, list[int]]], workers: int) -> Iterator[Job
         first = False
 
 
-class ShardBatches(Dataset):
+class ShardBatches(Dataset[Loaded]):
     """A data set that maps a Job to the batch of its images. If `reports`, the first job reports the damaged shards."""
 
     def __init__(self, shards: Shards, prepare: Prepare, classes: int, *, reports: bool):
@@ -98,7 +98,7 @@ class Reader:
         self.files: OrderedDict[int, OpenFile] = OrderedDict()  # by shard; most recently used last
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(READING_THREADS, "shards")
-        self.ahead: tuple[list[int], dict[int, Future]] = ([], {})
+        self.ahead: tuple[list[int], dict[int, Future[dict[int, bytes | str]]]] = ([], {})
 
     def read(self, indices: list[int], following: list[int]) -> Iterator[tuple[int, bytes | str]]:
         """Yield each index with the content of its image file, or with an error message (str). `following` is read ahead."""
@@ -125,12 +125,12 @@ class Reader:
         if part:
             yield part
 
-    def begin(self, indices: list[int]) -> dict[int, Future]:
+    def begin(self, indices: list[int]) -> dict[int, Future[dict[int, bytes | str]]]:
         """Start reading in the threads, one task per shard. Return the future for each index."""
         by_shard: dict[int, list[int]] = {}
         for index, shard in zip(indices, self.shard_of(indices), strict=True):
             by_shard.setdefault(shard, []).append(index)
-        reading: dict[int, Future] = {}
+        reading: dict[int, Future[dict[int, bytes | str]]] = {}
         for shard, mine in by_shard.items():
             future = self.pool.submit(self.read_shard, shard, sorted(set(mine)))
             reading |= dict.fromkeys(mine, future)

@@ -9,15 +9,16 @@ often (drawing shards with replacement would omit a third of them in each epoch)
 import itertools
 import random
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hvdtrain.data.corrupt import CorruptSample, why
 from hvdtrain.data.images import TEST_BATCH
-from hvdtrain.data.loading import Loaded, Plan, Prepare, collate, mixed_seed
+from hvdtrain.data.loading import Loaded, Plan, Prepare, collate
 from hvdtrain.data.shard_index import IMAGE_TYPES
+from hvdtrain.data.sharding import mixed_seed
 
 SHUFFLE_SAMPLES = 1000  # maximum size of each reader's shuffle buffer: about 100 MB of ImageNet's files
 FRUITLESS_SHARDS = 10  # after so many consecutive shards without samples, an incomplete batch is returned
@@ -31,7 +32,7 @@ class Sample(NamedTuple):
     label: int
 
 
-class StreamBatches(IterableDataset):
+class StreamBatches(IterableDataset[Loaded]):
     """The batches of one reader: its training batches of `plan`; without a plan, its part of a test set."""
 
     def __init__(
@@ -67,7 +68,7 @@ class StreamBatches(IterableDataset):
             if index % workers == number:  # a DataLoader reads from its workers in turn
                 yield self.fill(samples, len(planned.indices), epoch)
 
-    def endless(self, units: list, reader: int, readers: int) -> Iterator[Sample | None]:
+    def endless(self, units: list[tuple[str, int, int]], reader: int, readers: int) -> Iterator[Sample | None]:
         """Yield this reader's samples, in consecutive random orders of `units`; None after many shards without samples."""
         fruitless = 0
         first_epoch = self.plan.first_epoch if self.plan is not None else 0
@@ -129,7 +130,7 @@ class StreamBatches(IterableDataset):
         if failures:
             self.corrupt.append(CorruptSample(url, why(failures[0])))
 
-    def take(self, sample: dict) -> Sample | None:
+    def take(self, sample: dict[str, Any]) -> Sample | None:
         """Return the sample; None if it has no image or no valid class, which is noted."""
         name = f"{sample['__url__']}: {sample['__key__']}"
         image = next((sample[kind] for kind in IMAGE_TYPES if kind in sample), None)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from glob import glob, has_magic
 from math import prod
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from hvdtrain.data.shard_stream import StreamBatches
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+
+Kind = TypeVar("Kind", dict[str, Any], list[Any])  # of a JSON file's content
 
 SPLITS = ("train", "val")
 IMAGENET_CLASSES = 1000
@@ -62,7 +65,7 @@ def open_shards(
             import webdataset  # noqa: F401
         except ImportError as error:
             raise UserError(f"--dataset shards needs webdataset ({error}): pip install webdataset") from error
-    found: list = [None, None, None]
+    found: list[object] = [None, None, None]
     with engine.raising_together("shards"):
         if engine.rank == 0:
             train_urls, test_urls = (
@@ -179,7 +182,7 @@ def choose_classes(urls: list[str], asked: int | None) -> int:
     return asked or (len(next(iter(listed.values()))) if listed else IMAGENET_CLASSES)
 
 
-def read_json(path: Path, kind: type):
+def read_json(path: Path, kind: type[Kind]) -> Kind:
     """Return the content of a JSON file, an object of type `kind`. Raises UserError."""
     try:
         value = json.loads(files.read_bytes(path))
@@ -195,7 +198,7 @@ def open_indexed(engine: Engine, names: list[str]) -> tuple[Shards, dict[str, ob
     paths = [Path(name) for name in names]
     mine: dict[int, ShardIndex] = {}
     notes: list[str] = []
-    announced = Announced()
+    expected = ExpectedSamples()
     made, waiting, seconds = 0, list(range(len(paths)))[engine.rank :: engine.size], 2.0
     while True:
         with engine.raising_together("index"):
@@ -203,7 +206,7 @@ def open_indexed(engine: Engine, names: list[str]) -> tuple[Shards, dict[str, ob
             while waiting and time.monotonic() < until:
                 index = waiting.pop(0)
                 mine[index], new = obtain(paths[index], notes)
-                announced.check(paths[index], len(mine[index].table))
+                expected.check(paths[index], len(mine[index].table))
                 made += new
         left = int(engine.sum(torch.tensor([len(waiting)]), "index.left").item())
         if left == 0:
@@ -214,7 +217,7 @@ def open_indexed(engine: Engine, names: list[str]) -> tuple[Shards, dict[str, ob
 
     rows = torch.cat([index.table for index in mine.values()]) if mine else torch.zeros(0, 4, dtype=torch.int64)
     facts = [
-        [number, index.size, len(index.table), announced.of(paths[number]), index.problem, index.digest()]
+        [number, index.size, len(index.table), expected.of(paths[number]), index.problem, index.digest()]
         for number, index in mine.items()
     ]
     told = engine.all_gather_object([facts, made, notes], "index.facts")
@@ -262,11 +265,11 @@ def short_names(names: list[str]) -> list[str]:
     return [os.path.relpath(name, common) for name in names]
 
 
-class Announced:
+class ExpectedSamples:
     """The number of samples of each shard according to sizes.json ({"000000.tar": 1000, ...}) in its directory."""
 
     def __init__(self) -> None:
-        self._read: dict[Path, dict] = {}
+        self._read: dict[Path, dict[str, Any]] = {}
 
     def of(self, path: Path) -> int | None:
         """Return the number for shard `path`; None if it is not given."""

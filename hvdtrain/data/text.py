@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -134,7 +134,8 @@ def convert(paths: Sequence[Path], kind: str, size: int, given: Pairs | None, pu
     elif kind == "bytes":
         vocabulary = Bytes()
     else:
-        vocabulary = given or Pairs.learn(between(blocks(paths, kind), 0, cut), size)
+        characters = cast("Iterator[str]", between(blocks(paths, kind), 0, cut))  # only kind "bytes" has bytes
+        vocabulary = given or Pairs.learn(characters, size)
     dtype = torch.uint8 if vocabulary.size <= 256 else torch.int32
     counts = [0, 0]
     for part, (first, last) in enumerate(((0, cut), (cut, total))):
@@ -161,7 +162,7 @@ def blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:
             raise unreadable("--text", path, error) from error
 
 
-def between(parts: Iterator[str | bytes], first: int, last: int) -> Iterator:
+def between(parts: Iterator[str | bytes], first: int, last: int) -> Iterator[str | bytes]:
     """Yield the concatenation of `parts` from position `first` to `last` - 1, in parts."""
     position = 0
     for part in parts:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -111,10 +112,11 @@ class Pairs(Vocabulary):
         return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
 
 
-def package():
+def package() -> ModuleType:
     """Return the package `tokenizers`. Raises UserError if it is not installed."""
     try:
         import tokenizers

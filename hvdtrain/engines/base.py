@@ -203,7 +203,7 @@ class Engine(ABC):
         """Return once every rank has called this."""
         self.all_reduce_(torch.zeros(1), "sum", "barrier")
 
-    def all_gather_object(self, value: object, name: str) -> list:
+    def all_gather_object(self, value: object, name: str) -> list[Any]:
         """Return the `value` of every rank, in rank order. It must be JSON-serializable; pickle is not used."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = self.all_gather(torch.tensor([len(text)]), name + ".length")[:, 0].tolist()
@@ -293,8 +293,8 @@ class Engine(ABC):
 
     def mean(self, value: Tensor | float, count: int, name: str) -> float:
         """Return the mean over the samples of all ranks. value: the mean over this rank's `count` samples."""
-        total, samples = self.sum(torch.tensor([float(value) * count, count], dtype=torch.float64), name).tolist()
-        return total / samples
+        total, samples = self.sum(torch.tensor([float(value) * count, count], dtype=torch.float64), name)
+        return float(total) / float(samples)
 
     def average_buffers(self, model: nn.Module) -> None:
         """Replace the floating-point buffers (batch norm's running statistics) with their mean over ranks. One

@@ -44,17 +44,18 @@ class GradientHook:
         self.factor_after = predivide / size if reduction == "average" else predivide
         self.ready = 0.0  # when this rank's last gradient was computed (time.perf_counter)
 
-    def reduce(self, state, bucket) -> torch.futures.Future[Tensor]:
+    # DDP accepts no other annotation of `bucket` than torch.distributed.GradBucket, which a torch without it lacks.
+    def reduce(self, state: object, bucket) -> torch.futures.Future[Tensor]:  # type: ignore[no-untyped-def]
         """Start the all-reduce of `bucket`. Return a future of the reduced buffer."""
         if bucket.is_last():
             self.ready = time.perf_counter()
             self.activity.collective = "backward"  # this rank's part is done; the step resets it after backward
-        buffer = bucket.buffer()
+        buffer: Tensor = bucket.buffer()
         wire = buffer if self.predivide == 1.0 else buffer / self.predivide
         wire = wire if self.wire_dtype is None else wire.to(self.wire_dtype)
         future = torch.distributed.all_reduce(wire, async_op=True).get_future()
 
-        def finish(done: torch.futures.Future) -> Tensor:
+        def finish(done: torch.futures.Future[list[Tensor]]) -> Tensor:
             return buffer.copy_(done.value()[0]).mul_(self.factor_after)
 
         return future.then(finish)
@@ -70,7 +71,7 @@ def give_gradients_the_weights_strides(model: nn.Module) -> None:
         if parameter.requires_grad and 1 in parameter.shape and parameter.is_contiguous():
             shape, strides = parameter.shape, parameter.stride()
 
-            def same_strides(gradient: Tensor, shape=shape, strides=strides) -> Tensor:
+            def same_strides(gradient: Tensor, shape: torch.Size = shape, strides: tuple[int, ...] = strides) -> Tensor:
                 return gradient.as_strided(shape, strides) if gradient.is_contiguous() else gradient
 
             parameter.register_hook(same_strides)
@@ -133,7 +134,7 @@ class DdpEngine(Engine):
         self._hooks: list[GradientHook] = []  # one per model
 
     @staticmethod
-    def _meet(rank: int, size: int, launcher: str):
+    def _meet(rank: int, size: int, launcher: str) -> "torch.distributed.Store":
         """Return the key-value store that the ranks use to find each other. Rank 0 serves it."""
         dist = torch.distributed
         if size == 1:
@@ -153,7 +154,7 @@ class DdpEngine(Engine):
         return dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=MEETING_SECONDS))
 
     @staticmethod
-    def _meet_over_mpi(rank: int, size: int):
+    def _meet_over_mpi(rank: int, size: int) -> "torch.distributed.TCPStore":
         """Serve the store on a free port of rank 0, and send its address to the other ranks over MPI, as text."""
         try:
             from mpi4py import MPI
@@ -177,7 +178,7 @@ class DdpEngine(Engine):
         return store
 
     @staticmethod
-    def _meet_over_rendezvous(rank: int, size: int, server: tuple[str, int]):
+    def _meet_over_rendezvous(rank: int, size: int, server: tuple[str, int]) -> "torch.distributed.TCPStore":
         """Serve the store on a free port of rank 0, and send its address through Horovod's rendezvous server."""
         dist = torch.distributed
         key = str(next(MEETINGS))
@@ -261,7 +262,7 @@ class DdpEngine(Engine):
             torch.distributed.destroy_process_group()
 
 
-def serve(host: str, port: int, size: int, *, wait_for_workers: bool):
+def serve(host: str, port: int, size: int, *, wait_for_workers: bool) -> "torch.distributed.TCPStore":
     """Return a TCPStore that listens on `host` and `port` (0: any free port). Raises OSError if the port is not available.
 
     TCPStore has no authentication and listens on all interfaces by default, so it is given a socket bound to one address.

@@ -161,7 +161,7 @@ def hear(hvd: Any, listeners: Sequence[Listener]) -> None:
     loaders._BaseDataLoaderIter.__next__ = load
 
 
-def telling(step: Callable, listeners: Sequence[Listener]) -> Callable:
+def telling(step: Callable[..., Any], listeners: Sequence[Listener]) -> Callable[..., Any]:
     """Return `step`, wrapped so that it calls `Listener.stepped` after each step over all ranks."""
 
     # A plain function: Horovod copies it into a class that it creates for each optimizer.

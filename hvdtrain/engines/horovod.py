@@ -221,7 +221,7 @@ class HorovodEngine(Engine):
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in named if parameter in own]
         # The wrapped optimizer starts with empty state: load a checkpoint and broadcast after this line, not before.
-        distributed = hvd.DistributedOptimizer(
+        distributed: torch.optim.Optimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named,
             compression=compressor,
@@ -314,7 +314,8 @@ class HorovodEngine(Engine):
 
     @collective
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
-        return self.hvd.allgather(tensor.unsqueeze(0), name=name)
+        gathered: Tensor = self.hvd.allgather(tensor.unsqueeze(0), name=name)
+        return gathered
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:

@@ -18,7 +18,7 @@ def write_whole_lines() -> None:
     Open MPI tags both, and another rank's line may come between them.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):  # the stream was replaced or closed
+        with contextlib.suppress(AttributeError, ValueError):  # the stream was replaced (hence the `ignore`) or closed
             stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")  # type: ignore[union-attr]
 
 

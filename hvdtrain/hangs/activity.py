@@ -158,4 +158,4 @@ def collective(method: Method) -> Method:
         finally:
             activity.collective = outer
 
-    return waits  # type: ignore[return-value]
+    return waits  # type: ignore[return-value] # it takes and returns what the method does

@@ -68,6 +68,7 @@ def decode(line: bytes) -> Message:
         kind, *fields = json.loads(line)
         if KINDS[kind] is Stand:
             fields[0] = Report(*fields[0])
-        return KINDS[kind](*fields)
+        message: Message = KINDS[kind](*fields)
+        return message
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"no message: {line[:80]!r}") from error

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hvdtrain.engines.base import Engine
@@ -139,7 +139,7 @@ class Monitor:
 
     def _run(self) -> None:
         while not self._closing:
-            ready: list = []
+            ready: list[tuple[selectors.SelectorKey, int]] = []
             with self._lives_on():
                 ready = self._selector.select(self.timing.look)
             for key, _ in ready:
@@ -152,7 +152,7 @@ class Monitor:
                 self._look()
 
     @contextlib.contextmanager
-    def _lives_on(self):
+    def _lives_on(self) -> Iterator[None]:
         """Context manager that prints exceptions and continues, so that the thread keeps handling signals and messages."""
         try:
             yield

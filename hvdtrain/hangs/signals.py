@@ -4,7 +4,10 @@ import contextlib
 import os
 import signal
 import socket
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
+
+Handler = Callable[[int, FrameType | None], object] | int | None  # what signal.signal takes and returns
 
 # A closed terminal sends SIGHUP, a batch system's limit on processor time SIGXCPU.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
@@ -23,7 +26,7 @@ class StopSignals:
         self.socket, self._wake = socket.socketpair()
         self.socket.setblocking(False)
         self._wake.setblocking(False)
-        self._handlers: dict[signal.Signals, Any] = {}
+        self._handlers: dict[signal.Signals, Handler] = {}
 
     def listen(self) -> None:
         """Install the signal handlers."""

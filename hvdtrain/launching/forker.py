@@ -282,7 +282,7 @@ def become_rank(connection: socket.socket, asked: Request, streams: Sequence[int
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = stream_of(1, unbuffered), stream_of(2, unbuffered, errors="backslashreplace")
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc] # they are Final
     preload.fresh_generators()
     gc.enable()
     if asked.proxy:  # it has no use for the message, and must notice when this connection is closed

@@ -32,5 +32,5 @@ class ImportHook(MetaPathFinder):
                 load(module)
                 self.then(module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign] # of this loader alone
         return spec

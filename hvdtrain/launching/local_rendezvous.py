@@ -70,7 +70,7 @@ def interface_with(address: str) -> str:
     wanted = "127.0.0.1" if address.startswith("127.") else address  # Debian resolves a host's own name to 127.0.1.1
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == wanted for entry in entries):
-            return name
+            return str(name)
     here = f"{socket.gethostname()}, where rank 0 runs"
     raise UserError(f"{address} is not an address of {here}: set MASTER_ADDR to this host, or name its --interface")
 

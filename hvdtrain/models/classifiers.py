@@ -32,7 +32,8 @@ def build_model(name: str, classes: int, side: int) -> nn.Module:
     if name.startswith("maxvit"):
         options["input_size"] = (side, side)
     try:
-        return models.get_model(name, weights=None, **options)
+        net: nn.Module = models.get_model(name, weights=None, **options)
     except (ValueError, AssertionError) as error:
         said = f"--model {name} does not support --image-size {side}: {error}"
         raise UserError(said, everywhere=True) from error
+    return net

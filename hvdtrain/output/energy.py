@@ -5,6 +5,7 @@ Sources: docs.kernel.org/power/powercap/powercap.html (energy_uj, max_energy_ran
 contains the packages, would be counted twice. A package's energy includes other processes and idle cores.
 """
 
+import functools
 import os
 import re
 import socket
@@ -55,6 +56,11 @@ class Counter:
 Found = tuple[dict[str, Counter], str]  # counters by name, or the reason why there are none
 
 
+def integer_in(file: Path) -> int:
+    """Return the number in `file`. Raises OSError, ValueError."""
+    return int(file.read_text())
+
+
 def packages(root: Path | None = None) -> Found:
     """Return a counter for each CPU package of this host."""
     root = root or Path(os.environ.get(VARIABLE) or ROOT)
@@ -63,8 +69,8 @@ def packages(root: Path | None = None) -> Found:
         try:
             name = (zone / "name").read_text() if (zone / "name").exists() else ""
             if re.fullmatch(r"intel-rapl:\d+", zone.name) and name.startswith("package"):
-                span = int((zone / "max_energy_range_uj").read_text())
-                counters[zone.name] = Counter(lambda file=zone / "energy_uj": int(file.read_text()), 1e-6, span)  # type: ignore[misc]
+                span = integer_in(zone / "max_energy_range_uj")
+                counters[zone.name] = Counter(functools.partial(integer_in, zone / "energy_uj"), 1e-6, span)
         except PermissionError:  # a sum over some of the packages would be wrong
             return {}, f"{root}/*/energy_uj can be read by root only (CVE-2020-8694): allow it with chmod a+r"
         except (OSError, ValueError) as error:
@@ -88,7 +94,7 @@ def gpus(engine: Engine) -> Found:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            counters[uuid] = Counter(lambda h=handle: pynvml.nvmlDeviceGetTotalEnergyConsumption(h), 1e-3)  # type: ignore[misc]
+            counters[uuid] = Counter(functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle), 1e-3)
     except Exception as error:  # pynvml has an exception class for each error code
         return {}, f"NVML: {error}"
     return counters, ""

@@ -92,7 +92,7 @@ class Recorder(Listener):
         engine = self.engine
         elapsed = time.perf_counter() - self._window
         compute = max(0.0, elapsed - self._loading - self._communication)
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         memory = peak_memory(torch.device("cuda" if on_gpu else "cpu"))
         waited = seconds_without_core() - self._without_core
         times = RankTimes(self._loading, compute, self._communication, elapsed, waited, *memory)

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from torch import Tensor
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.tensor_files import refuse_large_header
+
+Facts = dict[str, Any]  # JSON: all of a checkpoint that is not a tensor
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
 FORMAT = 2
@@ -53,7 +56,7 @@ def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def write(path: Path, facts: dict, tensors: Mapping[str, Tensor], lock: files.Lock | None = None) -> None:
+def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: files.Lock | None = None) -> None:
     """Write a checkpoint atomically: after a failure, `path` is either complete or absent. Raises OSError.
 
     The data are synced to the disk before the file is renamed to `path`, and the directory before this returns, so this also
@@ -73,7 +76,7 @@ def write(path: Path, facts: dict, tensors: Mapping[str, Tensor], lock: files.Lo
             lock.require_in_place()  # also while it was written, which may take long
 
 
-def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
+def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
     """Return the facts and the tensors (on the CPU). Raises Damaged, or OSError if the file cannot be read.
 
     Memory use is about the size of the file, even for malicious files: safetensors rejects tensors that do not match the
@@ -101,7 +104,7 @@ def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
     return facts, tensors
 
 
-def read_facts(path: Path) -> dict:
+def read_facts(path: Path) -> Facts:
     """Return the facts alone, unverified; {} where they cannot be read."""
     import safetensors
 
@@ -123,7 +126,7 @@ def listed(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def newest(directory: Path, warn: Callable[[str], None]) -> tuple[dict, dict[str, Tensor]] | None:
+def newest(directory: Path, warn: Callable[[str], None]) -> tuple[Facts, dict[str, Tensor]] | None:
     """Return facts and tensors of the newest valid checkpoint, or None. Damaged files are renamed and reported to `warn`."""
     failed = 0
 
@@ -153,7 +156,7 @@ def newest(directory: Path, warn: Callable[[str], None]) -> tuple[dict, dict[str
     return found
 
 
-def find(path: Path, label: str, warn: Callable[[str], None]) -> tuple[dict, dict[str, Tensor]]:
+def find(path: Path, label: str, warn: Callable[[str], None]) -> tuple[Facts, dict[str, Tensor]]:
     """Return facts and tensors of the checkpoint `path`, or of the newest valid one if `path` is a directory or a run.
 
     label: the user's input, for messages. Raises UserError if there is no valid checkpoint.
@@ -189,7 +192,7 @@ def prune(directory: Path, keep: int) -> None:
                 path.unlink()
 
 
-def best_of(facts: Mapping[Path, dict]) -> Path | None:
+def best_of(facts: Mapping[Path, Facts]) -> Path | None:
     """Return the checkpoint with the best value of its metric; of equal ones, the first. None if none has a value."""
     best: tuple[float, Path] | None = None
     for path, held in facts.items():
@@ -223,12 +226,12 @@ class Writer:
         self.directory, self.keep, self.done, self.lock = directory, keep, done, lock
         self.failed: OSError | None = None  # error of the last attempt
         self.processor = self.seconds = 0.0
-        self._waiting: tuple[dict, dict[str, Tensor]] | None = None
+        self._waiting: tuple[Facts, dict[str, Tensor]] | None = None
         self._condition = threading.Condition()
         self._busy = False
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
-    def put(self, facts: dict, tensors: dict[str, Tensor]) -> None:
+    def put(self, facts: Facts, tensors: dict[str, Tensor]) -> None:
         """Queue a snapshot for writing. The caller must not modify it afterwards."""
         with self._condition:
             self._waiting = facts, tensors
@@ -260,7 +263,7 @@ class Writer:
             self._write(facts, tensors)
             del facts, tensors
 
-    def _write(self, facts: dict, tensors: dict[str, Tensor]) -> None:
+    def _write(self, facts: Facts, tensors: dict[str, Tensor]) -> None:
         path = self.directory / name_of(facts["state"]["step"])
         self.failed = None
         began, processor = time.monotonic(), time.thread_time()

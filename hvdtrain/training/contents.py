@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.state import Initial, TrainState
 
-Facts = dict[str, Any]
 TENSOR = "__tensor__"  # key of a JSON object that describes a tensor: number, shape and dtype
 
 
@@ -101,7 +101,7 @@ def collect(
     described = []
     for optimizer, prefix in zip(optimizers, prefixes("optimizer", len(optimizers)), strict=True):
         held = optimizer.state_dict()
-        state: dict[int, dict] = held["state"]
+        state: dict[int, dict[str, object]] = held["state"]
         for index, entries in state.items():
             tensors |= {f"{prefix}{index}.{k}": v for k, v in entries.items() if isinstance(v, Tensor)}
         values = {i: {k: v for k, v in entries.items() if not isinstance(v, Tensor)} for i, entries in state.items()}

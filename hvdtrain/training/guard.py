@@ -39,9 +39,9 @@ class Guard:
         self.activity = engine.activity
         self.check_steps = flags.check_steps
         self.scaled = flags.amp == "fp16"
-        self.max_skipped = flags.max_skipped if flags.max_skipped is not None else OVERFLOWS * self.scaled
+        self.max_skipped: int = flags.max_skipped if flags.max_skipped is not None else OVERFLOWS * self.scaled
         # Adasum steps inside backward(). Overflows are therefore detected in the weights, and the step cannot be skipped.
-        self.adasum = flags.reduction == "adasum"
+        self.adasum: bool = flags.reduction == "adasum"
         self._buffers: list[Tensor] = []
         self._compared_at: int | None = None  # the step after which the weights were last compared
         if monitor.off:

@@ -136,7 +136,7 @@ class Loader(Input):
             )
         if given.drop_last:
             raise UserError("the DataLoader has drop_last=True: leave it out, an uneven last step is weighted instead")
-        self.samples = len(given.dataset)  # type: ignore[arg-type]
+        self.samples = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
         self.shuffle = isinstance(given.sampler, RandomSampler)
         self._batches: Iterator[Any] | None = None
 
@@ -264,9 +264,9 @@ def evaluation_batches(engine: Engine, given: DataLoader[Any], seed: int) -> Ite
     """Yield this rank's batches of a test set. Over all ranks, each sample is yielded once."""
     require_ordinary(given)
     assert given.batch_size is not None
-    count = len(given.dataset)  # type: ignore[arg-type]
+    count = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
     mine = torch.arange(count)[shard(count, engine.rank, engine.size)]
-    parts = [part for part in mine.split(given.batch_size) if len(part)]  # type: ignore[no-untyped-call]
+    parts = [part for part in mine.split(given.batch_size) if len(part)]
     batches = iterate(engine, given, seed, ((0, part.tolist()) for part in parts))
     for part in parts:
         with own_randomness(given.num_workers):

@@ -1,7 +1,7 @@
 """Finds the first non-finite tensor in a rank's forward and backward pass, by computing a step again."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ class Inspection:
         """Set the current micro-batch: `number` (from 0) of `count`."""
         self._where = f" in micro-batch {number + 1} of {count}" if count > 1 else ""
 
-    def _hook(self, name: str):
-        def look(module: nn.Module, inputs: tuple, output: object) -> None:
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+        def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
             kind = type(module).__name__
             self._look(f"input of {name} ({kind})", inputs)
             self._look(f"output of {name} ({kind})", output)

@@ -18,14 +18,15 @@ from hvdtrain.cli import Flags
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
+from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import checkpoint, contents
+from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.comparison import differences, in_words
-from hvdtrain.training.state import Initial, Metric, TrainState
+from hvdtrain.training.state import Initial, TrainState
 
 LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
-Facts = dict[str, Any]
 
 
 class Checkpoints:
@@ -280,7 +281,8 @@ class Checkpoints:
                 if self._writer.failed.errno == errno.ESTALE:  # do not write another run's summary.json
                     self.output.output_dir = None
         self.release()
-        return self.engine.broadcast_object(message, "checkpoint.close")
+        told: str | None = self.engine.broadcast_object(message, "checkpoint.close")
+        return told
 
     def _unsaved(self, error: OSError) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

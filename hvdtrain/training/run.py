@@ -20,6 +20,7 @@ from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.output.clock import Clock
+from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.metrics_logger import MetricsLogger
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
@@ -28,7 +29,7 @@ from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators, to_device
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.resume import Checkpoints
-from hvdtrain.training.state import Initial, Metric, TrainState, require_free
+from hvdtrain.training.state import Initial, TrainState, require_free
 from hvdtrain.training.step import Shared, Step
 
 

@@ -16,13 +16,14 @@ from hvdtrain.hangs.monitor import monitor_ranks
 from hvdtrain.hangs.signals import remember_ignored
 from hvdtrain.hangs.start_limit import limited_start
 from hvdtrain.hangs.timeouts import HangTimeouts
+from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import seed_generators
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
-from hvdtrain.training.state import Metric, metrics_of
+from hvdtrain.training.state import metrics_of
 
 
 @contextlib.contextmanager
@@ -38,7 +39,7 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training.start() in another thread than the main one, which stop signals reach: call it there")
     remember_ignored()
-    directions = metrics_of({"loss": "min"} if metrics is None else dict(metrics))
+    directions = metrics_of({"loss": "min"} if metrics is None else metrics)
     tuning = flags.tuning == "auto"
     with contextlib.ExitStack() as stack:
         with limited_start(HangTimeouts(flags.step_timeout)) as starting:  # afterwards, the ranks are monitored

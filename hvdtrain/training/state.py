@@ -1,6 +1,6 @@
 """The position in training, its initial configuration and its metrics: plain data, the same on all ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,14 +42,15 @@ class Initial(NamedTuple):
         return self.ranks * self.batch_size * self.accumulate
 
 
-def metrics_of(given: dict[str, "Metric | str"]) -> dict[str, Metric]:
+def metrics_of(given: Mapping[str, Metric | str]) -> dict[str, Metric]:
     """Return `given` with "min" and "max" converted to Metric. Raises UserError for other strings and reserved names."""
     require_free(given)
-    found = {name: Metric(value) if isinstance(value, str) else value for name, value in given.items()}  # type: ignore[arg-type]
-    require_free(given)
-    for name, metric in found.items():
-        if metric.direction not in ("min", "max"):
-            raise UserError(f'metrics: {name} is {metric.direction!r}: write "min" or "max", whichever is better')
+    found = {}
+    for name, value in given.items():
+        direction = value if isinstance(value, str) else value.direction
+        if direction not in ("min", "max"):
+            raise UserError(f'metrics: {name} is {direction!r}: write "min" or "max", whichever is better')
+        found[name] = Metric("min" if direction == "min" else "max") if isinstance(value, str) else value
     return found
 
 

@@ -212,7 +212,7 @@ class Step:
             inputs = None
             if len(chosen) < len(prepared.optimizers):
                 inputs = [parameter for one in chosen for parameter in prepared.trained[one]]
-            scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+            scaled.backward(inputs=inputs)
             shared.engine.activity.collective = None  # DDP reduces inside backward
         self._calls += 1
         if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`

@@ -1,6 +1,7 @@
 """Writes the page: one self-contained HTML file without scripts. `text` escapes every text from a run."""
 
 import base64
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +17,7 @@ from hvdtrain.analysis.reporting.groups import Group
 from hvdtrain.analysis.reporting.pictures import MOST_VALUES, Picture, names_to_draw
 from hvdtrain.analysis.reporting.runs import NOT_COMPARED, RecordedRun, Result, differing, results, shown
 from hvdtrain.output.energy import said
-from hvdtrain.output.metric_names import number
-from hvdtrain.training.state import Metric
+from hvdtrain.output.metric_names import Metric, number
 
 # The browser fetches and runs nothing, whatever the names in a run contain.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -214,7 +214,7 @@ def over_seeds(groups: Sequence[Group]) -> str:
         values = [[r.value for run in group.runs for r in results(run) if r.label == label] for group in groups]
         known = [[value for value in each if isfinite(value)] for each in values]
         means = [statistics.fmean(each) if each else None for each in known]
-        cells = [with_interval(each, lambda v, m=metric: written(v, m)) for each in known]  # type: ignore[misc]
+        cells = [with_interval(each, functools.partial(written, metric=metric)) for each in known]
         rows.append(Row(label, cells, first_of(means, metric)))
     rates = [[number(run.summary.get("samples_per_second")) for run in group.runs] for group in groups]
     cells = [with_interval([r for r in each if r is not None and isfinite(r)], "{:,.0f}/s".format) for each in rates]

@@ -1,5 +1,6 @@
 """Draws the plots of a report with matplotlib: named values over samples, steps or seconds, and where the time goes."""
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,8 +67,8 @@ def draw_all(groups: Sequence[Group], directory: Path, formats: Sequence[str] = 
     for rate in ("samples_per_second", "steps_per_second"):
         if any(rates(run, rate) for run in runs):
             see = rate.replace("_", " ") + ", over all ranks" * (rate == "samples_per_second")
-            yield drawn("throughput", "Throughput", see, "time",
-                        lambda axes, rate=rate: draw_rate(axes, groups, rate, counted), plotting.HEIGHT)  # type: ignore[misc]  # fmt: skip
+            draw_this = functools.partial(draw_rate, groups=groups, rate=rate, axis=counted)
+            yield drawn("throughput", "Throughput", see, "time", draw_this, plotting.HEIGHT)
             return
 
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.clock import PHASES
-from hvdtrain.output.metric_names import Series, named_values, number, recorded_metrics, series_of
-from hvdtrain.training.state import Metric
+from hvdtrain.output.metric_names import Metric, Series, named_values, number, recorded_metrics, series_of
 
 Event = dict[str, Any]
 

@@ -374,7 +374,8 @@ def test_a_rank_that_dies_ends_the_job(job):
         ("there", NOBODY, False, "died: its connection closed unexpectedly"),
         ("there", NOBODY, True, "died or is cut off: its connection was lost ([Errno 104] Connection reset by peer)"),
     ],
-    ids=["ended", "runs", "on another host", "reset from another host"],  # no pid: xdist's workers have different ones
+    # Without the pid, which differs between workers of xdist.
+    ids=["ended", "runs", "on another host", "reset from another host"],
 )
 def test_who_is_said_to_have_died(place, process, reset, said, job):
     some = job(2, step_timeout=60.0)
