@@ -75,7 +75,7 @@ class Leaving:
         stack = stack_of(self.watched)
         does = f"is at {where(stack)}"
         if exits:
-            does = f"runs its exit handlers, at {where(stack)}"
+            does = "runs its exit handlers" + (f", at {where(stack)}" if stack else "")  # none: one written in C
         elif threads := others():
             stack = stack_of(threads[0].ident)
             does = f"waits for its thread {threads[0].name}, which is no daemon, at {where(stack)}"

@@ -14,8 +14,9 @@ Stack = list[traceback.FrameSummary]
 
 
 def stack_of(thread: int | None) -> Stack:
-    """Return the stack of a thread, outermost frame first."""
-    return traceback.extract_stack(sys._current_frames().get(thread or 0))
+    """Return the stack of a thread, outermost frame first; empty while it runs no Python."""
+    frame = sys._current_frames().get(thread or 0)
+    return traceback.extract_stack(frame) if frame else []  # without a frame: the caller's own
 
 
 def programs(stack: Stack) -> Stack:

@@ -86,8 +86,8 @@ def test_a_rank_asleep_after_an_update_is_named_with_its_line_and_the_remedy(tmp
             LAUNCHERS["starter"].format(ranks=2),
             "it waits for its thread uploader, which is no daemon",
         ),
-        ("hangs at exit", TORCHRUN.format(ranks=2), "it runs its exit handlers, at "),
-        ("hangs at exit", PYTHON, "it runs its exit handlers, at "),
+        ("hangs at exit", TORCHRUN.format(ranks=2), "it runs its exit handlers, for "),
+        ("hangs at exit", PYTHON, "it runs its exit handlers, for "),
     ],
 )
 def test_a_rank_that_does_not_end_is_named(does, start, said, tmp_path):

@@ -33,7 +33,7 @@ def run(body: str, limit: float) -> subprocess.CompletedProcess[str]:
             "threading.Thread(target=time.sleep, args=[1000], name='uploader').start()\nwatch.start()",
             "waits for its thread uploader, which is no daemon, at ",
         ),
-        ("atexit.register(time.sleep, 1000)\nwatch.start()", "runs its exit handlers, at "),
+        ("atexit.register(time.sleep, 1000)\nwatch.start()", "runs its exit handlers, for 1 s"),
         ("atexit.register(work, 1000)\nwatch.start()", "runs its exit handlers, at <string>:"),
     ],
     ids=["a line", "a thread", "an exit handler", "an exit handler at work"],
