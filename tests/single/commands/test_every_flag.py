@@ -47,7 +47,7 @@ TRAINING = {
     "--verbose": MNIST + "verbose_names_each_automatic_setting",
     "--tensorboard": "e2e/training/test_watching.py::test_tensorboard_has_what_metrics_has",
     "--track": TRACKING + "without_a_server_the_record_is_in_the_output_folder_or_the_run_goes_on_without",
-    "--profile": "e2e/training/test_watching.py::test_profile_has_both_ranks_the_timeline_and_the_steps_in_order",
+    "--profile": "e2e/training/test_watching.py::test_profile_has_both_ranks_and_the_steps_in_order",
     "--checkpoint-steps": MNIST + "checkpoints_at_checkpoint_steps_and_as_many_as_are_kept",
     "--keep": MNIST + "checkpoints_at_checkpoint_steps_and_as_many_as_are_kept",
     "--resume": MNIST + "resume_never_begins_anew_and_a_path_starts_from_it",

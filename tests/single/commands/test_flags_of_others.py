@@ -10,7 +10,7 @@ from hvdtrain import doctor, report, scaling
 from hvdtrain.analysis.launching import Ended
 from hvdtrain.data import make_shards
 from tests import image_set
-from tests.single.analysis.reporting.run_records import END, WHOLE, evaluation, leave, start, step  # noqa: F401
+from tests.single.analysis.reporting.run_records import WHOLE, end, evaluation, leave, start, step  # noqa: F401
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_report_lies_where_it_was_asked_for_in_the_formats_that_were_with_seed
             start(100.0, config={"seed": seed}),
             *(step(100.0 + n, n) for n in range(1, 5)),
             evaluation(105.0),
-            END,
+            end(),
         ]
         runs.append(leave(f"seed-{seed}", *lines))
     for flags in ([], ["--each-run", "--figures", "svg"]):
