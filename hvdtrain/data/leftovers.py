@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching.processes import Process, lives, stat
+from hvdtrain.launching.processes import Process, lives, runs, stat
 
 SEMAPHORES = Path("/dev/shm")
 OWNER = "hvdtrain-owner"  # file with the owner's tag in a directory of sockets
@@ -110,6 +110,6 @@ def has_ended(name: str) -> bool:
 def sweep_after(pid: int) -> None:
     """Wait until the rank `pid` has ended, then remove its sockets. Called in an input worker."""
     until = time.monotonic() + END_SECONDS
-    while (fields := stat(pid)) is not None and fields[0] not in "ZX" and time.monotonic() < until:
+    while runs(pid) and time.monotonic() < until:
         time.sleep(0.01)
     sweep_sockets()

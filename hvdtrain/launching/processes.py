@@ -19,7 +19,7 @@ LAUNCHERS = re.compile(
 WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # only with --restarts; otherwise they exec the launcher
 MODULES = re.compile(r"torch\.distributed\.(run|launch)|hvdtrain\.(scaling|doctor|starter)|horovod\.runner\.launch")
 MOST_ANCESTORS = 30
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 STARTERS: list[int] = []  # in a forked rank: the pid of its starter
 PROXY: list[int] = []  # in a rank of a fork server: the pid of the client that the launcher started in its place
 

@@ -95,7 +95,7 @@ class Guard:
     def _gives_up(self, state: TrainState) -> bool:
         return state.skipped + 1 > self.max_skipped or self.adasum
 
-    def report_skipped_step(self, state: TrainState, models: Sequence[nn.Module], culprit: str | None) -> None:
+    def report_skipped_step(self, state: TrainState, culprit: str | None) -> None:
         """Report that this step is skipped. Raises Failure on every rank if too many consecutive steps were skipped. A
         collective.
 

@@ -28,7 +28,7 @@ class Prepared:
         if len(models) + len(optimizers) != len(parts) or not models or not optimizers:
             kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
             raise UserError(f"run.prepare() got {kinds}: give it models and optimizers (run.register takes schedulers)")
-        self._engine, self._find_unused = engine, find_unused_parameters
+        self._engine = engine
         for model in models:
             model.to(engine.device)
         if flags.weights is not None:

@@ -163,7 +163,7 @@ class Step:
                 self._batch = None
         culprit, self._inspection = self._inspection.result(), None
         prepared.raise_where_gradients_are_missing(self._missing)
-        shared.guard.report_skipped_step(shared.state, prepared.models, culprit)
+        shared.guard.report_skipped_step(shared.state, culprit)
 
     def backward(
         self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None, *, count: Tensor | float | None = None
