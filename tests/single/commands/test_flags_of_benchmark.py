@@ -29,9 +29,9 @@ class Measured:
 
 def measured(flags: str, out: Path) -> Measured:
     seen = Measured({})
-    measure, distribute = benchmark.measure, SerialEngine.distribute
+    trainer, distribute = benchmark.Trainer, SerialEngine.distribute
 
-    def noted(parsed, engine, model, batches):
+    def noted(parsed, engine, model, batches) -> benchmark.Trainer:
         seen.weights, seen.threads = next(model.parameters()).detach().clone(), torch.get_num_threads()
 
         def forwarded(module, inputs: tuple, output: Tensor) -> None:
@@ -39,7 +39,7 @@ def measured(flags: str, out: Path) -> Measured:
             seen.outputs.append(output.detach())
 
         model.register_forward_hook(forwarded)
-        return measure(parsed, engine, model, batches)
+        return trainer(parsed, engine, model, batches)
 
     def distributed(engine, *rest, **options):
         seen.engines.append(engine.name)
@@ -47,7 +47,7 @@ def measured(flags: str, out: Path) -> Measured:
 
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark, "measure", noted)
+        patch.setattr(benchmark, "Trainer", noted)
         patch.setattr(SerialEngine, "distribute", distributed)
         patch.setattr(sys, "argv", ["benchmark.py", *QUICK.split(), *flags.split(), "--output-dir", str(out)])
         try:
@@ -140,7 +140,7 @@ def test_reduce_reduces_in_the_type_and_by_the_operation_that_were_asked_for(cap
 
 
 def test_a_sweep_has_the_sizes_and_types_that_were_asked_for_and_is_written(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(reduce, "draw", lambda about, rows, path, notes: path.touch())
+    monkeypatch.setattr(reduce, "draw", lambda about, rows, path: path.touch())
     flags = "--sweep --min-bytes 16 --max-bytes 64 --dtype float64 --seconds-per-size 0.01 --threads 1"
     monkeypatch.setattr(sys, "argv", ["reduce.py", "--engine", "serial", *flags.split(), "--output-dir", str(tmp_path)])
     assert reduce.main() == 0
