@@ -59,7 +59,8 @@ training.main(main)
 def run(does: str, start: str, tmp_path):
     script = tmp_path / "own.py"
     script.write_text(SCRIPT)
-    return launch(f"{start} {script} --no-progress --step-timeout 2 --does '{does}'", timeout=600)
+    engine = "ddp" if start.startswith("torchrun") else "horovod"
+    return launch(f"{start} {script} --engine {engine} --no-progress --step-timeout 2 --does '{does}'", timeout=600)
 
 
 @pytest.mark.parametrize("does", ["works after an update", "is alone", "sleeps between epochs"])
