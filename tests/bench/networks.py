@@ -96,7 +96,8 @@ def train(text: str, settings: Settings, seed: int, data: idx.Dataset) -> tuple[
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed + epoch))[: total - done]
         for step in order.split(settings.batch * settings.ranks):
             progress = done / total
-            optim.set_rate(optimizer, settings.lr * factor(progress, settings.rise))
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr * factor(progress, settings.rise)
             optimizer.zero_grad()
             for rank in range(settings.ranks):
                 mine = step[rank :: settings.ranks]

@@ -96,7 +96,6 @@ def test_a_compiled_model_learns_the_same_and_tensorboard_shows_it(book, tmp_pat
     board = EventAccumulator(str(tmp_path / "compiled" / "tensorboard"))
     board.Reload()
     assert [(e.step, e.value) for e in board.Scalars("validation/loss")][-1] == (337 + 60, pytest.approx(losses[1]))
-    assert any("GPT" in node.name for node in board.Graph().node)
 
 
 REFUSALS = {
