@@ -76,8 +76,9 @@ def tune(told: Announced, repeatable: bool) -> str:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         notes.append("mpirun's default binding to one core undone")
     ranks = ranks_on_host(os.environ, told)
-    threads, cores = share_of_host(ranks, min(cpu_quota(), cores_of_job(os.environ, told)))
-    settings = tuned_environment(os.environ, {"OMP_NUM_THREADS": str(threads)} | FAST)
+    threads, cores = share_of_host(ranks or 1, min(cpu_quota(), cores_of_job(os.environ, told)))
+    # Where the launcher does not tell how many ranks share this host, their threads are left to torch and the launcher.
+    settings = tuned_environment(os.environ, FAST if ranks is None else {"OMP_NUM_THREADS": str(threads)} | FAST)
     if told.launcher == "none":
         # Open MPI 4 would start a daemon first, which takes time, and which a relocated MPI cannot find.
         settings |= tuned_environment(os.environ, {"OMPI_MCA_ess_singleton_isolated": "1"})
@@ -94,11 +95,13 @@ def tune(told: Announced, repeatable: bool) -> str:
 
         if keep_freed_memory(os.environ):
             notes.append("malloc keeps freed memory")
-    used = os.environ["OMP_NUM_THREADS"]
-    return (
-        f"{told.size} rank{'s'[: told.size > 1]}, on this host {ranks} x {used} thread{'s'[: used != '1']} on {cores:g} "
-        f"core{'s'[: cores != 1]}; {'; '.join(notes) or 'everything is set already'}"
-    )
+    said = f"{told.size} rank{'s'[: told.size > 1]}, "
+    if ranks is None:
+        said += f"{told.launcher} does not tell how many on this host: set OMP_NUM_THREADS to each rank's share of its cores"
+    else:
+        used = os.environ["OMP_NUM_THREADS"]
+        said += f"on this host {ranks} x {used} thread{'s'[: used != '1']} on {cores:g} core{'s'[: cores != 1]}"
+    return f"{said}; {'; '.join(notes) or 'everything is set already'}"
 
 
 def refuse_torchrun(told: Announced) -> None:

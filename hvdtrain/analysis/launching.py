@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.launchers import LAUNCHERS
+from hvdtrain.engines.launchers import without_launcher
 
 MARK = "HVDTRAIN_JOB"  # environment variable of every process of a job, however its launcher starts it
 TERM_SECONDS = 10.0  # time for a launcher to end its ranks, on this host and others
@@ -96,9 +96,7 @@ def run_job(arguments: Sequence[str], seconds: float, log: Path) -> Ended:
     job = uuid.uuid4().hex
     environment = {**os.environ, MARK: job}
     if not is_launcher(arguments):  # a single process must not see the variables of an enclosing batch job
-        for _, *names in LAUNCHERS:
-            for name in names:
-                environment.pop(name, None)
+        environment = without_launcher(environment)
     began = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -22,54 +22,98 @@ class Announced(NamedTuple):
     size: int
 
 
-# Innermost launcher first: mpirun inside sbatch sets its own variables in addition to Slurm's.
+class Launcher(NamedTuple):
+    """A launcher, and the environment variables in which it announces a process's place in the job."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str = ""  # "": the launcher does not tell
+    local_size: tuple[str, ...] = ()  # the first one that is set counts
+    mark: str = ""  # a variable that this launcher alone sets, where others set the same rank and size
+
+
+# Innermost launcher first: mpirun inside sbatch sets its own variables in addition to Slurm's. docs/launching.md has the
+# sources, and which of them have been run.
 LAUNCHERS = (
-    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
-    ("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("mpirun (MPICH or Intel MPI)", "PMI_RANK", "PMI_SIZE"),
-    ("torchrun", "RANK", "WORLD_SIZE"),
-    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),
-)
-
-
-# Variables with the number of ranks on this host.
-LOCAL_SIZES = {
-    "horovodrun": ("HOROVOD_LOCAL_SIZE",),
-    "mpirun (Open MPI)": ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    "mpirun (MPICH or Intel MPI)": ("MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    "torchrun": ("LOCAL_WORLD_SIZE",),
-    "Slurm": ("SLURM_NTASKS_PER_NODE",),
-    "none": (),
-}
+    Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", ("HOROVOD_LOCAL_SIZE",)),
+    Launcher(
+        "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Launcher(
+        "mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Launcher("mpiexec (PALS)", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", ("PMI_LOCAL_SIZE",), mark="PALS_RANKID"),
+    # MPICH's Hydra and Intel MPI.
+    Launcher("mpirun (MPICH or Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+    Launcher(
+        "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK", ("JSM_NAMESPACE_LOCAL_SIZE",),
+    ),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
+    # A TrainJob's variables for torchrun. Without torchrun there is one process in each pod, so they count pods.
+    Launcher("Kubeflow", "PET_NODE_RANK", "PET_NNODES"),
+    Launcher("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_NTASKS_PER_NODE",)),
+)  # fmt: skip
+BY_NAME = {launcher.name: launcher for launcher in LAUNCHERS}
+# Slurm's pmi2 plugin and Flux also speak PMI. Hydra, which does so inside their jobs, marks its processes.
+MANAGERS = ("Flux", "Slurm")
+HYDRAS_MARK = "MPI_LOCALRANKID"
+# Variables that tell of one process among several, set by launchers that tell no size.
+OTHERS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MPIRUN_RANK", "PMI_RANK", "FLUX_TASK_RANK")
+NUMBERS_OF_HOSTS = {"Slurm": "SLURM_NNODES", "Flux": "FLUX_JOB_NNODES"}
 
 
 def without_launcher(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment for a subprocess of a rank that is not itself a rank."""
-    told = {name for _, *names in LAUNCHERS for name in names}
+    told = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.size)} | set(OTHERS)
     return {name: value for name, value in environment.items() if name not in told}
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> Announced:
     """Return the rank and size set by the innermost launcher. Without a launcher: rank 0 of 1, launcher "none".
 
-    Raises UserError if the values are not numbers, or the rank is out of range.
+    Raises UserError if the values are not numbers, if the rank is out of range, and if an unknown launcher started this
+    process: each of its processes would train alone.
     """
-    # Only torchrun sets this variable: what other launchers set is then left over from around it.
-    innermost = [row for row in LAUNCHERS if row[0] == "torchrun"] if "TORCHELASTIC_RUN_ID" in environment else []
-    for launcher, rank, size in (*innermost, *LAUNCHERS):
-        if rank not in environment or size not in environment:
-            continue
-        said = f"{rank}={environment[rank][:40]!r}, {size}={environment[size][:40]!r}"
-        try:
-            told = Announced(launcher, int(environment[rank]), int(environment[size]))
-        except ValueError:
-            raise UserError(f"{said}: not whole numbers; unset them") from None
-        if not 0 <= told.rank < told.size <= MOST_RANKS:
+    for launcher in _candidates(environment):
+        if launcher.rank in environment and launcher.size in environment:
+            return _told(launcher, environment)
+    for name in OTHERS:
+        if name in environment:
             raise UserError(
-                f"{said}: the rank must be from 0 to the number of ranks minus 1; correct them, or unset both"
+                f"{name}={environment[name][:40]!r} is of a launcher that tells no number of processes: start with mpirun "
+                f"or hvdtrain.starter, or set RANK and WORLD_SIZE; for a single process, unset {name}"
             )
-        return told
     return Announced("none", 0, 1)
+
+
+def _candidates(environment: Mapping[str, str]) -> list[Launcher]:
+    """Return the launchers that may have started this process, the innermost first."""
+    # Only torchrun sets this variable: what other launchers set is then left over from around it.
+    first = [BY_NAME["torchrun"]] if "TORCHELASTIC_RUN_ID" in environment else []
+    if HYDRAS_MARK not in environment and "PALS_RANKID" not in environment:
+        place = environment.get("PMI_RANK"), environment.get("PMI_SIZE")
+        managers = [BY_NAME[name] for name in MANAGERS]
+        if None not in place:
+            first += [each for each in managers if place == (environment.get(each.rank), environment.get(each.size))]
+    return first + [each for each in LAUNCHERS if not each.mark or each.mark in environment]
+
+
+def _told(launcher: Launcher, environment: Mapping[str, str]) -> Announced:
+    """Return what `launcher` announces. Raises UserError if the values are not a rank and a size."""
+    rank, size = environment[launcher.rank], environment[launcher.size]
+    said = f"{launcher.rank}={rank[:40]!r}, {launcher.size}={size[:40]!r}"
+    try:
+        told = Announced(launcher.name, int(rank), int(size))
+    except ValueError:
+        raise UserError(f"{said}: not whole numbers; unset them") from None
+    if not 0 <= told.rank < told.size <= MOST_RANKS:
+        raise UserError(f"{said}: the rank must be from 0 to the number of ranks minus 1; correct them, or unset both")
+    return told
 
 
 def remedy(launcher: str, engine: str) -> str:
@@ -80,6 +124,13 @@ def remedy(launcher: str, engine: str) -> str:
         return "start with `srun --mpi=pmix` (see `srun --mpi=list`), or srun python -m hvdtrain.starter -m ..."
     if launcher == "torchrun":
         return "start with horovodrun or mpirun, or use --engine ddp"
+    if launcher == "Kubeflow":
+        return "start python -m hvdtrain.starter --local-ranks N -m ... in each pod, or torchrun with --engine ddp"
+    if launcher in ("mpiexec (PALS)", "Flux", "jsrun"):
+        return (
+            "build Horovod with the MPI of this launcher, or set MASTER_ADDR to the host of rank 0 and MASTER_PORT, "
+            "and start python -m hvdtrain.starter -m ..."
+        )
     return "this Horovod was built for another MPI, or for none; run `make setup`, or start with `horovodrun --gloo`"
 
 
@@ -113,9 +164,12 @@ def bound_unexplained(environment: Mapping[str, str], mine: int, host: int) -> b
     return environment.get("PRTE_LAUNCHED") == "1" and mine == 1 < host
 
 
-def ranks_on_host(environment: Mapping[str, str], told: Announced) -> int:
-    """Return the number of ranks on this host according to the launcher, or the number of all ranks if it is not known."""
-    for name in LOCAL_SIZES[told.launcher]:
+def ranks_on_host(environment: Mapping[str, str], told: Announced) -> int | None:
+    """Return the number of ranks on this host according to the launcher; None if it does not tell."""
+    if told.size == 1:
+        return 1
+    launcher = BY_NAME[told.launcher]
+    for name in launcher.local_size:
         if (value := environment.get(name, "")).isdecimal() and 1 <= int(value) <= told.size:
             return int(value)
     if told.launcher == "Slurm":
@@ -125,7 +179,7 @@ def ranks_on_host(environment: Mapping[str, str], told: Announced) -> int:
         node = environment.get("SLURM_NODEID", "")
         if node.isdecimal() and int(node) < len(counts):
             return max(1, counts[int(node)])
-    return told.size
+    return told.size if environment.get(NUMBERS_OF_HOSTS.get(told.launcher, "")) == "1" else None
 
 
 def tasks_per_node(text: str) -> list[int]:

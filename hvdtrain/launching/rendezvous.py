@@ -26,8 +26,10 @@ def own_address_towards(host: str) -> str:
 
 
 def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, int]:
-    """Return the host and port of rank 0, from MASTER_ADDR and MASTER_PORT or from the Slurm job. Raises UserError."""
-    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    """Return the host and port of rank 0: from MASTER_ADDR and MASTER_PORT, from Kubeflow's PET_MASTER_ADDR and
+    PET_MASTER_PORT, or from the Slurm job. Raises UserError."""
+    host = environment.get("MASTER_ADDR") or environment.get("PET_MASTER_ADDR")
+    port = environment.get("MASTER_PORT") or environment.get("PET_MASTER_PORT")
     if host and port:
         if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
             raise UserError(f"MASTER_PORT={port[:40]!r} is not a port: set a number from 1024 to 65535")

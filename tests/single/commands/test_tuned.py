@@ -15,10 +15,10 @@ import pytest
 
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.launchers import Announced, cores_of_job, ranks_on_host, tasks_per_node
+from hvdtrain.engines.launchers import Announced
 from hvdtrain.engines.tuning import FAST, own_script
 from hvdtrain.launching import run_script
-from hvdtrain.tuned import parse, refuse_torchrun, say
+from hvdtrain.tuned import parse, refuse_torchrun, say, tune
 
 ROOT = Path(__file__).resolve().parents[3]
 SET = ("OMP_NUM_THREADS", *FAST, "OMPI_MCA_ess_singleton_isolated")
@@ -225,31 +225,11 @@ def test_options_end_where_the_script_begins():
     assert parse(["-m", "package.train", "--help"])[1] == ["-m", "package.train", "--help"]
 
 
-@pytest.mark.parametrize(
-    ("environment", "launcher", "expected"),
-    [
-        ({"HOROVOD_LOCAL_SIZE": "2"}, "horovodrun", 2),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "mpirun (Open MPI)", 3),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "horovodrun", 8),
-        ({"MPI_LOCALNRANKS": "4"}, "mpirun (MPICH or Intel MPI)", 4),
-        ({"SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}, "Slurm", 1),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_TASKS_PER_NODE": "8", "SLURM_NODEID": "2"}, "Slurm", 2),
-        ({"SLURM_TASKS_PER_NODE": "nonsense", "SLURM_NODEID": "0"}, "Slurm", 8),
-        ({"SLURM_TASKS_PER_NODE": "2", "SLURM_NODEID": "9"}, "Slurm", 8),
-        ({"HOROVOD_LOCAL_SIZE": "-1"}, "horovodrun", 8),
-        ({"HOROVOD_LOCAL_SIZE": "9"}, "horovodrun", 8),
-    ],
-)
-def test_ranks_on_this_host_by_the_launchers_word(environment, launcher, expected):
-    assert ranks_on_host(environment, Announced(launcher, 0, 8)) == expected
-
-
-def test_slurms_counts_and_cores():
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert tasks_per_node("") == tasks_per_node("4(x") == tasks_per_node("9" * 30) == []
-    assert cores_of_job({"SLURM_CPUS_ON_NODE": "4"}, Announced("Slurm", 0, 2)) == 4
-    assert cores_of_job({"SLURM_CPUS_ON_NODE": "4"}, Announced("mpirun (Open MPI)", 0, 2)) == float("inf")
-    assert cores_of_job({"SLURM_CPUS_ON_NODE": "x"}, Announced("Slurm", 0, 2)) == float("inf")
+def test_threads_are_left_alone_where_the_launcher_does_not_tell_the_ranks_of_this_host(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    said = tune(Announced("Flux", 0, 64), repeatable=False)
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert "Flux does not tell how many on this host: set OMP_NUM_THREADS" in said
 
 
 @pytest.mark.parametrize(

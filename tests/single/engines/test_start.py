@@ -1,4 +1,4 @@
-"""Who am I: what launchers announce, the share of the cores, the container's quota, one line for users."""
+"""Starting an engine: the share of the cores, the container's quota, one line for users."""
 
 import math
 import socket
@@ -11,58 +11,11 @@ import torch
 
 from hvdtrain.engines.base import computes_in_bf16
 from hvdtrain.engines.cores import cpu_quota, threads_for
-from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import (
-    LAUNCHERS,
-    Announced,
     alone_in_pid_namespace,
-    announced,
     bound_by_default,
     bound_unexplained,
-    remedy,
-    without_launcher,
 )
-
-
-def test_alone():
-    assert announced({}) == Announced("none", 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4"}, ("horovodrun", 1, 4)),
-        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}, ("mpirun (Open MPI)", 2, 3)),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ("mpirun (MPICH or Intel MPI)", 0, 2)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, ("torchrun", 1, 2)),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ("Slurm", 1, 2)),
-        # mpirun inside an sbatch script: the inner launcher counts
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-            ("mpirun (Open MPI)", 1, 2),
-        ),
-        # torchrun in a rank of another job, or in a shell with the variables of one
-        (
-            {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
-            ("torchrun", 1, 2),
-        ),
-        # salloc without a step: no process id, nothing announced
-        ({"SLURM_NTASKS": "8"}, ("none", 0, 1)),
-    ],
-)
-def test_innermost_launcher_is_believed(environment, expected):
-    assert announced(environment) == expected
-
-
-def test_nonsense_from_a_launcher_is_named():
-    with pytest.raises(UserError, match=r"RANK='x', WORLD_SIZE='2': not whole numbers"):
-        announced({"RANK": "x", "WORLD_SIZE": "2"})
-
-
-def test_remedy_names_what_to_type():
-    assert "--mpi=pmix" in remedy("Slurm", "horovod")
-    assert "--engine ddp" in remedy("torchrun", "horovod")
-    assert "without a launcher" in remedy("torchrun", "serial")
 
 
 @pytest.mark.parametrize(
@@ -178,10 +131,3 @@ def test_bf16_is_taken_where_the_processor_has_it(flags, expected, tmp_path):
     cpuinfo.write_text(f"model name\t: bf16 in name only\n{flags}\n")
     assert computes_in_bf16(torch.device("cpu"), cpuinfo) is expected
     assert computes_in_bf16(torch.device("cpu"), tmp_path / "none") is False
-
-
-@pytest.mark.parametrize(("launcher", "rank", "size"), LAUNCHERS)
-def test_a_program_that_a_rank_starts_is_no_rank(launcher, rank, size):
-    around = {rank: "1", size: "2", "HOME": "here"}
-    assert announced(around).launcher == launcher
-    assert without_launcher(around) == {"HOME": "here"}

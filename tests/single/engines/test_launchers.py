@@ -1,0 +1,182 @@
+"""What each launcher says of a process: its rank, the job's size, its host's share, and where the ranks meet.
+
+ENVIRONMENTS has, for each launcher, the variables of one rank that matter here. "run": hvdtrain runs under this launcher in
+its tests. "read": from the launcher's documentation or source, which is named; nothing of it has been run.
+"""
+
+import pytest
+
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import (
+    LAUNCHERS,
+    Announced,
+    announced,
+    cores_of_job,
+    ranks_on_host,
+    remedy,
+    tasks_per_node,
+    without_launcher,
+)
+from hvdtrain.launching.rendezvous import meeting_point
+
+SLURM = (
+    "SLURM_JOB_ID=31 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_NTASKS=8 SLURM_NNODES=2 "
+    "SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NODELIST=a,b"
+)
+# (launcher and its start, source, variables, expected: launcher, rank, size, ranks on this host)
+ENVIRONMENTS = [
+    ("none", "run", "", "none 0 1 1"),
+    ("salloc without a step", "run", "SLURM_NTASKS=8", "none 0 1 1"),
+    (
+        "horovodrun", "run",
+        "HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2",
+        "horovodrun 3 4 2",
+    ),
+    (
+        "mpirun of Open MPI 4", "run",
+        "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_SIZE=3 PMIX_RANK=2",
+        "mpirun (Open MPI) 2 3 3",
+    ),
+    (
+        "mpirun of Open MPI 5", "run",
+        "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_RANK=1 PRTE_LAUNCHED=1",
+        "mpirun (Open MPI) 1 2 2",
+    ),
+    (
+        "mpirun of Open MPI in an sbatch script: the inner launcher counts", "run",
+        "SLURM_PROCID=0 SLURM_NTASKS=8 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1",
+        "mpirun (Open MPI) 1 2 1",
+    ),
+    (
+        "mpiexec of MPICH (Hydra)", "run",
+        "PMI_RANK=1 PMI_SIZE=2 PMI_FD=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
+        "mpirun (MPICH or Intel MPI) 1 2 2",
+    ),
+    (
+        "Hydra in an sbatch script, rank 0: Slurm's variables are those of the script", "read: mpich/src/pm/hydra",
+        "PMI_RANK=0 PMI_SIZE=8 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=4 SLURM_PROCID=0 SLURM_NTASKS=8",
+        "mpirun (MPICH or Intel MPI) 0 8 4",
+    ),
+    ("PMI, and no more", "read: Slurm's PMI 1", "PMI_RANK=1 PMI_SIZE=2", "mpirun (MPICH or Intel MPI) 1 2 ?"),
+    (
+        "mpirun of MVAPICH2", "read: its user guide",
+        "MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=2",
+        "mpirun (MVAPICH) 1 4 2",
+    ),
+    (
+        "mpiexec of PALS, 64 ranks, 4 on each host (Polaris, Aurora)", "read: ALCF's user guides, alcf-nccl-tests",
+        "PALS_RANKID=9 PALS_LOCAL_RANKID=1 PMI_RANK=9 PMI_SIZE=64 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4",
+        "mpiexec (PALS) 9 64 4",
+    ),
+    (
+        "jsrun (LSF)", "read: Lightning's LSFEnvironment",
+        "JSM_NAMESPACE_RANK=7 JSM_NAMESPACE_SIZE=12 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=6",
+        "jsrun 7 12 6",
+    ),
+    ("flux run on one host", "read: flux-core", "FLUX_TASK_RANK=1 FLUX_JOB_SIZE=4 FLUX_JOB_NNODES=1", "Flux 1 4 4"),
+    (
+        "flux run on two hosts, whose shell speaks PMI", "read: flux-core",
+        "FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODES=2 PMI_RANK=5 PMI_SIZE=8 PMI_FD=9",
+        "Flux 5 8 ?",
+    ),
+    ("srun --mpi=none", "run", SLURM, "Slurm 5 8 4"),
+    ("srun --mpi=pmix", "run", SLURM + " PMIX_RANK=5 PMIX_NAMESPACE=slurm.pmix.31.0", "Slurm 5 8 4"),
+    ("srun --mpi=pmi2", "read: mpi_pmi2.c", SLURM + " PMI_RANK=5 PMI_SIZE=8 PMI_FD=10 PMI_JOBID=31.0", "Slurm 5 8 4"),
+    ("torchrun", "run", "RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none", "torchrun 1 4 2"),
+    (
+        "torchrun in a rank of another job, or in a shell with the variables of one", "run",
+        "HOROVOD_RANK=3 HOROVOD_SIZE=4 RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x",
+        "torchrun 1 2 2",
+    ),
+    (
+        "a pod of Kubeflow's TrainJob, without torchrun", "read: kubeflow/trainer",
+        "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400",
+        "Kubeflow 1 2 ?",
+    ),
+]  # fmt: skip
+
+
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"), [row[2:] for row in ENVIRONMENTS], ids=[row[0] for row in ENVIRONMENTS]
+)
+def test_place_in_the_job(environment, expected):
+    launcher, rank, size, here = expected.rsplit(" ", 3)
+    told = announced(variables(environment))
+    assert told == Announced(launcher, int(rank), int(size))
+    assert ranks_on_host(variables(environment), told) == (None if here == "?" else int(here))
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+@pytest.mark.parametrize(
+    "name", ["PMIX_RANK", "PMI_RANK", "ALPS_APP_PE", "MPIRUN_RANK", "PALS_RANKID", "FLUX_TASK_RANK"]
+)
+def test_processes_of_an_unknown_launcher_do_not_each_train_alone(name, rank):
+    with pytest.raises(UserError, match=rf"{name}='{rank}'.*RANK and WORLD_SIZE; for a single process, unset {name}"):
+        announced({name: rank})
+
+
+def test_nonsense_from_a_launcher_is_named():
+    with pytest.raises(UserError, match=r"RANK='x', WORLD_SIZE='2': not whole numbers"):
+        announced({"RANK": "x", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=[launcher.name for launcher in LAUNCHERS])
+def test_a_program_that_a_rank_starts_is_no_rank(launcher):
+    mark = {launcher.mark: "1"} if launcher.mark else {}
+    around = {launcher.rank: "1", launcher.size: "2", "HOME": "here", **mark}
+    assert announced(around).launcher == launcher.name
+    assert without_launcher(around) == {"HOME": "here"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "engine", "words"),
+    [
+        ("Slurm", "horovod", "--mpi=pmix"),
+        ("torchrun", "horovod", "--engine ddp"),
+        ("torchrun", "serial", "without a launcher"),
+        ("Flux", "horovod", "MASTER_ADDR"),
+        ("Kubeflow", "horovod", "--local-ranks"),
+        ("mpirun (Open MPI)", "horovod", "make setup"),
+    ],
+)
+def test_remedy_names_what_to_type(launcher, engine, words):
+    assert words in remedy(launcher, engine)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "5(x2)", "SLURM_NODEID": "0"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "5,3", "SLURM_NODEID": "1"}, 3),
+        ({"SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "99", "SLURM_NNODES": "1"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "nonsense", "SLURM_NODEID": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_slurms_ranks_of_a_host(environment, expected):
+    assert ranks_on_host(environment, Announced("Slurm", 0, 8)) == expected
+
+
+def test_slurms_counts_and_cores():
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert tasks_per_node("") == tasks_per_node("4(x") == tasks_per_node("9" * 30) == []
+    assert cores_of_job({"SLURM_CPUS_ON_NODE": "4"}, Announced("Slurm", 0, 2)) == 4
+    assert cores_of_job({"SLURM_CPUS_ON_NODE": "4"}, Announced("mpirun (Open MPI)", 0, 2)) == float("inf")
+    assert cores_of_job({"SLURM_CPUS_ON_NODE": "x"}, Announced("Slurm", 0, 2)) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ("MASTER_ADDR=a MASTER_PORT=9000", ("a", 9000)),
+        ("PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400", ("job-node-0-0.job", 29400)),
+        ("MASTER_ADDR=a MASTER_PORT=9000 PET_MASTER_ADDR=b PET_MASTER_PORT=29400", ("a", 9000)),
+    ],
+)
+def test_where_the_ranks_meet(environment, expected):
+    assert meeting_point(variables(environment), "Kubeflow") == expected
