@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-TYPES = (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)  # that can be summed
+# Types that can be summed.
+TYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ALL_TYPES = (torch.uint8, torch.int8, torch.int16, *TYPES)
 
 
@@ -33,7 +34,7 @@ def test_allreduce_sums_every_type(hvd, dtype, shape):
     assert same(hvd.allreduce(mine(hvd.rank(), *shape, dtype=dtype), op=hvd.Sum), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16, torch.float32, torch.float64])
 def test_allreduce_has_five_operations(hvd, dtype):
     tensors = torch.stack(all_of(hvd, 4, dtype=dtype))
     x = mine(hvd.rank(), 4, dtype=dtype)
@@ -42,8 +43,9 @@ def test_allreduce_has_five_operations(hvd, dtype):
     assert same(hvd.allreduce(x, op=hvd.Max), tensors.amax(0))
     assert same(hvd.allreduce(x, op=hvd.Product), tensors.prod(0).to(dtype))
     if dtype.is_floating_point:
-        assert torch.allclose(hvd.allreduce(x, op=hvd.Average), tensors.mean(0))
-        assert torch.allclose(hvd.allreduce(x), tensors.mean(0))  # the default
+        relative = 2**-8 if dtype == torch.bfloat16 else 1e-5
+        assert torch.allclose(hvd.allreduce(x, op=hvd.Average), tensors.mean(0), rtol=relative)
+        assert torch.allclose(hvd.allreduce(x), tensors.mean(0), rtol=relative)  # the default
 
 
 def test_adasum_of_equal_tensors_is_the_tensor(hvd):
@@ -52,8 +54,9 @@ def test_adasum_of_equal_tensors_is_the_tensor(hvd):
     assert torch.allclose(hvd.allreduce(torch.ones(5), op=hvd.Adasum), torch.ones(5))
 
 
-def test_allreduce_scales_before_and_after(hvd):
-    x, total = mine(hvd.rank(), 6), sum(all_of(hvd, 6))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_allreduce_scales_before_and_after(hvd, dtype):
+    x, total = mine(hvd.rank(), 6, dtype=dtype), sum(all_of(hvd, 6, dtype=dtype))
     assert same(hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=8.0), 4 * total)
     assert same(hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum, prescale_factor=2.0)[1], 4 * total)
 
@@ -67,6 +70,18 @@ def test_allreduce_in_place_changes_its_own_tensor(hvd):
     assert same(x, sum(all_of(hvd, 6)))
     assert hvd.synchronize(hvd.allreduce_async_(y, op=hvd.Sum)) is y
     assert same(y, sum(all_of(hvd, 2, 2)))
+
+
+def test_bfloat16_rounds_to_nearest_even_and_keeps_what_is_not_a_number(hvd):
+    if hvd.size() != 2:
+        pytest.skip("the sum of more than two is rounded more than once")
+    one, other = (torch.randn(4099, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (1, 2))
+    one[:6] = torch.tensor([1.0, 1.0, float("nan"), float("inf"), -0.0, 3e38])
+    other[:6] = torch.tensor([2**-8, 3 * 2**-8, 1.0, float("-inf"), -0.0, 3e38])
+    got = hvd.allreduce([one, other][hvd.rank()], op=hvd.Sum)
+    assert torch.equal(got.nan_to_num(7.0), (one + other).nan_to_num(7.0))
+    assert got[:2].tolist() == [1.0, 1.015625]  # ties: to even, down and up
+    assert got.signbit()[4]
 
 
 def test_allreduce_of_a_scalar_and_of_nothing(hvd):
