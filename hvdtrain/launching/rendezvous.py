@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 from hvdtrain.engines.errors import UserError
 
+SELECTION = re.compile("addresses_of_([0-9]{1,5})_of_([0-9]{1,5})")  # launch/patches/27: a rank asks for its addresses
+SELECTION_SECONDS = 5.0  # until a rank that waits for others is told that they have not all come yet
 BACKLOG = 4096  # pending connections; the kernel limits it to net.core.somaxconn
 SILENCE_SECONDS = 30.0  # time limit of one request
 MOST_HEAD, MOST_BODY = 2**14, 2**26  # bytes; a value has 136 bytes per other rank
@@ -96,9 +98,13 @@ def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
 class Rendezvous:
     """A key-value server with the protocol of Horovod's rendezvous server, in one thread. Gloo exchanges addresses with it.
 
-    Requests are PUT, GET and DELETE /scope/key, one per connection. Horovod's own server is Python's HTTPServer: its listen
-    queue holds 5 connections, so the ninth rank is dropped and retries seconds later, and it starts a thread for each of the
-    3,000 requests of 24 ranks. The protocol has no authentication: any process that can connect can misdirect the ranks of
+    Requests are PUT, GET and DELETE /scope/key, one per connection. Under its number, a rank stores the addresses of its
+    sockets for each other rank, one after the other. GET /scope/addresses_of_RANK_of_SIZE is answered when all SIZE ranks
+    have done so, with the addresses meant for RANK; or with nothing after SELECTION_SECONDS.
+
+    Horovod's own server is Python's HTTPServer: its listen queue holds 5 connections, so the ninth rank is dropped and
+    retries seconds later, and it starts a thread for each of the 3,000 requests of 24 ranks. The protocol has no
+    authentication: any process that can connect can misdirect the ranks of
     this job. Therefore the server listens on one address only, stores only addresses, and does not use pickle.
 
     port: 0 for any free port. Raises OSError if `address` cannot be bound.
@@ -112,6 +118,7 @@ class Rendezvous:
         self._scopes: dict[str, dict[str, bytes]] = {}
         self._sizes: dict[str, int] = {}  # scope -> number of ranks after whose DELETE the scope is removed
         self._finished: dict[str, set[str]] = {}
+        self._waiting: dict[str, list[Caller]] = {}  # scope -> ranks that wait for the addresses of others
         threading.Thread(target=self._serve, name="rendezvous", daemon=True).start()
 
     def get(self, scope: str) -> dict[str, bytes]:
@@ -153,6 +160,24 @@ class Rendezvous:
                 self._scopes.get(scope, {}).pop(key, None)
         return b""
 
+    def _selected(self, scope: str, rank: int, size: int) -> bytes | None:
+        """Return the addresses meant for `rank`, of all other ranks in their order; None if one of them has not come."""
+        with self._lock:
+            values = self._scopes.get(scope, {})
+            if len(values) < size:
+                return None
+            found = [values.get(str(other)) for other in range(size) if other != rank]
+            if None in found or size < 2:
+                return None
+        parts = []
+        for number, value in enumerate(found):
+            assert value is not None
+            other = number + (number >= rank)
+            length = len(value) // (size - 1)  # a rank stores none for itself
+            first = (rank - (rank > other)) * length
+            parts.append(value[first : first + length])
+        return b"".join(parts)
+
     # ---- the thread
 
     def _serve(self) -> None:
@@ -160,17 +185,32 @@ class Rendezvous:
             selector.register(self._listener, selectors.EVENT_READ)
             swept = time.monotonic()
             while True:
-                for ready, _ in selector.select(SILENCE_SECONDS):
+                for ready, _ in selector.select(1.0 if self._waiting else SILENCE_SECONDS):
                     if ready.data is None:
                         self._accept(selector)
                     else:
                         self._go_on(ready.data, selector)
+                for scope in list(self._waiting):
+                    self._answer_waiting(scope, selector)
                 now = time.monotonic()
                 if now - swept > SILENCE_SECONDS:
                     swept = now
                     for caller in [key.data for key in selector.get_map().values() if key.data is not None]:
                         if now > caller.until:
-                            close(caller, selector)
+                            self._close(caller, selector)
+
+    def _answer_waiting(self, scope: str, selector: selectors.BaseSelector) -> None:
+        """Answer the ranks that wait for addresses in `scope`, if these are complete, or the wait has been long."""
+        now = time.monotonic()
+        for caller in list(self._waiting[scope]):
+            body = self._selected(scope, caller.rank, caller.size)
+            if body is None and now < caller.waits_until:
+                break  # those after it have waited less, and wait for the same ranks
+            self._waiting[scope].remove(caller)
+            caller.reply(body or b"")
+            self._send(caller, selector)
+        if not self._waiting[scope]:
+            del self._waiting[scope]
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):  # the client is gone, or the limit of open files is reached
@@ -184,35 +224,67 @@ class Rendezvous:
     def _go_on(self, caller: "Caller", selector: selectors.BaseSelector) -> None:
         """Read or write as much as possible without blocking."""
         try:
-            if not caller.answer:
+            if caller.answer is None:
                 asked = caller.read()
                 if asked is None:
                     return
-                body = self._answer(*asked)
-                status = b"404 Not Found" if body is None else b"200 OK"
-                body = body or b""
-                caller.answer = memoryview(b"HTTP/1.0 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
-            caller.answer = caller.answer[caller.socket.send(caller.answer) :]
-            if caller.answer:
-                selector.modify(caller.socket, selectors.EVENT_WRITE, caller)
-                return
+                method, scope, key, value = asked
+                if method == "GET" and (selection := SELECTION.fullmatch(key)):
+                    caller.wait_for(int(selection[1]), int(selection[2]))
+                    self._waiting.setdefault(scope, []).append(caller)
+                    return
+                caller.reply(self._answer(method, scope, key, value))
         except BlockingIOError:
             return
         except (OSError, ValueError):  # the client is gone, or the request is invalid
+            self._close(caller, selector)
+            return
+        self._send(caller, selector)
+
+    def _send(self, caller: "Caller", selector: selectors.BaseSelector) -> None:
+        """Send as much of the answer as possible without blocking. Close the connection after the last part."""
+        assert caller.answer is not None
+        try:
+            with contextlib.suppress(BlockingIOError):
+                caller.answer = caller.answer[caller.socket.send(caller.answer) :]
+            if caller.answer:
+                selector.modify(caller.socket, selectors.EVENT_WRITE, caller)
+                return
+        except OSError:  # the client is gone
             pass
-        close(caller, selector)
+        self._close(caller, selector)
+
+    def _close(self, caller: "Caller", selector: selectors.BaseSelector) -> None:
+        """Unregister the connection and close it."""
+        for waiting in self._waiting.values():
+            if caller in waiting:
+                waiting.remove(caller)
+        selector.unregister(caller.socket)
+        caller.socket.close()
 
 
 class Caller:
     """One connection, with one request."""
 
-    __slots__ = ("answer", "received", "socket", "until")
+    __slots__ = ("answer", "rank", "received", "size", "socket", "until", "waits_until")
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
         self.received = b""
-        self.answer: memoryview | None = None
+        self.answer: memoryview | None = None  # not yet sent; None: not known yet
         self.until = time.monotonic() + SILENCE_SECONDS
+        self.rank, self.size, self.waits_until = 0, 0, 0.0  # size > 0: it waits for the addresses meant for `rank`
+
+    def wait_for(self, rank: int, size: int) -> None:
+        """Note that this rank waits for the addresses of `size` ranks."""
+        self.rank, self.size = rank, size
+        self.waits_until = time.monotonic() + SELECTION_SECONDS
+
+    def reply(self, body: bytes | None) -> None:
+        """Set the answer. None: there is no such key."""
+        status = b"404 Not Found" if body is None else b"200 OK"
+        body = body or b""
+        self.answer = memoryview(b"HTTP/1.0 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
 
     def read(self) -> tuple[str, str, str, bytes] | None:
         """Return method, scope, key and value of the request; None if it is not complete yet.
@@ -221,6 +293,10 @@ class Caller:
         invalid.
         """
         part = self.socket.recv(65536)
+        if self.size:
+            if not part:
+                raise ConnectionError("closed while it waited")
+            return None
         self.received += part
         head, end, body = self.received.partition(b"\r\n\r\n")
         length = LENGTH.search(head) if end else None
@@ -236,9 +312,3 @@ class Caller:
         if method not in ("GET", "PUT", "DELETE"):
             raise ValueError(method)
         return method, scope, key, body[:wanted]
-
-
-def close(caller: Caller, selector: selectors.BaseSelector) -> None:
-    """Unregister the connection and close it."""
-    selector.unregister(caller.socket)
-    caller.socket.close()

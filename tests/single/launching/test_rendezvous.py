@@ -8,6 +8,7 @@ import urllib.request
 
 import pytest
 
+from hvdtrain.launching import rendezvous
 from hvdtrain.launching.rendezvous import Rendezvous, horovods_server, put, wait_for
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -60,6 +61,33 @@ def test_a_scope_is_forgotten_once_all_its_ranks_have_finished(server):
     assert server.get("global") == {}
     ask(server, "PUT", "global/0", b"again")  # Horovod is started a second time
     assert server.get("global") == {"0": b"again"}
+
+
+def addresses_of(sender: int, size: int) -> bytes:
+    """Return what Gloo's rank `sender` stores: the address of a socket for each other rank, of 136 bytes each."""
+    return b"".join(f"from {sender} for {rank}".encode().ljust(136) for rank in range(size) if rank != sender)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_each_rank_gets_the_addresses_meant_for_it_as_soon_as_the_last_one_is_there(server, size):
+    connections = [connect(server) for _ in range(size)]
+    for rank, connection in enumerate(connections):
+        connection.sendall(f"GET /own{size}/addresses_of_{rank}_of_{size} HTTP/1.1\r\n\r\n".encode())
+        if rank:
+            ask(server, "PUT", f"own{size}/{rank}", addresses_of(rank, size))
+    connections.pop(1).close()  # one of those that wait is gone: nobody else notices
+    ask(server, "PUT", f"own{size}/0", addresses_of(0, size))
+    for rank, connection in zip([0, *range(2, size)], connections, strict=True):
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+        assert b"200 OK" in head
+        expected = [f"from {sender} for {rank}".encode() for sender in range(size) if sender != rank]
+        assert [body[at : at + 136].rstrip() for at in range(0, len(body), 136)] == expected
+
+
+def test_a_rank_that_waits_for_one_that_does_not_come_is_told_nothing_after_a_while(server, monkeypatch):
+    monkeypatch.setattr(rendezvous, "SELECTION_SECONDS", 0.2)
+    ask(server, "PUT", "missing/0", addresses_of(0, 3))
+    assert ask(server, "GET", "missing/addresses_of_0_of_3") == b""
 
 
 def test_hundreds_that_connect_before_anybody_asks_are_all_answered(server):
