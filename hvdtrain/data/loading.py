@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib
 import io
-import json
 import math
 import multiprocessing
 import os
@@ -19,7 +18,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, spawn
+from multiprocessing import forkserver
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hvdtrain.data import leftovers
+from hvdtrain.data import fork_server, leftovers
 from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.data.sharding import PlannedBatch, PlannedStep, epoch_order, mixed_seed, steps, steps_per_epoch
 from hvdtrain.engines.errors import Failure
@@ -110,8 +109,6 @@ class Source:
     facts: Mapping[str, object] = field(default_factory=dict)  # further JSON values that identify the training samples
 
 
-PROGRAM = "hvdtrain-program-"  # begins what the command line of a fork server says about the rank's program
-LONGEST_PROGRAM = 2**16  # characters; Linux allows twice as many in an argument
 IMAGES = ("hvdtrain.data.loading", "torchvision.transforms.v2", "PIL.JpegImagePlugin", "simplejpeg")
 
 
@@ -126,9 +123,9 @@ def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
     leftovers.sweep()
     leftovers.claim()
     context = multiprocessing.get_context("forkserver")
-    # Modules that are not installed are ignored, and so is the last name, which is there for fork_server.py.
-    first, last = "hvdtrain.data.ends_with_rank", "hvdtrain.data.fork_server"
-    context.set_forkserver_preload([first, *preload, last, PROGRAM + described_program()])
+    context.set_forkserver_preload(
+        ["hvdtrain.data.fork_server", fork_server.wanted(preload)]
+    )  # the latter is no module
     # Ignored signals stay ignored across exec and fork. Launchers and Ctrl-C send them to every process of a job, but the
     # rank decides when to stop. When the rank has ended, its workers exit, and then the server.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}
@@ -138,18 +135,6 @@ def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     atexit.register(_end_workers)
-
-
-def described_program() -> str:
-    """Return what a worker has to know to import the rank's program: JSON in hexadecimal digits; "" if that is too long.
-
-    Not an environment variable: glibc's setenv is not safe while other threads, such as MPI's, read the environment.
-    """
-    program = spawn.get_preparation_data("server")
-    keys = ("sys_path", "sys_argv", "orig_dir", "dir", "init_main_from_name", "init_main_from_path")
-    known = {key: program[key] for key in keys if key in program}
-    text = json.dumps(known, default=str).encode().hex()  # a program may put a Path into sys.argv
-    return text if len(text) <= LONGEST_PROGRAM else ""
 
 
 def _end_workers() -> None:
@@ -227,7 +212,7 @@ def _end_with_rank() -> None:
     rank = multiprocessing.parent_process()
     if rank is not None:
         rank.join()
-        leftovers.sweep_after(rank.pid or 0)
+        leftovers.remove_sockets()
         os._exit(1)
 
 

@@ -51,18 +51,6 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/pro
     return quota
 
 
-def seconds_without_core(tasks: Path = Path("/proc/self/task")) -> float:
-    """Return the total time in seconds that the main thread was ready to run but had no core.
-
-    Source: `schedstat` (nanoseconds on a core, nanoseconds waiting for a core, time slices). Returns 0 if the kernel does
-    not provide it.
-    """
-    try:
-        return int((tasks / str(os.getpid()) / "schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
 def _prefixes(path: str) -> list[str]:
     parts = [part for part in path.split("/") if part]
     return ["/".join(parts[: depth + 1]) for depth in range(len(parts))]

@@ -28,9 +28,8 @@ from hvdtrain.hangs.messages import Appoint, Ask, Bye, End, Fail, Know, Message,
 from hvdtrain.hangs.peers import Peer, connect, peers_of
 from hvdtrain.hangs.signals import StopSignals
 from hvdtrain.hangs.stacks import stack_of, where, worth_printing
-from hvdtrain.hangs.starvation import Starvation
 from hvdtrain.hangs.timeouts import TIMES_STEP, HangTimeouts
-from hvdtrain.hangs.work import Work
+from hvdtrain.hangs.work import Starvation, Work
 from hvdtrain.launching import processes
 from hvdtrain.launching.exit_codes import FAILED, STOPPED
 

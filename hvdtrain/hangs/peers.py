@@ -4,11 +4,11 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.hangs.channel import Channel, accept, listen, say_hello
+from hvdtrain.launching import processes
 
 
 class Peer(NamedTuple):
@@ -22,7 +22,7 @@ class Peer(NamedTuple):
 def peers_of(engine: Engine) -> list[Peer]:
     """Return all ranks. A collective."""
     host = socket.gethostname()
-    told = engine.all_gather_object([host, f"{host} {pid_namespace()}", os.getpid()], "hangs.peers")
+    told = engine.all_gather_object([host, f"{host} {processes.pid_namespace()}", os.getpid()], "hangs.peers")
     return [Peer(*peer) for peer in told]
 
 
@@ -58,11 +58,3 @@ def connect(engine: Engine, hosts: Sequence[str]) -> tuple[dict[int, Channel], s
     for channel in channels.values():
         channel.socket.close()
     return {}, errors[0]
-
-
-def pid_namespace() -> str:
-    """Return an identifier of this process's pid namespace; unique to this process if it is not known."""
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return f"of {os.getpid()} alone"

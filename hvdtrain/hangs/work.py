@@ -1,14 +1,14 @@
-"""Tells a process that is at work from one that sleeps: CPU time, reads and writes, from /proc."""
+"""Tells a process that is at work, or has no core to work on, from one that hangs."""
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+
+from hvdtrain.launching import processes
 
 LEAST_SHARE = 0.05  # of a core; a loop that only polls uses less
-TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
+MOST_TURNS = 20.0  # time slices per second: a thread that gets more is not starved
 
 
 class Work:
@@ -19,15 +19,15 @@ class Work:
     """
 
     def __init__(self) -> None:
-        self._before: dict[Path, tuple[float, int]] = {}  # by directory in /proc: CPU seconds, bytes read and written
+        self._before: dict[str, tuple[float, int]] = {}  # CPU seconds, bytes read and written
         self._at = time.monotonic()
 
     def seen(self) -> bool:
         """Return whether anything used at least a twentieth of a core, read or wrote."""
-        now, at = {place: used(place) for place in places()}, time.monotonic()
+        now, at = {which: used(which) for which in workers()}, time.monotonic()
         seconds, transferred = 0.0, False
-        for place, (cpu, count) in now.items():
-            cpu_before, count_before = self._before.get(place, (0.0, 0))
+        for which, (cpu, count) in now.items():
+            cpu_before, count_before = self._before.get(which, (0.0, 0))
             seconds += max(0.0, cpu - cpu_before)
             transferred = transferred or count > count_before
         enough = seconds >= LEAST_SHARE * (at - self._at)
@@ -35,32 +35,49 @@ class Work:
         return transferred or (enough and seconds > 0)
 
 
-def places() -> Iterator[Path]:
-    """Yield the directory in /proc of each of the program's threads and child processes."""
+def workers() -> Iterator[str]:
+    """Yield the program's threads and child processes, as `processes.stat` takes them."""
     for thread in threading.enumerate():
         if not thread.daemon and thread.native_id is not None:
-            yield Path(f"/proc/self/task/{thread.native_id}")
-    found = [os.getpid()]
-    while found:
-        children = [child for task in Path(f"/proc/{found.pop()}/task").glob("*/children") for child in numbers(task)]
-        yield from (Path(f"/proc/{child}") for child in children)
-        found += children
+            yield f"self/task/{thread.native_id}"
+    yield from map(str, processes.descendants(os.getpid()))
 
 
-def numbers(path: Path) -> list[int]:
-    """Return the numbers in a file; none if it is gone."""
-    with contextlib.suppress(OSError, ValueError):
-        return [int(word) for word in path.read_text().split()]
-    return []
-
-
-def used(place: Path) -> tuple[float, int]:
+def used(which: str) -> tuple[float, int]:
     """Return the CPU seconds of a process or thread, and the bytes that it has read and written; 0 for what is unknown."""
-    seconds, count = 0.0, 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = (place / "stat").read_text().rpartition(")")[2].split()
-        seconds = (int(fields[11]) + int(fields[12])) * TICK_SECONDS
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = (place / "io").read_text().splitlines()
-        count = sum(int(line.split()[1]) for line in lines[:2])  # rchar, wchar
-    return seconds, count
+    found = processes.stat(which)
+    return found.cpu_seconds if found else 0.0, processes.bytes_transferred(which)
+
+
+class Starvation:
+    """Adds up for how long threads of this process were ready to run but had no core: such a rank is starved, not hung.
+
+    Call `seconds` about once a second, always from the same thread, which is itself not counted.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._counted_at = time.monotonic()
+        self._turns: dict[int, processes.Turns] = {}  # at that time
+
+    def reset(self) -> None:
+        """Set the sum to 0."""
+        self._seconds = 0.0
+
+    def seconds(self) -> float:
+        """Return the time since `reset`, in seconds, summed over threads.
+
+        A thread counts if it is ready to run and gets few time slices. MPI's busy-wait loops do not count: there may be more
+        of them than cores, but each yields and soon runs again.
+        """
+        now, mine = time.monotonic(), threading.get_native_id()
+        elapsed = now - self._counted_at
+        turns = {
+            thread: turns for thread in processes.threads() if thread != mine and (turns := processes.turns(thread))
+        }
+        for thread, (running, _, slices) in turns.items():
+            before, state = self._turns.get(thread), processes.stat(f"self/task/{thread}")
+            if before and state and state.state == "R" and 0 < slices < before.slices + MOST_TURNS * elapsed:
+                self._seconds += elapsed - (running - before.cpu_seconds)
+        self._counted_at, self._turns = now, turns
+        return max(0.0, self._seconds)

@@ -11,9 +11,9 @@ import importlib
 import sys
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.launching import processes
 
 # Packages whose import starts no thread, and touches neither MPI nor a GPU.
 SAFE = {"PIL", "horovod", "hvdtrain", "numpy", "safetensors", "torch", "torchvision"}
@@ -43,7 +43,7 @@ def preload(source: str, asked: Sequence[str]) -> None:
     """
     with contextlib.suppress(ImportError):
         import numpy  # noqa: F401 - its OpenBLAS starts threads, and handles forks itself
-    allowed = threads()
+    allowed = len(processes.threads())
     wanted = [*FIRST, *modules_of(source)]
     if any(name.startswith("hvdtrain.") for name in wanted):
         wanted += OF_HVDTRAIN
@@ -67,15 +67,10 @@ def _load(name: str) -> Exception | None:
     return None
 
 
-def threads() -> int:
-    """Return the number of threads of this process."""
-    return sum(1 for _ in Path("/proc/self/task").iterdir())
-
-
 def _check(allowed: int, what: str) -> None:
     """Raise UserError if importing `what` did something that does not survive a fork. allowed: number of threads."""
     done = []
-    if threads() > allowed:
+    if len(processes.threads()) > allowed:
         done.append("starts threads")
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

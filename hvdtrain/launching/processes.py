@@ -1,4 +1,7 @@
-"""Other processes on this host, read from /proc: the launcher of this rank, and other ranks."""
+"""Processes and threads on this host, read from /proc: this one, the launcher of this rank, other ranks.
+
+Not by psutil, whose import takes 30 ms in each rank, and which has neither namespaces nor the time slices of threads.
+"""
 
 import contextlib
 import ctypes
@@ -11,6 +14,7 @@ from typing import NamedTuple
 from hvdtrain.engines.errors import UserError
 
 PROC = Path("/proc")
+TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 # Launchers, by the name of their executable or script. When one of them ends, the ranks that it started must end.
 LAUNCHERS = re.compile(
     r"(mpirun|mpiexec|orterun|orted|prterun|prte|prted|prun|mpiexec\.hydra|hydra_pmi_proxy|hydra_bstrap_proxy|slurmstepd"
@@ -41,19 +45,95 @@ def require_proc(proc: Path = PROC) -> None:
         raise UserError(f"{proc} is another PID namespace's: {how}", everywhere=True)
 
 
-def stat(pid: int, proc: Path = PROC) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the third on (state, parent, ...); None if there is no such process."""
-    with contextlib.suppress(OSError, IndexError):
-        fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        return fields if len(fields) > 19 else None
+class Stat(NamedTuple):
+    """The state of a process or thread."""
+
+    state: str  # R: runs or could, S: sleeps, D: waits for a device, T, t: stopped by a signal, a debugger, Z, X: has ended
+    parent: int
+    cpu_seconds: float
+    started: int  # clock ticks since boot
+
+
+class Turns(NamedTuple):
+    """How the kernel has scheduled a thread so far."""
+
+    cpu_seconds: float
+    waiting_seconds: float  # ready to run, without a core; updated only after the wait
+    slices: int  # time slices
+
+
+def stat(which: int | str, proc: Path = PROC) -> Stat | None:
+    """Return the state of a process, or of a thread ("PID/task/TID"); None if there is none."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        fields = (
+            (proc / str(which) / "stat").read_text().rpartition(")")[2].split()
+        )  # from the third field of proc(5) on
+        return Stat(fields[0], int(fields[1]), (int(fields[11]) + int(fields[12])) * TICK_SECONDS, int(fields[19]))
     return None
+
+
+def bytes_transferred(which: int | str) -> int:
+    """Return the bytes that a process or thread has read and written; 0 if that is not known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = (PROC / str(which) / "io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines[:2])  # rchar, wchar
+    return 0
+
+
+def threads() -> list[int]:
+    """Return the IDs of this process's threads."""
+    return [int(task.name) for task in (PROC / "self/task").iterdir()]
+
+
+def turns(thread: int, tasks: Path = PROC / "self/task") -> Turns | None:
+    """Return how a thread of this process was scheduled; None if it has ended, or the kernel does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        running, waiting, slices = map(int, (tasks / str(thread) / "schedstat").read_text().split())
+        return Turns(running / 1e9, waiting / 1e9, slices)
+    return None
+
+
+def seconds_without_core(tasks: Path = PROC / "self/task") -> float:
+    """Return how long the main thread was ready to run but had no core, in seconds; 0 if the kernel does not say."""
+    main = turns(os.getpid(), tasks)
+    return main.waiting_seconds if main is not None else 0.0
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the child processes of a process, theirs, and so on."""
+    found: list[int] = []
+    for children in (PROC / str(pid) / "task").glob("*/children"):
+        with contextlib.suppress(OSError, ValueError):
+            found += [int(word) for word in children.read_text().split()]
+    return found + [each for child in found for each in descendants(child)]
+
+
+def command_line(pid: int, proc: Path = PROC) -> list[str]:
+    """Return the words of a process's command line; none if they cannot be read."""
+    with contextlib.suppress(OSError):
+        return (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    return []
+
+
+def boot_id() -> str:
+    """Return an identifier of the running kernel, until the next boot; "" if it is not known."""
+    with contextlib.suppress(OSError):
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def pid_namespace() -> str:
+    """Return an identifier of this process's pid namespace; unique to this process if it is not known."""
+    with contextlib.suppress(OSError):
+        return str((PROC / "self/ns/pid").readlink())
+    return f"of {os.getpid()} alone"
 
 
 def began(proc: Path = PROC) -> int:
     """Return the start time of this process, or of the starter that forked it, in clock ticks since boot."""
-    fields = stat((STARTERS or PROXY or [os.getpid()])[0], proc) or stat(os.getpid(), proc)
-    assert fields is not None
-    return int(fields[19])
+    found = stat((STARTERS or PROXY or [os.getpid()])[0], proc) or stat(os.getpid(), proc)
+    assert found is not None
+    return found.started
 
 
 def prctl(option: int, value: int) -> None:
@@ -71,20 +151,20 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
 
 def is_stopped(pid: int, proc: Path = PROC) -> bool:
     """Return whether the process is stopped by a signal or a debugger."""
-    fields = stat(pid, proc)
-    return fields is not None and fields[0] in "Tt"
+    found = stat(pid, proc)
+    return found is not None and found.state in "Tt"
 
 
 def runs(pid: int, proc: Path = PROC) -> bool:
     """Return whether there is a process of this number that is no zombie."""
-    fields = stat(pid, proc)
-    return fields is not None and fields[0] not in "ZX"
+    found = stat(pid, proc)
+    return found is not None and found.state not in "ZX"
 
 
 def lives(process: Process, proc: Path = PROC) -> bool:
     """Return whether the process still runs. A zombie does not."""
-    fields = stat(process.pid, proc)
-    return fields is not None and fields[0] not in "ZX" and int(fields[19]) == process.started
+    found = stat(process.pid, proc)
+    return found is not None and found.state not in "ZX" and found.started == process.started
 
 
 def launcher_name(arguments: list[str]) -> str | None:
@@ -116,17 +196,13 @@ def launchers(pid: int | None = None, proc: Path = PROC) -> list[Process]:
     """
     chain: list[Process] = []
     top = 0
-    fields = stat((PROXY or [os.getpid()])[0] if pid is None else pid, proc)
-    while fields is not None and len(chain) < MOST_ANCESTORS and (parent := int(fields[1])) > 1:
-        fields = stat(parent, proc)
-        if fields is None:
+    found = stat((PROXY or [os.getpid()])[0] if pid is None else pid, proc)
+    while found is not None and len(chain) < MOST_ANCESTORS and (parent := found.parent) > 1:
+        found = stat(parent, proc)
+        if found is None:
             break
-        try:
-            words = (proc / str(parent) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            words = []
-        name = launcher_name([word for word in words if word])
-        chain.append(Process(parent, int(fields[19]), name or "process"))
+        name = launcher_name([word for word in command_line(parent, proc) if word])
+        chain.append(Process(parent, found.started, name or "process"))
         if name is not None:
             top = len(chain)
     return chain[:top]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.cores import seconds_without_core
+from hvdtrain.launching.processes import seconds_without_core
 
 PHASES = ("loading", "compute", "communication")
 

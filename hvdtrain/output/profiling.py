@@ -22,6 +22,7 @@ from hvdtrain.data import leftovers
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.launching import processes
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.output.traces import Event, merge
@@ -116,7 +117,7 @@ class Profile:
         assert recording is not None
         self._heartbeat()
         mine = {
-            "host": socket.gethostname(), "kernel": _kernel(), "rounds": recording.rounds,
+            "host": socket.gethostname(), "kernel": processes.boot_id() or socket.gethostname(), "rounds": recording.rounds,
             "began_ns": recording.began_ns, "ended_ns": ended_ns, "spans": recording.spans_us(),
             "events": self._torch_events(recording.began_ns),
         }  # fmt: skip
@@ -196,11 +197,3 @@ class Profile:
             else:
                 self.output.say(f"profile: nothing recorded, the run is over after {self._seen} steps ({needed})")
         self._scratch.close()
-
-
-def _kernel() -> str:
-    """Return an identifier of the running kernel. Ranks on the same kernel have the same clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()

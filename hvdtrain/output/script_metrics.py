@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hvdtrain.engines.cores import seconds_without_core
 from hvdtrain.engines.foreign import ForeignEngine, Listener
+from hvdtrain.launching.processes import seconds_without_core
 from hvdtrain.output.clock import PHASES, RankTimes, added, by_rank, peak_memory, shares
 from hvdtrain.output.run_output import RunOutput, versions
 

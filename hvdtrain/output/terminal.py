@@ -7,7 +7,6 @@ horovodrun, it is a pipe even on a terminal. Therefore the stdout of the launche
 import contextlib
 import os
 import sys
-from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from hvdtrain.launching import processes
@@ -39,16 +38,15 @@ def find() -> Screen | None:
             if sys.stderr.isatty():
                 return Screen(sys.stderr, True, sys.stderr.fileno())
         return None
-    process = Path(f"/proc/{launcher.pid}")
+    options = [word for word in processes.command_line(launcher.pid) if word.startswith("-")]
     try:
-        options = [word for word in process.joinpath("cmdline").read_bytes().split(b"\0") if word.startswith(b"-")]
         # O_NONBLOCK: opening a named pipe waits for a reader.
-        device = os.open(process / "fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        device = os.open(processes.PROC / f"{launcher.pid}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
         return None
     os.set_blocking(device, True)
     if not os.isatty(device):
         os.close(device)
         return None
-    tagged = any(b"output" in option or b"timestamp" in option for option in options)
+    tagged = any("output" in option or "timestamp" in option for option in options)
     return Screen(sys.stdout, launcher.name in OPEN_MPI and not tagged, device)

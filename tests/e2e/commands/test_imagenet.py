@@ -215,7 +215,7 @@ def test_a_rank_that_raises_ends_the_job_though_workers_run(data):
 
 
 @pytest.mark.slow
-@pytest.mark.leaves("sem.hvdtrain-", "pymp-")  # of those that mpirun kills; the next start removes them
+@pytest.mark.leaves("sem.hvdtrain-", "hvdtrain-")  # of those that mpirun kills; the next start removes them
 def test_a_killed_rank_leaves_no_worker_behind(data, tmp_path):
     job = new_job()
     command = f"{MPIRUN.format(ranks=2)} --data-dir {data['folder']} --epochs 10000 --log-steps 1 --workers 2"

@@ -32,7 +32,7 @@ def run(name: str, directory: Path, flags: str = "", attack: dict | None = None,
 
 
 @pytest.mark.slow
-@pytest.mark.leaves("sem.hvdtrain-", "pymp-")  # of the workers of a killed rank; the next start removes them
+@pytest.mark.leaves("sem.hvdtrain-", "hvdtrain-")  # of the workers of a killed rank; the next start removes them
 @pytest.mark.parametrize(
     ("name", "step"), [("gan", 30), ("augment", 30), ("tokens", 15)]
 )  # tokens: 11 steps in an epoch
@@ -52,7 +52,7 @@ def test_a_killed_program_ends_with_the_same_bits(name, step, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.leaves("sem.hvdtrain-", "pymp-")
+@pytest.mark.leaves("sem.hvdtrain-", "hvdtrain-")
 def test_augmentation_gives_the_same_bits_with_any_number_of_workers(tmp_path):
     hashes = {}
     for workers in (0, 1, 3):
@@ -98,7 +98,7 @@ def test_the_plain_versions_run(name):
 
 
 @pytest.mark.slow
-@pytest.mark.leaves("sem.hvdtrain-", "pymp-")
+@pytest.mark.leaves("sem.hvdtrain-", "hvdtrain-")
 def test_a_killed_run_on_shards_goes_on_at_the_very_image_and_refuses_other_shards(tmp_path):
     folder = image_set.write(tmp_path / "folder", train=48, test=16)
     make = f"{PYTHON} -m hvdtrain.data.make_shards {folder} {tmp_path}/shards --samples-per-shard 12"

@@ -1,5 +1,6 @@
 """The processes that load batches for a rank: a fork server that imports the program, and the workers that it forks."""
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -15,10 +16,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from hvdtrain.data import loading
+from hvdtrain.data import fork_server, loading
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.start import start
-from hvdtrain.launching.processes import stat
+from hvdtrain.launching.processes import runs
 from hvdtrain.training import inputs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -86,7 +87,7 @@ def test_the_server_ends_with_its_rank_though_it_still_imports(tmp_path):
     )
     server = int((tmp_path / "pid").read_text())
     until = time.monotonic() + 60
-    while (found := stat(server)) is not None and found[0] not in "ZX":
+    while runs(server):
         assert time.monotonic() < until, "the server is still there"
         time.sleep(0.01)
 
@@ -136,10 +137,14 @@ def test_workers_work_whose_server_cannot_import_hvdtrain(tmp_path):
     assert done.stdout.split() == ["0", "False", "7"], done
 
 
+def said() -> list:
+    return json.loads(bytes.fromhex(fork_server.wanted(["torch"]).removeprefix(fork_server.WANTED)))
+
+
 def test_arguments_too_long_for_a_command_line_are_left_to_the_workers(monkeypatch):
-    assert "sys_argv" in bytes.fromhex(loading.described_program()).decode()
-    monkeypatch.setattr(sys, "argv", ["program", "x" * loading.LONGEST_PROGRAM])
-    assert loading.described_program() == ""
+    assert "sys_argv" in said()[1]
+    monkeypatch.setattr(sys, "argv", ["program", "x" * fork_server.LONGEST])
+    assert said() == [["torch"], None]
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_a_rank_that_does_not_answer(job):
 def test_torchrun_need_not_wait_for_a_rank_that_does_not_answer(deaf, launcher, job):
     """It would send SIGTERM, which that rank cannot obey, and wait for half a minute."""
     some = job(3)
-    me = processes.Process(os.getpid(), int(processes.stat(os.getpid())[19]), launcher)
+    me = processes.Process(os.getpid(), processes.stat(os.getpid()).started, launcher)
     process = subprocess.Popen(["sleep", "600"])
     try:
         for rank in some.ranks:
@@ -467,8 +467,8 @@ def test_the_end_of_the_launcher_is_a_request_to_stop(job):
         os.close(writer)
         os.read(reader, 1)
         os._exit(0)
-    started = int(processes.stat(launcher)[19])
-    some.ranks[1].launchers = [processes.Process(os.getpid(), int(processes.stat(os.getpid())[19]), "self")]
+    started = processes.stat(launcher).started
+    some.ranks[1].launchers = [processes.Process(os.getpid(), processes.stat(os.getpid()).started, "self")]
     some.ranks[1].launchers += [processes.Process(launcher, started, "torchrun")]
     time.sleep(0.5)
     assert some.ranks[0].stop_reason is None

@@ -81,7 +81,7 @@ def test_all_up_to_the_topmost_launcher_are_missed_and_none_above(tmp_path):
 
 def test_a_process_is_gone_when_it_ended_even_if_another_has_its_number_or_nobody_waited_for_it():
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    me = Process(child.pid, int(stat(child.pid)[19]), "child")
+    me = Process(child.pid, stat(child.pid).started, "child")
     assert lives(me)
     assert not lives(me._replace(started=me.started + 1))
     assert not is_stopped(child.pid)
@@ -97,7 +97,7 @@ def test_a_process_is_gone_when_it_ended_even_if_another_has_its_number_or_nobod
     assert not lives(me)
     child.communicate()
     assert not lives(me)
-    assert lives(Process(os.getpid(), int(stat(os.getpid())[19]), "self"))
+    assert lives(Process(os.getpid(), stat(os.getpid()).started, "self"))
 
 
 def test_a_forked_rank_began_when_its_starter_did(tmp_path, monkeypatch):

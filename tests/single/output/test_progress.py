@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hvdtrain.engines.base import Setting
-from hvdtrain.engines.cores import seconds_without_core
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.launching import processes
+from hvdtrain.launching.processes import seconds_without_core
 from hvdtrain.output import progress as display
 from hvdtrain.output import terminal
 from hvdtrain.output.clock import Clock, RankTimes, Window, added, shares
