@@ -65,7 +65,13 @@ def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[s
     hosts: host name of every rank; the first is this host. Listens only on the interfaces used to reach these hosts; if all
     ranks are on this host, on loopback. Raises OSError.
     """
-    remote = {host: own_address_towards(host) for host in dict.fromkeys(hosts) if host != hosts[0]}
+    remote = {}
+    for host in sorted(set(hosts) - {hosts[0]}):
+        try:
+            remote[host] = own_address_towards(host)
+        except socket.gaierror as error:
+            how = "add it to /etc/hosts, or to the name server"
+            raise OSError(f"no address for {host} ({error.strerror}): {how}") from None
     addresses = {hosts[0]: next(iter(remote.values()), "127.0.0.1")} | remote
     listeners: dict[str, socket.socket] = {}
     try:

@@ -1,38 +1,44 @@
-"""The monitor's thread on each rank. It runs while the main thread waits inside Horovod, MPI or Gloo, which release the GIL.
+"""The monitor of a rank: a thread that runs while the main thread waits inside Horovod, MPI or Gloo, which release the GIL.
 
 It calls neither an engine nor torch. Ranks train in lockstep: if one hangs, all make no progress. Therefore no messages are
-sent in normal operation. Each thread checks once a second whether its own main thread makes progress. If rank 0 has made
-none for the time limit of a step, its thread asks every rank for a report, and decides what to do (diagnosis.py). If rank 0
-does not answer, each other rank ends by itself. A stop request on one rank is forwarded to all ranks at once.
+sent in normal operation. Once a second, the thread looks at
+
+- stop signals: a request on one rank is forwarded to all at once, and all stop after the same step (`Appointment`)
+- the main thread: whether it makes progress (detector.py)
+- the other ranks and the launchers of this one: whether they have ended
 """
 
 import contextlib
 import os
 import selectors
 import signal
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import NamedTuple
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
 from hvdtrain.hangs import leaving
-from hvdtrain.hangs.activity import BETWEEN, STEP, UPDATED, Activity
-from hvdtrain.hangs.appointment import Appointment
+from hvdtrain.hangs.activity import STEP, Activity, ForkedActivity
 from hvdtrain.hangs.channel import Channel
-from hvdtrain.hangs.diagnosis import MOST_STARVED, Report, diagnose_hang
+from hvdtrain.hangs.detector import Detector
 from hvdtrain.hangs.leaving import Leaving
 from hvdtrain.hangs.messages import Appoint, Ask, Bye, End, Fail, Know, Message, Stand, Stop
 from hvdtrain.hangs.peers import Peer, connect, peers_of
-from hvdtrain.hangs.signals import StopSignals
-from hvdtrain.hangs.stacks import stack_of, where, worth_printing
-from hvdtrain.hangs.timeouts import TIMES_STEP, HangTimeouts
-from hvdtrain.hangs.work import Starvation, Work
+from hvdtrain.hangs.stacks import stack_of, worth_printing
+from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.launching import processes
 from hvdtrain.launching.exit_codes import FAILED, STOPPED
 
+Handler = Callable[[int, FrameType | None], object] | int | None  # what signal.signal takes and returns
+
+# A closed terminal sends SIGHUP, a batch system's limit on processor time SIGXCPU.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
+_ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
 MOST_TRACEBACKS = 3  # printed for internal errors of the thread
 LOST = "died: its connection closed unexpectedly"
 LEFT = "left"
@@ -48,6 +54,88 @@ class Timing(NamedTuple):
 
 
 TIMING = Timing()
+
+
+def remember_ignored() -> None:
+    """Note which stop signals this process ignores. Call it before Horovod is imported, whose library handles SIGHUP."""
+    _ignored.update(number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN)
+
+
+class StopSignals:
+    """Between `listen` and `restore`, stop signals only appear in `received`. Call both from the main thread."""
+
+    def __init__(self) -> None:
+        self.socket, self._wake = socket.socketpair()
+        self.socket.setblocking(False)
+        self._wake.setblocking(False)
+        self._handlers: dict[signal.Signals, Handler] = {}
+
+    def listen(self) -> None:
+        """Install the signal handlers."""
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number, handler in self._handlers.items():
+            if handler != signal.SIG_IGN and number not in _ignored:
+                signal.signal(number, lambda number, frame: None)
+
+    def restore(self) -> None:
+        """Restore the previous signal handlers. Idempotent."""
+        if self._handlers:
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._handlers.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: a library's own
+            self._handlers = {}
+
+    def received(self) -> list[signal.Signals]:
+        """Return the stop signals received since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return [signal.Signals(number) for number in self.socket.recv(4096) if number in STOP_SIGNALS]
+        return []
+
+    def wake(self) -> None:
+        """Wake up the thread that waits for `socket`. Thread-safe."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    def close(self) -> None:
+        """Restore the signal handlers and close the sockets."""
+        self.restore()
+        self.socket.close()
+        self._wake.close()
+
+
+class Appointment:
+    """The next step after which all ranks do `what`, if there is one: `step`, which whoever has done it resets to None."""
+
+    def __init__(self, what: str, monitor: "Monitor"):
+        self.what, self._monitor = what, monitor
+        self.step: int | None = None
+        self._ignorant: set[int] = set()  # ranks that have not confirmed yet
+        self._agreed = threading.Event()
+
+    def make(self, step: int) -> None:
+        """On rank 0, before it takes part in `step`: tell all ranks. `wait` before the end of that step.
+
+        No rank can finish a step without rank 0, so no rank can miss it.
+        """
+        monitor = self._monitor
+        self._agreed.clear()
+        self._ignorant = set(monitor.channels)
+        self.step = step
+        monitor.send_all(Appoint(self.what, step, monitor.stop_reason))
+        self.confirm(monitor.rank)
+
+    def wait(self) -> None:
+        """On rank 0: wait until all ranks know of it. If one does not answer, the monitor ends the job."""
+        if not self._agreed.is_set():
+            with self._monitor.activity.waiting(f"the other ranks to agree on the step to {self.what} at"):
+                self._agreed.wait()
+
+    def confirm(self, rank: int) -> None:
+        """`rank` knows of it."""
+        self._ignorant.discard(rank)
+        if not self._ignorant:
+            self._agreed.set()
 
 
 class Monitor:
@@ -70,20 +158,17 @@ class Monitor:
         self.timing, self.leave = timing, leave
         self.watched = threading.main_thread().ident if watched is None else watched
         self.stop_reason: str | None = None  # what requested the stop
-        self.stop = Appointment("stop", activity, self._appoint)
-        self.save = Appointment("save", activity, self._appoint)
+        self.stop = Appointment("stop", self)
+        self.save = Appointment("save", self)
         self.gone: dict[int, tuple[float, str]] = {}  # disconnected ranks: since when, and the reason
         self.leaving: Leaving | None = None  # once all other ranks have left
         self.signals = StopSignals()
         self.launchers: list[processes.Process] = []  # launchers of this rank; if one ends, the job stops
-        self._reports: dict[int, Stand] = {}  # by rank
-        self._asked_at: float | None = None
-        self._ask_again = 0.0
-        self._seen, self._stalled, self._longest, self._looked_at = 0, 0.0, 0.0, time.monotonic()
-        self._phase = activity.phase  # phase in which the main thread made its last progress
-        self._starvation = Starvation()
-        self._work, self._idle = Work(), 0.0  # seconds since this rank was last seen at work; counted in UPDATED only
-        self._excused = 0.0  # seconds without progress that a lack of CPU cores on any rank explains
+        self.detector = Detector(
+            rank, [self.name(other) for other in range(len(peers))], activity, timeouts, self.watched, timing.reply,
+            lambda: self.send_all(Ask()), self._end, self._is_stopped, guest,
+        )  # fmt: skip
+        self._looked_at = time.monotonic()
         self._stop_known_at = 0.0
         self._asked_to_stop: tuple[float, str] | None = None  # when this rank asked rank 0, and why
         self._warned = False
@@ -98,29 +183,42 @@ class Monitor:
         if not self.guest:
             self.launchers = processes.launchers()
             self.signals.listen()
+            os.register_at_fork(after_in_child=self._forked)
         self._selector.register(self.signals.socket, selectors.EVENT_READ)
         for rank, channel in self.channels.items():
             self._selector.register(channel.socket, selectors.EVENT_READ, (rank, channel))
         self._thread.start()
 
+    def _forked(self) -> None:
+        """In a forked child, such as a DataLoader's worker: signals to it are neither this rank's nor ignored."""
+        self.signals.restore()
+        if not self._closing:
+            self.activity.__class__ = ForkedActivity
+
     def name(self, rank: int) -> str:
         """Return "rank N on HOST"."""
         return f"rank {rank} on {self.peers[rank].host}"
+
+    @property
+    def warning(self) -> str | None:
+        """What to say at the start if the ranks could not be connected."""
+        how = "let the ranks of every host connect to that of rank 0"
+        return (
+            f"warning: hung ranks will not be noticed: the ranks cannot connect ({self.off}): {how}"
+            if self.off
+            else None
+        )
 
     def send_all(self, message: Message) -> None:
         """Send a message over all connections."""
         for channel in list(self.channels.values()):
             channel.send(message)
 
-    def _appoint(self, what: str, step: int) -> int:
-        """Tell all ranks the step after which to do `what`. Return how many must confirm it."""
-        self.send_all(Appoint(what, step, self.stop_reason))
-        return len(self.channels)
-
     def close(self, failure: str | None = None) -> None:
         """Disconnect from the others, with what went wrong here if this rank leaves them alone."""
         if self._closing:
             return
+        self.activity.heartbeat()  # a forked child that leaves the rank's code this way ends here
         if failure is not None:
             time.sleep(0.2)  # another rank that has just died may be the cause
             for rank in list(self.gone):
@@ -214,9 +312,9 @@ class Monitor:
     def _handle(self, message: Message, rank: int, channel: Channel) -> None:
         match message:
             case Ask():
-                channel.send(self._report())
+                channel.send(self.detector.report())
             case Stand():
-                self._reports[rank] = message
+                self.detector.reports[rank] = message
             case Stop(reason):
                 self._learn_stop(reason)
             case Appoint(what, step, reason):
@@ -245,91 +343,20 @@ class Monitor:
         self._miss_launcher()
         self._miss_answer(now)
         self._leave_before_the_first_step(now)
-        starved = self._starvation.seconds()
-        moves, phase = self.activity.moves, self.activity.phase
-        if moves != self._seen:
-            # Other phases do not count for the longest step, nor does waiting for a rank in one.
-            took = self._stalled - max(starved, self._excused)
-            if self._phase == STEP and took < self.timeouts.step(self._longest):
-                self._longest = max(self._longest, took)
-            self._seen, self._stalled, self._phase, self._idle = moves, 0.0, phase, 0.0
-            self._asked_at, self._ask_again, self._excused, self._reports = None, 0.0, 0.0, {}
-            self._starvation.reset()
-            if self.leaving is not None:
-                self.leaving.heartbeat()
-            return
-        self._phase = phase
-        self._stalled += elapsed
-        if phase is UPDATED:
-            self._idle = 0.0 if self._work.seen() else self._idle + elapsed
-        if self.leaving is not None:
+        moved = self.detector.look(now, elapsed, connected=bool(self.channels))
+        if self.leaving is not None and moved:
+            self.leaving.heartbeat()
+        elif self.leaving is not None:
             self.leaving.look(elapsed)
-        self._ask(now, starved)
-
-    def _ask(self, now: float, starved: float) -> None:
-        limit = self.timeouts.step(self._longest)
-        if not self.channels or self.timeouts.off or self._stalled < limit or now < self._ask_again:
-            return
-        # Rank 0 decides first, if it can.
-        late = 0.0 if self.rank == 0 or self._is_stopped(0) else 2 * self.timing.reply
-        if self._stalled < limit + late:
-            return
-        if self._asked_at is None:
-            self._asked_at, self._reports = now, {self.rank: self._report()}
-            self.send_all(Ask())
-            return
-        # If this rank lacks a core, other ranks on its host may lack one, too.
-        silent = now - self._asked_at > self.timing.reply + min(starved, MOST_STARVED * self.timing.reply)
-        if self.rank == 0 and (silent or len(self._reports) == len(self.peers)):
-            self._judge(now)
-        elif self.rank != 0 and 0 in self._reports:
-            self._asked_at, self._ask_again = None, now + limit  # rank 0 is alive, and will decide
-        elif self.rank != 0 and silent:
-            # Ranks go through the phases together: rank 0 may be in a phase in which it cannot answer.
-            if (
-                self._is_stopped(0)
-                or self._stalled
-                >= self.timeouts.phase(STEP if self._phase is BETWEEN else self._phase, self._longest) + late
-            ):
-                self._end(f"{self.name(0)} does not answer (stopped, spinning outside Python, or cut off)")
-            self._asked_at, self._ask_again = None, now + self.timing.reply
-
-    def _judge(self, now: float) -> None:
-        """End the job, unless the reports show a reason for the delay; then ask again later."""
-        self._reports[self.rank] = self._report()
-        names = [self.name(rank) for rank in range(len(self.peers))]
-        silent = [rank for rank in range(len(self.peers)) if rank not in self._reports]
-        stopped = [rank for rank in silent if self._is_stopped(rank)]
-        reports = {rank: stand.report for rank, stand in self._reports.items()}
-        announce = None if self.guest else "`with run.alone():`"
-        diagnosis = diagnose_hang(reports, names, self.rank, stopped, announce)
-        if diagnosis.headline is not None:
-            self._end(diagnosis.headline)
-        self._excused = diagnosis.excused
-        # At the latest after the limit of a step: a rank in a long phase may hang in a step by then.
-        limit = self.timeouts.step(self._longest)
-        self._asked_at, self._ask_again = None, now + max(min(diagnosis.wait, limit), self.timing.look / 2)
 
     def _is_stopped(self, rank: int) -> bool:
         """Return whether `rank` is known to be stopped by a signal. Only ranks on this host can be checked."""
         mine, theirs = self.peers[self.rank], self.peers[rank]
         return mine.place == theirs.place and processes.is_stopped(theirs.pid)
 
-    def _report(self) -> Stand:
-        """Return a report about the main thread, and the innermost frames of its stack."""
-        stack, activity = stack_of(self.watched), self.activity
-        phase, stalled = activity.phase, 0.0 if activity.moves != self._seen else self._stalled
-        allowed = self.timeouts.phase(phase, self._longest)
-        if phase is UPDATED:
-            step = self.timeouts.step(self._longest)
-            allowed = stalled + min(step - self._idle, TIMES_STEP * step - stalled)
-        starved = self._starvation.seconds()
-        report = Report(activity.step, phase.name, allowed, stalled, starved, activity.collective, where(stack))
-        return Stand(report, traceback.format_list(worth_printing(stack, self.guest)))
-
     def make_leaving(self) -> Leaving:
         """Return the limit of this rank's own end, for when no other rank waits for it."""
-        limit = self.timeouts.leaving(self._longest)
+        limit = self.timeouts.leaving(self.detector.longest)
         return Leaving(self.name(self.rank), limit, self.watched, self.leave, self.guest)
 
     def _fate(self, rank: int) -> str:
@@ -369,12 +396,12 @@ class Monitor:
         if self._closing:
             return
         lines = [f"hvdtrain: error: {headline}\n"]
-        for rank, (report, stack) in sorted(self._reports.items()):
+        for rank, (report, stack) in sorted(self.detector.reports.items()):
             state, what = ("waits", f"; for others, in {report.collective}") if report.collective else ("stands", "")
             during = "" if report.phase == STEP.name else f", {report.phase}"
             lines.append(f"  {self.name(rank)}: step {report.step}{during}, {state} at {report.at}{what}\n")
             lines += stack
-        if not self._reports:
+        if not self.detector.reports:
             stack = traceback.format_list(worth_printing(stack_of(self.watched), self.guest))
             lines += [f"  {self.name(self.rank)}:\n", *stack]
         say_within("".join(lines))
@@ -390,9 +417,9 @@ class Monitor:
 
         Their connections are still open, so their pids are valid. Other launchers wait for seconds only.
         """
-        if self._asked_at is None or not any("torch" in process.name for process in self.launchers):
+        if self.detector.asked_at is None or not any("torch" in process.name for process in self.launchers):
             return
-        for rank in set(self.channels) - set(self._reports):
+        for rank in set(self.channels) - set(self.detector.reports):
             if self.peers[rank].place == self.peers[self.rank].place:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(self.peers[rank].pid, signal.SIGKILL)

@@ -39,7 +39,7 @@ def connect(engine: Engine, hosts: Sequence[str]) -> tuple[dict[int, Channel], s
         try:
             listeners, where = listen(hosts)
         except OSError as problem:
-            error = f"rank 0 cannot listen: {problem}"
+            error = f"rank 0 on {hosts[0]} cannot listen: {problem}"
     where = engine.broadcast_object(where, "hangs.where")
     if where is not None:
         try:

@@ -24,9 +24,8 @@ class ScriptWatchdog(Listener):
     def started(self, engine: ForeignEngine) -> None:
         self.engine = engine
         self.monitor = monitor_ranks(engine, self._timeouts, self._failed, guest=True)
-        if self.monitor.off and engine.rank == 0:
-            said = f"warning: hung ranks will not be noticed: the ranks cannot connect ({self.monitor.off})"
-            print(said, file=sys.stderr, flush=True)
+        if self.monitor.warning is not None and engine.rank == 0:
+            print(self.monitor.warning, file=sys.stderr, flush=True)
 
     def _failed(self, headline: str) -> None:
         for listener in self._listeners:

@@ -51,9 +51,11 @@ def limited(seconds: float) -> Iterator[None]:
     """Context manager that ends this process, with a message and a traceback, if the block takes longer.
 
     A Python thread cannot run while a library is loaded, which holds the GIL. faulthandler's thread, which prints the
-    traceback and ends the process, needs no GIL.
+    traceback and ends the process, needs no GIL. If nobody reads the output, it waits for ever: then the kernel ends the
+    process, by SIGALRM.
     """
     import faulthandler
+    import signal
     import socket
     import threading
 
@@ -69,16 +71,16 @@ def limited(seconds: float) -> Iterator[None]:
             say_within(
                 f"hvdtrain: error: {where} could not import torch within {seconds:.0f} s: is its file system slow?\n"
             )
-            if not over.wait(2 * AFTER_MESSAGE):  # faulthandler could not write to sys.stderr
-                os._exit(1)
 
     thread = threading.Thread(target=warn, name="import", daemon=True)
     thread.start()
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # sys.stderr is not a file
         faulthandler.dump_traceback_later(seconds + late + AFTER_MESSAGE, exit=True)
+    signal.setitimer(signal.ITIMER_REAL, seconds + late + 3 * AFTER_MESSAGE)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()
         over.set()
         thread.join()

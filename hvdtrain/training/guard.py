@@ -44,9 +44,9 @@ class Guard:
         self.adasum: bool = flags.reduction == "adasum"
         self._buffers: list[Tensor] = []
         self._compared_at: int | None = None  # the step after which the weights were last compared
-        if monitor.off:
+        if monitor.warning is not None:
             self.activity.asked = True
-            output.say(f"warning: hung ranks will not be noticed: the ranks cannot connect ({monitor.off})")
+            output.say(monitor.warning)
 
     def __enter__(self) -> "Guard":
         return self

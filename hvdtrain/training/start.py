@@ -12,8 +12,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import require_same_flags
 from hvdtrain.engines.start import start as start_engine
-from hvdtrain.hangs.monitor import monitor_ranks
-from hvdtrain.hangs.signals import remember_ignored
+from hvdtrain.hangs.monitor import monitor_ranks, remember_ignored
 from hvdtrain.hangs.start_limit import limited_start
 from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.output.metric_names import Metric
@@ -24,6 +23,8 @@ from hvdtrain.training.inputs import seed_generators
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
 from hvdtrain.training.state import metrics_of
+
+_running: list[bool] = []  # one, inside `start`
 
 
 @contextlib.contextmanager
@@ -38,10 +39,16 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
         raise UserError("training.start() takes what training.parser(...).parse() returned", everywhere=True)
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training.start() in another thread than the main one, which stop signals reach: call it there")
+    if _running:
+        raise UserError(
+            "training.start() inside training.start(): end the first block before the next", everywhere=True
+        )
     remember_ignored()
     directions = metrics_of({"loss": "min"} if metrics is None else metrics)
     tuning = flags.tuning == "auto"
     with contextlib.ExitStack() as stack:
+        _running.append(True)
+        stack.callback(_running.pop)
         with limited_start(HangTimeouts(flags.step_timeout)) as starting:  # afterwards, the ranks are monitored
             engine = start_engine(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads)
             starting.engine = stack.enter_context(engine)

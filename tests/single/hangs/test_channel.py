@@ -45,6 +45,13 @@ def hub():
     listener.close()
 
 
+def test_a_host_whose_name_has_no_address_is_named():
+    with pytest.raises(
+        OSError, match=r"no address for host-9\.invalid \(.*\): add it to /etc/hosts, or to the name server"
+    ):
+        listen(["h0", "host-9.invalid"])
+
+
 def test_only_who_knows_the_secret_gets_a_channel(hub):
     address, end = hub()
     with socket.create_connection(address) as stranger:

@@ -37,7 +37,7 @@ class Rank(Monitor):
             rank, peers, Activity(), HangTimeouts(step_timeout), channels, failed=self.said.append,
             stopped=self.said.append, guest=True, timing=timing, leave=self._leave,
         )  # fmt: skip
-        self._starvation.seconds = lambda: 0.0  # all ranks' threads are this process's
+        self.detector.starvation.seconds = lambda: 0.0  # all ranks' threads are this process's
 
     def _run(self) -> None:
         with contextlib.suppress(Left):
@@ -165,17 +165,6 @@ def test_a_phase_has_a_limit_too(job):
     assert "; no step for " in some.ranks[0].said[0]  # of rank 0, which was out of its evaluation
 
 
-def test_a_long_phase_does_not_make_the_limit_of_steps_longer(job):
-    some = job(2)
-    one = some.ranks[0]
-    one.train()
-    with one.activity.during("checkpoint"):
-        time.sleep(1.0)
-    one.train()
-    time.sleep(0.3)
-    assert one._longest < 0.5
-
-
 def test_a_rank_that_does_not_answer(job):
     some = job(3)
     for rank in some.ranks:
@@ -223,25 +212,6 @@ def test_rank_0_does_not_answer(job, capfd):
     assert "hvdtrain: error: rank 0 on h0 does not answer (stopped, spinning outside Python, or cut off)" in said
     assert "rank 1 on h0: step 1, waits at" in said
     some.ranks[0]._closing = True
-
-
-@pytest.mark.parametrize(
-    ("state", "patience"), [("R", 2.0), ("T", 0.0)], ids=["it may be about to decide", "it is stopped"]
-)
-def test_how_long_the_others_leave_the_decision_to_rank_0(job, monkeypatch, state, patience):
-    some = job(2, step_timeout=60.0)
-    one = some.ranks[1]
-    monkeypatch.setattr(processes, "is_stopped", lambda pid: state == "T")
-    asked = []
-    monkeypatch.setattr(one, "_look", lambda: None)  # the test calls what it would
-    monkeypatch.setattr(one, "send_all", lambda message: asked.append(one._stalled))
-    for quarters in range(4 * 60 - 4, 4 * 60 + 16):
-        one._stalled = quarters / 4
-        one._ask(time.monotonic(), 0.0)
-        if asked:
-            break
-    monkeypatch.undo()
-    assert asked == [60.0 + patience]  # the second is FAST.reply
 
 
 def test_all_ranks_save_after_the_same_step(job):
@@ -298,7 +268,7 @@ def test_between_epochs_a_rank_has_ten_limits_and_the_remedy_is_said(job):
     for rank in some.ranks:
         rank.train()
     wait_in(some.ranks[:1])
-    some.ranks[0].guest = False
+    some.ranks[0].detector.guest = False
     some.ranks[1].activity.leave_steps()
     time.sleep(3.0)
     assert some.ranks[1].code is None
@@ -313,7 +283,7 @@ def test_after_the_update_a_rank_has_ten_limits_if_it_is_at_work(works, job):
         rank.train()
     wait_in(some.ranks[:1])
     late = some.ranks[1]
-    late._work.seen = lambda: works
+    late.detector.work.seen = lambda: works
     late.activity.update()
     began = time.monotonic()
     some.wait_until(some.ended)
@@ -325,25 +295,12 @@ def test_an_update_is_over_when_gradients_are_computed_again(job, capfd):
     some = job(2, timing=FAST._replace(look=0.05))
     for rank in some.ranks:
         rank.train()
-        rank._work.seen = lambda: True
+        rank.detector.work.seen = lambda: True
     wait_in(some.ranks[:1])
     some.ranks[1].activity.update()
     some.ranks[1].activity.compute()
     some.wait_until(some.ended)
     assert "rank 1 on h0: step 1, stands at" in capfd.readouterr().err  # in a step, and not at its end
-
-
-def test_waiting_for_a_rank_in_a_long_phase_makes_no_step_longer(job):
-    some = job(2, timing=FAST._replace(look=0.05))
-    for rank in some.ranks:
-        rank.train()
-    wait_in(some.ranks[:1])
-    with some.ranks[1].activity.during("evaluation"):
-        time.sleep(2.0)
-        some.ranks[0].activity.collective = None
-        some.ranks[0].train()
-        time.sleep(0.2)
-    assert some.ranks[0]._longest < 0.5
 
 
 def test_a_rank_that_hangs_when_all_others_have_left_ends(job, capfd):

@@ -1,6 +1,7 @@
 """A rank's report to its wrapper that Python runs, and the time limit for importing torch. `torch` is a file of the test."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,22 @@ def test_an_import_of_torch_that_hangs_ends_the_rank(hang, says, tmp_path):
     assert ("hvdtrain: error: rank 0 on " in done.stderr) == says
     assert ("could not import torch within 0 s: is its file system slow?" in done.stderr) == says
     assert f'File "{tmp_path}/torch.py", line 2' in done.stderr
+
+
+def test_a_rank_whose_output_nobody_reads_is_ended_too(tmp_path):
+    """Neither the message nor the stack can be written, and no thread can run Python: the kernel ends it."""
+    (tmp_path / "torch.py").write_text("import ctypes\nctypes.PyDLL(None).sleep(1000)")
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "RANK": "0", "HVDTRAIN_START_TIMEOUT": "0.1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, stdout=writer, stderr=writer, timeout=60)
+    assert done.returncode == -signal.SIGALRM
+    os.close(reader)
+    os.close(writer)
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "1", "HVDTRAIN_START_TIMEOUT": "0"}, {}])

@@ -1,0 +1,133 @@
+"""How long this rank has made no progress, and what to do about it: ask the others where they are, wait, or end the job.
+
+If rank 0 has made no progress for the time limit of a step, it asks every rank for a report, and decides (diagnosis.py). The
+others decide only if rank 0 does not answer. Called by the monitor's thread.
+"""
+
+import os
+import select
+import traceback
+from collections.abc import Callable, Collection, Sequence
+
+from hvdtrain.hangs.activity import BETWEEN, READING, STEP, UNREAD, UPDATED, Activity
+from hvdtrain.hangs.diagnosis import MOST_STARVED, Report, diagnose_hang
+from hvdtrain.hangs.messages import Stand
+from hvdtrain.hangs.stacks import stack_of, where, worth_printing
+from hvdtrain.hangs.timeouts import TIMES_STEP, HangTimeouts
+from hvdtrain.hangs.work import Starvation, Work
+from hvdtrain.launching import processes
+
+
+class Detector:
+    """One rank's. ask: sends `Ask` to the ranks that this one is connected to. end: ends the job, and gives the reason.
+
+    names: of all ranks. watched: the thread whose progress counts. reply: seconds for a rank to send its report. guest: the
+    program does not use hvdtrain. is_stopped: whether a rank is known to be stopped by a signal.
+    """
+
+    def __init__(
+        self, rank: int, names: Sequence[str], activity: Activity, timeouts: HangTimeouts, watched: int | None, reply: float,
+        ask: Callable[[], None], end: Callable[[str], None], is_stopped: Callable[[int], bool], guest: bool,
+    ):  # fmt: skip
+        self.rank, self.names, self.activity, self.timeouts = rank, names, activity, timeouts
+        self.watched, self.reply, self.guest = watched, reply, guest
+        self._ask_all, self._end, self._is_stopped = ask, end, is_stopped
+        self.longest = 0.0  # seconds of the longest step so far
+        self.reports: dict[int, Stand] = {}  # the answers, by rank
+        self.asked_at: float | None = None
+        self._ask_again = 0.0
+        self._seen, self._stalled = 0, 0.0  # `activity.moves` at the last look; seconds since it changed
+        self._phase = activity.phase  # phase in which the main thread made its last progress
+        self._idle = 0.0  # seconds since this rank was last seen at work; counted in UPDATED only
+        self._excused = 0.0  # seconds without progress that a lack of CPU cores on any rank explains
+        self.work, self.starvation = Work(), Starvation()
+
+    def look(self, now: float, elapsed: float, connected: bool) -> bool:
+        """Look whether the main thread has made progress, `elapsed` seconds after the last look, and return that."""
+        starved = self.starvation.seconds()
+        moves, phase = self.activity.moves, self.activity.phase
+        moved = moves != self._seen
+        if moved:
+            # Other phases do not count for the longest step, nor does waiting for a rank in one.
+            took = self._stalled - max(starved, self._excused)
+            if self._phase == STEP and took < self.timeouts.step(self.longest):
+                self.longest = max(self.longest, took)
+            self._seen, self._stalled, self._idle = moves, 0.0, 0.0
+            self.asked_at, self._ask_again, self._excused, self.reports = None, 0.0, 0.0, {}
+            self.starvation.reset()
+        else:
+            self._stalled += elapsed
+            if phase is UPDATED:
+                self._idle = 0.0 if self.work.seen() else self._idle + elapsed
+        self._phase = phase
+        if connected and not moved and not self.timeouts.off:
+            self._ask(now, starved)
+        return moved
+
+    def _ask(self, now: float, starved: float) -> None:
+        limit = self.timeouts.step(self.longest)
+        # Rank 0 decides first, if it can.
+        late = 0.0 if self.rank == 0 or self._is_stopped(0) else 2 * self.reply
+        if self._stalled < limit + late or now < self._ask_again:
+            return
+        if self.asked_at is None:
+            self.asked_at, self.reports = now, {self.rank: self.report()}
+            self._ask_all()
+            return
+        # If this rank lacks a core, other ranks on its host may lack one, too.
+        silent = now - self.asked_at > self.reply + min(starved, MOST_STARVED * self.reply)
+        if self.rank == 0 and (silent or len(self.reports) == len(self.names)):
+            self._judge(now)
+        elif self.rank != 0 and 0 in self.reports:
+            self.asked_at, self._ask_again = None, now + limit  # rank 0 is alive, and will decide
+        elif self.rank != 0 and silent:
+            # Ranks go through the phases together: rank 0 may be in a phase in which it cannot answer.
+            phase = STEP if self._phase is BETWEEN else self._phase
+            if self._is_stopped(0) or self._stalled >= self.timeouts.phase(phase, self.longest) + late:
+                self._end(f"{self.names[0]} does not answer (stopped, spinning outside Python, or cut off)")
+            self.asked_at, self._ask_again = None, now + self.reply
+
+    def _judge(self, now: float) -> None:
+        """End the job, unless the reports show a reason for the delay; then ask again later."""
+        self.reports[self.rank] = self.report()
+        reports = {rank: stand.report for rank, stand in self.reports.items()}
+        stopped = [rank for rank in range(len(self.names)) if rank not in reports and self._is_stopped(rank)]
+        announce = None if self.guest else "`with run.alone():`"
+        diagnosis = diagnose_hang(reports, self.names, self.rank, stopped, announce)
+        if diagnosis.headline is not None:
+            self._end(diagnosis.headline)
+        self._excused = diagnosis.excused
+        # At the latest after the limit of a step: a rank in a long phase may hang in a step by then.
+        self.asked_at, self._ask_again = None, now + max(min(diagnosis.wait, self.timeouts.step(self.longest)), 0.05)
+
+    def report(self) -> Stand:
+        """Return a report about the main thread, and the innermost frames of its stack."""
+        stack, activity = stack_of(self.watched), self.activity
+        phase, stalled, at = activity.phase, 0.0 if activity.moves != self._seen else self._stalled, where(stack)
+        step = self.timeouts.step(self.longest)
+        allowed = self.timeouts.phase(phase, self.longest)
+        if phase is UPDATED:
+            allowed = stalled + min(step - self._idle, TIMES_STEP * step - stalled)
+        if phase.name == READING.name and (stopped := stopped_child()):
+            allowed = step
+            at += f" (its input worker, process {stopped}, is stopped by a signal: `kill -CONT {stopped}` continues it)"
+        elif activity.collective is None and not output_is_read():
+            allowed = max(allowed, self.timeouts.phase(UNREAD, self.longest))
+            at += " (its output is not read: a paused pager, or Ctrl-S)"
+        return Stand(
+            Report(activity.step, phase.name, allowed, stalled, self.starvation.seconds(), activity.collective, at),
+            traceback.format_list(worth_printing(stack, self.guest)),
+        )
+
+
+def stopped_child() -> int | None:
+    """Return a child process of this one, or a child's, that is stopped by a signal: an input worker, if this rank reads."""
+    return next(filter(processes.is_stopped, processes.descendants(os.getpid())), None)
+
+
+def output_is_read(descriptors: Collection[int] = (1, 2)) -> bool:
+    """Return whether writing to standard output and standard error would not block now."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLOUT)
+    return len(poll.poll(0)) == len(descriptors)
