@@ -1,79 +1,210 @@
-"""When a rank asks the others, and what it says of itself. Without a clock: the test says how much time has passed."""
+"""How long ranks may keep others waiting, and what a rank says of itself. Without a clock: the test says how time passes."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from types import SimpleNamespace
+from collections.abc import Collection
+from functools import partial
 
 import pytest
 
 from hvdtrain.hangs import detector
-from hvdtrain.hangs.activity import READING, STEP, UNREAD, Activity
+from hvdtrain.hangs.activity import READING, UNREAD, Activity
 from hvdtrain.hangs.detector import Detector
 from hvdtrain.hangs.timeouts import HangTimeouts
 
 
-def one(rank: int = 0, **options) -> SimpleNamespace:
-    """Return a rank of two, between its first and its second step, with a limit of 60 s for a step."""
-    asked, ended, activity = [], [], Activity()
-    settings = dict(watched=None, reply=1.0, guest=False, is_stopped=lambda rank: False) | options
-    made = Detector(
-        rank, ["rank 0", "rank 1"], activity, HangTimeouts(60.0), ask=lambda: asked.append(True), end=ended.append,
-        **settings,
-    )  # fmt: skip
-    made.starvation.seconds = lambda: 0.0
-    activity.begin_step(0)
-    activity.finish_step(1)
-    made.look(0.0, 0.0, connected=True)
-    return SimpleNamespace(detector=made, activity=activity, asked=asked, ended=ended)
+class Job:
+    """Ranks without threads and connections: `run` looks once a second, and hands over what they ask and answer.
+
+    deaf: ranks that do not answer, and do not look either. All have finished their first step, whose limit is 30 s.
+    """
+
+    def __init__(self, size: int, deaf: Collection[int] = (), stopped: Collection[int] = (), guest: bool = False):
+        self.deaf, self.ended, self.now = deaf, [], 0.0
+        self.phases = contextlib.ExitStack()
+        self.activities = [Activity() for _ in range(size)]
+        self.detectors = [
+            Detector(
+                rank, [f"rank {other}" for other in range(size)], activity, HangTimeouts(30.0), threading.get_ident(), 3.0,
+                partial(self._ask, rank), partial(self._end, rank), stopped.__contains__, guest,
+            )
+            for rank, activity in enumerate(self.activities)
+        ]  # fmt: skip
+        for each in self.detectors:
+            each.starvation.seconds = lambda: 0.0
+            each.work.seen = lambda: True
+        for activity in self.activities:
+            activity.begin_step(0)
+            activity.finish_step(1)
+        self.run(1)
+
+    def _ask(self, asker: int) -> None:
+        others = range(len(self.detectors)) if asker == 0 else [0]
+        for rank in set(others) - {asker, *self.deaf}:
+            self.detectors[asker].reports[rank] = self.detectors[rank].report()
+
+    def _end(self, rank: int, headline: str) -> None:
+        self.ended.append((rank, headline, self.now))
+
+    def run(self, seconds: int) -> None:
+        for _ in range(seconds):
+            if not self.ended:
+                self.now += 1.0
+                for rank, each in enumerate(self.detectors):
+                    if rank not in self.deaf:
+                        each.look(self.now, 1.0, connected=True)
+
+    def wait(self, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            self.activities[rank].collective = "gradients"
 
 
-def seconds_until_it_asks(some: SimpleNamespace) -> float:
-    for quarters in range(1, 400):
-        some.detector.look(quarters / 4, 0.25, connected=True)
-        if some.asked:
-            return quarters / 4
-    raise AssertionError("never")
+def in_phase(name: str, seconds: float | None = None):
+    def enter(job: Job) -> None:
+        job.phases.enter_context(job.activities[1].during(name, seconds))
+
+    return enter
+
+
+def compiles(job: Job) -> None:
+    job.activities[1].begin_compilation()
+
+
+def updates(works: bool, again: bool = False):
+    def enter(job: Job) -> None:
+        job.detectors[1].work.seen = lambda: works
+        job.activities[1].update()
+        if again:
+            job.activities[1].compute()
+
+    return enter
+
+
+def between_epochs(job: Job) -> None:
+    job.activities[1].leave_steps()
+
+
+# By name: what rank 1 does while rank 0 waits for it in a step; the seconds after which the job ends.
+LATE = {
+    "a step": (lambda job: None, 30),
+    "a compilation": (compiles, 600),
+    "reading data": (in_phase("reading data"), 600),
+    "an evaluation": (in_phase("evaluation"), 300),
+    "a phase with a limit": (in_phase("mine", 45.0), 45),
+    "a phase with a limit below that of a step": (in_phase("mine", 1.0), 30),
+    "between epochs": (between_epochs, 300),
+    "after the update, at work": (updates(works=True), 300),
+    "after the update": (updates(works=False), 30),
+    "after the update, in gradients again": (updates(works=True, again=True), 30),
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_the_rank_that_others_wait_for_has_the_time_of_what_it_does(what):
+    job = Job(2)
+    enter, seconds = LATE[what]
+    enter(job)
+    job.run(1)
+    job.wait([0])
+    job.run(2000)
+    ((rank, headline, at),) = job.ended
+    assert rank == 0
+    assert headline.startswith("rank 1 keeps the others waiting, at ")
+    assert seconds <= at - 1 <= seconds + 6
+    alone = what.startswith(("between", "after the update")) and "again" not in what
+    assert headline.endswith(" (if it was at work: announce that by `with run.alone():`)") == alone
+
+
+def test_the_first_step_has_its_own_limit_and_heartbeats_do_not_end_it():
+    job = Job(2)
+    job.activities[1].__init__()
+    job.activities[1].heartbeat()
+    job.activities[1].begin_step(0)
+    job.activities[1].heartbeat()
+    job.run(1)
+    job.wait([0])
+    job.run(500)
+    assert not job.ended
+    job.activities[1].finish_step(1)
+    job.run(100)
+    assert job.ended[0][1].startswith("rank 1 keeps the others waiting")
+
+
+def test_progress_within_a_phase_begins_its_time_anew():
+    job = Job(2)
+    in_phase("evaluation")(job)
+    job.wait([0])
+    for _ in range(20):
+        job.run(250)
+        job.activities[1].heartbeat()
+    assert not job.ended
+    job.run(310)
+    assert job.ended[0][1].startswith("rank 1 keeps the others waiting")
 
 
 @pytest.mark.parametrize(
-    ("rank", "stopped", "seconds"), [(0, False, 60.0), (1, False, 62.0), (1, True, 60.0)],
-    ids=["it decides", "rank 0 may be about to decide", "rank 0 is stopped"],
+    ("deaf", "stopped", "ends"),
+    [(1, [], [0, "rank 1 does not answer", 34]), (1, [1], [0, "rank 1 does not answer", 34]),
+     (0, [], [1, "rank 0 does not answer", 40]), (0, [0], [1, "rank 0 does not answer", 34])],
 )  # fmt: skip
-def test_how_long_the_decision_is_left_to_rank_0(rank, stopped, seconds):
-    assert seconds_until_it_asks(one(rank, is_stopped=lambda rank: stopped)) == seconds
+def test_a_rank_that_does_not_answer_is_named_by_rank_0_and_rank_0_by_the_others(deaf, stopped, ends):
+    """The others leave the decision to rank 0 for two times three seconds, unless it is known to be stopped."""
+    job = Job(3, deaf=[deaf], stopped=stopped)
+    job.wait(range(3))
+    job.run(100)
+    rank, headline, at = job.ended[0]
+    assert (rank, headline[: len(ends[1])]) == (ends[0], ends[1])
+    assert abs(at - 1 - ends[2]) <= 1
+
+
+def test_between_epochs_rank_0_has_no_longer_to_answer_than_in_a_step():
+    job = Job(2, deaf=[0])
+    job.activities[1].leave_steps()
+    job.run(100)
+    assert job.ended[0][:2] == (1, "rank 0 does not answer (stopped, spinning outside Python, or cut off)")
+    assert job.now <= 45
 
 
 def test_other_phases_and_waiting_make_no_step_longer():
-    some = one()
-    with some.activity.during("checkpoint"):
-        some.detector.look(1.0, 1.0, connected=True)
-        some.detector.look(31.0, 30.0, connected=True)
-    some.detector.look(32.0, 1.0, connected=True)
-    assert some.detector.longest == 0.0
-    some.detector.look(37.0, 5.0, connected=True)
-    some.activity.finish_step(2)
-    some.detector.look(38.0, 1.0, connected=True)
-    assert some.detector.longest == 5.0
+    job = Job(2)
+    mine, activity = job.detectors[0], job.activities[0]
+    with activity.during("checkpoint"):
+        job.run(20)
+    job.run(1)
+    assert mine.longest == 0.0
+    job.wait([0])
+    with job.activities[1].during("evaluation"):
+        job.run(100)
+        activity.collective = None
+        activity.finish_step(2)
+        job.run(1)
+        assert mine.longest == 0.0
+    mine.starvation.seconds = lambda: 6.0  # it had no core for so long
+    job.run(8)
+    activity.finish_step(3)
+    job.run(1)
+    assert mine.longest == 2.0
 
 
 def test_an_input_worker_that_is_stopped_is_named_after_the_limit_of_a_step():
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        some = one()
-        with some.activity.during(READING.name):
-            assert some.detector.report().report.limit == 600.0
+        job = Job(1)
+        with job.activities[0].during(READING.name):
+            assert job.detectors[0].report().report.limit == 600.0
             child.send_signal(signal.SIGSTOP)
             until = time.monotonic() + 20
             while detector.stopped_child() is None:
                 assert time.monotonic() < until
-            report = some.detector.report().report
-        assert report.limit == 60.0
+            report = job.detectors[0].report().report
+        assert report.limit == 30.0
         assert f"(its input worker, process {child.pid}, is stopped by a signal: `kill -CONT {child.pid}`" in report.at
-        assert some.detector.report().report.phase == STEP.name
-        assert "worker" not in some.detector.report().report.at
+        assert "its input worker" not in job.detectors[0].report().report.at
     finally:
         child.kill()
         child.communicate()
@@ -87,13 +218,14 @@ def test_a_rank_whose_output_nobody_reads_has_time_and_says_so(monkeypatch):
         while True:
             os.write(writer, b"x" * 4096)
     assert not detector.output_is_read([writer])
-    some = one()
-    assert some.detector.report().report.limit == 60.0
+    monkeypatch.setattr(detector, "output_is_read", lambda: True)
+    job = Job(1)
+    assert job.detectors[0].report().report.limit == 30.0
     monkeypatch.setattr(detector, "output_is_read", lambda: False)
-    report = some.detector.report().report
-    assert report.limit == HangTimeouts(60.0).phase(UNREAD, 0.0) == 600.0
+    report = job.detectors[0].report().report
+    assert report.limit == HangTimeouts(30.0).phase(UNREAD, 0.0) == 600.0
     assert report.at.endswith(" (its output is not read: a paused pager, or Ctrl-S)")
-    some.activity.collective = "gradients"
-    assert some.detector.report().report.limit == 60.0
+    job.wait([0])
+    assert job.detectors[0].report().report.limit == 30.0
     os.close(reader)
     os.close(writer)

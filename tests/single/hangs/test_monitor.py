@@ -118,53 +118,6 @@ def test_the_rank_that_keeps_the_others_waiting_is_named_and_all_end(job, capfd)
     assert "rank 2 on h0: step 1, stands at" in capfd.readouterr().err
 
 
-def test_the_first_step_has_its_own_limit_until_it_is_finished(job):
-    """Heartbeats before and inside it do not end that: steps of half a second would be killed, were it ended."""
-    some = job(3)
-    for rank in some.ranks:
-        rank.activity.heartbeat()
-        rank.activity.begin_step(0)
-        rank.activity.heartbeat()
-    wait_in(some.ranks[:2])
-    time.sleep(2.5)
-    assert [rank.code for rank in some.ranks] == [None] * 3
-    some.ranks[2].activity.finish_step(1)
-    some.wait_until(some.ended)
-    assert some.ranks[0].said[0].startswith("rank 2 on h0 keeps the others waiting")
-
-
-@pytest.mark.parametrize("kind", ["long", "compiling", "alive"])
-def test_what_is_known_to_be_long_or_makes_progress_is_not_hung(job, kind):
-    some = job(2)
-    for rank in some.ranks:
-        rank.train()
-    late = some.ranks[1].activity
-    wait_in(some.ranks[:1])
-    if kind == "compiling":
-        late.begin_compilation()
-        time.sleep(2.5)
-        late.end_compilation()
-    else:
-        with late.during("evaluation", 60.0 if kind == "long" else 2.0):
-            for _ in range(25 if kind == "long" else 30):
-                time.sleep(0.1)
-                if kind == "alive":
-                    late.heartbeat()
-    assert some.ranks[1].code is None
-    some.wait_until(some.ended)  # and after that, a step's limit counts again
-    assert "keeps the others waiting" in some.ranks[0].said[0]
-
-
-def test_a_phase_has_a_limit_too(job):
-    some = job(2)
-    for rank in some.ranks:
-        rank.train()
-    wait_in(some.ranks[:1])
-    with some.ranks[1].activity.during("evaluation", 1.5):
-        some.wait_until(some.ended)
-    assert "; no step for " in some.ranks[0].said[0]  # of rank 0, which was out of its evaluation
-
-
 def test_a_rank_that_does_not_answer(job):
     some = job(3)
     for rank in some.ranks:
@@ -261,46 +214,6 @@ def test_no_write_keeps_a_hung_job_from_ending(blocked, job, monkeypatch):
     assert {rank.code for rank in some.ranks} == {1}
     os.close(reader)  # what still waits for it fails
     os.close(writer)
-
-
-def test_between_epochs_a_rank_has_ten_limits_and_the_remedy_is_said(job):
-    some = job(2, timing=FAST._replace(look=0.05))
-    for rank in some.ranks:
-        rank.train()
-    wait_in(some.ranks[:1])
-    some.ranks[0].detector.guest = False
-    some.ranks[1].activity.leave_steps()
-    time.sleep(3.0)
-    assert some.ranks[1].code is None
-    some.wait_until(some.ended)
-    assert some.ranks[0].said[0].endswith(" (if it was at work: announce that by `with run.alone():`)")
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_after_the_update_a_rank_has_ten_limits_if_it_is_at_work(works, job):
-    some = job(2, timing=FAST._replace(look=0.05))
-    for rank in some.ranks:
-        rank.train()
-    wait_in(some.ranks[:1])
-    late = some.ranks[1]
-    late.detector.work.seen = lambda: works
-    late.activity.update()
-    began = time.monotonic()
-    some.wait_until(some.ended)
-    assert (time.monotonic() - began >= 5.0) == works
-    assert "keeps the others waiting" in some.ranks[0].said[0]
-
-
-def test_an_update_is_over_when_gradients_are_computed_again(job, capfd):
-    some = job(2, timing=FAST._replace(look=0.05))
-    for rank in some.ranks:
-        rank.train()
-        rank.detector.work.seen = lambda: True
-    wait_in(some.ranks[:1])
-    some.ranks[1].activity.update()
-    some.ranks[1].activity.compute()
-    some.wait_until(some.ended)
-    assert "rank 1 on h0: step 1, stands at" in capfd.readouterr().err  # in a step, and not at its end
 
 
 def test_a_rank_that_hangs_when_all_others_have_left_ends(job, capfd):
