@@ -116,7 +116,7 @@ class MetricsLogger:
         state, engine = self._state, self._engine
         prefix = f"{state.prefix}_" if state.prefix else ""
         fields: dict[str, object] = dict(dataset=dataset, engine=engine.name, world_size=engine.size)
-        fields |= dict(epochs=state.epoch, steps=state.step, samples=state.samples)
+        fields |= dict(epochs=state.epoch + (state.samples_of_epoch > 0), steps=state.step, samples=state.samples)
         fields |= {f"{prefix}{name}": value for name, value in state.evaluation.items()}
         if state.evaluation:
             fields[f"{prefix}count"] = int(state.evaluation["count"])

@@ -7,6 +7,7 @@ from hvdtrain.cli import Flags
 from hvdtrain.training.state import Initial
 
 MOST_NAMED = 3  # differences listed in one message
+LENGTHS = ("epochs", "steps")  # flags for the length of training, which may change
 
 
 class Difference(NamedTuple):
@@ -28,7 +29,7 @@ def differences(
     now = Initial(ranks, flags.batch_size, flags.accumulate)
     unlike = []
     for name, mine in config.items():
-        if name in flags.may_change or theirs.get(name, mine) == mine:
+        if name in flags.may_change or name in LENGTHS or theirs.get(name, mine) == mine:
             continue
         # The same global batch, divided differently: the user has adapted --batch-size to the new number of ranks.
         if now.global_batch == began.global_batch and name in ("batch_size", "accumulate"):
@@ -43,6 +44,16 @@ def differences(
     if flags.reduction != "average" and began.ranks != ranks:
         unlike.append(Difference("the number of ranks, on which this --reduction depends", began.ranks, ranks))
     return unlike
+
+
+def other_lengths(facts: Mapping[str, Any], config: Mapping[str, object]) -> list[Difference]:
+    """Return the flags for the length of training that differ from the checkpoint's."""
+    theirs = facts["config"]
+    return [
+        Difference(f"--{name}", theirs[name], config[name])
+        for name in LENGTHS
+        if name in theirs and name in config and theirs[name] != config[name]
+    ]
 
 
 def in_words(unlike: list[Difference]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.checkpoint import Facts
+from hvdtrain.training.replicas import own_name
 from hvdtrain.training.state import Initial, TrainState
 
 TENSOR = "__tensor__"  # key of a JSON object that describes a tensor: number, shape and dtype
@@ -97,7 +98,7 @@ def collect(
     """
     tensors: dict[str, Tensor] = {}
     for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
-        tensors |= {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+        tensors |= {f"{prefix}{own_name(name)}": tensor for name, tensor in model.state_dict().items()}
     described = []
     for optimizer, prefix in zip(optimizers, prefixes("optimizer", len(optimizers)), strict=True):
         held = optimizer.state_dict()
@@ -109,7 +110,10 @@ def collect(
         described.append({"values": {str(i): v for i, v in values.items() if v}, "groups": groups})
     packed = {}
     for name, what in registered.items():
-        packed[name] = pack(what.state_dict(), f"registered.{name}", tensors, itertools.count())
+        whole = what.state_dict()
+        if isinstance(what, nn.Module):
+            whole = {own_name(key): value for key, value in whole.items()}
+        packed[name] = pack(whole, f"registered.{name}", tensors, itertools.count())
         heartbeat()
     return {"optimizers": described, "registered": packed}, tensors
 
@@ -204,7 +208,8 @@ def load(
 
 def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a state_dict into `model`. Raises UserError if names or shapes do not match."""
-    expected = model.state_dict()
+    state = {own_name(name): tensor for name, tensor in state.items()}  # of an earlier version, or from elsewhere
+    expected = {own_name(name): tensor for name, tensor in model.state_dict().items()}
     for name in sorted(set(state) ^ set(expected)):
         raise UserError(f"the checkpoint does not match the model: {name} is in only one of them: check --model")
     for name, tensor in state.items():
@@ -214,7 +219,13 @@ def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if tensor.dtype != expected[name].dtype:  # load_state_dict would convert it
             types = f"{tensor.dtype} in the file, {expected[name].dtype} in the model"
             raise UserError(f"the checkpoint does not match the model: {name} is {types}: check --model")
-    model.load_state_dict(dict(state))
+    load_by_own_names(model, state)
+
+
+def load_by_own_names(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Call `model.load_state_dict` with the names that it has if parts of it are compiled."""
+    own = {own_name(name): value for name, value in state.items()}
+    model.load_state_dict({name: own[own_name(name)] for name in model.state_dict()})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], held: Facts) -> None:

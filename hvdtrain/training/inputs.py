@@ -62,7 +62,7 @@ class Input(ABC):
     ) -> Plan:
         """Return the plan of this rank's remaining samples. epochs or steps: total number. Raises UserError if there are too
         few samples."""
-        count = min(self.per_epoch or self.samples, self.samples)
+        count = self.epoch_samples()
         if count < engine.size:
             said = (
                 f"{count} samples but {engine.size} ranks: use -np {count} or fewer"
@@ -77,6 +77,10 @@ class Input(ABC):
             self.samples, count, flags.seed, epochs, engine.rank, engine.size, flags.batch_size, flags.accumulate,
             initial.global_batch, state.epoch, state.samples_of_epoch, self.shuffle, engine.device, self.order,
         )  # fmt: skip
+
+    def epoch_samples(self) -> int:
+        """Return the number of samples per epoch, over all ranks."""
+        return min(self.per_epoch or self.samples, self.samples)
 
     def begin(self, plan: Plan) -> None:  # noqa: B027 - not all inputs read ahead
         """Prepare for loading. Called before the first micro-batch of `plan`."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.training.replicas import own_name, prefixes
+
 
 class Inspection:
     """Inspects all tensors while the micro-batches of a step are computed again. Gradients are not changed."""
@@ -21,9 +23,8 @@ class Inspection:
     def hooks(self) -> Iterator[None]:
         """Context manager that inspects the inputs and outputs of every layer."""
         handles = []
-        for number, model in enumerate(self.models):
-            prefix = f"{number}." if len(self.models) > 1 else ""
-            leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+        for prefix, model in zip(prefixes(self.models), self.models, strict=True):
+            leaves = [(own_name(name), layer) for name, layer in model.named_modules() if not list(layer.children())]
             for name, module in leaves:
                 label = f"{prefix}{name}" if name else f"{prefix}{type(module).__name__}"
                 handles.append(module.register_forward_hook(self._hook(label)))

@@ -1,6 +1,6 @@
 """Models and optimizers wrapped by the engine and synchronized over all ranks, with the loss scaler of --amp."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +11,56 @@ from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.weights import load_weights
 from hvdtrain.training.contents import floating_buffers
-from hvdtrain.training.replicas import named_parameters
+from hvdtrain.training.replicas import Models, named_parameters
+from hvdtrain.training.schedules import is_scheduled
+
+
+def refuse_unsupported(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str]
+) -> None:
+    """Raise UserError for what cannot be trained on several ranks, or would be wrong without an error. names: of the models'
+    parameters."""
+    for model in models:
+        for name, layer in model.named_modules():
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+                how = "leave sparse=True out"
+                raise UserError(
+                    f"run.prepare(): {name or 'the model'} has sparse gradients, which are not reduced: {how}"
+                )
+    taken: dict[nn.Parameter, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            how = "use SGD, Adam or another that does not call a closure"
+            raise UserError(
+                f"run.prepare(): {kind} computes the loss several times in a step, and ranks would differ: {how}"
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise UserError(f"run.prepare(): {kind} needs sparse gradients, which are not reduced: use Adam")
+        if is_scheduled(optimizer):
+            how = "create it after run.prepare, from the optimizer that this returns"
+            raise UserError(f"a learning rate scheduler was created before run.prepare(): {how}")
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if taken.setdefault(parameter, number) != number:
+                how = "give each parameter to one optimizer, or several losses to one step.backward()"
+                raise UserError(f"run.prepare(): {names.get(parameter, 'a parameter')} is in two optimizers: {how}")
 
 
 class Prepared:
     """The prepared models and optimizers. Creating it is a collective. Restore a checkpoint after it, before training.
 
-    micro_batches: maximum number per step. find_unused_parameters: some parameters may get no gradient in some steps.
+    names: of the parts; "": the script gave none. micro_batches: maximum number per step. find_unused_parameters: some
+    parameters may get no gradient in some steps.
     """
 
     def __init__(
-        self, engine: Engine, flags: Flags, parts: Sequence[Any], micro_batches: int, find_unused_parameters: bool
-    ):
-        models = [part for part in parts if isinstance(part, nn.Module)]
+        self, engine: Engine, flags: Flags, parts: Sequence[Any], names: Sequence[str], micro_batches: int,
+        find_unused_parameters: bool,
+    ):  # fmt: skip
+        given = [part for part in parts if isinstance(part, nn.Module)]
+        # A compiled model is called as it is; its weights have the names of the model inside.
+        inside = (getattr(model, "_orig_mod", model) for model in given)
+        models = Models(inside, (name for name, part in zip(names, parts, strict=True) if isinstance(part, nn.Module)))
         optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
         if len(models) + len(optimizers) != len(parts) or not models or not optimizers:
             kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
@@ -36,6 +73,7 @@ class Prepared:
                 if engine.rank == 0:
                     load_weights(models[0], flags.weights)
         named = named_parameters(models)
+        refuse_unsupported(models, optimizers, {parameter: name for name, parameter in named})
         known = {parameter for _, parameter in named}
         for optimizer in optimizers:
             if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
@@ -46,7 +84,7 @@ class Prepared:
             flags.compression, flags.gradient_predivide_factor, flags.reduction, micro_batches, find_unused_parameters
         )
         self.models = models  # as created by the script; for checkpoints, hashes and inspection
-        self.replicas = [engine.distribute_model(model, how) for model in models]  # for training
+        self.replicas = [engine.distribute_model(model, how) for model in given]  # for training
         self.optimizers = [engine.distribute_optimizer(optimizer, named, how) for optimizer in optimizers]
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
         self._names = {parameter: name for name, parameter in named}

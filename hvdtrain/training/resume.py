@@ -23,7 +23,8 @@ from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import checkpoint, contents
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
-from hvdtrain.training.comparison import differences, in_words
+from hvdtrain.training.comparison import Difference, differences, in_words, other_lengths
+from hvdtrain.training.schedules import redone
 from hvdtrain.training.state import Initial, TrainState
 
 LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
@@ -42,6 +43,7 @@ class Checkpoints:
         self.directory: Path | None = flags.output_dir / "checkpoints" if self.writes else None
         self.initial = Initial(engine.size, flags.batch_size, flags.accumulate)
         self.interval = CheckpointInterval(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
+        self.lengthened: list[Difference] = []  # --epochs or --steps, if the resumed run has another number of them
         self.continues = False  # on rank 0: the run in --output-dir is resumed, and its files are appended to
         self.facts: Facts | None = None  # of the checkpoint to resume from; on every rank after `begin`
         self._config: Facts = {}
@@ -118,6 +120,8 @@ class Checkpoints:
         If they differ, raises UserError for a run in --output-dir, and prints a warning for a checkpoint given by --resume.
         """
         self._config = {name: contents.plain(value) for name, value in config.items()}
+        if self.facts is not None:
+            self.lengthened = other_lengths(self.facts, self._config)
         self._data = {name: contents.plain(value) for name, value in data.items()}
         if self.engine.rank != 0:
             return
@@ -161,6 +165,9 @@ class Checkpoints:
                 f"now up to {per_rank} per rank"
             )
         epoch = state.epoch + (state.samples_of_epoch > 0)
+        for name, there, here in self.lengthened:
+            how = "training continues, and a rate that depends on the end follows the new end"
+            self.output.say(f"{name} {here} instead of {there}: {how}")
         self.output.say(f"resumed after step {state.step} and {state.samples:,} samples, in epoch {epoch}")
         self.output.event(
             "resume", epoch=state.epoch + 1, step=state.step, samples=state.samples, taken=state.samples_of_epoch,
@@ -195,11 +202,15 @@ class Checkpoints:
             contents.unflatten(mine, models)
         if self.facts["scaler"]:
             scaler.load_state_dict(self.facts["scaler"])
+        if self.lengthened:  # so that a scheduler begins as in a new run: `schedules.redone`
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = group.get("initial_lr", group["lr"])
 
-    def restore_registered(self, registered: Mapping[str, Any]) -> None:
-        """Restore the objects given to `Run.register`, on every rank. A collective."""
+    def restore_registered(self, registered: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Restore the objects given to `Run.register`, on every rank, and the rates of `optimizers`. A collective."""
         if self.facts is None:
             return
+        begun_again: list[torch.optim.Optimizer] = []
         for name, what in registered.items():
             held = self.facts["registered"]
             if name not in held:
@@ -208,7 +219,18 @@ class Checkpoints:
                     everywhere=True,
                 )
             tensors = self._found[1] if self._found is not None else {}
-            what.load_state_dict(contents.unpack(self.engine, held[name], f"registered.{name}", tensors))
+            state = contents.unpack(self.engine, held[name], f"registered.{name}", tensors)
+            if isinstance(what, nn.Module):
+                contents.load_by_own_names(what, state)
+            elif self.lengthened and redone(what, state):
+                begun_again.append(what.optimizer)
+            else:
+                what.load_state_dict(state)
+        for optimizer, saved in zip(optimizers, self.facts["optimizers"], strict=True):
+            if not any(optimizer is one for one in begun_again):
+                # A torch scheduler sets the learning rate when it is created. Restore the saved one.
+                for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+                    group.update(values)
 
     def forget(self) -> None:
         """Free the loaded checkpoint. Called when training begins."""
@@ -223,11 +245,13 @@ class Checkpoints:
         registered: Mapping[str, Any],
         *,
         automatic: bool = False,
+        ends_epoch: bool = False,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a snapshot and return. Rank 0 writes it in the background. A collective.
 
-        automatic: not requested by the user; the next automatic checkpoint replaces it. heartbeat: called for each tensor
+        automatic: not requested by the user; the next automatic checkpoint replaces it. ends_epoch: it follows the
+        evaluation of an epoch, whose value decides whether it is the best. heartbeat: called for each tensor
         and each registered object.
         """
         if not self.writes:
@@ -240,7 +264,7 @@ class Checkpoints:
             "format": checkpoint.FORMAT,
             "state": asdict(state),
             "automatic": automatic,
-            "best": self._score(state),
+            "best": self._score(state) if ends_epoch else None,
             "initial": self.initial._asdict(),
             "world_size": self.engine.size,
             "engine": self.engine.name,
@@ -252,9 +276,9 @@ class Checkpoints:
         self._writer.put(facts, {**contents.snapshot(tensors, heartbeat), "buffers": buffers})
 
     def _score(self, state: TrainState) -> Facts | None:
-        """Return metric, direction and value of this checkpoint, if it follows the evaluation of an epoch."""
+        """Return metric, direction and value of this checkpoint, if there was an evaluation."""
         for name, metric in self._metrics.items():
-            if state.samples_of_epoch == 0 and name in state.evaluation:
+            if name in state.evaluation:
                 return {"metric": name, "direction": metric.direction, "value": state.evaluation[name]}
         return None
 

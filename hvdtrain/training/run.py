@@ -29,6 +29,7 @@ from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators, to_device
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.resume import Checkpoints
+from hvdtrain.training.schedules import require_length, require_registered
 from hvdtrain.training.state import Initial, TrainState, require_free
 from hvdtrain.training.step import Shared, Step
 
@@ -122,11 +123,12 @@ class Run:
         self.metrics_logger.start(name, reason, now)
         self.checkpoints.announce(self.state)
 
-    def prepare(self, *parts: Any, find_unused_parameters: bool = False) -> Any:
+    def prepare(self, *parts: Any, find_unused_parameters: bool = False, **named: Any) -> Any:
         """Return the models and optimizers to train with, in the order given. They are the same on every rank, and restored
         from the checkpoint if the run is resumed. A collective; call it once, before training.
 
-        find_unused_parameters: some parameters may get no gradient in some steps (costs one small message per step).
+        named: further ones, after those without a name; messages then call a model by its name. find_unused_parameters:
+        some parameters may get no gradient in some steps (costs one small message per step).
         """
         if self._prepared is not None:
             raise UserError("run.prepare() was called twice: give it all models and optimizers at once")
@@ -134,7 +136,9 @@ class Run:
             name = Path(self.flags.program).stem
             self.describe_data(name, f"{name}'s own")
         micro_batches = passes_per_step(self.initial.global_batch, self.size, self.flags.batch_size)
-        prepared = Prepared(self.engine, self.flags, parts, micro_batches, find_unused_parameters)
+        names = [""] * len(parts) + list(named)
+        parts = (*parts, *named.values())
+        prepared = Prepared(self.engine, self.flags, parts, names, micro_batches, find_unused_parameters)
         self.checkpoints.restore(prepared.models, prepared.optimizers, prepared.scaler)
         self._prepared = prepared
         return prepared.in_order_of(parts)
@@ -149,12 +153,7 @@ class Run:
             if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
                 raise UserError(f"run.register({name}=...) got a {type(what).__name__}: it has no state_dict")
         self._registered |= objects
-        self.checkpoints.restore_registered(objects)
-        if self.checkpoints.facts is not None:
-            # A torch scheduler sets the learning rate when it is created. Restore the saved one.
-            for optimizer, held in zip(prepared.optimizers, self.checkpoints.facts["optimizers"], strict=True):
-                for group, saved in zip(optimizer.param_groups, held["groups"], strict=True):
-                    group.update(saved)
+        self.checkpoints.restore_registered(objects, prepared.optimizers)
 
     # ---- the loop
 
@@ -185,6 +184,7 @@ class Run:
             raise UserError("run.epochs() takes a number of epochs, or steps=NUMBER")
         if not isinstance(number := steps if count is None else count, int) or number < 0:
             raise UserError(f"run.epochs() takes a whole number of at least 0, not {number!r}")
+        self._require_enough(count, steps)
         self._epochs, self._step_limit = count, steps
         self.metrics_logger.epochs = count
         self._goals = {name: goal for name, goal in (stop_at or {}).items() if goal is not None}
@@ -196,6 +196,23 @@ class Run:
             self.clock.restart()
             yield self.state.epoch
             self._close_epoch()
+
+    def _require_enough(self, epochs: int | None, steps: int | None) -> None:
+        """Raise UserError if a resumed run has done more than it should do in all. 0: no training is wanted."""
+        wanted, done, unit = (steps, self.state.step, "step") if epochs is None else (epochs, self.state.epoch, "epoch")
+        if epochs is not None and self.state.samples_of_epoch:
+            done += 1
+        if wanted and wanted < done:
+            begun = f"{unit} {done} has been reached: continue with at least {done}, or use another --output-dir"
+            raise UserError(f"run.epochs() for {wanted} {unit}s, but {begun}", everywhere=True)
+
+    def total_steps(self, data: Any, epochs: int) -> int:
+        """Return the number of steps of `epochs` epochs over all ranks, for a scheduler: OneCycleLR(total_steps=...).
+
+        data: what `run.steps` gets; of several tensors, one.
+        """
+        opened = open_input(self.engine, (data,), self.seed, self.flags.batch_size, self.output)
+        return epochs * -(-opened.epoch_samples() // self.initial.global_batch)
 
     def _is_left(self) -> bool:
         if self._step_limit is not None:
@@ -232,9 +249,14 @@ class Run:
         if self.state.samples_of_epoch > plan.per_epoch:
             done = f"{self.state.samples_of_epoch} samples of this epoch are done, and it has {plan.per_epoch}"
             raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
+        steps = self._step_limit or plan.epochs * plan.steps_per_epoch()
+        if self._opened is None:
+            require_registered(self.prepared().optimizers, self._registered)
+            for line in require_length(self._registered, steps, self._epochs):
+                self.say(f"warning: {line}")
         opened.begin(plan)
         self._opened = data, opened, plan
-        self.metrics_logger.steps = self._step_limit or plan.epochs * plan.steps_per_epoch()
+        self.metrics_logger.steps = steps
         self.checkpoints.forget()
         self.checkpoints.interval.begin()
         return opened, plan
@@ -288,7 +310,7 @@ class Run:
         if stops:
             raise Stopped
 
-    def _save(self, *, automatic: bool = False) -> None:
+    def _save(self, *, automatic: bool = False, ends_epoch: bool = False) -> None:
         what = self.prepared()
         parts = what.models, what.optimizers, what.scaler, self._registered
         with self.checkpoints.interval.saving():
@@ -297,7 +319,9 @@ class Run:
             with self.engine.activity.during(
                 "checkpoint", 0.0
             ):  # the limit of a step: each tensor that is copied is progress
-                self.checkpoints.save(self.state, *parts, automatic=automatic, heartbeat=self.guard.heartbeat)
+                self.checkpoints.save(
+                    self.state, *parts, automatic=automatic, ends_epoch=ends_epoch, heartbeat=self.guard.heartbeat
+                )
 
     def _close_epoch(self) -> None:
         number = self.state.epoch + 1
@@ -312,8 +336,9 @@ class Run:
         self._in_epoch = False
         self.metrics_logger.evaluation(self._opened and self._opened[1])
         line = self.metrics_logger.epoch()
-        self.state.end_epoch()
-        self._save()
+        if self._opened is None or self.state.samples_of_epoch == self._opened[2].per_epoch:
+            self.state.end_epoch()  # else the limit of steps was reached: with a higher one, this epoch continues
+        self._save(ends_epoch=True)
         self.say(line)
 
     # ---- evaluation

@@ -16,6 +16,7 @@ from hvdtrain.training.guard import Guard
 from hvdtrain.training.inputs import Batch, Input, seed_generators
 from hvdtrain.training.non_finite import Inspection
 from hvdtrain.training.prepared import Prepared
+from hvdtrain.training.reuse import Outputs
 from hvdtrain.training.state import TrainState, require_free
 
 UPDATE = "call step.update() after the loop over step.batches()"
@@ -85,6 +86,7 @@ class Step:
         self._tokens: list[Tensor | float] | None = None  # `count` of each backward in this loop, if given
         self._missing: list[str] = []  # parameters that got no gradient on this rank
         self._inspection: Inspection | None = None
+        self._outputs: Outputs | None = None  # with several updates per step, and several micro-batches
 
     @property
     def number(self) -> int:
@@ -120,6 +122,9 @@ class Step:
         self._tokens = None
         self._backwards = {}
         seed_generators(self._seed(loop), shared.engine.device)
+        if count > 1 and len(prepared.optimizers) > 1:
+            self._outputs = self._outputs or Outputs(prepared.replicas, self.number)
+            self._outputs.begin(loop)
         for number, planned in enumerate(self._planned.batches):
             if number == len(self._loaded):
                 with (
@@ -137,6 +142,8 @@ class Step:
                 raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
             if number < count - 1:
                 shared.clock.mark("compute")
+        if self._outputs is not None:
+            self._outputs.end()
         if not self._reduce():
             self.left_out = True
             if shared.guard.explains(shared.state):
@@ -212,7 +219,13 @@ class Step:
             inputs = None
             if len(chosen) < len(prepared.optimizers):
                 inputs = [parameter for one in chosen for parameter in prepared.trained[one]]
-            scaled.backward(inputs=inputs)
+            try:
+                scaled.backward(inputs=inputs)
+            except RuntimeError as error:
+                if "backward through the graph a second time" not in str(error):
+                    raise
+                how = "detach() what another backward pass has used, or compute it again in this loop"
+                raise UserError(f"step {self.number}: step.backward() got a part of an earlier loss: {how}") from error
             shared.engine.activity.collective = None  # DDP reduces inside backward
         self._calls += 1
         if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`

@@ -1,0 +1,93 @@
+"""Registered torch schedulers: whether their length is the run's, and how they continue when a run is made longer."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from hvdtrain.engines.errors import UserError
+
+LENGTHS = (
+    "total_steps",
+    "T_max",
+    "total_iters",
+    "num_training_steps",
+)  # names of the length in a scheduler's state_dict
+
+
+def length_of(scheduler: object) -> int | None:
+    """Return the number of steps after which `scheduler` has reached its end; None if it has none, or may end early."""
+    if isinstance(scheduler, lr_scheduler.OneCycleLR):
+        return int(scheduler.total_steps)
+    if isinstance(scheduler, lr_scheduler.CosineAnnealingLR):
+        return int(scheduler.T_max)
+    if isinstance(scheduler, lr_scheduler.PolynomialLR):
+        return int(scheduler.total_iters)
+    if isinstance(scheduler, lr_scheduler.LinearLR):  # a warm-up ends before the run
+        return int(scheduler.total_iters) if scheduler.end_factor < scheduler.start_factor else None
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
+        last = length_of(scheduler._schedulers[-1])
+        return None if last is None else int(scheduler._milestones[-1]) + last
+    if isinstance(scheduler, lr_scheduler.LambdaLR):  # those of Hugging Face are functools.partial objects
+        for function in scheduler.lr_lambdas:
+            steps = getattr(function, "keywords", {}).get("num_training_steps")
+            if isinstance(steps, int):
+                return steps
+    return None
+
+
+def require_length(registered: Mapping[str, Any], steps: int, epochs: int | None) -> list[str]:
+    """Return warnings about registered schedulers whose length is neither the run's number of steps nor of epochs.
+
+    Raises UserError for OneCycleLR, which has no meaning with another length. epochs: None if the length is given in steps.
+    """
+    found = []
+    for name, scheduler in registered.items():
+        length = length_of(scheduler)
+        if length is None or length in (steps, epochs):
+            continue
+        run = f"{steps} steps" + (f" in {epochs} epochs" if epochs is not None else "") + " over all ranks"
+        how = f"give it run.total_steps(data, {epochs})" if epochs is not None else f"give it {steps}"
+        line = f"{name}: {type(scheduler).__name__} is made for {length} steps, and this run has {run}: {how}"
+        if isinstance(scheduler, lr_scheduler.OneCycleLR):
+            raise UserError(line, everywhere=True)
+        found.append(line)
+    return found
+
+
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a torch scheduler was made for `optimizer`: it wraps the optimizer's `step`."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def require_registered(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]) -> None:
+    """Raise UserError if a scheduler of one of `optimizers` is not registered: a resumed run would begin it again."""
+    known = [what.optimizer for what in registered.values() if isinstance(what, lr_scheduler.LRScheduler)]
+    if any(is_scheduled(optimizer) and not any(optimizer is one for one in known) for optimizer in optimizers):
+        how = "after run.prepare, write run.register(scheduler=scheduler)"
+        raise UserError(f"a learning rate scheduler is not registered, so a resumed run would begin it again: {how}")
+
+
+def redone(scheduler: object, saved: Mapping[str, Any]) -> bool:
+    """Bring a new scheduler to the position of `saved`, if that was made for another length. Return whether it was.
+
+    A run that is continued with more epochs continues as if the scheduler had had the new length from the beginning. The
+    optimizer has its initial rate. saved: the scheduler's earlier state_dict.
+    """
+    if not isinstance(scheduler, lr_scheduler.LRScheduler) or _lengths(scheduler.state_dict()) == _lengths(saved):
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `scheduler.step()` before `optimizer.step()`
+        for _ in range(int(saved["last_epoch"])):
+            scheduler.step()
+    return True
+
+
+def _lengths(state: Mapping[str, Any]) -> list[object]:
+    """Return all lengths in a scheduler's state_dict, also those of the schedulers within, and their milestones."""
+    found = [state[name] for name in (*LENGTHS, "_milestones") if name in state]
+    for inner in (*state.get("_schedulers", []), *state.get("lr_lambdas", [])):
+        found += _lengths(inner) if isinstance(inner, Mapping) else []
+    return found

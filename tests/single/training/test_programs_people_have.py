@@ -1,0 +1,327 @@
+"""Programs as people write them: what was wrong in silence is refused in one line, and a run can be made longer."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+    StepLR,
+)
+
+from hvdtrain import training
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training import checkpoint
+
+N = 40
+X = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
+Y = X.sum(1, keepdim=True).sin()
+
+
+def flags_for(*argv: str, **defaults):
+    parser = training.parser("test", None, **{"epochs": 2, "batch_size": 8} | defaults)
+    return parser.parse(["--engine", "serial", "--no-progress", "--threads", "1", *argv])
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1))
+
+
+def train(run, model, *, steps=None, each=lambda step: None) -> None:
+    for _ in run.epochs(None if steps else run.flags.epochs, steps=steps):
+        for step in run.steps(X, Y):
+            for x, y in step.batches():
+                step.backward(F.mse_loss(model(x), y))
+            step.update()
+            each(step)
+
+
+# ---- schedules
+
+
+def one_cycle(optimizer, steps):
+    return OneCycleLR(optimizer, 0.1, total_steps=steps)
+
+
+def scheduled(make, steps, argv=(), by_steps=None, rates=None):
+    """Train with a scheduler for `steps` steps. Two epochs of five steps."""
+    with training.start(flags_for(*argv)) as run:
+        net = network()
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        scheduler = make(optimizer, steps)
+        run.register(scheduler=scheduler)
+
+        def each(step):
+            scheduler.step()
+            if rates is not None:
+                rates.append(step.lr)
+
+        train(run, model, steps=by_steps, each=each)
+
+
+@pytest.mark.parametrize(("steps", "by_steps"), [(20, None), (11, None), (9, None), (10, 7)])
+def test_one_cycle_of_another_length_than_the_run_is_refused(steps, by_steps):
+    complaint = rf"^scheduler: OneCycleLR is made for {steps} steps, and this run has {by_steps or 10} steps"
+    with pytest.raises(UserError, match=complaint) as caught:
+        scheduled(one_cycle, steps, by_steps=by_steps)
+    assert ("run.total_steps(data, 2)" in str(caught.value)) == (by_steps is None)
+
+
+HUGGING_FACE = "Hugging Face's"
+
+
+def as_hugging_face(optimizer, steps):
+    from functools import partial
+
+    def factor(current_step, *, num_training_steps):
+        return max(0.0, 1 - current_step / num_training_steps)
+
+    return LambdaLR(optimizer, partial(factor, num_training_steps=steps))
+
+
+OTHER_LENGTHS = {
+    "cosine": lambda o, n: CosineAnnealingLR(o, n),
+    "polynomial": lambda o, n: PolynomialLR(o, n),
+    "linear decay": lambda o, n: LinearLR(o, 1.0, 0.0, n),
+    "warm-up, then cosine": lambda o, n: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 3), CosineAnnealingLR(o, n - 3)], [3]),
+    HUGGING_FACE: as_hugging_face,
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_LENGTHS)
+def test_a_schedule_of_another_length_than_the_run_is_reported(kind, capsys):
+    for steps, warned in ((20, True), (10, False)):
+        scheduled(OTHER_LENGTHS[kind], steps)
+        assert (
+            f"is made for {steps} steps, and this run has 10 steps in 2 epochs" in capsys.readouterr().out
+        ) == warned
+
+
+def test_a_schedule_of_epochs_a_warm_up_and_one_without_an_end_are_not_reported(capsys):
+    scheduled(lambda o, n: CosineAnnealingLR(o, n), 2)
+    scheduled(lambda o, n: LinearLR(o, 0.1, 1.0, n), 4)
+    scheduled(lambda o, n: StepLR(o, n), 4)
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_total_steps_are_those_of_all_ranks_and_micro_batches():
+    data = torch.utils.data.TensorDataset(X, Y)
+    for argv, expected in (((), 10), (("--accumulate", "2"), 6)):
+        with training.start(flags_for(*argv)) as run:
+            loader = torch.utils.data.DataLoader(data, batch_size=8)
+            assert [run.total_steps(given, 2) for given in (X, N, loader)] == [expected] * 3
+
+
+def unregistered(run):
+    net = network()
+    model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    one_cycle(optimizer, 10)
+    train(run, model)
+
+
+def made_before(run):
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    one_cycle(optimizer, 10)
+    run.prepare(net, optimizer)
+
+
+def two_optimizers(run):
+    net = network()
+    run.prepare(net, *(torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2)))
+
+
+def prepare(make_net, make_optimizer):
+    def program(run):
+        net = make_net()
+        run.prepare(net, make_optimizer(net.parameters()))
+
+    return program
+
+
+def gan(run, keep):
+    generator, critic = network(), nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
+    generator, critic, g_optimizer, c_optimizer = run.prepare(generator, critic, *optimizers)
+    for _ in run.epochs(1):
+        for step in run.steps(X, Y):
+            for x, y in step.batches():
+                fake = generator(x)
+                step.backward(critic(fake.detach()).mean() - critic(y).mean(), c_optimizer)
+            step.update(c_optimizer)
+            for x, _y in step.batches():
+                if not keep:
+                    fake = generator(x)
+                step.backward(-critic(fake).mean(), g_optimizer)
+            step.update(g_optimizer)
+
+
+def one_loss_twice(run):
+    generator, critic = nn.Linear(3, 2), nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
+    generator, critic, *optimizers = run.prepare(generator, critic, *optimizers)
+    for _ in run.epochs(1):
+        for step in run.steps(X):
+            for (x,) in step.batches():
+                loss = critic(generator(x)).square().mean()
+                step.backward(loss, optimizers[1])
+            step.update(optimizers[1])
+            for _ in step.batches():
+                step.backward(-loss, optimizers[0])
+
+
+ACCUMULATED = ("--accumulate", "2")
+REFUSED = {
+    "a scheduler that is not registered": (unregistered, (), r"run\.register\(scheduler=scheduler\)"),
+    "a scheduler made before prepare": (made_before, (), r"scheduler was created before run\.prepare\(\)"),
+    "L-BFGS": (prepare(network, torch.optim.LBFGS), (), "LBFGS computes the loss several times in a step"),
+    "sparse gradients": (
+        prepare(lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), lambda p: torch.optim.SGD(p, lr=0.1)),
+        (),
+        "0 has sparse gradients, which are not reduced: leave sparse=True out",
+    ),
+    "SparseAdam": (prepare(network, torch.optim.SparseAdam), (), "SparseAdam needs sparse gradients"),
+    "a parameter of two optimizers": (two_optimizers, (), "0.weight is in two optimizers: give each"),
+    "a fake of the loop before": (lambda run: gan(run, keep=True), ACCUMULATED, "an output of the loop before"),
+    "one loss for two updates": (one_loss_twice, (), r"got a part of an earlier loss: detach\(\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_wrong_in_silence_is_refused_in_one_line(case):
+    program, argv, complaint = REFUSED[case]
+    with pytest.raises(UserError, match=complaint) as caught, training.start(flags_for(*argv)) as run:
+        program(run)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("argv", "keep"), [((), True), ((), False), (ACCUMULATED, False)])
+def test_a_fake_of_its_own_micro_batch_is_right(argv, keep):
+    with training.start(flags_for(*argv)) as run:
+        gan(run, keep)
+    assert run.state.step == (3 if argv else 5)
+
+
+# ---- torch.compile
+
+
+def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
+    sums = []
+    for name, whole, part in (("plain", False, False), ("whole", True, False), ("part", False, True)):
+        with training.start(flags_for("--output-dir", str(tmp_path / name))) as run:
+            net = network()
+            if part:
+                net[0] = torch.compile(net[0], backend="eager")
+            ready = torch.compile(net, backend="eager") if whole else net
+            model, _ = run.prepare(ready, torch.optim.SGD(net.parameters(), lr=0.1))
+            averaged = torch.optim.swa_utils.AveragedModel(ready)
+            run.register(averaged=averaged)
+            train(run, model)
+        newest = checkpoint.listed(tmp_path / name / "checkpoints")[0]
+        facts, tensors = checkpoint.read(newest)
+        assert {key for key in tensors if key.startswith("model")} == {f"model.{n}" for n in network().state_dict()}
+        assert "_orig_mod" not in json.dumps(facts["registered"])
+        sums.append(json.loads((tmp_path / name / "summary.json").read_text())["parameters_sha256"])
+    assert len(set(sums)) == 1
+
+
+def test_a_run_may_be_continued_compiled_or_not_also_from_an_older_checkpoint(tmp_path):
+    def program(epochs, compiled):
+        with training.start(flags_for("--output-dir", str(tmp_path), epochs=epochs)) as run:
+            net = network()
+            ready = torch.compile(net, backend="eager") if compiled else net
+            model, _ = run.prepare(ready, torch.optim.SGD(net.parameters(), lr=0.1))
+            run.register(averaged=torch.optim.swa_utils.AveragedModel(ready))
+            train(run, model)
+            return run.state.epoch
+
+    assert program(1, compiled=True) == 1
+    newest = checkpoint.listed(tmp_path / "checkpoints")[0]
+    facts, tensors = checkpoint.read(newest)
+    old = {name.replace("model.", "model._orig_mod."): tensor for name, tensor in tensors.items()}
+    checkpoint.write(newest, facts, old)
+    assert program(2, compiled=False) == 2
+    assert program(3, compiled=True) == 3
+
+
+# ---- a longer run
+
+
+def lengthened(directory, *argv, make=None, steps=False, **defaults):
+    """Train with an optional scheduler for the length given; return the parameters' hash and the rates."""
+    flags = flags_for("--output-dir", str(directory), *argv, **defaults)
+    rates = []
+    with training.start(flags) as run:
+        net = network()
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+        scheduler = None
+        if make is not None:
+            scheduler = make(optimizer, run.total_steps(X, flags.epochs))
+            run.register(scheduler=scheduler)
+
+        def each(step):
+            rates.append(step.lr)
+            if scheduler is not None:
+                scheduler.step()
+
+        train(run, model, steps=flags.epochs if steps else None, each=each)
+    summary = json.loads((directory / "summary.json").read_text())
+    return summary["parameters_sha256"], rates, (summary["epochs"], summary["steps"])
+
+
+@pytest.mark.parametrize("make", [None, lambda o, n: StepLR(o, 4, 0.5)], ids=["constant", "without an end"])
+@pytest.mark.parametrize("steps", [False, True], ids=["epochs", "steps"])
+def test_a_run_made_longer_ends_as_one_that_was_so_long_from_the_beginning(make, steps, tmp_path, capsys):
+    short, more = (7, 13) if steps else (2, 4)
+    whole = lengthened(tmp_path / "whole", make=make, steps=steps, epochs=more)
+    lengthened(tmp_path / "parts", make=make, steps=steps, epochs=short)
+    capsys.readouterr()
+    parts = lengthened(tmp_path / "parts", make=make, steps=steps, epochs=more)
+    assert f"--epochs {more} instead of {short}: training continues" in capsys.readouterr().out
+    assert parts[0] == whole[0]
+    assert parts[1] == whole[1][-len(parts[1]) :]
+    assert parts[2] == whole[2]
+
+
+@pytest.mark.parametrize("kind", ["one cycle", *(kind for kind in OTHER_LENGTHS if kind != HUGGING_FACE)])
+def test_a_schedule_with_an_end_follows_the_new_end(kind, tmp_path):
+    make = OTHER_LENGTHS.get(kind, one_cycle)
+    _, whole, _ = lengthened(tmp_path / "whole", make=make, epochs=4)
+    lengthened(tmp_path / "parts", make=make, epochs=2)
+    _, parts, _ = lengthened(tmp_path / "parts", make=make, epochs=4)
+    assert parts == pytest.approx(whole[10:])
+
+
+def test_fewer_epochs_than_are_done_are_refused_and_as_many_end_at_once(tmp_path):
+    lengthened(tmp_path, epochs=3)
+    with pytest.raises(UserError, match=r"^run.epochs\(\) for 2 epochs, but epoch 3 has been reached"):
+        lengthened(tmp_path, epochs=2)
+    assert lengthened(tmp_path, epochs=3)[1] == []
+    lengthened(tmp_path / "steps", steps=True, epochs=7)
+    with pytest.raises(UserError, match=r"^run.epochs\(\) for 6 steps, but step 7 has been reached"):
+        lengthened(tmp_path / "steps", steps=True, epochs=6)
+
+
+# ---- names
+
+
+def test_messages_call_a_model_by_the_name_that_it_was_given():
+    with pytest.raises(UserError, match=r"^critic\.weight got no gradient"), training.start(flags_for()) as run:
+        generator, critic = nn.Linear(3, 1), nn.Linear(1, 1)
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
+        g, _, g_optimizer, c_optimizer = run.prepare(
+            generator=generator, critic=critic, g_optimizer=optimizers[0], c_optimizer=optimizers[1]
+        )
+        assert [g_optimizer, c_optimizer] == optimizers
+        for _ in run.epochs(1):
+            for step in run.steps(X):
+                for (x,) in step.batches():
+                    step.backward(g(x).mean())
+                step.update()
