@@ -18,6 +18,7 @@ from pathlib import Path
 from hvdtrain.analysis.launching import command, program, run_job
 from tests.e2e.cluster import Cluster, why_not
 from tests.e2e.launchers import environment
+from tests.hidden_gpus import seeing
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 900.0  # that any run may take
@@ -38,7 +39,8 @@ class Left(Exception):
 
 
 def users_environment() -> dict[str, str]:
-    return {name: value for name, value in environment().items() if name not in TESTS_ONLY}
+    """Return the environment of a user's run, who also sees the GPUs."""
+    return {name: value for name, value in seeing(environment()).items() if name not in TESTS_ONLY}
 
 
 def job(arguments: list[str], log: Path, seconds: float = SECONDS) -> float:

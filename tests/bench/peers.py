@@ -13,6 +13,7 @@ import torch
 from hvdtrain.analysis.launching import command, program
 from tests.bench.measurements import Left, Setting, for_torchvision, job, mnist_data
 from tests.e2e.launchers import environment
+from tests.hidden_gpus import seeing
 
 
 def whole(setting: Setting) -> dict[str, float]:
@@ -55,7 +56,7 @@ def peers(setting: Setting) -> dict[str, float]:
 def until_99(arguments: list[str], directory: Path) -> tuple[float, float]:
     began, best = time.monotonic(), 0.0
     process = subprocess.Popen(
-        arguments, cwd=directory, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        arguments, cwd=directory, env=seeing(environment()), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
         for line in process.stdout or ():

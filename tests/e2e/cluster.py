@@ -16,9 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.hidden_gpus import HIDDEN
+
 from .launchers import MARK, ROOT, Done, environment, kill, new_job, remaining
 
 SSHD = "/usr/sbin/sshd"
+# A login has an environment of its own. SetEnv counts once: all in one line.
+SET_ENVIRONMENT = "SetEnv " + " ".join(f"{name}={value}" for name, value in HIDDEN.items())
 TOOLS = ("ip", "unshare", "nsenter", "tc")
 ENTER = ("--net", "--uts", "--mount", "--pid", "--ipc")
 
@@ -146,6 +150,7 @@ class Cluster:
         (self.directory / "sshd_config").write_text(
             f"HostKey {self.directory}/host_key\nAuthorizedKeysFile {self.directory}/user_key.pub\nStrictModes no\n"
             "PermitRootLogin prohibit-password\nPasswordAuthentication no\nUsePAM no\nPidFile none\n"
+            f"{SET_ENVIRONMENT}\n"
         )
         (self.directory / "ssh_config").write_text(
             f"IdentityFile {self.directory}/user_key\nUserKnownHostsFile {self.directory}/known_hosts\n"

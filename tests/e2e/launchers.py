@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.hidden_gpus import HIDDEN
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 PYTHON = shlex.quote(sys.executable)  # for command lines: the clone may lie under a path with a blank
@@ -48,7 +50,7 @@ def environment(**extra: str) -> dict[str, str]:
     base |= {"OMP_WAIT_POLICY": "passive"}  # threads that wait leave the cores to others: tests run side by side
     if os.geteuid() == 0:
         base |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return base | extra
+    return base | HIDDEN | extra
 
 
 def new_job() -> str:

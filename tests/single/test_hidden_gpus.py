@@ -1,0 +1,38 @@
+"""On a node with GPUs, every test still trains on processors: nothing that a test starts sees one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.cluster import SET_ENVIRONMENT
+from tests.e2e.launchers import ROOT, environment, launch
+from tests.hidden_gpus import HIDDEN, seeing
+
+SHOW = "import os; print([os.environ.get(name) for name in {!r}])"
+NONE = "['', '', '']"
+
+
+def test_no_process_of_a_test_sees_a_gpu():
+    show = SHOW.format([*HIDDEN])
+    assert {name: os.environ.get(name) for name in HIDDEN} == HIDDEN
+    assert subprocess.check_output([sys.executable, "-c", show], text=True).strip() == NONE
+    assert launch(f'{sys.executable} -c "{show}"').stdout.strip() == NONE
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_launch_hides_what_this_process_sees(name, monkeypatch):
+    """Those that run without pytest, as make chaos does, start with `environment`, too."""
+    monkeypatch.setenv(name, "0,1")
+    assert environment()[name] == ""
+    assert f" {name}=" in SET_ENVIRONMENT  # a login on another host begins with an environment of its own
+
+
+def test_pytest_hides_them_before_the_tests_are_imported(tmp_path):
+    """And the tests for GPUs are given those that were there, however pytest was started."""
+    show = "import os, tests.conftest, tests.hidden_gpus as gpus; print(os.environ['CUDA_VISIBLE_DEVICES'] + '.', gpus.GIVEN)"
+    shown = subprocess.check_output(
+        [sys.executable, "-c", show], text=True, cwd=ROOT, env=seeing(dict(os.environ)) | {"CUDA_VISIBLE_DEVICES": "3"}
+    )
+    assert shown.strip() == ". {'CUDA_VISIBLE_DEVICES': '3'}"
