@@ -3,7 +3,7 @@
 # make run NP=8 RUN="--dataset digits"
 # make chaos CHAOS="--attacks 200"       kill, stop, corrupt; start again; compare the bits and count the samples
 # make chaos EXAMPLES=20000              so many bad inputs of each kind afterwards
-# make chaos ENVIRONMENTS=--list       without the attempts of tests/chaos/environments.py: twenty minutes
+# make chaos ENVIRONMENTS=--list       without the attempts of tests/chaos/environments.py: ten minutes
 # make docs                              the documentation as a site in site/: open site/index.html
 # make matrix MATRIX=--list              other versions of Python, PyTorch and MPI: each set up and examined; hours
 # make soak SOAK="--ranks 8"             an hour of training, in which nothing may grow
@@ -44,9 +44,9 @@ docs:
 	@echo "site/index.html: open it in a browser"
 
 chaos: setup
-	. .venv/bin/activate && python -m tests.chaos.run $(CHAOS)
-	. .venv/bin/activate && python -m tests.chaos.environments $(ENVIRONMENTS)
-	. .venv/bin/activate && HVDTRAIN_EXAMPLES=$(EXAMPLES) python -m pytest --timeout 7200 $(BAD)
+	. .venv/bin/activate && code=0; python -m tests.chaos.run $(CHAOS) || code=1; \
+	python -m tests.chaos.environments $(ENVIRONMENTS) || code=1; \
+	HVDTRAIN_EXAMPLES=$(EXAMPLES) python -m pytest --timeout 7200 $(BAD) || code=1; exit $$code
 
 matrix:
 	@$(PYTHON) -m tests.matrix $(MATRIX)

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -184,16 +183,13 @@ def table(results: Sequence[Result]) -> str:
 
 
 def main(attempts: Sequence[Attempt], program: str, argv: Sequence[str] | None = None) -> int:
-    """Make the attempts and print the table. Return 1 if one did not hold."""
+    """Make the attempts and print the table, and what did not hold. Return 1 if one did not."""
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("--only", metavar="NAMES", help="names, or beginnings of names or kinds, joined by commas")
     parser.add_argument("--jobs", type=int, default=1, help="attempts at a time (default: 1)")
     parser.add_argument("--list", action="store_true", help="print the attempts, and make none")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="also append each result to FILE, as JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the output of those that did not hold")
     flags = parser.parse_args(argv)
-    names = [attempt.name for attempt in attempts]
-    assert len(set(names)) == len(names), sorted(name for name in set(names) if names.count(name) > 1)
     wanted = tuple(flags.only.split(",")) if flags.only else ("",)
     chosen = [a for a in attempts if a.name.startswith(wanted) or a.kind.startswith(wanted)]
     if not chosen:
@@ -212,34 +208,15 @@ def main(attempts: Sequence[Attempt], program: str, argv: Sequence[str] | None =
             for result in pool.map(lambda attempt: run(attempt, Path(name), undisturbed), chosen):
                 results.append(result)
                 print(result, flush=True)
-                if flags.verbose and not result.held and not result.skipped:
-                    print(
-                        f"    {result.attempt.command}\n    " + "\n    ".join(result.output.splitlines()[-30:]),
-                        flush=True,
-                    )
-                if flags.results is not None:
-                    a = result.attempt
-                    told = dict(kind=a.kind, name=a.name, what=a.what, command=a.command, expected=expectation(a),
-                                held=result.held, skipped=result.skipped, happened=happened(result))  # fmt: skip
-                    with flags.results.open("a") as file:
-                        file.write(json.dumps(told) + "\n")
+                if flags.verbose and result.problems:
+                    said = result.output.splitlines()[-30:]
+                    print("", result.attempt.command, *said, sep="\n    ", flush=True)
                 shutil.rmtree(Path(name) / result.attempt.name, ignore_errors=True)
     print(table(results))
-    return int(any(result.problems for result in results))
-
-
-def expectation(attempt: Attempt) -> str:
-    """Return what an attempt expects, in words."""
-    parts = [f"exit code {attempt.code}"]
-    parts += [f"says {attempt.says}"] * bool(attempt.says) + ["bits of an undisturbed run"] * bool(attempt.bits_of)
-    parts += ["its own check"] * (attempt.check is not None)
-    return ", ".join(parts)
-
-
-def happened(result: Result) -> str:
-    """Return what happened, in one line."""
-    tail = " | ".join(result.output.splitlines()[-4:])[-400:]
-    return f"code {result.code} after {result.seconds:.1f} s; {'; '.join(result.problems) or 'as expected'}; {tail}"
+    failed = [result for result in results if result.problems]
+    if failed:
+        print(f"\ndid not hold: {len(failed)}", *failed, sep="\n    ")
+    return int(bool(failed))
 
 
 def wait_for(path: Path, job: Job, pattern: str = "", seconds: float = 180.0) -> None:
@@ -252,12 +229,3 @@ def wait_for(path: Path, job: Job, pattern: str = "", seconds: float = 180.0) ->
         assert job.poll() is None, f"the job ended with {job.poll()} before {path.name} was there"
         assert time.monotonic() < until, f"{path.name} was not there after {seconds:.0f} s"
         time.sleep(0.05)
-
-
-def stop(job: Job) -> None:
-    """End a job that would go on."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(job.pid, signal.SIGTERM)
-
-
-__all__ = ["Attempt", "Job", "main", "stop", "wait_for"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hvdtrain.training import checkpoint
-from tests.chaos.outcome import Outcome
+from tests.chaos.outcomes import Outcome
 
 KINDS = ("cut", "flip", "empty", "zeroed", "swapped", "appended", "put in", "header")
 HEADERS = (

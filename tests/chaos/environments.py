@@ -1,7 +1,7 @@
 """Attempts to break commands by what surrounds them: full and odd file systems, directories that change, clocks that jump,
-limits, hostile data and records, careless programs.
+limits, odd files of data and records, careless programs.
 
-python -m tests.chaos.environments                     all, one after the other: an hour
+python -m tests.chaos.environments                     all, one after the other
 python -m tests.chaos.environments --jobs 3
 python -m tests.chaos.environments --only no-locks     names, or beginnings of names or kinds, joined by commas
 python -m tests.chaos.environments --list
@@ -13,11 +13,10 @@ import sys
 
 from tests.chaos import attempts
 from tests.chaos.hostile_data import DATA
-from tests.chaos.hostile_records import RECORDS
 from tests.chaos.own_programs import PROGRAMS
 from tests.chaos.surroundings import SURROUNDINGS
 
-ATTEMPTS = [*SURROUNDINGS, *DATA, *RECORDS, *PROGRAMS]
+ATTEMPTS = [*SURROUNDINGS, *DATA, *PROGRAMS]
 
 
 if __name__ == "__main__":

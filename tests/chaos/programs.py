@@ -12,6 +12,7 @@ from tests import image_set
 from tests.e2e.launchers import ROOT
 
 EPOCHS = 2
+PROGRAMS = ("mnist", "imagenet", "augment", "gan")
 EVERY = f"--epochs {EPOCHS} --checkpoint-steps 3 --no-progress"
 
 

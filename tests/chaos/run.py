@@ -22,15 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain.training import checkpoint
-from tests.chaos.collected import Results
 from tests.chaos.damages import damages
 from tests.chaos.lineage import HARMLESS, WRAPPER, all_struck, attacked, results, seconds_lost, tally
-from tests.chaos.outcome import Outcome, table
-from tests.chaos.programs import EPOCHS, MNIST, Program, programs
+from tests.chaos.outcomes import Outcome, Outcomes, report
+from tests.chaos.programs import EPOCHS, MNIST, PROGRAMS, Program, programs
 from tests.chaos.schedule import schedule
 
 # Where a fault strikes, and how often a whole run comes by there.
@@ -111,11 +110,15 @@ def small_disk(directory: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", directory], check=True)
 
 
-def can_mount(directory: Path) -> bool:
+def can_mount() -> bool:
     """Return whether this process may mount a file system."""
     if os.geteuid() != 0:
         return False
-    with contextlib.suppress(subprocess.SubprocessError, OSError), small_disk(directory):
+    with (
+        tempfile.TemporaryDirectory() as name,
+        contextlib.suppress(subprocess.SubprocessError, OSError),
+        small_disk(Path(name, "disk")),
+    ):
         return True
     return False
 
@@ -218,7 +221,18 @@ def run_to_its_end(
     return True
 
 
-def main() -> int:
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a parser of names of `known`, joined by commas."""
+
+    def parse(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tests.chaos.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -227,66 +241,57 @@ def main() -> int:
     parser.add_argument(
         "--schedule", help="ranks of the parts of one run (default: 4,3,2,4; with --results: none; '': none)"
     )
-    parser.add_argument("--results", type=Path, metavar="FILE", help="collect outcomes there, and skip those it has")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="collect outcomes there; what passed is not repeated"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of attacks (default: %(default)s)")
-    parser.add_argument("--launchers", default=",".join(LAUNCHED), help="of attacked runs (default: %(default)s)")
-    parser.add_argument("--programs", default="mnist", help="of mnist, imagenet, augment, gan (default: mnist)")
-    parser.add_argument("--ranks", default="2,3,4", help="drawn from (default: 2,3,4; also 6 and 8)")
+    parser.add_argument("--kinds", type=some_of(KINDS), help=f"of attacks (default: {','.join(KINDS)})")
+    parser.add_argument("--launchers", type=some_of(LAUNCHED), default=list(LAUNCHED), help="default: all")
+    parser.add_argument("--programs", type=some_of(PROGRAMS), default=["mnist"], help=f"of {', '.join(PROGRAMS)}")
+    sizes = some_of(list(map(str, MNIST.batch)))
+    parser.add_argument(
+        "--ranks", type=sizes, default=["2", "3", "4"], help="drawn from (default: 2,3,4; also 6 and 8)"
+    )
     flags = parser.parse_args()
+    try:
+        flags.outcomes = Outcomes(flags.results)
+    except (OSError, ValueError) as error:
+        parser.error(f"--results {flags.results}: {error}")
     if flags.damages is None:
         flags.damages = 0 if flags.results else 1000
     if flags.schedule is None:
         flags.schedule = "" if flags.results else "4,3,2,4"
-    try:
-        collected = Results(flags.results)
-    except (OSError, ValueError) as error:
-        parser.error(f"--results {flags.results}: {error}")
-    kinds = flags.kinds.split(",")
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        parser.error(f"--kinds: {unknown[0]!r} is not one of {', '.join(KINDS)}")
-    launchers = flags.launchers.split(",")
-    if foreign := [name for name in launchers if name not in LAUNCHED]:
-        parser.error(f"--launchers: {foreign[0]!r} is not one of {', '.join(LAUNCHED)}")
-    sizes = [int(size) for size in flags.ranks.split(",")]
-    if others := [size for size in sizes if size not in MNIST.batch]:
-        parser.error(f"--ranks: {others[0]} is not one of {', '.join(map(str, MNIST.batch))}")
-    chance = random.Random(flags.seed)
-    outcomes: list[Outcome] = []
+    if flags.attacks and "refill" in (flags.kinds or KINDS) and not can_mount():
+        if flags.kinds:
+            parser.error("--kinds refill needs root, to mount a small file system: unshare -m")
+        flags.kinds = [kind for kind in KINDS if kind != "refill"]
+    flags.kinds = flags.kinds or list(KINDS)
+    return flags
+
+
+def main() -> int:
+    flags = parse()
+    collected, chance, more = flags.outcomes, random.Random(flags.seed), list[Outcome]()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        if "refill" in kinds and flags.attacks and not can_mount(scratch / "disk"):
-            if flags.kinds != parser.get_default("kinds"):
-                parser.error("--kinds refill needs root, to mount a small file system: unshare -m")
-            kinds.remove("refill")
-        known = {"mnist": MNIST} if flags.programs == "mnist" else programs(scratch)
-        names = flags.programs.split(",")
-        if strange := [name for name in names if name not in known]:
-            parser.error(f"--programs: {strange[0]!r} is not one of {', '.join(known)}")
-        undisturbed = Undisturbed(scratch)
+        known = {"mnist": MNIST} if flags.programs == ["mnist"] else programs(scratch)
+        undisturbed, sizes = Undisturbed(scratch), list(map(int, flags.ranks))
         for number in range(1, flags.attacks + 1):
-            if (flags.seed, number) in collected.outcomes:
+            if collected.survived(flags.seed, number):
                 continue
-            program = known[names[number % len(names)]]
+            program = known[flags.programs[number % len(flags.programs)]]
             own = random.Random(f"{flags.seed} {number}")  # the same attack in whichever sitting
-            outcome = strike(own, kinds, launchers, program, sizes, scratch / str(number), undisturbed)
+            outcome = strike(own, flags.kinds, flags.launchers, program, sizes, scratch / str(number), undisturbed)
             collected.add(flags.seed, number, outcome)
             print(f"{number:4} {outcome}", flush=True)
-            if not outcome.good:
-                print(f"     {outcome!r}", flush=True)
-        outcomes += collected.outcomes.values()
         if flags.schedule:
-            outcomes.append(schedule([int(ranks) for ranks in flags.schedule.split(",")], scratch, chance))
-            print(f"     {outcomes[-1]}", flush=True)
+            more.append(schedule([int(ranks) for ranks in flags.schedule.split(",")], scratch, chance))
+            print(f"     {more[-1]}", flush=True)
         if flags.damages:
             done = attacked(scratch / "sound")
             assert done.code == 0, done
-            for outcome in damages(scratch / "sound", scratch, flags.damages, chance):
-                outcomes.append(outcome)
-                if not outcome.good:
-                    print(f"     {outcome}", flush=True)
-    print(table(outcomes))
-    return 0 if all(outcome.good for outcome in outcomes) else 1
+            more += damages(scratch / "sound", scratch, flags.damages, chance)
+    return report([*collected.last().values(), *more], collected.failed_before())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.training import checkpoint
 from tests.chaos.lineage import all_struck, attacked, results, seconds_lost, tally
-from tests.chaos.outcome import Outcome
+from tests.chaos.outcomes import Outcome
 
 GLOBAL_BATCH = 64
 # Batch norm sees each rank's own samples, whose number changes with the ranks; without it only the order of sums does.

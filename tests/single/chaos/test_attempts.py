@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.chaos import attempts, environments
+from tests.chaos import attempts, environments, networks
 from tests.chaos.attempts import Attempt
 
 
@@ -56,8 +56,22 @@ def test_what_is_missing_here_is_skipped(tmp_path):
     assert (made.skipped, made.held) == ("needs no-such-program", False)
 
 
-def test_every_attempt_is_sound():
-    assert len({attempt.name for attempt in environments.ATTEMPTS}) == len(environments.ATTEMPTS) > 300
-    for attempt in environments.ATTEMPTS:
+def test_what_does_not_hold_is_said_and_ends_with_one(monkeypatch, capsys):
+    made = [
+        Attempt("one", "a kind", "it holds", "true", limit=20),
+        Attempt("two", "a kind", "it does not", "exit 3", limit=20),
+    ]
+    assert attempts.main(made, "attempts", ["--only", "one"]) == 0
+    assert attempts.main(made, "attempts", []) == 1
+    said = capsys.readouterr().out
+    assert "| all | 2 | 1 | 0 |" in said
+    assert said.splitlines()[-2] == "did not hold: 1"
+    assert "two  exit code 3 instead of 0" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("made", [environments.ATTEMPTS, networks.ATTEMPTS])
+def test_every_attempt_is_sound(made):
+    assert len({attempt.name for attempt in made}) == len(made) > 50
+    for attempt in made:
         assert attempt.limit <= 300, attempt.name
-        assert set(attempt.needs) <= {"root", "gcc", "setpriv", "mlflow"}, attempt.name
+        assert set(attempt.needs) <= {"root", "gcc", "setpriv", *networks.HOST_TOOLS}, attempt.name

@@ -13,58 +13,25 @@ def record(path, *events):
     path.write_text("".join(json.dumps(fact) + "\n" for fact in facts))
 
 
+START, SAVED, AGAIN, END = (10, "start"), (13, "checkpoint", 3), (30, "start"), (40, "end")
+RESUMED = (30, "resume", 3)
 CASES = {
-    "killed": (
-        [(10, "start"), (13, "checkpoint", 3), (30, "start"), (30, "resume", 3), (40, "end")],
-        [(17.5, "kill")],
-        4.5,
-    ),
-    "no checkpoint yet": ([(10, "start"), (30, "start"), (40, "end")], [(17.5, "kill")], 7.5),
-    "the newest checkpoint was damaged": (
-        [(10, "start"), (13, "checkpoint", 3), (15, "checkpoint", 6), (30, "start"), (30, "resume", 3), (40, "end")],
-        [(17.5, "kill")],
-        4.5,
-    ),
-    "stopped, and saved afterwards": (
-        [
-            (10, "start"),
-            (13, "checkpoint", 3),
-            (18, "checkpoint", 5),
-            (18, "stop", 5),
-            (30, "start"),
-            (30, "resume", 5),
-        ],
-        [(17.5, "term")],
-        0.0,
-    ),
-    "not ended by it": ([(10, "start"), (13, "checkpoint", 3), (40, "end")], [(17.5, "refill")], 0.0),
-    "ended by the second only": (
-        [(10, "start"), (13, "checkpoint", 3), (30, "start"), (30, "resume", 3), (40, "end")],
-        [(12.0, "refill"), (17.5, "kill")],
-        4.5,
-    ),
-    "the last checkpoint of all could not be written": (
-        [(10, "start"), (13, "checkpoint", 3), (30, "start"), (30, "resume", 3), (40, "end")],
-        [(17.5, "full")],
-        4.5,
-    ),
-    "before training": ([(10, "start"), (40, "end")], [(5.0, "kill")], 0.0),
-    "again before the next one trained": (
-        [(10, "start"), (13, "checkpoint", 3), (30, "start"), (30, "resume", 3), (40, "end")],
-        [(17.5, "kill"), (25.0, "kill")],
-        4.5,
-    ),
-    "completed as the fault struck": (
-        [(10, "start"), (30, "start"), (30, "resume", 3), (40, "end")],
-        [(17.5, "kill")],
-        0.0,
-    ),
+    "killed": ([START, SAVED, AGAIN, RESUMED, END], [(17.5, "kill")], 4.5),
+    "no checkpoint yet": ([START, AGAIN, END], [(17.5, "kill")], 7.5),
+    "the newest checkpoint was damaged":
+        ([START, SAVED, (15, "checkpoint", 6), AGAIN, RESUMED, END], [(17.5, "kill")], 4.5),
+    "stopped, and saved afterwards":
+        ([START, SAVED, (18, "checkpoint", 5), (18, "stop", 5), AGAIN, (30, "resume", 5)], [(17.5, "term")], 0.0),
+    "not ended by it": ([START, SAVED, END], [(17.5, "refill")], 0.0),
+    "ended by the second only": ([START, SAVED, AGAIN, RESUMED, END], [(12.0, "refill"), (17.5, "kill")], 4.5),
+    "the last checkpoint of all could not be written": ([START, SAVED, AGAIN, RESUMED, END], [(17.5, "full")], 4.5),
+    "before training": ([START, END], [(5.0, "kill")], 0.0),
+    "again before the next one trained": ([START, SAVED, AGAIN, RESUMED, END], [(17.5, "kill"), (25.0, "kill")], 4.5),
+    "completed as the fault struck": ([START, AGAIN, RESUMED, END], [(17.5, "kill")], 0.0),
     "resumed, and saved nothing since": (
-        [(10, "start"), (13, "checkpoint", 3), (20, "start"), (20, "resume", 3), (30, "start"), (30, "resume", 3)],
-        [(14.0, "kill"), (22.5, "kill")],
-        3.5,
+        [START, SAVED, (20, "start"), (20, "resume", 3), AGAIN, RESUMED], [(14.0, "kill"), (22.5, "kill")], 3.5,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("events", "faults", "seconds"), CASES.values(), ids=CASES)

@@ -1,43 +1,53 @@
-"""Attacks that are collected in a file over several sittings: what is drawn, kept, left out and counted."""
+"""Attacks that are collected in a file over several sittings: what is drawn, kept, made again, counted and said."""
 
 import json
 import random
-import subprocess
 import sys
 
 import pytest
 
-from tests.chaos.collected import Results
-from tests.chaos.outcome import Outcome, table
+from tests.chaos import run
+from tests.chaos.outcomes import Outcome, Outcomes, table
 from tests.chaos.programs import EPOCHS, MNIST
 from tests.chaos.run import KINDS, TRANSPORTS, draw
-from tests.e2e.launchers import ROOT
 
 
 def outcome(kind: str = "kill", launcher: str = "mpirun", ranks: int = 2, *, good: bool = True) -> Outcome:
     return Outcome(kind, "an attack", good, good, detected=1.5, program="mnist", launcher=launcher, ranks=ranks)
 
 
-def test_a_second_sitting_has_the_outcomes_of_the_first(tmp_path):
+def attacked(monkeypatch, file, *made: Outcome) -> int:
+    """Run `make chaos` with two attacks whose outcomes are these; return its exit code."""
+    left = list(made)
+    monkeypatch.setattr(run, "strike", lambda *_: left.pop(0))
+    monkeypatch.setattr(
+        sys, "argv", ["run", "--attacks", "2", "--seed", "7", "--kinds", "kill", "--results", str(file)]
+    )
+    code = run.main()
+    assert left == []
+    return code
+
+
+def test_a_failed_outcome_is_said_stays_in_the_file_and_its_attack_is_made_again(tmp_path, monkeypatch, capsys):
     file = tmp_path / "results.jsonl"
-    first = Results(file)
-    first.add(7, 1, outcome())
-    first.add(7, 2, outcome("stop", good=False))
+    assert attacked(monkeypatch, file, outcome("kill"), outcome("stop", good=False)) == 1
+    assert "failed: 1\n    Outcome(kind='stop'" in capsys.readouterr().out
     with file.open("a") as interrupted:
         interrupted.write('{"seed": 7, "number": 3, "outc')
-    second = Results(file)
-    assert second.outcomes == first.outcomes
-    line = json.loads(file.read_text().splitlines()[0])
-    assert set(line) == {"seed", "number", "date", "commit", "outcome"}
-    second.add(7, 3, outcome("slow"))
-    assert [kept.kind for kept in Results(file).outcomes.values()] == ["kill", "stop", "slow"]
+    assert attacked(monkeypatch, file, outcome("stop")) == 0  # of the two, only the one that failed
+    assert "failed at first, and made again: 1\n    Outcome(kind='stop'" in capsys.readouterr().out
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["number"], line["outcome"]["survived"]) for line in lines] == [(1, True), (2, False), (2, True)]
+    assert set(lines[0]) == {"seed", "number", "date", "commit", "outcome"}
+    assert attacked(monkeypatch, file) == 0
+    assert "| all | 2 | 2 | 2 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", ["{}", "[1]", '{"seed": 1, "number": 1, "outcome": {"kind": "kill"}}', "no JSON"])
 def test_another_file_is_refused(line, tmp_path):
     (tmp_path / "other").write_text(f"{line}\n")
     with pytest.raises(ValueError, match="line 1: not the outcome of an attack"):
-        Results(tmp_path / "other")
+        Outcomes(tmp_path / "other")
 
 
 def test_the_table_counts_by_kind_launcher_and_ranks():
@@ -47,15 +57,6 @@ def test_the_table_counts_by_kind_launcher_and_ranks():
         "kill": ["1", "1", "1"], "stop": ["2", "1", "1"], "(2 ranks)": ["2", "1", "1"], "(3 ranks)": ["1", "1", "1"],
         "(under mpirun)": ["1", "1", "1"], "(under torchrun)": ["2", "1", "1"], "all": ["3", "2", "2"],
     }  # fmt: skip
-
-
-def test_no_attacks_print_the_table_of_the_file(tmp_path):
-    file = tmp_path / "results.jsonl"
-    Results(file).add(7, 1, outcome())
-    words = [sys.executable, "-m", "tests.chaos.run", "--attacks", "0", "--results", str(file)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1].startswith("| all | 1 | 1 | 1 |")
 
 
 def test_every_kind_strikes_at_a_point_of_a_rank_that_exists():
