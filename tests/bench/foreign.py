@@ -1,7 +1,7 @@
 """Horovod scripts as they come and under hvdtrain.tuned: whole commands, interleaved, over MPI and over Gloo.
 
-python -m tests.bench.foreign --data-dir DIR --ranks 2,4            5 scripts, 5 rounds; DIR has MNIST's compressed files
-python -m tests.bench.foreign --scripts gan,sparse --over MPI --rounds 1       some of them
+python -m tests.bench.foreign --data-dir DIR --ranks 2,4            3 scripts, 5 rounds; DIR has MNIST's compressed files
+python -m tests.bench.foreign --scripts mnist,sparse --over MPI --rounds 1       some of them
 python -m tests.bench.foreign --results FILE                        goes on where FILE ends; with --rounds 0, only the table
 python -m tests.bench.foreign --script "SCRIPT ARGUMENTS..."        your own; may be given several times
 
@@ -15,7 +15,6 @@ import json
 import os
 import random
 import shlex
-import statistics
 import sys
 import tempfile
 from collections import defaultdict
@@ -24,6 +23,7 @@ from typing import NamedTuple
 
 from hvdtrain.analysis.launching import program, run_job
 from tests.bench.measurements import ROOT, users_environment
+from tests.bench.paired import spread
 
 LAUNCHERS = {"MPI": ["horovodrun"], "Gloo": ["horovodrun", "--gloo"]}
 SIDES = ("as it comes", "tuned")
@@ -31,8 +31,6 @@ FOREIGN = ROOT / "tests" / "foreign"
 SCRIPTS = {  # a few seconds each, most of them start-up
     "mnist": ["mnist.py", "--samples", "8000"],
     "language model": ["language_model.py"],
-    "gan": ["gan.py"],
-    "elastic": ["elastic_state.py"],
     "sparse": ["sparse_gradients.py"],
 }
 
@@ -140,10 +138,6 @@ def table(runs: list[Run]) -> str:
         cells = " | ".join(spread(v) for v in (plain, tuned, [before / after for before, after in whole]))
         lines.append(f"| {script} | {over} | {ranks} | {len(whole)}{failed} | {cells} |")
     return "\n".join(lines)
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})" if values else "-"
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 hvdtrain.imagenet, the same with --reduced-decode, torchvision as its tutorials have it, and NVIDIA DALI's CPU pipeline."""
 
 import importlib.util
-import random
 import sys
 
 from tests.bench.measurements import Left, Setting, in_process, job
+from tests.bench.paired import once
 
 IMAGES = """
 import sys, torch
@@ -101,8 +101,10 @@ def compared(setting: Setting, peer: str) -> dict[tuple[str, int], float]:
         images = setting.scratch / f"images-{width}"
         if not images.exists():
             job([sys.executable, "-c", IMAGES, str(images), *map(str, size)], setting.scratch / "images.log")
-        sides = random.sample(["ours", "reduced", peer], 3)
-        script = {side: EPOCHS + FOLDERS[side] for side in sides}
-        rates = {side: in_process(script[side], str(images), f"{size[2]}", log=setting.scratch) for side in sides}
+        where = str(images), f"{size[2]}"
+        rates = once(
+            ("ours", "reduced", peer),
+            lambda side, where=where: in_process(EPOCHS + FOLDERS[side], *where, log=setting.scratch),
+        )
         found |= {(side, width): rates[side] / rates[peer] for side in ("ours", "reduced")}
     return found

@@ -12,19 +12,19 @@ import argparse
 import json
 import os
 import pickle
-import random
 import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from hvdtrain.data import text
+from tests.bench.paired import rounds, spread
 from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, environment, launch
 
 SKIPPED = 50  # steps at the beginning that do not count
@@ -92,25 +92,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
     flags = parser.parse_args()
-    found: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         checkout(flags.nanogpt, flags.text, scratch / "nanogpt")
-        for number in range(flags.rounds):
-            sides = {
-                "nanoGPT, 1 process": lambda out: theirs(scratch / "nanogpt", flags.steps),
-                "ours, float32": lambda out: ours(flags.text, out, flags.steps, "off"),
-                "ours, bf16": lambda out: ours(flags.text, out, flags.steps, "bf16"),
-                "no communication, float32": lambda out: apart(flags.text, out, flags.steps, "off"),
-            }
-            for side in random.sample(list(sides), len(sides)):
-                found[side].append(sides[side](scratch / f"{number} {side}".replace(" ", "-").replace(",", "")))
-                print(f"round {number + 1}  {side}  {found[side][-1]:.1f} ms", flush=True)
+
+        def new() -> Path:
+            return Path(tempfile.mkdtemp(dir=scratch), "out")
+
+        sides: dict[str, Callable[[], float]] = {
+            "nanoGPT, 1 process": lambda: theirs(scratch / "nanogpt", flags.steps),
+            "ours, float32": lambda: ours(flags.text, new(), flags.steps, "off"),
+            "ours, bf16": lambda: ours(flags.text, new(), flags.steps, "bf16"),
+            "no communication, float32": lambda: apart(flags.text, new(), flags.steps, "off"),
+        }
+        found = rounds(flags.rounds, sides, lambda side: sides[side]())
     print(f"\nload average: {os.getloadavg()[0]:.1f}\n\n| | ms per step | nanoGPT's time over it |\n|---|---:|---:|")
     for side, times in found.items():
         ratios = [there / here for there, here in zip(found["nanoGPT, 1 process"], times, strict=True)]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"| {side} | {statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f}) | {spread} |")
+        print(f"| {side} | {spread(times, '.1f')} | {spread(ratios, '.2f')} |")
 
 
 if __name__ == "__main__":

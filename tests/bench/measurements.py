@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import random
 import re
 import statistics
 import subprocess
@@ -11,11 +10,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.analysis.launching import command, program, run_job
+from hvdtrain.mnist import shared_batch
+from tests.bench.paired import once
 from tests.e2e.cluster import Cluster, why_not
 from tests.e2e.launchers import environment
 from tests.hidden_gpus import seeing
@@ -36,6 +37,9 @@ class Setting:
 
 class Left(Exception):
     """A row that cannot be measured here, and why."""
+
+
+Measure = Callable[[Setting], dict[str, float]]
 
 
 def users_environment() -> dict[str, str]:
@@ -59,27 +63,43 @@ def mpirun(ranks: int, *arguments: str) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------- throughput of training
 
-CONVNET = ["--model", "convnet", "--batch-size", "64", "--channels-last", "--threads", "1"]
+ONE_THREAD = "--channels-last --threads 1"
+CONVNET = f"--model convnet --batch-size 64 {ONE_THREAD}"
+# Sides by name: a variant of hvdtrain.scaling, and flags of the benchmark. Horovod over Gloo is asked for untuned, too.
+SIDES = {
+    "ours": ("horovod", ""), "mpi": ("horovod-untuned", ""), "gloo": ("horovod-gloo", "--tuning off"),
+    "ddp": ("ddp", ""), "ddp-untuned": ("ddp-untuned", ""), "apart": ("ddp", "--no-communication"),
+    "auto": ("horovod", "--compression auto"), "none": ("horovod", "--compression none"),
+}  # fmt: skip
 
 
-def rate(setting: Setting, variant: str, ranks: int, *flags: str, base: Sequence[str] = CONVNET) -> float:
-    """Return the ConvNet's samples per second over all ranks. base: flags of the benchmark, before all others."""
+def benchmark(setting: Setting, start: Callable[[list[str]], list[str]], flags: str) -> dict:
+    """Run hvdtrain.benchmark by the command that `start` makes of its flags; return the JSON that it writes."""
     out = Path(tempfile.mkdtemp(dir=setting.scratch))
-    # As it comes: Horovod over Gloo is asked for without our tuning, too.
-    untuned = ["--tuning", "off"] if variant == "horovod-gloo" else []
-    flags = (*base, "--output-dir", str(out), *untuned, *flags)
-    job(command(variant, ranks, "hvdtrain.benchmark", flags), out / "log")
-    return json.loads((out / "benchmark.json").read_text())["samples_per_second"]["mean"]
+    job(start([*flags.split(), "--output-dir", str(out)]), out / "log")
+    return json.loads((out / "benchmark.json").read_text())
 
 
-def throughput(ranks: int) -> Callable[[Setting], dict[str, float]]:
+def rates(setting: Setting, ranks: int, sides: str, repeats: int = 5, base: str = CONVNET) -> dict[str, float]:
+    """Return samples per second over all ranks, by side."""
+
+    def measure(side: str) -> float:
+        variant, flags = SIDES[side]
+        found = benchmark(
+            setting,
+            lambda words: command(variant, ranks, "hvdtrain.benchmark", words),
+            f"{base} --repeats {repeats} {flags}",
+        )
+        return found["samples_per_second"]["mean"]
+
+    return once(sides.split(), measure)
+
+
+def throughput(ranks: int) -> Measure:
     def measure(setting: Setting) -> dict[str, float]:
-        runs = dict.fromkeys(("apart", "horovod", "ddp", "horovod-untuned", "horovod-gloo"), 0.0)
-        for name in random.sample(list(runs), len(runs)):
-            variant, alone = ("ddp", ["--no-communication"]) if name == "apart" else (name, [])
-            runs[name] = rate(setting, variant, ranks, "--repeats", "5", *alone)
-        ours = runs.pop("horovod")
-        return {f"{name}-{ranks}": ours / theirs for name, theirs in runs.items()}
+        found = rates(setting, ranks, "ours apart ddp mpi gloo")
+        named = {"apart": "apart", "ddp": "ddp", "mpi": "horovod-untuned", "gloo": "horovod-gloo"}
+        return {f"{name}-{ranks}": found["ours"] / found[side] for side, name in named.items()}
 
     return measure
 
@@ -89,29 +109,43 @@ def every_count(setting: Setting) -> dict[str, float]:
 
     2 and 8 ranks have rows of their own.
     """
-    ratios = {}
-    for ranks in (1, 3, 4, 5, 6, 7):
-        kinds = ("horovod", "horovod-untuned", "horovod-gloo")
-        rates = {kind: rate(setting, kind, ranks, "--repeats", "2") for kind in random.sample(kinds, len(kinds))}
-        ratios[ranks] = rates.pop("horovod") / max(rates.values())
+    found = {ranks: rates(setting, ranks, "ours mpi gloo", 2) for ranks in (1, 3, 4, 5, 6, 7)}
+    ratios = {ranks: each["ours"] / max(each["mpi"], each["gloo"]) for ranks, each in found.items()}
     print("    by ranks: " + "  ".join(f"{ranks}: {ratio:.2f}" for ranks, ratio in ratios.items()), flush=True)
     return {"every-count": min(ratios.values()), **{f"count-{ranks}": ratio for ranks, ratio in ratios.items()}}
 
 
 def ddp_as_it_comes(setting: Setting) -> dict[str, float]:
     """DDP without what hvdtrain sets for it, malloc above all: as a script of one's own has it."""
-    ratios = {}
-    for ranks in (2, 8):
-        kinds = random.sample(("horovod", "ddp-untuned"), 2)
-        rates = {kind: rate(setting, kind, ranks, "--repeats", "5") for kind in kinds}
-        ratios[f"ddp-untuned-{ranks}"] = rates["horovod"] / rates["ddp-untuned"]
-    return ratios
+    found = {ranks: rates(setting, ranks, "ours ddp-untuned") for ranks in (2, 8)}
+    return {f"ddp-untuned-{ranks}": each["ours"] / each["ddp-untuned"] for ranks, each in found.items()}
 
 
 def one_host(setting: Setting) -> dict[str, float]:
     """What `--compression auto` chooses where all ranks are on one host, over none."""
-    rates = {kind: rate(setting, "horovod", 2, "--compression", kind) for kind in random.sample(("auto", "none"), 2)}
-    return {"fp16-one-host": rates["auto"] / rates["none"]}
+    found = rates(setting, 2, "auto none")
+    return {"fp16-one-host": found["auto"] / found["none"]}
+
+
+def as_it_comes(setting: Setting) -> dict[str, float]:
+    """Ours over Horovod without our tuning and without --threads: each rank has an OpenMP thread for each core."""
+    found = {ranks: rates(setting, ranks, "ours mpi gloo", 2, CONVNET.removesuffix("--threads 1")) for ranks in (2, 8)}
+    return {
+        f"as-it-comes-{side}-{n}": each["ours"] / each[side] for n, each in found.items() for side in ("mpi", "gloo")
+    }
+
+
+# Ranks, and samples of each: what `hvdtrain.mnist` chooses; on 8 ranks also as many as on 2.
+APART = ((2, shared_batch(2)), (8, shared_batch(8)), (8, shared_batch(2)))
+
+
+def apart_default(setting: Setting) -> dict[str, float]:
+    """The default network over ranks that never communicate, as `throughput` has it for convnet."""
+    found = {}
+    for ranks, each in APART:
+        both = rates(setting, ranks, "ours apart", base=f"--model cosinenet --batch-size {each} {ONE_THREAD}")
+        found[f"apart-default-{ranks}x{each}"] = both["ours"] / both["apart"]
+    return found
 
 
 # --------------------------------------------------------------------------------------------------- start-up and memory
@@ -119,7 +153,7 @@ def one_host(setting: Setting) -> dict[str, float]:
 BARE = "import torch, horovod.torch as hvd; hvd.init(); "
 
 
-def start_up(ranks: int) -> Callable[[Setting], dict[str, float]]:
+def start_up(ranks: int) -> Measure:
     def bare(setting: Setting) -> float:
         return job(mpirun(ranks, "-c", "import torch, horovod.torch"), setting.scratch / "bare.log")
 
@@ -132,8 +166,8 @@ def start_up(ranks: int) -> Callable[[Setting], dict[str, float]]:
         return next(event["time"] for event in events if event["event"] == "train") - began
 
     def measure(setting: Setting) -> dict[str, float]:
-        seconds = {run.__name__: run(setting) for run in random.sample([bare, ours], 2)}
-        return {f"start-{ranks}": seconds["ours"] / seconds["bare"]}
+        seconds = once((bare, ours), lambda side: side(setting))
+        return {f"start-{ranks}": seconds[ours] / seconds[bare]}
 
     return measure
 
@@ -171,9 +205,8 @@ def anonymous(path: Path) -> int:
 
 def memory(setting: Setting) -> dict[str, float]:
     train = ["-m", "hvdtrain.mnist", *mnist_data(setting), "--train-samples", "2000", "--no-progress", "--threads", "1"]
-    bare = ["-c", f"{BARE}import time; time.sleep(3)"]
-    sides = random.sample([("ours", train), ("bare", bare)], 2)
-    own = {name: own_bytes(mpirun(3, *arguments), setting.scratch / f"{name}.log") for name, arguments in sides}
+    sides = {"ours": train, "bare": ["-c", f"{BARE}import time; time.sleep(3)"]}
+    own = once(sides, lambda name: own_bytes(mpirun(3, *sides[name]), setting.scratch / f"{name}.log"))
     return {"memory": own["ours"] / own["bare"]}
 
 
@@ -240,45 +273,47 @@ def in_process(script: str, *arguments: str, log: Path) -> float:
 
 def resnet(setting: Setting) -> dict[str, float]:
     """ResNet-50 on the CPU: bf16 over float32, and compiled, with nothing in the compiler's cache, over eager."""
-    flags = "--model resnet50 --batch-size 8 --threads 1 --warmup-steps 1 --repeats 3 --steps 1"
-    bf16 = ["--amp", "bf16", "--channels-last"]
-    kinds = {"float32": [], "bf16": bf16, "compiled": [*bf16, "--compile"]}
+    base = "--model resnet50 --batch-size 8 --threads 1 --warmup-steps 1 --repeats 3 --steps 1"
+    kinds = {"float32": "", "bf16": "--amp bf16 --channels-last", "compiled": "--amp bf16 --channels-last --compile"}
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(setting.scratch / "cache")
-    found = {}
-    for kind in random.sample(list(kinds), len(kinds)):
-        out = setting.scratch / kind
-        job(
-            mpirun(2, "-m", "hvdtrain.benchmark", *flags.split(), *kinds[kind], "--output-dir", str(out)),
-            out.with_suffix(".log"),
-        )
-        found[kind] = json.loads((out / "benchmark.json").read_text())
-    rates = {kind: result["samples_per_second"]["mean"] for kind, result in found.items()}
-    print("    images/s: " + "  ".join(f"{kind} {rate:.3g}" for kind, rate in rates.items()), flush=True)
+
+    def measure(kind: str) -> dict:
+        return benchmark(setting, lambda words: mpirun(2, "-m", "hvdtrain.benchmark", *words), f"{base} {kinds[kind]}")
+
+    found = once(kinds, measure)
+    rate = {kind: result["samples_per_second"]["mean"] for kind, result in found.items()}
+    print("    images/s: " + "  ".join(f"{kind} {value:.3g}" for kind, value in rate.items()), flush=True)
     return {
-        "resnet": rates["bf16"] / rates["float32"],
-        "resnet-compile": rates["compiled"] / rates["bf16"],
+        "resnet": rate["bf16"] / rate["float32"],
+        "resnet-compile": rate["compiled"] / rate["bf16"],
         "resnet-compile-seconds": found["compiled"]["warmup_seconds"] - found["bf16"]["warmup_seconds"],
     }
 
 
+def split(setting: Setting, start: list[str], flags: str) -> dict[str, float]:
+    """Return what tests/bench/split.py prints: milliseconds of each part of a step of hvdtrain.mnist on 2 ranks."""
+    log = setting.scratch / "split.log"
+    job([*start, str(ROOT / "tests/bench/split.py"), *mnist_data(setting), "--no-progress", *flags.split()], log)
+    found = [line[line.index("{") :] for line in log.read_text().splitlines() if '{"steps"' in line]
+    if not found:
+        raise Left(f"split.py printed no split: see {log}")
+    parts = json.loads(found[-1])
+    print("    ms per step: " + "  ".join(f"{name} {value}" for name, value in parts.items()), flush=True)
+    return parts
+
+
+def fixed_cost(setting: Setting) -> dict[str, float]:
+    """Milliseconds of a step of the default network, less forward, backward and the gathering of its samples."""
+    parts = split(setting, [program("horovodrun"), "-np", "2", sys.executable], f"--seed {setting.repeat}")
+    computed = ("forward", "backward", "gather", "step", "steps")
+    return {"fixed-cost": sum(value for name, value in parts.items() if name not in computed)}
+
+
 def guards(setting: Setting) -> dict[str, float]:
     """Shares of training's time, counted around the calls: too small to be seen as a difference of two runs."""
-    out, log = setting.scratch / "out", setting.scratch / "guarded.log"
-    flags = [
-        "--model",
-        "convnet",
-        "--checkpoint-steps",
-        "50",
-        "--train-samples",
-        "30000",
-        "--no-progress",
-        "--output-dir",
-        str(out),
-    ]
-    job(mpirun(2, str(ROOT / "tests/bench/guarded.py"), *mnist_data(setting), *flags), log)
-    lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
-    seconds, whole = json.loads(lines[-1]), json.loads((out / "summary.json").read_text())["train_seconds"]
-    return {"checkpoints": seconds["checkpoints"] / whole, "guards": seconds["guards"] / whole}
+    flags = f"--model convnet --checkpoint-steps 50 --train-samples 30000 --output-dir {setting.scratch}/out"
+    parts = split(setting, mpirun(2), flags)
+    return {name: parts[name] / parts["step"] for name in ("checkpoints", "guards")}
 
 
 # ------------------------------------------------------------------------------------------------------ between two hosts
@@ -291,11 +326,7 @@ def on_two_hosts(setting: Setting, rate: str, module: str, flags: list[str]) -> 
     out = Path(tempfile.mkdtemp(dir=setting.scratch))
     wrapper = [
         str(ROOT / "launch/mpirun.sh"),
-        "-H",
-        "a:1,b:1",
-        "--interface",
-        "eth0",
-        "--",
+        *["-H", "a:1,b:1", "--interface", "eth0", "--"],
         sys.executable,
         "-m",
         module,
@@ -333,7 +364,7 @@ def plain_tcp(setting: Setting, rate: str) -> float:
         return statistics.mean(float(done.stdout) for done in cluster.finish(both, 60).values())
 
 
-def wire(megabits: int) -> Callable[[Setting], dict[str, float]]:
+def wire(megabits: int) -> Measure:
     """16 MiB all-reduced between two hosts: how much of what one TCP connection carries both ways at once."""
 
     def measure(setting: Setting) -> dict[str, float]:
@@ -347,26 +378,31 @@ def wire(megabits: int) -> Callable[[Setting], dict[str, float]]:
 RESNET18_BYTES = 11_689_512 * 4  # of gradients
 
 
+def step_seconds(setting: Setting, megabits: int, batch_size: int, sides: Mapping[str, str]) -> dict[str, float]:
+    """Return the seconds of a step of ResNet-18 on such hosts, by side: its flags."""
+    base = f"--model resnet18 --batch-size {batch_size} --warmup-steps 1 --repeats 2"
+
+    def measure(side: str) -> float:
+        result = on_two_hosts(setting, f"{megabits}mbit", "hvdtrain.benchmark", f"{base} {sides[side]}".split())
+        return 2 * batch_size / result["samples_per_second"]["mean"]
+
+    return once(sides, measure)
+
+
 def compressed(setting: Setting) -> dict[str, float]:
     """Steps per second with fp16 on a wire that takes nearly all of a step, over float32's."""
-    flags = "--model resnet18 --image-size 32 --batch-size 2 --warmup-steps 1 --repeats 2 --steps 1"
-    rates = {}
-    for kind in random.sample(["none", "fp16"], 2):
-        result = on_two_hosts(setting, "100mbit", "hvdtrain.benchmark", [*flags.split(), "--compression", kind])
-        rates[kind] = result["samples_per_second"]["mean"]
-    return {"wire-fp16": rates["fp16"] / rates["none"]}
+    flags = "--image-size 32 --steps 1 --compression"
+    seconds = step_seconds(setting, 100, 2, {kind: f"{flags} {kind}" for kind in ("none", "fp16")})
+    return {"wire-fp16": seconds["none"] / seconds["fp16"]}
 
 
-def overlap(megabits: int, batch_size: int) -> Callable[[Setting], dict[str, float]]:
+def overlap(megabits: int, batch_size: int) -> Measure:
     """A step's time over the longer of its two parts: computing, measured without communication, and what the wire takes."""
 
     def measure(setting: Setting) -> dict[str, float]:
-        flags = f"--model resnet18 --image-size 224 --batch-size {batch_size} --warmup-steps 1 --repeats 2 --steps 2"
-        seconds = {}
-        for kind in random.sample(["both", "compute"], 2):
-            alone = ["--no-communication"] if kind == "compute" else []
-            result = on_two_hosts(setting, f"{megabits}mbit", "hvdtrain.benchmark", [*flags.split(), *alone])
-            seconds[kind] = 2 * batch_size / result["samples_per_second"]["mean"]
+        flags = "--image-size 224 --steps 2"
+        sides = {"both": flags, "compute": f"{flags} --no-communication"}
+        seconds = step_seconds(setting, megabits, batch_size, sides)
         bound = max(seconds["compute"], RESNET18_BYTES / plain_tcp(setting, f"{megabits}mbit"))
         return {f"overlap-{megabits}-{batch_size}": seconds["both"] / bound}
 

@@ -1,7 +1,6 @@
 """Ours beside the peers' own examples: the whole way to 99 % on MNIST as a user's shell sees it; ResNet-50 on a GPU."""
 
 import json
-import random
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import torch
 
 from hvdtrain.analysis.launching import command, program
 from tests.bench.measurements import Left, Setting, for_torchvision, job, mnist_data
+from tests.bench.paired import once
 from tests.e2e.launchers import environment
 from tests.hidden_gpus import seeing
 
@@ -46,11 +46,10 @@ def peers(setting: Setting) -> dict[str, float]:
         "horovod": [*start, str(scripts["horovod"]), "--data-dir", str(setting.scratch / "data"), "--no-cuda"],
         "pytorch": [sys.executable, str(scripts["pytorch"])],
     }
-    seconds = {}
-    for name in random.sample(list(commands), 2):
-        seconds[name], accuracy = until_99(commands[name], setting.scratch / "work")
-        print(f"    {name}'s example: {accuracy:.2f} % after {seconds[name]:.1f} s", flush=True)
-    return seconds
+    found = once(commands, lambda name: until_99(commands[name], setting.scratch / "work"))
+    for name, (seconds, accuracy) in found.items():
+        print(f"    {name}'s example: {accuracy:.2f} % after {seconds:.1f} s", flush=True)
+    return {name: seconds for name, (seconds, _) in found.items()}
 
 
 def until_99(arguments: list[str], directory: Path) -> tuple[float, float]:
@@ -82,15 +81,14 @@ def one_gpu(setting: Setting) -> dict[str, float]:
     if script is None or not script.exists():
         raise Left("needs Horovod's pytorch_synthetic_benchmark.py: name its directory with --peers")
     flags = ["--model", "resnet50", "--batch-size", "256", "--amp", "bf16", "--channels-last", "--compile"]
-    out, log = setting.scratch / "out", setting.scratch / "theirs.log"
+    out = setting.scratch / "out"
     sides = {
         "ours": command("horovod", 1, "hvdtrain.benchmark", [*flags, "--output-dir", str(out)]),
         "theirs": [program("horovodrun"), "-np", "1", sys.executable, str(script)],
     }
-    for side in random.sample(list(sides), 2):
-        job(sides[side], log if side == "theirs" else setting.scratch / "ours.log")
+    once(sides, lambda side: job(sides[side], setting.scratch / f"{side}.log"))
     ours = json.loads((out / "benchmark.json").read_text())["samples_per_second"]["mean"]
-    theirs = re.search(r"Img/sec per GPU: ([\d.]+)", log.read_text())
+    theirs = re.search(r"Img/sec per GPU: ([\d.]+)", (setting.scratch / "theirs.log").read_text())
     if theirs is None:
         raise Left(f"{script.name} did not say `Img/sec per GPU`")
     return {"gpu": ours / float(theirs[1]), "gpu-images": ours}

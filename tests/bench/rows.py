@@ -1,16 +1,20 @@
 """The rows of the table that `make bench` makes: what each compares, what was to be reached, and what limits it."""
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.images import dali, jpeg
 from tests.bench.measurements import (
+    APART,
+    Measure,
     Setting,
+    apart_default,
+    as_it_comes,
     compressed,
     ddp_as_it_comes,
     every_count,
+    fixed_cost,
     guards,
     memory,
     mnist_input,
@@ -22,7 +26,6 @@ from tests.bench.measurements import (
     wire,
 )  # fmt: skip
 from tests.bench.peers import one_gpu, whole
-from tests.bench.steps import APART, apart_default, as_it_comes, fixed_cost
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Group:
 
     name: str
     commands: str  # what a reader types to see one side or the other
-    measure: Callable[["Setting"], dict[str, float]]
+    measure: Measure
     rows: tuple[Row, ...]
 
 
@@ -143,7 +146,7 @@ def groups() -> tuple[Group, ...]:
         Group("fixed-cost", "horovodrun -np 2 python tests/bench/split.py --data-dir DIR --no-progress", fixed_cost,
               (Row("fixed-cost", "a step of cosinenet on 2 ranks, less forward, backward and reading its samples: ms",
                    "at most 1", "", "the optimizer, and waiting for the other rank"),)),
-        Group("guards", "mpirun -np 2 python tests/bench/guarded.py --model convnet --checkpoint-steps 50", guards,
+        Group("guards", "mpirun -np 2 python tests/bench/split.py --model convnet --checkpoint-steps 50", guards,
               (Row("checkpoints", "a checkpoint every 50 steps, share of training's time", "at most 0.01", "", "0"),
                Row("guards", "all guards, share of training's time", "at most 0.01", "",
                    "0.009: a sum of each gradient, each step"))),

@@ -1,6 +1,7 @@
 """`hvdtrain.mnist`, with the seconds of each part of its steps counted on rank 0. The last line printed is JSON.
 
 horovodrun -np 2 python tests/bench/split.py --data-dir DIR --no-progress      milliseconds per step, by part
+mpirun -np 2 python tests/bench/split.py --model convnet --checkpoint-steps 50 --output-dir OUT      also checkpoints
 
 All but "forward" and "backward" is what a step costs whatever the network: "rest" is Python, clock and the order of samples.
 The first steps are left out. A part that calls another one counts it as its own.
@@ -24,6 +25,7 @@ from hvdtrain.models.convnet import ConvNet, CosineNet
 from hvdtrain.training import step
 from hvdtrain.training.guard import Guard
 from hvdtrain.training.inputs import Tensors
+from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
 
 FIRST = 20  # steps left out
@@ -70,8 +72,9 @@ counted(HorovodEngine, "synchronize", "all-reduce")
 counted(torch.amp.GradScaler, "step", "optimizer")
 counted(torch.optim.Optimizer, "zero_grad", "optimizer")
 counted(step, "finite", "guards")
-for name in ("begin_step", "should_stop"):
+for name in ("begin_step", "should_stop", "compare_replicas"):
     counted(Guard, name, "guards")
+counted(Checkpoints, "save", "checkpoints")
 counted(Engine, "average_buffers", "evaluation")
 count_steps()
 sys.argv[0] = "hvdtrain/mnist.py"

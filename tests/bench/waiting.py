@@ -14,12 +14,11 @@ import os
 import random
 import shlex
 import statistics
-import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tests.bench.paired import rounds
 from tests.e2e.launchers import LAUNCHERS, PYTHON, launch
 
 OVER = {"MPI": "mpirun", "Gloo": "gloo"}
@@ -103,21 +102,16 @@ def main() -> None:
         measure(flags.only)
         return
     kinds = [(over, int(ranks), wake) for over in OVER for ranks in flags.ranks.split(",") for wake in (True, False)]
-    found: dict[tuple[str, int, bool], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for number in range(1, flags.rounds + 1):
-        for kind in random.sample(kinds, len(kinds)):
-            for name, milliseconds in job(*kind, flags.only).items():
-                found[kind][name].append(milliseconds)
-            print(f"round {number}  {kind}", file=sys.stderr, flush=True)
-    if not any(found.values()):
+    found = rounds(flags.rounds, kinds, lambda kind: job(*kind, flags.only))
+    if not any(any(jobs) for jobs in found.values()):
         parser.error(f"--only {flags.only}: no call has this in its name")
     print(f"load average at the end: {os.getloadavg()[0]:.1f}\n")
     print("| call | over | ranks | polling, ms | waiting, ms | more | largest: polling, ms | waiting, ms |")
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     slower = []
     for over, ranks, wake in kinds:
-        for name, polled in found[over, ranks, False].items() if wake else ():
-            waited = found[over, ranks, True][name]
+        for name in found[over, ranks, False][0] if wake else ():
+            polled, waited = ([one[name] for one in found[over, ranks, on]] for on in (False, True))
             off, on = statistics.median(polled), statistics.median(waited)
             row = f"| {name} | {over} | {ranks} | {off:.3g} | {on:.3g} | {on - off:+.3g} |"
             print(f"{row} {max(polled):.3g} | {max(waited):.3g} |")
