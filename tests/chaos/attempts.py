@@ -19,9 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.e2e.launchers import MARK, environment, kill, members, new_job
+from tests.e2e.launchers import ROOT, environment, members, running
 
-ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 30.0  # for processes and files that are about to go
 Job = subprocess.Popen[str]
 
@@ -78,12 +77,6 @@ def missing(attempt: Attempt) -> str:
     return ""
 
 
-def variables(here: Path, job: str) -> dict[str, str]:
-    """Return the environment of an attempt in the directory `here`."""
-    own = {"HOME": str(here / "home"), "TMPDIR": str(here / "tmp"), "XDG_CACHE_HOME": str(here / "cache"), MARK: job}
-    return environment(**own, PYTHONPATH=str(ROOT), ROOT=str(ROOT), PYTHONUNBUFFERED="")
-
-
 def run(attempt: Attempt, scratch: Path, undisturbed: Callable[[str], str]) -> Result:
     """Make one attempt in a new directory of `scratch`. undisturbed(command): the bits that it ends with."""
     result = Result(attempt)
@@ -94,19 +87,21 @@ def run(attempt: Attempt, scratch: Path, undisturbed: Callable[[str], str]) -> R
     for name in ("home", "tmp", "cache"):
         (here / name).mkdir(parents=True)
     expected = undisturbed(attempt.bits_of) if attempt.bits_of else ""
-    job = new_job()
-    own = variables(here, job)
-    for name, value in ((attempt.prepare(here) if attempt.prepare else None) or {}).items():
-        own.pop(name, None)
-        if value is not None:
-            own[name] = value
-    began = time.monotonic()
-    said = here / "said"
-    with said.open("w") as out:
-        process = subprocess.Popen(
-            ["/bin/bash", "-c", attempt.command], cwd=here, env=own, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-            text=True, start_new_session=True,
-        )  # fmt: skip
+    own = environment(
+        HOME=str(here / "home"), TMPDIR=str(here / "tmp"), XDG_CACHE_HOME=str(here / "cache"), PYTHONPATH=str(ROOT),
+        ROOT=str(ROOT), PYTHONUNBUFFERED="",
+    )  # fmt: skip
+    changed = (attempt.prepare(here) if attempt.prepare else None) or {}
+    unset = "".join(f"unset {name}; " for name, value in changed.items() if value is None)
+    own |= {name: value for name, value in changed.items() if value is not None}
+    began, said = time.monotonic(), here / "said"
+    with (
+        said.open("w") as out,
+        running(["/bin/bash", "-c", unset + attempt.command], env=own, cwd=here, stdout=out, stderr=out) as (
+            process,
+            job,
+        ),
+    ):
         try:
             if attempt.during is not None:
                 attempt.during(here, process)
@@ -121,8 +116,6 @@ def run(attempt: Attempt, scratch: Path, undisturbed: Callable[[str], str]) -> R
             time.sleep(0.1)
         if left and result.code is not None:
             result.problems.append(f"{len(left)} processes left")
-        kill(job)
-        process.wait()
     result.output = said.read_text(errors="replace") if said.exists() else ""
     result.problems += judge(attempt, result, here, expected)
     return result

@@ -11,7 +11,6 @@ It fails where that line climbs by more than BOUNDS say.
 import argparse
 import contextlib
 import os
-import shlex
 import signal
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.e2e.launchers import LAUNCHERS, MARK, PYTHON, ROOT, environment, events, kill, members, new_job
+from tests.e2e.launchers import LAUNCHERS, PYTHON, events, members, running
 
 FLAGS = (
     "--dataset digits --epochs 1000000000 --checkpoint-steps 200 --check-steps 50 --log-steps 50 --keep 2 --no-progress"
@@ -91,35 +90,26 @@ def soak(
     directory: Path, *, minutes: float, ranks: int, launcher: str, every: float
 ) -> tuple[list[dict[str, Line]], str]:
     """Return each rank's lines, and what the run did. Raises AssertionError where it ended badly."""
-    job = new_job()
     command = f"{LAUNCHERS[launcher].format(ranks=ranks)} {PYTHON} -m hvdtrain.mnist {FLAGS} --output-dir {directory}"
     log = directory.with_name("soak.log")
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            shlex.split(command), cwd=ROOT, env=environment(**{MARK: job, "PYTHONPATH": str(ROOT)}),
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            pids = started(directory, process, log)
-            samples: list[list[Sample]] = [[] for _ in pids]
-            began = time.monotonic()
-            while (seconds := time.monotonic() - began) < 60 * minutes:
-                for rank, pid in enumerate(pids):
-                    try:
-                        samples[rank].append(Sample(seconds, look(pid)))
-                    except OSError as error:
-                        raise AssertionError(f"rank {rank} is gone after {seconds:.0f} s: {said(log)}") from error
-                time.sleep(every)
-            os.kill(pids[-1], signal.SIGUSR1)  # one rank is enough: all save the same step and leave
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS)
-            # horovodrun over Gloo may report 1 where its ranks left with 75: the stop event is the run's own word.
-            assert process.poll() is not None, f"not over {END_SECONDS:.0f} s after SIGUSR1: {said(log)}"
-            (stop,) = events(directory, "stop")
-            assert not members(job), "processes are left behind"
-        finally:
-            kill(job)
-            process.wait()
+    with log.open("w") as output, running(command, stdout=output, stderr=subprocess.STDOUT) as (process, job):
+        pids = started(directory, process, log)
+        samples: list[list[Sample]] = [[] for _ in pids]
+        began = time.monotonic()
+        while (seconds := time.monotonic() - began) < 60 * minutes:
+            for rank, pid in enumerate(pids):
+                try:
+                    samples[rank].append(Sample(seconds, look(pid)))
+                except OSError as error:
+                    raise AssertionError(f"rank {rank} is gone after {seconds:.0f} s: {said(log)}") from error
+            time.sleep(every)
+        os.kill(pids[-1], signal.SIGUSR1)  # one rank is enough: all save the same step and leave
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        # horovodrun over Gloo may report 1 where its ranks left with 75: the stop event is the run's own word.
+        assert process.poll() is not None, f"not over {END_SECONDS:.0f} s after SIGUSR1: {said(log)}"
+        (stop,) = events(directory, "stop")
+        assert not members(job), "processes are left behind"
     evaluations, checkpoints = len(events(directory, "evaluate")), len(events(directory, "checkpoint"))
     did = f"{stop['step']:,} steps, {evaluations:,} evaluations, {checkpoints:,} checkpoints"
     return [judged(of_rank) for of_rank in samples], did

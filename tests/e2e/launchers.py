@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,25 +58,40 @@ def new_job() -> str:
     return f"{os.environ.get(MARK, 'job')}.{uuid.uuid4().hex}"
 
 
-def launch(command: str, *, timeout: float = 240, cwd: Path = ROOT, **extra: str) -> Done:
-    """Run a command line to its end. Raises AssertionError where it is not over in `timeout` seconds."""
-    job = new_job()
-    began = time.monotonic()
+@contextlib.contextmanager
+def running(
+    command: str | Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path = ROOT, **streams
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a command line in a session of its own; yield it and its job's name. What is left is killed at the end.
+
+    env: variables beside those of `environment`. streams: of `subprocess.Popen`; there is nothing to read.
+    """
+    job, own = new_job(), environment(**(env or {}))
     process = subprocess.Popen(
-        shlex.split(command), cwd=cwd, env=environment(**extra, **{MARK: job}), stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        shlex.split(command) if isinstance(command, str) else command, cwd=cwd, env=own | {MARK: job}, text=True,
+        start_new_session=True, **{"stdin": subprocess.DEVNULL, **streams},
     )  # fmt: skip
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
-        seconds = time.monotonic() - began
-        left = len(remaining(job))
-    except subprocess.TimeoutExpired:
-        kill(job)
-        stdout, stderr = process.communicate()
-        raise AssertionError(f"not over after {timeout:.0f} s: {command}\n{stdout}\n{stderr}") from None
+        yield process, job
     finally:
         kill(job)
-    return Done(process.returncode, stdout, stderr, seconds, left)
+        process.wait()
+        for stream in filter(None, (process.stdout, process.stderr)):
+            stream.close()
+
+
+def launch(command: str, *, timeout: float = 240, cwd: Path = ROOT, **extra: str) -> Done:
+    """Run a command line to its end. Raises AssertionError where it is not over in `timeout` seconds."""
+    began = time.monotonic()
+    with running(command, env=extra, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as (process, job):
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+            seconds = time.monotonic() - began
+        except subprocess.TimeoutExpired:
+            kill(job)
+            stdout, stderr = process.communicate()
+            raise AssertionError(f"not over after {timeout:.0f} s: {command}\n{stdout}\n{stderr}") from None
+        return Done(process.returncode, stdout, stderr, seconds, len(remaining(job)))
 
 
 def members(job: str) -> list[int]:

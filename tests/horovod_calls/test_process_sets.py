@@ -79,17 +79,6 @@ def test_the_global_set_goes_on_beside_them(hvd, parts):
     assert hvd.synchronize(everyone).item() == hvd.size()
 
 
-def test_an_optimizer_of_a_process_set(hvd, parts):
-    _, _, own = parts
-    weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([weight], lr=1.0), named_parameters=[("weight", weight)], process_set=own
-    )
-    (weight.sum() * (hvd.rank() + 1)).backward()
-    optimizer.step()
-    assert weight.tolist() == pytest.approx([-sum(rank + 1 for rank in own.ranks) / own.size()] * 2)
-
-
 def test_sets_are_added_and_removed_again_and_again(hvd, sets):
     if sets.kind != "dynamic":
         pytest.skip("a job without dynamic process sets")

@@ -1,4 +1,4 @@
-"""Fixtures for tests that every rank runs: one engine for the whole session, and MPI's own answers as the oracle.
+"""Fixtures for tests that every rank runs: one engine for the whole session.
 
     mpirun -np 3 python -m pytest tests/parallel          directly, with Horovod; HVDTRAIN_TEST_ENGINE names another engine
     pytest tests/e2e/engines/test_parallel.py             under every launcher, at 1, 2 and 3 ranks, with a time limit
@@ -11,7 +11,6 @@ import os
 
 import pytest
 
-from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.start import start
 
 
@@ -19,18 +18,3 @@ from hvdtrain.engines.start import start
 def engine():
     with start(os.environ.get("HVDTRAIN_TEST_ENGINE", "horovod"), device="cpu") as engine:
         yield engine
-
-
-@pytest.fixture(scope="session")
-def mpi(engine):
-    """mpi4py's MPI over the same ranks: another implementation to compare with."""
-    if not announced().launcher.startswith("mpirun"):
-        pytest.skip("started without MPI: no MPI among the ranks to compare with")
-    import mpi4py
-
-    mpi4py.rc.initialize = engine.name != "horovod"  # Horovod has done so, and finishes it too
-    mpi4py.rc.finalize = engine.name != "horovod"
-    from mpi4py import MPI
-
-    assert MPI.COMM_WORLD.size == engine.size
-    return MPI

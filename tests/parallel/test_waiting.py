@@ -28,24 +28,6 @@ def test_tensors_queued_in_another_order_on_each_rank(engine, hvd):
             assert hvd.synchronize(handles[name]).tolist() == [engine.size * int(name[-1])] * 4, (turn, name)
 
 
-def test_a_late_rank_is_waited_for(engine, hvd):
-    for late in (0, engine.size - 1):
-        if engine.rank == late:
-            time.sleep(0.6)  # twice: longer in all than the background thread sleeps where nothing is queued
-        assert hvd.allreduce(ones(), op=hvd.Sum, name="late").tolist() == [engine.size] * 4
-
-
-def test_a_tensor_queued_while_an_earlier_one_waits_for_a_late_rank(engine, hvd):
-    if engine.rank == 0:
-        time.sleep(0.3)
-    first = hvd.allreduce_async(ones(), op=hvd.Sum, name="first")
-    if engine.rank != 0:
-        time.sleep(0.1)
-    second = hvd.allreduce_async(2 * ones(), op=hvd.Sum, name="second")
-    assert hvd.synchronize(second).tolist() == [2 * engine.size] * 4
-    assert hvd.synchronize(first).tolist() == [engine.size] * 4
-
-
 def test_ranks_that_joined_take_part_without_queueing(engine, hvd):
     for step in range(1 + engine.rank):
         present = engine.size - step  # ranks 0 .. step - 1 have joined, and count as zeros

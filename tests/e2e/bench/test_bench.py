@@ -6,8 +6,9 @@ import pytest
 
 from tests.e2e.launchers import PYTHON, ROOT, launch
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_a_row_is_measured_and_written_down_and_more_repeats_are_added(tmp_path):
     where = f"--results {tmp_path}/results --docs {tmp_path}"
     for _ in range(2):
@@ -21,7 +22,6 @@ def test_a_row_is_measured_and_written_down_and_more_repeats_are_added(tmp_path)
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_a_row_that_needs_what_is_not_there_says_so(tmp_path):
     where = f"--results {tmp_path}/results --docs {tmp_path}"
     done = launch(f"{PYTHON} -m tests.bench --rows whole --repeats 1 {where}", cwd=ROOT)
@@ -29,13 +29,6 @@ def test_a_row_that_needs_what_is_not_there_says_so(tmp_path):
     assert "needs MNIST: name its directory with --data-dir" in (tmp_path / "speed.md").read_text()
 
 
-def test_an_unknown_row_is_refused():
-    done = launch(f"{PYTHON} -m tests.bench --rows nonsense", cwd=ROOT)
-    assert done.code == 2, done
-    assert "'nonsense' is not one of throughput-2" in done.stderr
-
-
-@pytest.mark.slow
 def test_start_up_is_measured_in_seconds_and_memory():
     done = launch(f"{PYTHON} -m tests.bench.starting --ways starter --ranks 2 --rounds 1", cwd=ROOT)
     assert done.code == 0, done

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, Done, events, launch, several, summary
+from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, Done, events, launch, summary
 
 SHAKESPEARE = Path(
     os.environ.get("HVDTRAIN_TEST_TEXT", str(ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"))
@@ -96,29 +96,6 @@ def test_a_compiled_model_learns_the_same_and_tensorboard_shows_it(book, tmp_pat
     board = EventAccumulator(str(tmp_path / "compiled" / "tensorboard"))
     board.Reload()
     assert [(e.step, e.value) for e in board.Scalars("validation/loss")][-1] == (337 + 60, pytest.approx(losses[1]))
-
-
-REFUSALS = {
-    "a context longer than a rank's part": ("--context 2000", "1 windows of --context 2000 in its first 90 %, 2 ranks"),
-    "ranks that cannot share the windows": ("--recipe gpt2 --accumulate 7", "does not divide a rank's 240 windows"),
-    "samples under a launcher": ("--sample x", "--sample is one process: start it without a launcher"),
-    "no text": ("--text nowhere", "/nowhere: No such file or directory: name a file that can be read"),
-}
-
-
-@pytest.fixture(scope="module")
-def refused(book, tmp_path_factory) -> dict[str, Done]:
-    runs = {name: f"--text {book} {TINY} {flags}" for name, (flags, _) in REFUSALS.items()}
-    return several("mpirun", 2, tmp_path_factory.mktemp("refused"), runs, "hvdtrain.lm")
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refused_in_one_line_with_code_two(case, refused):
-    done = refused[case]
-    assert done.code == 2, done
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.lm: error: ")]
-    assert REFUSALS[case][1] in line
-    assert "Traceback" not in done.stderr, done
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.launchers import LAUNCHERS, PYTHON, Done, events, launch, several, summary, train
+from tests.e2e.launchers import LAUNCHERS, Done, events, several, summary, train
 
 REAL_MNIST = os.environ.get("HVDTRAIN_TEST_MNIST", "/nowhere")
 DIGITS_TRAIN, DIGITS_TEST = 1415, 382
@@ -24,24 +24,11 @@ REFUSALS = {
     "more ranks than samples": ("--train-samples 1", "1 samples but 2 ranks: use -np 1 or fewer"),
     "no GPU": ("--device cuda", "--device cuda, but torch sees no GPU"),
 }
+SEES_1 = "but horovod sees 1"
 DISAGREEING = {  # what a launcher announced that started one process only
-    "Slurm": (
-        "SLURM_PROCID=0 SLURM_NTASKS=2",
-        "Slurm announced 2 ranks, but horovod sees 1: start with `srun --mpi=pmix`",
-    ),
-    "torchrun": (
-        "RANK=0 WORLD_SIZE=2",
-        "torchrun announced 2 ranks, but horovod sees 1: start with horovodrun or mpirun",
-    ),
-    "MPICH": ("PMI_RANK=0 PMI_SIZE=3", "announced 3 ranks, but horovod sees 1"),
-}
-OPTIONS = {  # on three ranks
-    "classic": "--recipe classic --epochs 2",
-    "fp16": "--fp16-allreduce",
-    "untuned": "--tuning off",
-    "predivided": "--gradient-predivide-factor 2 --reduction sum",
-    "scaled": "--optimizer sgd --lr 0.02 --momentum 0.9 --lr-scaling linear --warmup-epochs 0.5 --lr-schedule cosine",
-    "few": "--train-samples 10 --batch-size 3",
+    "Slurm": ("SLURM_PROCID=0 SLURM_NTASKS=2", f"Slurm announced 2 ranks, {SEES_1}: start with `srun --mpi=pmix`"),
+    "torchrun": ("RANK=0 WORLD_SIZE=2", f"torchrun announced 2 ranks, {SEES_1}: start with horovodrun or mpirun"),
+    "MPICH": ("PMI_RANK=0 PMI_SIZE=3", f"announced 3 ranks, {SEES_1}"),
 }
 
 
@@ -59,21 +46,13 @@ def learned(tmp_path_factory):
     return by
 
 
-def refusals(root: Path) -> dict[str, str]:
-    (root / "file").write_text("x")
-    return {name: f"{QUICK} {flags.format(tmp=root)}" for name, (flags, _) in REFUSALS.items()}
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
     """One process, one run after the other."""
     root = tmp_path_factory.mktemp("alone")
-    runs = {f"seed {n}": f"{QUICK} --seed {n} --train-samples 256 --output-dir {root / str(n)}" for n in (1, 2)}
     few = f"{QUICK} --train-samples 64"
-    runs |= {"tuned": f"{few} -v", "set": f"HOROVOD_CYCLE_TIME=0.5 {few} -v", "untuned": f"{few} --tuning off -v"}
+    runs = {"tuned": f"{few} -v", "set": f"HOROVOD_CYCLE_TIME=0.5 {few} -v", "untuned": f"{few} --tuning off -v"}
     runs["curve"] = f"{QUICK} --batch-size 64 --log-steps 1 --output-dir {root / 'curve'}"
-    runs |= {f"again {n}": f"{few} --resume never --output-dir {root / 'again'}" for n in range(3)}
-    runs |= refusals(root)
     runs |= {name: f"{variables} {QUICK}" for name, (variables, _) in DISAGREEING.items()}
     return root, several("alone", 1, root, runs)
 
@@ -82,18 +61,11 @@ def alone(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
 def two(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
     """Two ranks under mpirun, one run after the other."""
     root = tmp_path_factory.mktemp("two")
-    runs = {"curve": f"{QUICK} --batch-size 32 --log-steps 1 --output-dir {root / 'curve'}", **refusals(root)}
-    for name in ("default", "again"):
-        runs[name] = f"--dataset digits --no-progress --output-dir {root / name}"
+    (root / "file").write_text("x")
+    runs = {"curve": f"{QUICK} --batch-size 32 --log-steps 1 --output-dir {root / 'curve'}"}
+    runs["default"] = f"--dataset digits --no-progress --output-dir {root / 'default'}"
+    runs |= {name: f"{QUICK} {flags.format(tmp=root)}" for name, (flags, _) in REFUSALS.items()}
     return root, several("mpirun", 2, root, runs)
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
-    root = tmp_path_factory.mktemp("three")
-    runs = {name: f"{QUICK} {flags}" for name, flags in OPTIONS.items()}
-    runs = {name: f"{flags} --output-dir {root / name}" for name, flags in runs.items()}
-    return root, several("mpirun", 3, root, {**runs, "adasum": f"{QUICK} --reduction adasum"})
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -109,30 +81,21 @@ def test_two_ranks_learn_the_digits_under_every_launcher(launcher, learned):
     assert done.stdout.count("test accuracy") == 3, done  # once an epoch: rank 0 alone speaks
 
 
-def test_alone_without_a_launcher(tmp_path):
-    done = train("alone", 1, f"--output-dir {tmp_path}")
-    assert done.code == 0, done
-    assert summary(tmp_path)["world_size"] == 1
-    assert done.stderr == "", done
-
-
 def test_same_seed_same_bits_under_each_launcher(learned):
     bits = {who: summary(learned(who)[0])["parameters_sha256"] for who in ("mpirun", "horovodrun", "starter")}
     assert len(set(bits.values())) == 1, bits
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 8))])
+@pytest.mark.parametrize("ranks", [3, 8])
 def test_same_seed_same_bits_whoever_launches(ranks, tmp_path):
-    results = {}
+    bits = []
     for launcher in ("mpirun", "horovodrun"):
-        directory = tmp_path / launcher
-        done = train(launcher, ranks, f"--batch-size {128 // ranks} --epochs 2 --output-dir {directory}")
+        done = train(launcher, ranks, f"--batch-size {128 // ranks} --output-dir {tmp_path / launcher}")
         assert done.code == 0, done
-        results[launcher] = summary(directory)
-        assert (results[launcher]["world_size"], results[launcher]["test_count"]) == (ranks, DIGITS_TEST)
-        assert results[launcher]["test_accuracy"] > 0.8  # after two short epochs
-    assert results["mpirun"]["parameters_sha256"] == results["horovodrun"]["parameters_sha256"]
+        assert summary(tmp_path / launcher)["world_size"] == ranks
+        bits.append(summary(tmp_path / launcher)["parameters_sha256"])
+    assert bits[0] == bits[1]
 
 
 @pytest.mark.slow
@@ -147,27 +110,9 @@ def test_ranks_of_one_process_give_the_bits_of_ranks_that_were_started_apart(tmp
     assert len(set(bits.values())) == 1, bits
 
 
-def test_another_seed_gives_other_bits(alone):
-    assert alone[1]["seed 1"].code == alone[1]["seed 2"].code == 0, alone
-    assert summary(alone[0] / "1")["parameters_sha256"] != summary(alone[0] / "2")["parameters_sha256"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_run_on_three_ranks(name, three):
-    assert three[1][name].code == 0, three[1][name]
-    assert summary(three[0] / name)["test_count"] == DIGITS_TEST
-
-
-@pytest.mark.slow
-def test_adasum_wants_a_power_of_two(three):
-    done = three[1]["adasum"]
-    assert done.code == 2, done
-    assert "3 ranks are not a power of two" in done.stderr
-
-
 def test_tuning_is_said_and_can_be_left_off(alone):
     done = alone[1]
+    assert done["tuned"].stderr == "", done
     assert "HOROVOD_CYCLE_TIME=0.1" in done["tuned"].stdout
     assert "HOROVOD_CYCLE_TIME=0.1" not in done["set"].stdout
     assert "automatic" not in done["untuned"].stdout
@@ -184,14 +129,13 @@ def test_loss_curve_does_not_depend_on_the_ranks(alone, two):
         assert one["loss"] == pytest.approx(together["loss"], rel=0.25)
 
 
-def test_the_default_model_learns_the_digits_to_the_same_bits(two):
+def test_the_default_model_learns_the_digits(two):
     root, done = two
-    assert done["default"].code == done["again"].code == 0, done
+    assert done["default"].code == 0, done
     result = summary(root / "default")
     config = events(root / "default", "start")[0]["config"]
     assert (config["model"], result["epochs"], result["steps"]) == ("cosinenet", 10, 10 * 6)  # ceil(1415 / 256)
     assert result["test_accuracy"] > 0.93
-    assert result["parameters_sha256"] == summary(root / "again")["parameters_sha256"]
 
 
 def test_metrics_hold_what_the_interface_promises(learned):
@@ -225,15 +169,6 @@ def test_metrics_hold_what_the_interface_promises(learned):
     assert summary(directory) == {k: v for k, v in lines[-1].items() if k not in ("event", "time", "elapsed")}
 
 
-def test_an_earlier_runs_metrics_are_kept(alone):
-    root, done = alone
-    assert {done[f"again {n}"].code for n in range(3)} == {0}
-    assert sorted(path.name for path in (root / "again").iterdir()) == [
-        ".lock", "checkpoints", "checkpoints.1", "checkpoints.2", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl",
-        "summary.json",
-    ]  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path(REAL_MNIST).is_dir(), reason="no MNIST named: HVDTRAIN_TEST_MNIST=DIR")
 def test_real_mnist_two_ranks_reach_ninety_nine_percent(tmp_path):
@@ -245,14 +180,11 @@ def test_real_mnist_two_ranks_reach_ninety_nine_percent(tmp_path):
     assert result["test_accuracy"] >= 0.988  # the mean over seeds is above 0.99 (docs/network.md); this is one seed
 
 
-@pytest.mark.parametrize("how", ["alone", "two"])
 @pytest.mark.parametrize("case", REFUSALS)
-def test_refused_in_one_line_with_code_two(how, case, request):
-    if how == "alone" and case == "more ranks than samples":
-        pytest.skip("one rank always has a sample")
+def test_refused_in_one_line_with_code_two(case, two):
     if case == "no GPU" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    root, found = request.getfixturevalue(how)
+    root, found = two
     done, complaint = found[case], REFUSALS[case][1].format(tmp=root)
     assert done.code == 2, done
     ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.mnist: error: ")]
@@ -267,14 +199,3 @@ def test_launcher_and_engine_must_agree(launcher, alone):
     done = alone[1][launcher]
     assert done.code == 2, done
     assert DISAGREEING[launcher][1] in done.stderr, done
-
-
-@pytest.mark.slow
-def test_a_rank_that_raises_ends_the_job():
-    body = "import hvdtrain.mnist as m; "
-    body += "from hvdtrain.engines import launchers; from hvdtrain.launching import exit_codes; "
-    body += "rank = launchers.announced().rank; real = m.training.Run.evaluating; "
-    body += "m.training.Run.evaluating = lambda *a, **k: real(*a, **k) if rank != 1 else 1 / 0; exit_codes.run(m.main)"
-    done = launch(f"mpirun --oversubscribe -np 3 {PYTHON} -c '{body}' --dataset digits", timeout=120)
-    assert done.code not in (0, 2), done
-    assert "ZeroDivisionError" in done.stderr, done

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.e2e.launchers import LAUNCHERS, PYTHON, TORCHRUN, Done, launch, several
+from tests.e2e.launchers import LAUNCHERS, PYTHON, TORCHRUN, launch
 
 HOROVOD = f"{LAUNCHERS['mpirun']} {PYTHON} -m hvdtrain.reduce"
 STARTS = {
@@ -14,45 +14,14 @@ STARTS = {
 }
 
 
-REFUSED = {
-    "bfloat16": ("--dtype bfloat16", "use float32, float64, float16, int32, int64\n"),
-    "uint8": ("--dtype uint8 --sweep", "use float32, float64, float16, int32, int64\n"),
-}
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory) -> dict[str, Done]:
-    """Two ranks under mpirun, one run after the other."""
-    runs = {"adasum": "--reduction adasum --dtype float16", **{name: flags for name, (flags, _) in REFUSED.items()}}
-    return several("mpirun", 2, tmp_path_factory.mktemp("two"), runs, "hvdtrain.reduce")
-
-
-def in_order(done: Done, ranks: int, results: str) -> None:
-    assert done.code == 0, done
-    lines = [line for line in done.stdout.splitlines() if line]
-    before = [f"before {rank} data {rank + 1}" for rank in range(ranks)]
-    assert lines == before + [f"after {rank} data {results}" for rank in range(ranks)], done
-
-
-@pytest.mark.parametrize("start", ["horovod", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow  # docs/tutorial.md has it, too
+@pytest.mark.parametrize("start", ["horovod", "ddp"])
 def test_before_and_after_in_the_order_of_ranks(start):
-    in_order(launch(STARTS[start].format(ranks=4)), 4, "10")
-
-
-@pytest.mark.slow
-def test_adasum_of_halves(two):
-    in_order(two["adasum"], 2, "1.5")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", REFUSED)
-def test_a_dtype_that_horovod_refuses_is_one_line_that_names_the_others(dtype, two):
-    done = two[dtype]
-    assert done.code == 2, done
-    said = [line for line in done.stderr.splitlines(keepends=True) if "hvdtrain" in line]
-    assert len(said) == 1, done
-    assert said[0].endswith(REFUSED[dtype][1])
-    assert "Traceback" not in done.stderr
+    done = launch(STARTS[start].format(ranks=4))
+    assert done.code == 0, done
+    before = [f"before {rank} data {rank + 1}" for rank in range(4)]
+    after = [f"after {rank} data 10" for rank in range(4)]
+    assert [line for line in done.stdout.splitlines() if line] == before + after, done
 
 
 @pytest.mark.slow

@@ -1,14 +1,13 @@
 """`hvdtrain.scaling` with real launchers."""
 
 import json
-import shlex
 import signal
 import subprocess
 import time
 
 import pytest
 
-from tests.e2e.launchers import MARK, PYTHON, ROOT, environment, kill, launch, members, new_job
+from tests.e2e.launchers import PYTHON, launch, members, running
 
 TINY = "--batch-size 4 --repeats 2 --steps 2 --warmup-steps 1"
 
@@ -38,13 +37,8 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_keeps_what_was_measured(tmp_path):
     flags = f"--engines horovod --ranks 2 --rounds 9 --output-dir {tmp_path}"
-    job = new_job()
-    process = subprocess.Popen(
-        shlex.split(f"{PYTHON} -m hvdtrain.scaling {flags} -- {TINY}"), cwd=ROOT, text=True,
-        env=environment(**{MARK: job}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs start with it ignored
-    )  # fmt: skip
-    try:
+    command = f"{PYTHON} -m hvdtrain.scaling {flags} -- {TINY}"
+    with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as (process, job):
         before = ""
         for line in process.stdout:  # what is planned, perhaps that the machine is busy, the first result
             before += line
@@ -55,17 +49,8 @@ def test_ctrl_c_leaves_no_process_and_keeps_what_was_measured(tmp_path):
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=120)
-    finally:
-        left = members(job)
-        kill(job)
+        assert members(job) == []
     assert process.returncode == 130, before + stdout + stderr
-    assert left == []
     assert "interrupted" in stderr
     assert "Traceback" not in stderr
     assert len(rows(tmp_path)) >= 1
-
-
-def test_it_is_not_for_many_ranks():
-    done = launch(f"{PYTHON} -m hvdtrain.scaling", timeout=120, RANK="0", WORLD_SIZE="2")
-    assert done.code == 2, done
-    assert "starts the launchers itself" in done.stderr

@@ -1,21 +1,18 @@
 """A run that was killed, started again: the same bits as one that was not; and what stands in the way of a restart."""
 
-import random
 import socket
 
 import pytest
 import torch
 
 from hvdtrain.training import checkpoint
-from tests.chaos.damages import damages
 from tests.chaos.lineage import all_struck, attacked, results, seconds_lost, tally
-from tests.chaos.schedule import schedule
 from tests.e2e.launchers import events, summary
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The directory of a run that nothing disturbed."""
+    """The directory of a run that nothing disturbed, under mpirun: two ranks have one order of sums, whoever starts them."""
     directory = tmp_path_factory.mktemp("whole")
     done = attacked(directory)
     assert done.code == 0, done
@@ -25,12 +22,11 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     ("launcher", "attack"),
     [
-        ("mpirun", dict(rank=1, point="backward", count=5, kind="kill")),
         ("starter", dict(rank=1, point="backward", count=5, kind="kill")),
+        pytest.param("mpirun", dict(rank=1, point="backward", count=5, kind="kill"), marks=pytest.mark.slow),
         # with half a checkpoint written
         pytest.param("mpirun", dict(rank=0, point="half", count=4, kind="kill"), marks=pytest.mark.slow),
     ],
-    ids=["mpirun", "starter", "half a checkpoint"],
 )
 def test_a_killed_run_ends_as_if_nothing_had_been(launcher, attack, whole, tmp_path):
     killed = attacked(tmp_path, attack=attack, launcher=launcher)
@@ -81,16 +77,3 @@ def test_a_full_disk_is_said_and_training_goes_on(whole, tmp_path):
     assert "No space left on device): training continues; the last good one is step-00000003" in done.stderr, done
     assert events(tmp_path, "error")[0]["kind"] == "checkpoint"
     assert results(tmp_path) == results(whole)
-
-
-def test_damaged_checkpoints_of_a_real_run_are_rejected_and_the_one_before_is_taken(whole, tmp_path):
-    outcomes = list(damages(whole, tmp_path, 60, random.Random(2)))
-    assert len(outcomes) == 60
-    assert [str(outcome) for outcome in outcomes if not outcome.good] == []
-
-
-@pytest.mark.slow
-def test_ranks_that_change_between_kills(tmp_path):
-    outcome = schedule((2, 1, 2), tmp_path, random.Random(1))
-    assert outcome.good, outcome
-    assert outcome.seconds_lost > 0

@@ -2,14 +2,13 @@
 
 import gzip
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.launchers import events, launch, several, summary, train
+from tests.e2e.launchers import events, launch, summary, train
 
 pytestmark = pytest.mark.slow  # tests/single/output has the formats
 
@@ -79,33 +78,6 @@ def test_profile_has_both_ranks_and_the_steps_in_order(watched):
     assert all(abs(here - there) < 1e5 for here, there in zip(*ends.values(), strict=True))
 
 
-def test_the_profile_is_formed_as_perfetto_reads_it(watched):
-    trace, _ = profile(watched[0])
-    assert all({"ph", "ts", "pid", "tid", "name"} <= event.keys() for event in trace)
-    assert {event["ph"] for event in trace} <= set("MXsfi")
-    assert all(isinstance(event[key], int) for event in trace for key in ("pid", "tid"))
-    assert {event["pid"] for event in trace} == set(rows(trace).values())  # every process has a name
-    timed = [event for event in trace if event["ph"] != "M"]
-    assert all(a["ts"] <= b["ts"] for a, b in pairwise(timed))
-    assert all(event["dur"] >= 0 for event in timed if event["ph"] == "X")
-
-    # In a row, an event lies inside the one before it or after it: others are drawn wrong.
-    inside: dict[tuple[int, int], list[dict]] = {}
-    for event in (event for event in timed if event["ph"] == "X"):
-        stack = inside.setdefault((event["pid"], event["tid"]), [])
-        while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"] + 0.001:  # microseconds: it reads nanoseconds
-            stack.pop()
-        assert not stack or event["ts"] + event["dur"] <= stack[-1]["ts"] + stack[-1]["dur"] + 0.01, (event, stack[-1])
-        stack.append(event)
-
-    arrows: dict[str, list[str]] = {}
-    for event in timed:
-        if event["ph"] in "sf":
-            arrows.setdefault(event["id"], []).append(event["ph"])
-    assert arrows
-    assert all(ends == ["s", "f"] for ends in arrows.values())
-
-
 def test_watching_changes_nothing_of_the_training(watched, tmp_path):
     directory, _ = watched
     assert train("mpirun", 2, f"--output-dir {tmp_path}").code == 0
@@ -137,25 +109,6 @@ def test_times_of_every_rank_are_written_once_an_epoch(watched):
     assert all(size > 5e7 for size in line["resident_bytes"])
 
 
-def test_tensorboard_goes_on_where_the_run_does(tmp_path):
-    out = tmp_path / "out"
-    flags = (
-        f"--dataset digits --no-progress --threads 1 --train-samples 640 --log-steps 1 --tensorboard --output-dir {out}"
-    )
-    assert several("alone", 1, tmp_path / "first", {"run": f"--epochs 2 {flags}"})["run"].code == 0
-    checkpoints = sorted((out / "checkpoints").glob("*.safetensors"))
-    checkpoints[-1].unlink()  # as if the second epoch had been lost: it is trained again
-    runs = {"on": f"--epochs 2 {flags}", "anew": f"--epochs 1 --resume never {flags}"}
-    done = several("alone", 1, tmp_path / "second", runs)
-    assert done["on"].code == done["anew"].code == 0, done
-    steps = [step for step, _ in scalars(out, "tensorboard.1")["train/loss"]]
-    assert len(list((out / "tensorboard.1").glob("events*"))) == 2
-    last = json.loads((out / "metrics.1.jsonl").read_text().splitlines()[-1])
-    assert (last["event"], last["steps"]) == ("end", len(steps))
-    assert steps == sorted(set(steps))
-    assert len(scalars(out)["train/loss"]) == summary(out)["steps"]
-
-
 @pytest.mark.parametrize("engine", ["serial", "ddp"])
 def test_profile_without_horovod(engine, tmp_path):
     start = {"serial": "python", "ddp": "torchrun --standalone --nproc-per-node 2"}[engine]
@@ -176,26 +129,3 @@ def test_a_run_that_is_too_short_says_so(tmp_path):
     assert done.code == 0, done
     assert "profile: nothing recorded, the run is over after 2 steps (--profile 2 begins after 5 steps)" in done.stdout
     assert not (tmp_path / "none" / "profile.json.gz").exists()
-
-
-@pytest.mark.parametrize("launcher", ["alone", "mpirun"])
-def test_missing_tensorboard_is_one_line(launcher, tmp_path):
-    (tmp_path / "tensorboard.py").write_text("raise ImportError('none here')\n")
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    done = train(launcher, 2, f"--tensorboard --output-dir {tmp_path / 'out'}", PYTHONPATH=path)
-    assert done.code == 2, done
-    assert "--tensorboard needs a package: pip install tensorboard (none here)" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_images_can_be_watched_too(tmp_path):
-    flags = "--dataset synthetic --model resnet18 --image-size 32 --classes 4 --train-samples 64 --batch-size 4"
-    flags += f" --epochs 1 --no-progress --log-steps 4 --profile 2 --tensorboard --output-dir {tmp_path}"
-    done = launch(f"mpirun --oversubscribe -np 2 python -m hvdtrain.imagenet {flags}")
-    assert done.code == 0, done
-    trace, _ = profile(tmp_path)
-    assert steps(trace) == [["step 6", "step 7"]] * 2
-    assert {"test/accuracy", "test/accuracy_top5", "train/loss"} <= set(scalars(tmp_path))
-    lines = events(tmp_path, "train")
-    assert [line["step"] for line in lines] == [1, 4, 8]
-    assert all(0 <= line["accuracy"] <= 1 for line in lines)

@@ -4,7 +4,6 @@ A row's test must fail if the flag does nothing; `make mutants` breaks flags one
 """
 
 import importlib
-import re
 from argparse import Action
 from pathlib import Path
 
@@ -20,6 +19,7 @@ BENCHMARK = "single/commands/test_flags_of_benchmark.py::test_"
 OTHERS = "single/commands/test_flags_of_others.py::test_"
 PARALLEL = "parallel/test_flags.py::test_"
 WATCHING = "e2e/training/test_watching.py::test_"
+TRACKING = "e2e/training/test_tracking.py::test_"
 TUNED = "e2e/commands/test_tuned.py::test_"
 RANKS = "single/launching/test_local_ranks.py::test_"
 Tests = dict[str, str]  # test -> flags, separated by blanks
@@ -50,7 +50,7 @@ TRAINING: Tests = {
     PARALLEL + "replicas_are_compared_at_check_steps": "--check-steps",
     WATCHING + "tensorboard_has_what_metrics_has": "--tensorboard",
     WATCHING + "profile_has_both_ranks_and_the_steps_in_order": "--profile",
-    "e2e/training/test_tracking.py::test_without_a_server_the_record_is_in_the_output_folder_or_the_run_goes_on_without": "--track",
+    TRACKING + "without_a_server_the_record_is_in_the_output_folder_or_the_run_goes_on_without": "--track",
     "single/training/test_run.py::test_a_step_left_out_changes_nothing_and_training_goes_on": "--max-skipped",
     "e2e/training/test_guard.py::test_a_hung_rank_is_named_and_ends_the_job": "--step-timeout",
 }

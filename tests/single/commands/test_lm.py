@@ -8,7 +8,6 @@ import torch
 
 from hvdtrain import lm
 from hvdtrain.engines.errors import UserError
-from hvdtrain.models.gpt import GPT, SIZES
 from hvdtrain.training import checkpoint
 from tests.single.examples import one_line
 
@@ -52,29 +51,6 @@ def test_ranks_that_cannot_share_the_windows_are_told_so():
         lm.share_batch(flags, 5)
 
 
-def test_flags_override_the_recipe_one_by_one():
-    flags = lm.parse(["--layers", "2", "--no-tied", "--epochs", "3", "--min-lr", "0"])
-    assert (flags.layers, flags.heads, flags.tied, flags.lr, flags.min_lr) == (2, 4, False, 1e-3, 0.0)
-    assert (flags.epochs, flags.steps) == (3, None)
-
-
-def test_the_rate_warms_up_and_falls_along_a_cosine():
-    flags = lm.parse([])
-    rates = [lm.learning_rate(step, 2000, flags) for step in range(2001)]
-    assert rates[0] == pytest.approx(1e-3 / 101)
-    assert max(rates) == rates[100] == 1e-3
-    assert rates[1050] == pytest.approx((1e-3 + 1e-4) / 2)
-    assert rates[2000] == pytest.approx(1e-4)
-
-
-def test_matrices_decay_and_vectors_do_not():
-    net = GPT(SIZES["shakespeare-cpu"], 65)
-    matrices, vectors = lm.adamw(net, lm.parse([])).param_groups
-    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
-    assert all(parameter.ndim == 1 for parameter in vectors["params"])
-    assert matrices["betas"] == (0.9, 0.99)
-
-
 def test_a_run_records_what_it_promises_and_is_sampled_from(book, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     assert train(monkeypatch, f"--text {book} --output-dir {out}") == 0
@@ -116,12 +92,6 @@ def test_a_run_records_what_it_promises_and_is_sampled_from(book, tmp_path, monk
     one_line(raised.value)
 
 
-def test_dropout_and_byte_tokens_and_an_untied_head_train(book, monkeypatch, capsys):
-    flags = "--tokens bytes --no-tied --bias --dropout 0.1 --accumulate 2 --sample-tokens 0"
-    assert train(monkeypatch, f"--text {book} {flags}") == 0
-    assert "256 different bytes" in capsys.readouterr().out
-
-
 def test_byte_pairs_train(book, tmp_path, monkeypatch, capsys):
     pytest.importorskip("tokenizers")
     assert (
@@ -161,9 +131,11 @@ def test_refused_in_one_line(flags, complaint, book, tmp_path, monkeypatch):
     one_line(raised.value)
 
 
-def test_latin_text_trains_as_bytes(tmp_path, monkeypatch):
-    (tmp_path / "latin").write_bytes(b"caf\xe9 au lait " * 20)
-    assert train(monkeypatch, f"--text {tmp_path / 'latin'} --tokens bytes --steps 1") == 0
+def test_a_sample_is_of_one_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="--sample is one process: start it without a launcher"):
+        train(monkeypatch, f"--sample x --output-dir {tmp_path}")
 
 
 def test_what_would_move_the_cursor_is_not_printed():

@@ -77,21 +77,11 @@ def test_classic_is_plain_sgd_at_a_constant_rate():
     assert flags.lr_scaling == "none"
 
 
-def test_flags_override_the_recipe_one_by_one():
-    flags = parse(["--recipe", "classic", "--lr", "0.5", "--epochs", "3"])
-    assert (flags.lr, flags.epochs, flags.batch_size) == (0.5, 3, 100)
-
-
 def test_recipes_fill_every_training_flag():
     names = set(RECIPES["fast"])
     assert names | set(FAST_RATES["convnet"]) == set(RECIPES["classic"])
     assert all(getattr(parse([]), name) is not None for name in names - {"epochs"})  # which depend on the data
     assert set(FAST_EPOCHS) == set(idx.NAMES) - {"auto"}
-
-
-def test_horovods_own_flag_name_works():
-    assert parse(["--fp16-allreduce"]).compression == "fp16"
-    assert parse([]).compression == "none"
 
 
 @pytest.mark.parametrize(
@@ -158,10 +148,3 @@ def test_weights_that_do_not_fit_are_refused(content, complaint, tmp_path):
     with pytest.raises(UserError) as caught:
         load_weights(ConvNet(), path)
     assert complaint in str(caught.value)
-
-
-def test_weights_from_a_file_are_the_models(tmp_path):
-    saved, model = ConvNet(), ConvNet()
-    torch.save(saved.state_dict(), tmp_path / "w.pt")
-    load_weights(model, tmp_path / "w.pt")
-    assert all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), model.state_dict().values(), strict=True))

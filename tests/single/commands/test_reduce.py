@@ -33,13 +33,6 @@ def test_bandwidths_are_those_of_nccl_tests():
     assert row["repeats"] % reduce.BLOCKS == 0
 
 
-def test_alone_nothing_changes(capsys):
-    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
-    engine.device = torch.device("cpu")
-    reduce.demonstrate(engine, "max", "uint8")
-    assert capsys.readouterr().out == "before 0 data 1\nafter 0 data 1\n"
-
-
 def test_a_sweep_that_could_not_be_kept_is_not_begun(capsys, tmp_path):
     (tmp_path / "file").touch()
     flags = reduce.parse(["--engine", "serial", "--sweep", "--output-dir", str(tmp_path / "file/x")])

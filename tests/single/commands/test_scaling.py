@@ -111,6 +111,14 @@ def test_bad_flags(flags, complaint):
     assert complaint in str(caught.value)
 
 
+def test_it_is_not_for_many_ranks(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["scaling.py"])
+    with pytest.raises(UserError, match="starts the launchers itself"):
+        scaling.main()
+
+
 @pytest.mark.parametrize(
     ("program", "why"),
     [

@@ -146,25 +146,25 @@ def test_signals_come_to_the_script(tmp_path):
     process.stdout.close()
 
 
+SHOW = f"""
+import os, sys
+for n in {SET}: print(n, os.environ.get(n))
+assert "torch" not in sys.modules and "numpy" not in sys.modules  # the threads must be set first
+assert "HOROVOD_DISABLE_GROUP_FUSION" not in os.environ  # fused by groups, join would break
+"""
+
+
 def test_what_is_set_and_what_the_user_had_stays(tmp_path):
-    (tmp_path / "show.py").write_text(f"import os\nfor n in {SET}: print(n, os.environ.get(n))")
-    shown = dict(line.split() for line in start("-m", "hvdtrain.tuned", "show.py", cwd=tmp_path).stdout.splitlines())
+    (tmp_path / "show.py").write_text(SHOW)
+    done = start("-m", "hvdtrain.tuned", "show.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = dict(line.split() for line in done.stdout.splitlines())
     assert shown.pop("OMP_NUM_THREADS") == str(math.floor(min(len(os.sched_getaffinity(0)), cpu_quota())) or 1)
     assert shown == {**FAST, "OMPI_MCA_ess_singleton_isolated": "1"}
     mine = dict.fromkeys(SET, "7") | {"MALLOC_TRIM_THRESHOLD_": "5000"}
     done = start("-m", "hvdtrain.tuned", "show.py", cwd=tmp_path, **mine)
     assert dict(line.split() for line in done.stdout.splitlines()) == dict.fromkeys(SET, "7")
     assert "everything is set already" in done.stderr
-
-
-def test_nothing_is_fused_by_groups_which_would_break_join(tmp_path):
-    (tmp_path / "show.py").write_text("import os; print('HOROVOD_DISABLE_GROUP_FUSION' in os.environ)")
-    assert start("-m", "hvdtrain.tuned", "show.py", cwd=tmp_path).stdout == "False\n"
-
-
-def test_torch_is_not_imported_before_the_threads_are_set(tmp_path):
-    (tmp_path / "show.py").write_text("import sys; print('torch' in sys.modules, 'numpy' in sys.modules)")
-    assert start("-m", "hvdtrain.tuned", "show.py", cwd=tmp_path).stdout == "False False\n"
 
 
 def test_a_script_without_horovod_is_told_so_at_its_end(tmp_path):
@@ -191,6 +191,7 @@ def test_a_script_without_horovod_is_told_so_at_its_end(tmp_path):
         ("-m xml", "-m xml: a package without __main__"),
         ("-m .x", "-m .x: no such module"),
         ("--unknown 3 x.py", "unrecognized arguments"),
+        ("--watch soon x.py", "argument --watch: 'soon' is not a number of seconds"),
     ],
 )
 def test_bad_use_is_one_line_and_exit_code_2(words, said, tmp_path):

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from tests.matrix import __main__ as matrix
-from tests.matrix.__main__ import Cell
 
 
 def test_each_pair_of_values_is_in_some_cell_and_there_are_few_cells():
@@ -18,13 +17,6 @@ def test_each_pair_of_values_is_in_some_cell_and_there_are_few_cells():
         met = {(cell[one], cell[other]) for cell in cells}
         none = {("3.13", "2.3.1")}  # PyTorch has no such wheel
         assert met == set(itertools.product(lists[one], lists[other])) - none
-
-
-def test_a_value_alone_meets_all_others():
-    assert matrix.every_pair(["3.11"], ["2.15.0"], ["none", "system"]) == [
-        Cell("3.11", "2.15.0", "none"),
-        Cell("3.11", "2.15.0", "system"),
-    ]
 
 
 def test_cells_that_have_a_result_count():
@@ -71,9 +63,24 @@ def test_what_has_a_result_is_not_run_again(monkeypatch, tmp_path, outcomes, cap
     assert said.count("has a result") == 2
     assert "| 3.12 | 2.15.0 | none | all 2 checks |" in said
     assert "| 3.12 | 2.15.0 | system | refused: setup: error: no mpicxx on PATH |" in said
-    ends += [(0, ""), (0, json.dumps({"checks": {"gloo": "exit code 1", "tuned": "ok"}}))]
-    assert command(monkeypatch, "--only", "3.12/2.15.0/none", "--results", results, "--work", str(tmp_path)) == 1
-    assert "| 3.12 | 2.15.0 | none | failed: gloo |" in capsys.readouterr().out
+
+
+FAILURES = {
+    "3.12/2.15.0/none": ([(0, ""), (0, json.dumps({"checks": {"gloo": "exit code 1", "tuned": "ok"}}))], 1, "failed: gloo"),
+    "3.14/2.15.0/none": ([], 0, "skipped: no python3.14 on PATH"),
+    "3.12/2.3.1/none": ([(1, "compiling ...\ncc1plus: error\nsetup: log: x\n")], 1, "failed: cc1plus: error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", FAILURES)
+def test_what_fails_or_is_missing_is_a_result(cell, monkeypatch, tmp_path, outcomes, capsys):
+    ends, code, said = FAILURES[cell]
+    outcomes[0].extend(ends)
+    results = str(tmp_path / "results.jsonl")
+    assert command(monkeypatch, "--only", cell, "--results", results, "--work", str(tmp_path)) == code
+    assert f"| {cell.replace('/', ' | ')} | {said}" in capsys.readouterr().out
+    log = tmp_path / f"matrix-{cell.replace('/', '-')}.log"
+    assert log.exists() == ("cc1plus" in said)
 
 
 def test_mpich_is_found_under_the_names_that_debian_gives_it(monkeypatch, tmp_path, outcomes):
@@ -85,27 +92,3 @@ def test_mpich_is_found_under_the_names_that_debian_gives_it(monkeypatch, tmp_pa
     assert called[1][1:] == ["-m", "tests.matrix.examine", "--mpi", "mpich", "bin"]
     assert matrix.mpich(tmp_path / "bin") == str(tmp_path / "bin")
     assert (tmp_path / "bin" / "mpirun").readlink().name == "mpirun.mpich"
-
-
-def test_a_missing_python_and_a_failed_set_up_are_results(monkeypatch, tmp_path, outcomes, capsys):
-    ends, _ = outcomes
-    results = str(tmp_path / "results.jsonl")
-    assert command(monkeypatch, "--only", "3.14/2.15.0/none", "--results", results) == 0
-    assert "skipped: no python3.14 on PATH" in capsys.readouterr().out
-    ends += [(1, "compiling ...\ncc1plus: error\nsetup: output of all steps: .venv-setup.log\n")]
-    words = ["--only", "3.12/2.3.1/none", "--results", results, "--work", str(tmp_path)]
-    assert command(monkeypatch, *words) == 1
-    assert "| 3.12 | 2.3.1 | none | failed: cc1plus: error |" in capsys.readouterr().out
-    assert (tmp_path / "matrix-3.12-2.3.1-none.log").read_text().startswith("compiling ...")
-
-
-def test_the_page_has_a_place_for_the_table():
-    page = matrix.PAGE.read_text()
-    assert page.count(matrix.BEGIN) == page.count(matrix.END) == 1
-
-
-def test_a_cell_that_is_none_is_refused(monkeypatch, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command(monkeypatch, "--only", "3.12")
-    assert ended.value.code == 2
-    assert "write PYTHON/TORCH/MPI" in capsys.readouterr().err
