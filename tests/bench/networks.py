@@ -122,11 +122,9 @@ def train(text: str, settings: Settings, seed: int, data: idx.Dataset) -> tuple[
 
 def factor(progress: float, rise: float) -> float:
     """As `optim.schedule_factor` has it for onecycle, with another share of training in which the rate rises."""
-    if rise == 0.3:
-        return optim.schedule_factor("onecycle", progress)
     if progress < rise:
-        return optim._cosine(1 / 25, 1.0, progress / rise)
-    return optim._cosine(1.0, 1 / 25 / 1e4, (progress - rise) / (1 - rise))
+        return optim.schedule_factor("onecycle", 0.3 * progress / rise)
+    return optim.schedule_factor("onecycle", 0.3 + 0.7 * (progress - rise) / (1 - rise))
 
 
 def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:

@@ -25,7 +25,7 @@ STARTS = {launcher: f"{start} {PYTHON}" for launcher, start in LAUNCHERS.items()
 
 
 def attacked(
-    directory: Path, *, ranks: int = 2, batch: int = 32, flags: str = "", attack: dict | None = None,
+    directory: Path, *, ranks: int = 2, batch: int | None = 32, flags: str = "", attack: dict | None = None,
     launcher: str = "mpirun", timeout: float = 150, program: Program = MNIST,
 ) -> Done:  # fmt: skip
     """Train on `ranks` ranks with at most one fault, and log each sample that is taken in `directory`/taken."""
@@ -34,7 +34,8 @@ def attacked(
     start = STARTS[launcher].format(ranks=ranks)
     engine = "--engine ddp" if launcher == "torchrun" else ""
     attacker = shlex.quote(str(ROOT / "tests" / "chaos" / "attacked.py"))
-    command = f"{start} {attacker} {program.flags} --batch-size {batch} {engine} {flags}"
+    size = "" if batch is None else f"--batch-size {batch}"  # None: the program's own
+    command = f"{start} {attacker} {program.flags} {size} {engine} {flags}"
     extra = {
         "PYTHONPATH": str(ROOT),
         "ATTACK": json.dumps(attack or {}),

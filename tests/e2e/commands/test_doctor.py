@@ -43,26 +43,17 @@ def test_two_ranks(launcher, tmp_path):
 
 
 FAULTS = {
-    "data": (
-        "--data-dir /nowhere",
-        "problem: --data-dir: /nowhere does not exist: name the directory that has the data",
-    ),
-    "interface": ("HOROVOD_GLOO_IFACE=ib9", "problem: HOROVOD_GLOO_IFACE=ib9: no such interface here: name one of "),
-    "Slurm": (
-        "SLURM_PROCID=0 SLURM_NTASKS=2",
-        "problem: Slurm announced 2 ranks, but horovod sees 1: start with",
-    ),
+    "HOROVOD_GLOO_IFACE=ib9": "problem: HOROVOD_GLOO_IFACE=ib9: no such interface here: name one of ",
+    "SLURM_PROCID=0 SLURM_NTASKS=2": "problem: Slurm announced 2 ranks, but horovod sees 1: start with",
 }
 
 
 @pytest.mark.slow
 def test_a_fault_on_one_host(tmp_path):
-    runs = several(
-        "alone", 1, tmp_path, {name: f"{how} --json" for name, (how, _) in FAULTS.items()}, "hvdtrain.doctor"
-    )
-    for name, (_, expected) in FAULTS.items():
-        assert runs[name].code == 1, runs[name]
-        assert any(expected in fault for fault in faults(runs[name])), runs[name]
+    runs = several("alone", 1, tmp_path, {f"{n}": f"{how} --json" for n, how in enumerate(FAULTS)}, "hvdtrain.doctor")
+    for done, expected in zip(runs.values(), FAULTS.values(), strict=True):
+        assert done.code == 1, done
+        assert any(expected in fault for fault in faults(done)), done
 
 
 @pytest.mark.slow
@@ -95,13 +86,7 @@ def test_faults_between_hosts(tmp_path):
         def doctor(*flags: str, **variables: str) -> dict[str, Done]:
             command = [
                 sys.executable,
-                "-m",
-                "hvdtrain.starter",
-                "--wait",
-                "20",
-                "-m",
-                "hvdtrain.doctor",
-                "--json",
+                *["-m", "hvdtrain.starter", "--wait", "20", "-m", "hvdtrain.doctor", "--json"],
                 *flags,
             ]
             told = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "9000", "WORLD_SIZE": "2"} | variables
@@ -134,10 +119,9 @@ def test_faults_between_hosts(tmp_path):
 
 @pytest.mark.slow
 @needs_hosts
-@pytest.mark.parametrize("megabits", [100, 1000])
-def test_bandwidth_is_that_of_the_wire(megabits, tmp_path):
+def test_bandwidth_is_that_of_the_wire(tmp_path):
     """Two hosts whose cable carries so much: the doctor can see no more, whatever else the machine is doing."""
-    with Cluster(tmp_path, ["a", "b"], rate=f"{megabits}mbit") as cluster:
+    with Cluster(tmp_path, ["a", "b"], rate="100mbit") as cluster:
         command = [sys.executable, "-m", "hvdtrain.starter", "-m", "hvdtrain.doctor"]
         told = {"MASTER_ADDR": "a", "MASTER_PORT": "9000", "WORLD_SIZE": "2"}
         done = cluster.finish({h: cluster.start(h, command, RANK=str(r), **told) for r, h in enumerate("ab")}, 60)["a"]
@@ -145,4 +129,4 @@ def test_bandwidth_is_that_of_the_wire(megabits, tmp_path):
     line = next(line for line in done.stdout.splitlines() if "all-reduce, horovod over Gloo" in line)
     measured = float(line.partition(" for 4 B, ")[2].split()[0]) * 8000  # GB/s -> Mbit/s
     # Of 2 ranks each sends S bytes: S/t is at most the wire. The first 128 kB of a burst are free.
-    assert 0 < measured < 1.02 * megabits, done
+    assert 0 < measured < 1.02 * 100, done

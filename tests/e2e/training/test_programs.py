@@ -1,6 +1,5 @@
 """The programs of docs/script.md: killed and resumed to the same bits, with any number of workers, under every engine."""
 
-import json
 import shlex
 import subprocess
 import sys
@@ -9,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests import image_set
-from tests.chaos.lineage import struck_at
-from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, events, launch, summary
+from tests.chaos.lineage import attacked, struck_at
+from tests.chaos.programs import Program
+from tests.e2e.launchers import PYTHON, ROOT, events, launch, summary
 
 PROGRAMS = ROOT / "docs" / "programs"
 FLAGS = "--epochs 2 --checkpoint-steps 7 --no-progress --threads 1"
@@ -18,17 +18,12 @@ MOST_LINES = 15  # that a program may have more than its plain version
 
 
 def run(name: str, directory: Path, flags: str = "", attack: dict | None = None, program: Path | None = None):
-    """Train on two ranks with at most one fault (tests/chaos/attacked.py). program: default: NAME of docs/programs."""
-    directory.mkdir(exist_ok=True)
-    attacked = shlex.quote(str(ROOT / "tests" / "chaos" / "attacked.py"))
-    start = LAUNCHERS["starter"].format(ranks=2)  # torch is imported once
-    extra = {
-        "PYTHONPATH": str(ROOT),
-        "PROGRAM": str(program or PROGRAMS / f"{name}.py"),
-        "ATTACK": json.dumps(attack or {}),
-        "STRUCK": str(directory / "struck"),
-    }
-    return launch(f"{start} {PYTHON} {attacked} {FLAGS} {flags} --output-dir {directory}", timeout=240, **extra)
+    """Train on two ranks with at most one fault. program: default: NAME of docs/programs."""
+    attacked_one = Program(name, 0, {}, FLAGS, program or PROGRAMS / f"{name}.py")
+    # The starter's ranks: torch is imported once.
+    return attacked(
+        directory, launcher="starter", program=attacked_one, batch=None, flags=flags, attack=attack, timeout=240
+    )
 
 
 @pytest.mark.slow
@@ -60,21 +55,6 @@ def test_augmentation_gives_the_same_bits_with_any_number_of_workers(tmp_path):
         assert done.code == 0, done
         hashes[workers] = summary(tmp_path / str(workers))["parameters_sha256"]
     assert len(set(hashes.values())) == 1, hashes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tokens", pytest.param("gan", marks=pytest.mark.slow)])
-def test_one_program_one_loss_curve_under_every_engine(name, tmp_path):
-    """One rank draws other random numbers (dropout, noise) than two: the engines are compared on as many ranks."""
-    curves = {}
-    starts = {"horovod": f"{LAUNCHERS['mpirun'].format(ranks=2)} {PYTHON}", "ddp": TORCHRUN.format(ranks=2)}
-    for engine, start in starts.items():
-        flags = f"--engine {engine} --epochs 1 --log-steps 1 --no-progress --threads 1"
-        done = launch(f"{start} {PROGRAMS / name}.py {flags} --output-dir {tmp_path / engine}", PYTHONPATH=str(ROOT))
-        assert done.code == 0, done
-        curves[engine] = [line["loss"] for line in events(tmp_path / engine, "train")]
-    assert len(curves["ddp"]) > 10
-    assert curves["horovod"] == pytest.approx(curves["ddp"], rel=2e-3)
 
 
 @pytest.mark.parametrize("name", ["augment", "gan", "tokens"])
