@@ -1,4 +1,4 @@
-"""Attempts against networks, processes and memory, from outside: cables, floods, names, cgroups, workers, two jobs at once.
+"""Attempts against networks and processes, from outside: cables, floods, names, signals, workers, two jobs at once.
 
 python -m tests.chaos.networks [--only NAMES] [--list] [-v]
 """
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ HERE = f"{STARTER} 2 {MNIST}"  # its bits are those of two hosts: two ranks have
 WORKERS = f"TORCHINDUCTOR_CACHE_DIR=cache {STARTER} 2 {AUGMENT}"  # it would be left in TMPDIR
 MPI = f"mpirun --oversubscribe -np 2 {PYTHON} {MNIST}"
 STEP = 20  # at which most attempts strike: a checkpoint is due
-CGROUPS = Path("/sys/fs/cgroup")  # version 1 has a directory for each controller
 HOST_TOOLS = ("ip", "unshare", "nsenter", "tc")
 During = Callable[[Path, Job], None]
 Processes = Callable[[Path, Job], list[int]]
@@ -127,63 +126,6 @@ def send(which: Processes, *numbers: signal.Signals, gap: float = 0.0) -> During
             for pid in chosen:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-
-    return strike
-
-
-@contextlib.contextmanager
-def group(controller: str, pids: list[int]) -> Iterator[Path]:
-    """A cgroup with these processes. Afterwards they are in the one above again."""
-    path = CGROUPS / controller / f"hvdtrain-{os.getpid()}-{time.monotonic_ns()}"
-    path.mkdir()
-    try:
-        for pid in pids:
-            (path / "cgroup.procs").write_text(str(pid))
-        yield path
-    finally:
-        for pid in (path / "cgroup.procs").read_text().split():
-            with contextlib.suppress(OSError):
-                (path.parent / "cgroup.procs").write_text(pid)
-        until = time.monotonic() + 10
-        while path.exists() and time.monotonic() < until:
-            with contextlib.suppress(OSError):  # until the killed are reaped
-                path.rmdir()
-
-
-def out_of_memory(which: Processes) -> During:
-    """Let the kernel kill these processes for the next page that they touch."""
-
-    def strike(here: Path, job: Job) -> None:
-        with group("memory", which(here, job)) as path:
-            (path / "memory.limit_in_bytes").write_text("4096")
-            until = time.monotonic() + 60
-            while "oom_kill 0" in (path / "memory.oom_control").read_text():
-                assert time.monotonic() < until, "the kernel killed nothing"
-                time.sleep(0.05)
-
-    return strike
-
-
-def frozen(which: Processes, seconds: float) -> During:
-    def strike(here: Path, job: Job) -> None:
-        with group("freezer", which(here, job)) as path:
-            (path / "freezer.state").write_text("FROZEN")
-            until = time.monotonic() + seconds
-            while time.monotonic() < until and job.poll() is None:
-                time.sleep(0.1)
-            (path / "freezer.state").write_text("THAWED")
-
-    return strike
-
-
-def starved(which: Processes, seconds: float) -> During:
-    """Give these processes a hundredth of a core."""
-
-    def strike(here: Path, job: Job) -> None:
-        with group("cpu", which(here, job)) as path:
-            (path / "cpu.cfs_quota_us").write_text("1000")
-            time.sleep(seconds)
-            (path / "cpu.cfs_quota_us").write_text("-1")
 
     return strike
 
@@ -310,32 +252,12 @@ NAMES = [
 ]  # fmt: skip
 
 
-def grouped(name: str, kind: str, what: str, command: str, strike: During, **options: Any) -> Attempt:
-    return Attempt(name, kind, what, command, during=at_step(strike), needs=("root",), **options)
-
-
-KILLED = "killed by the kernel, which has no memory left for it"
-HELD = dict(bits_of=HERE)
-GROUPS = [
-    grouped("memory-rank-1", "memory", f"rank 1 is {KILLED}", again(HERE), out_of_memory(rank(1)),
-            code=137, says=r"rank 1 on \S+ was killed by SIGKILL \(out of memory\?\)", bits_of=HERE),
-    grouped("memory-rank-0", "memory", f"rank 0 is {KILLED}", again(HERE), out_of_memory(rank(0)),
-            code=137, says=r"rank 0 on \S+ was killed by SIGKILL \(out of memory\?\)", bits_of=HERE),
-    grouped("memory-worker", "memory", f"an input worker is {KILLED}", again(WORKERS), out_of_memory(worker),
-            code=1, says="an input worker has ended", bits_of=WORKERS),
-    grouped("frozen-all", "frozen and starved", "the whole job is frozen for ten seconds", HERE,
-            frozen(everything, 10), **HELD),
-    grouped("frozen-rank-1", "frozen and starved", "rank 1 is frozen", again(HERE), frozen(rank(1), 60),
-            code=1, says="rank 1 on .* does not answer", bits_of=HERE),
-    grouped("frozen-rank-0", "frozen and starved", "rank 0 is frozen", again(HERE), frozen(rank(0), 60),
-            code=1, says="rank 0 on .* does not answer", bits_of=HERE),
-    grouped("starved-all", "frozen and starved", "the whole job has a hundredth of a core for ten seconds", HERE,
-            starved(everything, 10), **HELD),
-    Attempt("stopped-all", "frozen and starved", "every process is stopped, and continued after ten seconds", HERE,
+STOPPED = [
+    Attempt("stopped-all", "stopped", "every process is stopped, and continued after ten seconds", HERE,
             during=at_step(send(everything, signal.SIGSTOP, signal.SIGCONT, gap=10)), bits_of=HERE),
-    Attempt("stopped-starter", "frozen and starved", "the starter alone is stopped, and continued after ten seconds", HERE,
+    Attempt("stopped-starter", "stopped", "the starter alone is stopped, and continued after ten seconds", HERE,
             during=at_step(send(starter, signal.SIGSTOP, signal.SIGCONT, gap=10)), bits_of=HERE),
-    Attempt("stopped-rank-2s", "frozen and starved", "rank 1 is stopped for two seconds, the limit is five", HERE,
+    Attempt("stopped-rank-2s", "stopped", "rank 1 is stopped for two seconds, the limit is five", HERE,
             during=at_step(send(rank(1), signal.SIGSTOP, signal.SIGCONT, gap=2)), bits_of=HERE),
 ]  # fmt: skip
 
@@ -383,26 +305,11 @@ VARIABLES = [
             f"HOROVOD_RANK=3 HOROVOD_SIZE=4 {DDP}", leaves="^torch"),
 ]  # fmt: skip
 
-ATTEMPTS = [*CABLES, *FLOODS, *NAMES, *GROUPS, *SIGNALS, *INPUT_WORKERS, *TWO_JOBS, *VARIABLES]
-
-# Files without which attempts cannot be made, by the first word of their names.
-FILES = {
-    "wire": TUN,
-    "memory": CGROUPS / "memory" / "cgroup.procs",
-    "frozen": CGROUPS / "freezer" / "cgroup.procs",
-    "starved": CGROUPS / "cpu" / "cgroup.procs",
-}
-
-
-def possible() -> Iterator[Attempt]:
-    """Yield the attempts for which this machine has the files, and say which it has not."""
-    for each in ATTEMPTS:
-        file = FILES.get(each.name.partition("-")[0])
-        if file is None or file.exists():
-            yield each
-        else:
-            print(f"skip  {each.name}  needs {file}")
+ATTEMPTS = [*CABLES, *FLOODS, *NAMES, *STOPPED, *SIGNALS, *INPUT_WORKERS, *TWO_JOBS, *VARIABLES]
 
 
 if __name__ == "__main__":
-    sys.exit(main(list(possible()), "python -m tests.chaos.networks"))
+    if not TUN.exists():
+        print(f"skip  the cables: no {TUN}")
+        ATTEMPTS = [each for each in ATTEMPTS if each not in CABLES]
+    sys.exit(main(ATTEMPTS, "python -m tests.chaos.networks"))

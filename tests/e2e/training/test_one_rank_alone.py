@@ -9,7 +9,7 @@ from tests.e2e.launchers import LAUNCHERS, PYTHON, TORCHRUN, launch
 pytestmark = pytest.mark.slow  # each waits for limits; tests/single has the parts
 
 SCRIPT = """
-import atexit, sys, threading, time
+import atexit, time
 import torch
 from hvdtrain import training
 
@@ -45,8 +45,6 @@ def main():
                 time.sleep(14)
     if does == "sleeps after training":
         time.sleep(1000)
-    if does == "leaves a thread":
-        threading.Thread(target=time.sleep, args=[1000], name="uploader").start()
     if does == "hangs at exit":
         atexit.register(time.sleep, 1000)
     return run.exit_code
@@ -82,13 +80,7 @@ def test_a_rank_asleep_after_an_update_is_named_with_its_line_and_the_remedy(tmp
     ("does", "start", "said"),
     [
         ("sleeps after training", LAUNCHERS["mpirun"].format(ranks=2) + f" {PYTHON}", "it is at own.py:"),
-        (
-            "leaves a thread",
-            LAUNCHERS["starter"].format(ranks=2),
-            "it waits for its thread uploader, which is no daemon",
-        ),
         ("hangs at exit", TORCHRUN.format(ranks=2), "it runs its exit handlers, for "),
-        ("hangs at exit", PYTHON, "it runs its exit handlers, for "),
     ],
 )
 def test_a_rank_that_does_not_end_is_named(does, start, said, tmp_path):
