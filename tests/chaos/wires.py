@@ -36,7 +36,6 @@ TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # linux/if_tun.h
 LARGEST_FRAME = 65536  # bytes
 IPV4, TCP, UDP = b"\x08\x00", 6, 17
 LATE_SECONDS = 0.02  # of a reordered packet
-QUEUE_SECONDS = 0.1  # a slow wire loses what would wait longer
 LOOK_SECONDS = 0.05  # between two looks at the rules
 MASTER_PORT = 9000
 
@@ -57,8 +56,6 @@ class Rules:
     loss: float = 0.0  # probability
     duplicate: float = 0.0
     reorder: float = 0.0
-    delay: float = 0.0  # seconds, each way
-    rate: float = 0.0  # bytes per second towards each host; 0: any
 
 
 def ports(frame: bytes) -> tuple[int, int] | None:
@@ -77,7 +74,7 @@ def deliveries(frame: bytes, source: int, target: int, rules: Rules, dice: rando
         return []
     if len(frame) > rules.largest or dice.random() < rules.loss:
         return []
-    late = rules.delay + (LATE_SECONDS if dice.random() < rules.reorder else 0.0)
+    late = LATE_SECONDS if dice.random() < rules.reorder else 0.0
     return [late, late] if dice.random() < rules.duplicate else [late]
 
 
@@ -90,7 +87,6 @@ class Relay(threading.Thread):
         self._taps, self._file, self._known = taps, file, ""
         self._dice = random.Random(1)
         self._queue: list[tuple[float, int, int, bytes]] = []  # when, a number for the order, tap, frame
-        self._free = [0.0] * len(taps)  # when a slow wire to each host is free
         self._count = 0
         self._bytes: dict[frozenset[int], int] = {}  # by the two ports of a connection
 
@@ -127,13 +123,8 @@ class Relay(threading.Thread):
             self._bytes[frozenset(pair)] = self._bytes.get(frozenset(pair), 0) + len(frame)
         for target, tap in enumerate(self._taps):
             for late in deliveries(frame, source, target, self.rules, self._dice) if target != source else ():
-                at = now + late
-                if self.rules.rate:
-                    if self._free[target] > at + QUEUE_SECONDS:
-                        continue
-                    self._free[target] = at = max(at, self._free[target]) + len(frame) / self.rules.rate
                 self._count += 1
-                heapq.heappush(self._queue, (at, self._count, tap, frame))
+                heapq.heappush(self._queue, (now + late, self._count, tap, frame))
 
 
 def tap_in(namespace: Path, name: str = "eth0") -> int:

@@ -54,7 +54,3 @@ def test_a_share_of_the_packets_has_bad_luck(rules, outcome):
     found = arrivals(rules, frame())
     assert 250 < found.count(outcome) < 350
     assert found.count([0.0]) == 1000 - found.count(outcome)
-
-
-def test_latency():
-    assert arrivals(Rules(delay=0.05), frame(), times=1) == [[0.05]]
