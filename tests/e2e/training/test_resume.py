@@ -3,11 +3,10 @@
 import socket
 
 import pytest
-import torch
 
-from hvdtrain.training import checkpoint
 from tests.chaos.lineage import all_struck, attacked, results, seconds_lost, tally
-from tests.e2e.launchers import events, summary
+from tests.chaos.schedule import differences
+from tests.e2e.launchers import events
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +59,8 @@ def test_on_other_ranks_the_global_batch_and_every_sample_stay(tmp_path):
             assert done.code == (75 if until else 0), done
             if ranks == 3:
                 assert "global batch kept at 64: the run began on 2 ranks; now up to 22 per rank" in done.stdout, done
-    apart, together = (summary(tmp_path / name) for name in ("apart", "whole"))
     assert tally(tmp_path / "apart") == (0, 0)
-    assert (apart["steps"], apart["samples"]) == (together["steps"], together["samples"])
-    assert apart["test_loss"] == pytest.approx(together["test_loss"], rel=1e-3)
-    weights = [checkpoint.read(checkpoint.listed(tmp_path / name / "checkpoints")[0])[1] for name in ("apart", "whole")]
-    for name in weights[0]:
-        if name.startswith("model."):
-            torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-5)
+    assert differences(tmp_path / "apart", tmp_path / "whole") == []
 
 
 @pytest.mark.slow

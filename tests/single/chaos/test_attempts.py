@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.chaos import attempts, environments, networks
+from tests.chaos import attempts, environments
 from tests.chaos.attempts import Attempt
 
 
@@ -69,9 +69,8 @@ def test_what_does_not_hold_is_said_and_ends_with_one(monkeypatch, capsys):
     assert "two  exit code 3 instead of 0" in said.splitlines()[-1]
 
 
-@pytest.mark.parametrize("made", [environments.ATTEMPTS, networks.ATTEMPTS])
-def test_every_attempt_is_sound(made):
-    assert len({attempt.name for attempt in made}) == len(made) > 50
-    for attempt in made:
+def test_every_attempt_is_sound():
+    assert len({attempt.name for attempt in environments.ATTEMPTS}) == len(environments.ATTEMPTS) > 150
+    for attempt in environments.ATTEMPTS:
         assert attempt.limit <= 300, attempt.name
-        assert set(attempt.needs) <= {"root", "gcc", "setpriv", *networks.HOST_TOOLS}, attempt.name
+        assert set(attempt.needs) <= {"root", "gcc", "setpriv", "unshare", "ip"}, attempt.name

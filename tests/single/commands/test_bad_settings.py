@@ -5,14 +5,13 @@ import dataclasses
 import io
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvdtrain import benchmark, cli, doctor, imagenet, lm, mnist, reduce, report, scaling, starter
-from hvdtrain.engines import cores, launchers
+from hvdtrain.engines import launchers
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import exit_codes, local_rendezvous, rendezvous
 from tests.single.examples import one_line, tried
@@ -155,14 +154,6 @@ def test_any_announcement_is_a_rank_of_so_many_or_refused(environment):
         assert told[1:] == (int(environment[by.rank]), int(environment[by.size]))
 
 
-@pytest.mark.parametrize(
-    ("rank", "size"), [("-1", "2"), ("2", "2"), ("0", "0"), ("0", "-1"), ("0", "9" * 30), ("", ""), ("1", "1")]
-)
-def test_a_rank_that_cannot_be_is_refused(rank, size):
-    with pytest.raises(UserError, match=r"RANK=.*, WORLD_SIZE=.*(unset|correct)"):
-        launchers.announced({"RANK": rank, "WORLD_SIZE": size})
-
-
 @pytest.mark.parametrize("launcher", ["Slurm", "torchrun", "mpirun (Open MPI)"])
 @tried(80)
 @given(data=st.data())
@@ -204,23 +195,3 @@ def test_a_host_name_that_is_none_is_refused(name):
         patch.setattr(local_rendezvous.socket, "getaddrinfo", no_network)
         with pytest.raises(UserError, match="check MASTER_ADDR"):
             local_rendezvous.resolve(name, deadline=0)
-
-
-@tried(60)
-@given(limit=VALUES, membership=st.one_of(WORDS, st.just("0::/pod\n")))
-def test_any_quota_of_a_container_leaves_at_least_one_thread(limit, membership, tmp_path):
-    (tmp_path / "pod").mkdir(exist_ok=True)
-    (tmp_path / "pod" / "cpu.max").write_text(limit, errors="replace")
-    (tmp_path / "membership").write_text(membership, errors="replace")
-    quota = cores.cpu_quota(tmp_path, tmp_path / "membership")
-    assert quota > 0
-    assert cores.threads_for(0, [("a", [0, 1])], quota) in (1, 2)
-
-
-def test_the_variables_of_a_launcher_are_read_before_anything_is_started(monkeypatch, tmp_path):
-    """Through the whole script: no engine waits for ranks that cannot come."""
-    for rank, size in (("-1", "2"), ("5", "2"), ("x", "2"), ("0", "10" * 20)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", size)
-        monkeypatch.setattr(sys, "argv", ["mnist", "--dataset", "digits", "--output-dir", str(Path(tmp_path, "out"))])
-        assert ends(mnist.main) == 2

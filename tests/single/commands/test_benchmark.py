@@ -63,14 +63,6 @@ def test_a_language_model_gets_windows_of_tokens_and_the_next_ones(engine):
     assert count_flops(net, (64,), torch.int64) == pytest.approx(64 * net.flops_per_token(), rel=0.02)
 
 
-def test_synthetic_is_another_batch_each_time_and_the_same_for_a_seed(engine):
-    flags = "--model convnet --batch-size 4 --channels-last"
-    mine, same = (batches(engine, flags, 9) for _ in range(2))
-    assert not torch.equal(mine[0][0], mine[1][0])
-    assert all(torch.equal(one[0], other[0]) for one, other in zip(mine, same, strict=True))
-    assert mine[0][0].is_contiguous(memory_format=torch.channels_last)
-
-
 def test_real_digits_are_scaled_pixels(engine):
     (images, labels), *_ = batches(engine, "--model convnet --batch-size 8 --input real --dataset digits", 1)
     assert (images.shape, images.max().item()) == ((8, 1, 28, 28), 1.0)

@@ -1,7 +1,4 @@
-"""Attempts against networks and processes, from outside: cables, floods, names, signals, workers, two jobs at once.
-
-python -m tests.chaos.networks [--only NAMES] [--list] [-v]
-"""
+"""Attempts against the processes of a job: signals, workers, two jobs at once, names of hosts."""
 
 import contextlib
 import json
@@ -15,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.attempts import Attempt, Job, main, wait_for
-from tests.chaos.wires import TUN
+from tests.chaos.attempts import Attempt, Job, wait_for
 from tests.e2e.launchers import ROOT
 
 PYTHON = sys.executable
@@ -28,14 +24,13 @@ HERE = f"{STARTER} 2 {MNIST}"  # its bits are those of two hosts: two ranks have
 WORKERS = f"TORCHINDUCTOR_CACHE_DIR=cache {STARTER} 2 {AUGMENT}"  # it would be left in TMPDIR
 MPI = f"mpirun --oversubscribe -np 2 {PYTHON} {MNIST}"
 STEP = 20  # at which most attempts strike: a checkpoint is due
-HOST_TOOLS = ("ip", "unshare", "nsenter", "tc")
 During = Callable[[Path, Job], None]
 Processes = Callable[[Path, Job], list[int]]
 
 
 def again(command: str) -> str:
     """Return a line of bash that repeats `command` after it has failed, and ends with the code of the first attempt."""
-    return f"{command}; code=$?; rm -f rules.json *.log; {command} >again 2>&1 || {{ cat again; exit 99; }}; exit $code"
+    return f"{command}; code=$?; {command} >again 2>&1 || {{ cat again; exit 99; }}; exit $code"
 
 
 # ---- what strikes
@@ -49,30 +44,6 @@ def at_step(strike: During, step: int = STEP) -> During:
         strike(here, job)
 
     return during
-
-
-def rule(**rules: object) -> During:
-    """Return a function that gives the wire these rules."""
-
-    def strike(here: Path, job: Job) -> None:
-        new = here / "rules.new"
-        new.write_text(json.dumps(rules))
-        new.replace(here / "rules.json")
-
-    return strike
-
-
-def rules_first(**rules: object) -> Callable[[Path], None]:
-    return lambda here: (here / "rules.json").write_text(json.dumps(rules)) and None
-
-
-def for_a_while(seconds: float, **rules: object) -> During:
-    def strike(here: Path, job: Job) -> None:
-        rule(**rules)(here, job)
-        time.sleep(seconds)
-        rule()(here, job)
-
-    return strike
 
 
 def ranks(here: Path) -> list[int]:
@@ -103,10 +74,6 @@ def rank(number: int) -> Processes:
 
 def worker(here: Path, job: Job) -> list[int]:
     return children(fork_server(ranks(here)[0]))
-
-
-def server(here: Path, job: Job) -> list[int]:
-    return [fork_server(ranks(here)[0])]
 
 
 def everything(here: Path, job: Job) -> list[int]:
@@ -146,73 +113,6 @@ def second_job(launcher: str, code: int) -> During:
 
 
 # ---- what is attempted
-
-
-def wired(hosts: str = "a,b", options: str = "", program: str = MNIST, starter: str = "") -> str:
-    return f"{PYTHON} -m tests.chaos.wires {options} {hosts} {STARTER} 1 {starter} {program}"
-
-
-def others_say_little(here: Path, output: str) -> str:
-    """Return what is wrong with the output of the hosts other than the first, which wires.py keeps apart."""
-    for log in here.glob("*.log"):
-        said = log.read_text(errors="replace")
-        if "Traceback" in said or "terminate called" in said:
-            return f"{log.stem} says {said[-300:]!r}"
-    return ""
-
-
-def over_wires(name: str, what: str, command: str = "", during: During | None = None, **options: Any) -> Attempt:
-    needs = ("root", *HOST_TOOLS)
-    return Attempt(
-        f"wire-{name}", "cables between hosts", what, command or wired(), during=during, needs=needs, **options
-    )
-
-
-UNEVEN = dict(code=1, bits_of=HERE)
-BOTH, FIRST_TO_SECOND, LAST_TWO = [[0, 1], [1, 0]], [[0, 1]], [[1, 2], [2, 1]]
-IMPATIENT = "--wait 10"
-CABLES = [
-    over_wires("cut-one-way", "from one step on, nothing arrives at the second host", again(wired()),
-               at_step(rule(cut=FIRST_TO_SECOND)), says="does not answer", **UNEVEN),
-    over_wires("cut-2s", "the cable is cut for two seconds, the limit is five", "",
-               at_step(for_a_while(2, cut=BOTH)), bits_of=HERE),
-    over_wires("cut-start", "the cable is cut while both hosts import", wired(starter=IMPATIENT),
-               prepare=rules_first(cut=BOTH), code=2, unsaid="Traceback"),
-    over_wires("loss", "one packet of twenty is lost", prepare=rules_first(loss=0.05), bits_of=HERE),
-    over_wires("twice", "every second packet arrives twice", prepare=rules_first(duplicate=0.5), bits_of=HERE),
-    over_wires("order", "a third of the packets arrives late", prepare=rules_first(reorder=0.3), bits_of=HERE),
-    over_wires("hole", "from one step on, packets above 600 bytes vanish", again(wired()),
-               at_step(rule(largest=600)), says="network|does not answer", **UNEVEN),
-    over_wires("engine", "only the engine's connections are cut", again(wired()),
-               at_step(rule(engine=True)), says="look at the network between them", **UNEVEN),
-    over_wires("watchdog", "only the watchdog's connection is cut: training does not need it", "",
-               at_step(rule(watchdog=True)), bits_of=HERE),
-    over_wires("meeting", "only the rendezvous is cut, once training has begun: it is not needed any more", "",
-               at_step(rule(ports=[9000])), bits_of=HERE),
-    over_wires("late", "the second host begins ten seconds later", wired(options="--late 10"), bits_of=HERE),
-    over_wires("never", "the second host never begins", wired(options="--only 1", starter=IMPATIENT),
-               code=2, says="rank 1 did not connect"),
-    over_wires("three", "of three hosts, only the wire between the last two is cut", again(wired("a,b,c")),
-               at_step(rule(cut=LAST_TWO)), code=1, says="look at the network|does not answer"),
-]  # fmt: skip
-
-
-def flooded(mode: str, launcher: str, command: str) -> Attempt:
-    """An attempt in which every port that the job opens is flooded from its start on, in a network of its own."""
-    flood = f"{PYTHON} {ROOT}/tests/chaos/flood.py {mode} 90"
-    inside = f"ip link set lo up; {flood} & {command}; code=$?; kill %1; exit $code"
-    what = f"{mode} on every port that listens ({launcher})"
-    return Attempt(
-        f"flood-{launcher}-{mode}", "floods of ports", what, f"unshare -n bash -c {shlex.quote(inside)}",
-        bits_of=command,
-        needs=("root", "unshare", "ip"),
-    )  # fmt: skip
-
-
-FLOODS = [
-    *(flooded(mode, "starter", HERE) for mode in ("garbage", "halfopen", "slow", "many", "requests", "reset", "hello")),
-    *(flooded(mode, "mpirun", MPI) for mode in ("garbage", "many")),
-]
 
 
 def named(name: str, what: str, script: str, **options: Any) -> Attempt:
@@ -305,11 +205,4 @@ VARIABLES = [
             f"HOROVOD_RANK=3 HOROVOD_SIZE=4 {DDP}", leaves="^torch"),
 ]  # fmt: skip
 
-ATTEMPTS = [*CABLES, *FLOODS, *NAMES, *STOPPED, *SIGNALS, *INPUT_WORKERS, *TWO_JOBS, *VARIABLES]
-
-
-if __name__ == "__main__":
-    if not TUN.exists():
-        print(f"skip  the cables: no {TUN}")
-        ATTEMPTS = [each for each in ATTEMPTS if each not in CABLES]
-    sys.exit(main(ATTEMPTS, "python -m tests.chaos.networks"))
+JOBS = [*NAMES, *STOPPED, *SIGNALS, *INPUT_WORKERS, *TWO_JOBS, *VARIABLES]
