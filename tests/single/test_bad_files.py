@@ -17,7 +17,7 @@ from hvdtrain import training
 from hvdtrain.analysis.reporting import page
 from hvdtrain.analysis.reporting.groups import fold
 from hvdtrain.analysis.reporting.runs import read_runs, time_shares
-from hvdtrain.data import cache, idx, published, shards
+from hvdtrain.data import idx, published, shards
 from hvdtrain.data.shard_reading import Job, ShardBatches
 from hvdtrain.data.shard_stream import StreamBatches
 from hvdtrain.engines.errors import UserError
@@ -118,19 +118,6 @@ def test_of_any_gzip_file_no_more_than_the_limit_is_unpacked(parts, spoil, limit
 
 def test_a_gzip_file_of_a_hundred_thousand_empty_ones_takes_no_time():
     assert "gzip files in one" in published.gunzip(gzip.compress(b"") * 100_000, 10**6)[1]
-
-
-@tried(40)
-@given(
-    notes=st.one_of(
-        st.binary(max_size=100), JSON.map(lambda value: json.dumps(value).encode()), st.just(b"[" * 100_000)
-    )
-)
-def test_any_notes_in_the_cache_do_no_harm(mnist, notes, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (cache.directory("mnist") / cache.NOTES).write_bytes(notes)
-    with little_memory():
-        assert idx.load("mnist", mnist, download=False).train_labels.tolist() == list(fake.MNIST[fake.NAMES[1]][8:])
 
 
 # Shards
@@ -453,16 +440,3 @@ def test_any_record_of_a_run_makes_a_page_or_is_refused(data, tmp_path):
         return
     shown.encode()
     assert run.ranks >= 1
-
-
-@tried(60)
-@given(content=st.binary(max_size=200) | st.text(max_size=50).map(str.encode))
-def test_a_restart_keeps_every_complete_line_of_any_record(content, engine, tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(content)
-    with run_output.RunOutput(engine, tmp_path, progress=False) as written:
-        written.open(continued=True)
-        written.event("resume", step=1)
-    kept = content[: content.rfind(b"\n") + 1]
-    assert path.read_bytes().startswith(kept)
-    assert json.loads(path.read_bytes()[len(kept) :])["event"] == "resume"

@@ -144,16 +144,21 @@ def test_repeatable_is_refused_where_it_cannot_be(name, said, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "variables", "said"),
+    ("start", "flags", "variables", "said"),
     [
-        ("--output-dir {tmp}/script.py", {}, "cannot be written"),
-        ("", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpirun (MPICH or Intel MPI) announced 2 ranks, but horovod sees 1: "),
+        ("mpirun --oversubscribe -np 2", "--output-dir {tmp}/script.py", {}, "cannot be written"),
+        (
+            "",
+            "",
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            "mpirun (MPICH or Intel MPI) announced 2 ranks, but horovod sees 1: ",
+        ),
     ],
 )
-def test_what_is_seen_only_when_horovod_starts_is_refused_in_one_line(flags, variables, said, tmp_path):
+def test_what_is_seen_only_when_horovod_starts_is_refused_in_one_line(start, flags, variables, said, tmp_path):
     (tmp_path / "script.py").write_text(MODEL)
-    done = launch(f"{TUNED} {flags.format(tmp=tmp_path)} {tmp_path}/script.py", **variables)
+    done = launch(f"{start} {TUNED} {flags.format(tmp=tmp_path)} {tmp_path}/script.py", **variables)
     assert done.code == 2, done
-    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    (line,) = [line for line in done.stderr.splitlines() if "hvdtrain.tuned: error: " in line]
     assert said in line
     assert "Traceback" not in done.stderr
