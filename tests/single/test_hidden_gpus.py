@@ -31,7 +31,8 @@ def test_a_launch_hides_what_this_process_sees(name, monkeypatch):
 
 def test_pytest_hides_them_before_the_tests_are_imported(tmp_path):
     """And the tests for GPUs are given those that were there, however pytest was started."""
-    show = "import os, tests.conftest, tests.hidden_gpus as gpus; print(os.environ['CUDA_VISIBLE_DEVICES'] + '.', gpus.GIVEN)"
+    show = "import os, tests.conftest, tests.hidden_gpus as gpus; "
+    show += "print(os.environ['CUDA_VISIBLE_DEVICES'] + '.', gpus.GIVEN)"
     shown = subprocess.check_output(
         [sys.executable, "-c", show], text=True, cwd=ROOT, env=seeing(dict(os.environ)) | {"CUDA_VISIBLE_DEVICES": "3"}
     )

@@ -40,7 +40,7 @@ def test_an_elastic_job_on_one_host_says_what_it_waits_for(tmp_path):
         "2",
         "--host-discovery-script",
         str(hosts),
-        PYTHON,
+        sys.executable,
         "-c",
         "",
     ]
