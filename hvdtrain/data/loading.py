@@ -66,7 +66,7 @@ class Plan:
     first_epoch: int = 0  # epoch in which a resumed run continues
     taken: int = 0  # samples of that epoch that are already done
     shuffle: bool = True  # False: in the order of the data set
-    device: str | torch.device = "cpu"  # of the indices
+    device: str | torch.device = "cpu"  # of the indices; not an accelerator where workers get the plan
     order: Callable[[int, int], Tensor] | None = None  # (seed, epoch) -> int64 [total]; None: `epoch_order`
 
     def epoch(self, epoch: int) -> Iterator[PlannedStep]:
@@ -171,7 +171,7 @@ def loader(
         num_workers=workers,
         timeout=timeout if workers else 0,
         prefetch_factor=prefetch_factor if workers else None,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type != "cpu",
         generator=torch.Generator(),  # otherwise each iteration advances the global generator, which dropout uses
         multiprocessing_context="forkserver" if workers else None,
         # The server may have been started while mpirun's binding to one core was in effect.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hvdtrain.engines.accelerators import read
 from hvdtrain.engines.base import Engine
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.energy import Meter
@@ -43,7 +44,10 @@ class MetricsLogger:
         """Record a finished step. A collective."""
         state, extra = self._state, source.settle()
         names = list(step.sums)
-        mine = [[float(step.sums[name]), float(step.counts[name])] for name in names]
+        norm = [] if step.gradient_norm is None else [step.gradient_norm]
+        sums, counts = [step.sums[name] for name in names], [step.counts[name] for name in names]
+        numbers = read([*sums, *counts, *norm])  # from an accelerator, with one copy
+        mine = [[numbers[at], numbers[at + len(names)]] for at in range(len(names))]
         everyone = self._engine.sum(torch.tensor(mine, dtype=torch.float64), "train").tolist()
         means = {n: value / count if count else float("nan") for n, (value, count) in zip(names, everyone, strict=True)}
         used, window = self._energy.total(self._engine), clock.measure(self._engine)
@@ -54,7 +58,7 @@ class MetricsLogger:
         if reported != "loss":
             extra["objective"] = trained_on
         if step.gradient_norm is not None:
-            extra["gradient_norm"] = float(step.gradient_norm)
+            extra["gradient_norm"] = numbers[-1]
         value, count = mine[names.index(reported)]
         self._output.event(
             "train",

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.engines.accelerators import module_of
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.replicas import own_name
 from hvdtrain.training.state import Initial, TrainState
 
+IMPLEMENTATION = ("fused", "foreach", "capturable")  # settings of torch's optimizers
 TENSOR = "__tensor__"  # key of a JSON object that describes a tensor: number, shape and dtype
 
 
@@ -75,11 +77,22 @@ def plain(value: object) -> object:
 
 
 def snapshot(tensors: Mapping[str, Tensor], heartbeat: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-    """Return contiguous copies of `tensors` on the CPU. heartbeat: called after each."""
+    """Return contiguous copies of `tensors` on the CPU. heartbeat: called after each.
+
+    Those of an accelerator are copied to pinned memory one after the other, and the host waits once.
+    """
     copies = {}
+    away = None
     for name, tensor in tensors.items():
-        copies[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if tensor.device.type == "cpu":
+            copies[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        else:
+            away = tensor.device
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies[name].copy_(tensor.detach(), non_blocking=True)
         heartbeat()
+    if away is not None:
+        module_of(away).current_stream(away).synchronize()
     return copies
 
 
@@ -161,8 +174,8 @@ def unpack(engine: Engine, value: Any, prefix: str, tensors: Mapping[str, Tensor
 
 def flatten(models: Sequence[nn.Module]) -> Tensor:
     """Return this rank's floating-point buffers as one float32 tensor [n] on the CPU."""
-    parts = [buffer.detach().reshape(-1).float().cpu() for buffer in floating_buffers(models)]
-    return torch.cat(parts) if parts else torch.zeros(0)
+    parts = [buffer.detach().reshape(-1).float() for buffer in floating_buffers(models)]
+    return torch.cat(parts).cpu() if parts else torch.zeros(0)
 
 
 def unflatten(flat: Tensor, models: Sequence[nn.Module]) -> None:
@@ -239,7 +252,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
         for name, value in theirs.items():
             if kind_of(value) != kind_of(mine.get(name, value)):
                 raise ValueError(f"{name} is {plain(value)!r}")
-        groups.append({**mine, **theirs})
+        # How to compute is this run's choice: the checkpoint may come from another kind of device.
+        groups.append({**mine, **theirs, **{name: mine[name] for name in IMPLEMENTATION if name in mine}})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -9,9 +9,10 @@ from torch.utils.data import DataLoader
 
 from hvdtrain.data.loading import Source
 from hvdtrain.data.sharding import shard
+from hvdtrain.engines.accelerators import read, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.inputs import Batch, evaluation_batches, to_device
+from hvdtrain.training.inputs import Batch, evaluation_batches
 
 
 class CutShort(BaseException):
@@ -53,8 +54,8 @@ class Evaluation:
         for loaded in self._data.test():
             self._data.corrupt.note(loaded.corrupt)
             if loaded.samples:
-                labels = to_device(loaded.labels, self._engine.device)
-                yield Batch((loaded.images, labels), torch.empty(0, dtype=torch.int64), loaded.samples)
+                data = to_device((loaded.images, loaded.labels), self._engine.device)
+                yield Batch(data, torch.empty(0, dtype=torch.int64), loaded.samples)
 
     def add(self, values: Mapping[str, Tensor | float], count: Tensor | float | None) -> None:
         """Add values: sums over samples, or one value per sample."""
@@ -74,8 +75,8 @@ class Evaluation:
         if not names:
             raise UserError("run.evaluating() recorded nothing: write run.record(loss=...) in it", everywhere=True)
         counted = any(with_count for _, with_count in everyone)
-        count = float(self._counts or 0.0) if counted else float(self._samples)
-        values = [float(self._sums.get(name, 0.0)) for name in names]
+        mine_count = (0.0 if self._counts is None else self._counts) if counted else float(self._samples)
+        *values, count = read([*(self._sums.get(name, 0.0) for name in names), mine_count])
         *sums, total = self._engine.sum(torch.tensor([*values, count], dtype=torch.float64), "evaluate").tolist()
         if isinstance(self._data, int) and not counted:
             total = float(self._data)

@@ -95,8 +95,10 @@ class Guard:
     def _gives_up(self, state: TrainState) -> bool:
         return state.skipped + 1 > self.max_skipped or self.adasum
 
-    def report_skipped_step(self, state: TrainState, culprit: str | None) -> None:
-        """Report that this step is skipped. Raises Failure on every rank if too many consecutive steps were skipped. A
+    NOT_LOOKED = "the layer was not looked for, because the run is saved after this step"
+
+    def report_skipped_step(self, state: TrainState, number: int, culprit: str | None) -> None:
+        """Report that step `number` is skipped. Raises Failure on every rank if too many consecutive steps were skipped. A
         collective.
 
         culprit: the first non-finite tensor on this rank (`non_finite.Inspection`), or None.
@@ -104,18 +106,20 @@ class Guard:
         found = self.engine.all_gather_object(culprit, "guard.culprit")
         ranks = [f"{self.monitor.name(rank)}, {what}" for rank, what in enumerate(found) if what]
         blame = " and ".join(ranks) or "each rank's gradients are finite, but their sum over ranks is not"
+        if culprit is self.NOT_LOOKED:
+            blame = culprit
         in_a_row = state.skipped + 1
-        message = f"step {state.step + 1}: gradients are not finite: {blame}"
+        message = f"step {number}: gradients are not finite: {blame}"
         message += f"; {in_a_row} step{'s'[: in_a_row > 1]} in a row, --max-skipped {self.max_skipped}"
         if self._gives_up(state):
             raise Failure(message)
         self.output.say(f"warning: {message}: step skipped")
-        self.output.event("error", kind="non-finite", step=state.step + 1, message=message)
+        self.output.event("error", kind="non-finite", step=number, message=message)
 
-    def restore_buffers(self, models: Sequence[nn.Module]) -> None:
-        """Restore batch norm's running statistics after a skipped step."""
+    def restore_buffers(self, models: Sequence[nn.Module], skipped: Tensor | None = None) -> None:
+        """Restore batch norm's running statistics after a skipped step. skipped: a flag on the device; None: it was."""
         for buffer, before in zip((b for model in models for b in model.buffers()), self._buffers, strict=True):
-            buffer.copy_(before)
+            buffer.copy_(before if skipped is None else torch.where(skipped, before, buffer))
 
     def compare_replicas(self, state: TrainState, models: Sequence[nn.Module]) -> None:
         """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.

@@ -21,6 +21,7 @@ from hvdtrain.cli import Flags
 from hvdtrain.data import loading
 from hvdtrain.data.loading import Plan, Source
 from hvdtrain.data.sharding import PlannedBatch, mixed_seed, shard
+from hvdtrain.engines.accelerators import CPU, Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.state import Initial, TrainState
@@ -31,7 +32,8 @@ class Batch:
     """The samples of one rank for one forward and backward pass. Iterating over it yields the parts of `data`."""
 
     data: Any  # the loaded data, on the device; None if `Run.steps` was given a number
-    indices: Tensor  # int64 [b], 1 <= b <= batch_size: indices in the data set
+    # int64 [b], 1 <= b <= batch_size: indices in the data set. On the CPU, except for tensors on an accelerator.
+    indices: Tensor
     count: int  # number of valid samples: b minus unreadable ones; 0 if there is no sample left for this rank
     # Factor for the mean loss of these samples, so that the sum over micro-batches, averaged over ranks, is the step's mean.
     weight: float = 1.0
@@ -50,6 +52,7 @@ class Input(ABC):
     samples: int  # number of samples in the data set
     shuffle = True
     may_wait = True  # `load` may take long: for workers, a disk, a network
+    indices_on = CPU  # where the indices are needed: reading them from an accelerator would stop the host
     order: Callable[[int, int], Tensor] | None = None  # (seed, epoch) -> indices; None: `sharding.epoch_order`
     per_epoch: int | None = None  # samples per epoch; None: all
 
@@ -75,7 +78,7 @@ class Input(ABC):
             epochs = state.epoch + 1 + -(-steps * initial.global_batch // count)
         return Plan(
             self.samples, count, flags.seed, epochs, engine.rank, engine.size, flags.batch_size, flags.accumulate,
-            initial.global_batch, state.epoch, state.samples_of_epoch, self.shuffle, engine.device, self.order,
+            initial.global_batch, state.epoch, state.samples_of_epoch, self.shuffle, self.indices_on, self.order,
         )  # fmt: skip
 
     def epoch_samples(self) -> int:
@@ -112,16 +115,19 @@ class Tensors(Input):
     may_wait = False
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device):
-        self.tensors, self._device = tensors, device
+        self.tensors = tensors
+        self._copies = None if device.type == "cpu" else Copies(device)
         self.samples = len(tensors[0])
+        if all(tensor.device == tensors[0].device for tensor in tensors):
+            self.indices_on = tensors[0].device
 
     def load(self, planned: PlannedBatch) -> Batch:
         data = []
         for tensor in self.tensors:
             # Several times faster than tensor[indices], which copies value by value.
-            rows = tensor.index_select(0, planned.indices.to(tensor.device))
-            data.append(rows.to(self._device, non_blocking=True))
-        return Batch(tuple(data), planned.indices, planned.local_count, planned.weight)
+            data.append(tensor.index_select(0, planned.indices.to(tensor.device)))
+        moved = tuple(data) if self._copies is None else self._copies.to_device(tuple(data))
+        return Batch(moved, planned.indices, planned.local_count, planned.weight)
 
 
 class Loader(Input):
@@ -132,6 +138,7 @@ class Loader(Input):
 
     def __init__(self, engine: Engine, given: DataLoader[Any], seed: int, batch_size: int):
         self._engine, self._given, self._seed = engine, given, seed
+        self._copies = Copies(engine.device)
         require_ordinary(given)
         if given.batch_size != batch_size:
             raise UserError(
@@ -151,7 +158,7 @@ class Loader(Input):
     def load(self, planned: PlannedBatch) -> Batch:
         assert self._batches is not None
         with own_randomness(self._given.num_workers):
-            data = to_device(next(self._batches), self._engine.device)
+            data = self._copies.to_device(next(self._batches))
         return Batch(data, planned.indices, planned.local_count, planned.weight)
 
 
@@ -159,7 +166,7 @@ class Images(Input):
     """hvdtrain's image folders and shards, which skip unreadable samples."""
 
     def __init__(self, engine: Engine, source: Source, say: Any):
-        self._engine, self._source, self._output = engine, source, say
+        self._engine, self._source, self._output, self._copies = engine, source, say, Copies(engine.device)
         self.samples, self.per_epoch, self.order = source.train_count, source.per_epoch, source.order
         self._batches: Iterator[loading.Loaded] | None = None
 
@@ -173,7 +180,7 @@ class Images(Input):
         # Unreadable samples contribute nothing; the other samples keep their weight.
         count = min(planned.local_count, loaded.samples)
         weight = planned.weight * count / max(planned.local_count, 1)
-        return Batch((loaded.images, to_device(loaded.labels, self._engine.device)), planned.indices, count, weight)
+        return Batch(self._copies.to_device((loaded.images, loaded.labels)), planned.indices, count, weight)
 
     def settle(self) -> dict[str, object]:
         self._source.corrupt.settle(self._engine, self._output)
@@ -276,19 +283,6 @@ def evaluation_batches(engine: Engine, given: DataLoader[Any], seed: int) -> Ite
         with own_randomness(given.num_workers):
             data = to_device(next(batches), engine.device)
         yield Batch(data, part, len(part))
-
-
-def to_device(data: Any, device: torch.device) -> Any:
-    """Return `data` with all tensors in nested tuples, lists and dictionaries moved to `device`."""
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(to_device(part, device) for part in data))
-    if isinstance(data, (tuple, list)):
-        return type(data)(to_device(part, device) for part in data)
-    if isinstance(data, dict):
-        return {key: to_device(value, device) for key, value in data.items()}
-    return data
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:

@@ -12,9 +12,11 @@ from hvdtrain.training.replicas import own_name, prefixes
 class Inspection:
     """Inspects all tensors while the micro-batches of a step are computed again. Gradients are not changed."""
 
-    def __init__(self, models: Sequence[nn.Module], losses_were_finite: bool):
-        """models: without wrappers. losses_were_finite: whether this rank's losses were finite the first time."""
+    def __init__(self, models: Sequence[nn.Module], losses_were_finite: bool, *, same_weights: bool = True):
+        """models: without wrappers. losses_were_finite: whether this rank's losses were finite the first time. same_weights:
+        whether all weights are those of the first time."""
         self.models = models
+        self._same_weights = same_weights
         self._losses_were_finite = losses_were_finite
         self._found: str | None = None
         self._where = ""
@@ -73,5 +75,7 @@ class Inspection:
     def result(self) -> str | None:
         """Return the first non-finite tensor on this rank; None if all tensors were finite, now and the first time."""
         if self._found is None and not self._losses_were_finite:
+            if not self._same_weights:
+                return "a loss that is finite when computed again, after the step's other updates"
             return "a loss that is finite when computed again: check that host's memory"
         return self._found

@@ -13,6 +13,7 @@ from hvdtrain.models.weights import load_weights
 from hvdtrain.training.contents import floating_buffers
 from hvdtrain.training.replicas import Models, named_parameters
 from hvdtrain.training.schedules import is_scheduled
+from hvdtrain.training.verdict import fuse, takes_flag
 
 
 def refuse_unsupported(
@@ -80,6 +81,9 @@ class Prepared:
                 raise UserError(
                     "run.prepare(): an optimizer has parameters of a model that was not given: pass that model, too"
                 )
+        if engine.device.type != "cpu":
+            for optimizer in optimizers:
+                fuse(optimizer, may_lack_gradients=find_unused_parameters)
         how = Reduction(
             flags.compression, flags.gradient_predivide_factor, flags.reduction, micro_batches, find_unused_parameters
         )
@@ -94,6 +98,12 @@ class Prepared:
         for optimizer in self.optimizers:
             own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             self.trained[optimizer] = [p for _, p in named if p in own and p.requires_grad]
+        # Optimizers on an accelerator that leave out an update by themselves. Not before the first one, which must be
+        # known to be sound: the fused SGD would leave the momentum uninitialized that it allocates in it.
+        self.flagged: set[torch.optim.Optimizer] = set()
+        self.unflagged = {one for one in self.optimizers if flags.reduction != "adasum" and takes_flag(one)}
+        for optimizer in self.unflagged:
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined] # GradScaler reads the flag
         self._averaged_at: object = None
         self._own_buffers: list[Tensor] = []
         # Adasum reduces weight updates; a missing gradient counts as zero.
@@ -102,6 +112,12 @@ class Prepared:
             engine.broadcast_model(model)
         for optimizer in self.optimizers:
             engine.broadcast_optimizer_state(optimizer)
+
+    def first_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that `optimizer`, one of `unflagged`, has made its first update: from now on, it is given flags."""
+        self.unflagged.remove(optimizer)
+        self.flagged.add(optimizer)
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # GradScaler gives it the flag
 
     def average_buffers(self, position: object) -> None:
         """Average batch norm's running statistics over ranks, for an evaluation. A collective.

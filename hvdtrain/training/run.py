@@ -16,6 +16,7 @@ from torch import Tensor
 from hvdtrain.cli import Flags
 from hvdtrain.data.loading import Plan
 from hvdtrain.data.sharding import mixed_seed, passes_per_step
+from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.launching.exit_codes import TARGET_MISSED
@@ -26,7 +27,7 @@ from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.guard import Guard, Stopped
-from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators, to_device
+from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.schedules import require_length, require_registered
@@ -47,7 +48,9 @@ class Run:
         self.state = state  # the position in training; always the same object
         self.initial: Initial = checkpoints.initial  # derive learning rates from this; unchanged by a resume
         self.exit_code = 0
-        self.clock = Clock()
+        self.clock = Clock(engine.device)
+        self._copies = Copies(engine.device)
+        self._unread: Step | None = None  # the last step, if it is not known yet whether its gradients were finite
         self.metrics_logger = MetricsLogger(engine, output, metrics, state)
         self._prepared: Prepared | None = None
         self._asked = dict(asked)
@@ -93,7 +96,7 @@ class Run:
 
     def to_device(self, *tensors: Tensor) -> Any:
         """Return the tensors on this rank's device: a single tensor, or a tuple."""
-        moved = tuple(to_device(tensor, self.device) for tensor in tensors)
+        moved = self._copies.to_device(tensors)
         return moved[0] if len(moved) == 1 else moved
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -274,7 +277,8 @@ class Run:
                 optimizer.zero_grad()
             number = state.step + 1
             last = state.samples_of_epoch + planned.count == plan.per_epoch or number == self._step_limit
-            step = Step(shared, planned, opened, logged=last or number == 1 or number % self.flags.log_steps == 0)
+            logged = last or number == 1 or number % self.flags.log_steps == 0
+            step = Step(shared, planned, opened, self._unread, logged=logged)
             yield step
             self._finish_step(step, opened)
         state.train_seconds += self.clock.lap()
@@ -289,7 +293,13 @@ class Run:
         now = clock.end_step(step.count, step.local_count)
         if self.metrics_logger.unwritten:  # an evaluation within the step
             self.metrics_logger.evaluation(opened)
-        state.skipped = state.skipped + 1 if step.left_out else 0
+        if self._unread is not None:
+            self._learn_of_last_step()
+        step.before = None  # and its batches
+        if step.verdicts:
+            self._unread = step
+        else:
+            state.skipped = state.skipped + 1 if step.left_out else 0
         state.step += 1
         state.samples_of_epoch += step.count
         state.samples += step.count
@@ -310,7 +320,20 @@ class Run:
         if stops:
             raise Stopped
 
+    def _learn_of_last_step(self) -> None:
+        """Count the last step as skipped or not. If that is still to be read, and it was: without looking for the layer."""
+        step, self._unread = self._unread, None
+        assert step is not None
+        for verdict in step.verdicts.values():
+            step.left_out = not verdict.finite() or step.left_out
+        if step.verdicts and step.left_out and self.guard.explains(self.state):
+            self.guard.report_skipped_step(self.state, step.number, self.guard.NOT_LOOKED)
+        step.verdicts.clear()
+        self.state.skipped = self.state.skipped + 1 if step.left_out else 0
+
     def _save(self, *, automatic: bool = False, ends_epoch: bool = False) -> None:
+        if self._unread is not None:
+            self._learn_of_last_step()
         what = self.prepared()
         parts = what.models, what.optimizers, what.scaler, self._registered
         with self.checkpoints.interval.saving():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.data.sharding import PlannedStep, mixed_seed
+from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.clock import Clock
@@ -18,6 +19,7 @@ from hvdtrain.training.non_finite import Inspection
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.reuse import Outputs
 from hvdtrain.training.state import TrainState, require_free
+from hvdtrain.training.verdict import Verdict, not_finite
 
 UPDATE = "call step.update() after the loop over step.batches()"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
@@ -66,7 +68,11 @@ class Shared(NamedTuple):
 class Step:
     """One training step, yielded by `for step in run.steps(...)`."""
 
-    def __init__(self, shared: Shared, planned: PlannedStep, source: Input, *, logged: bool):
+    def __init__(
+        self, shared: Shared, planned: PlannedStep, source: Input, before: "Step | None" = None, *, logged: bool
+    ):
+        """before: the step before this one, if its `verdicts` are not read yet. logged: see the attribute."""
+        self.number = shared.state.step + 1  # since the beginning of training, from 1
         self.logged = logged  # whether this step is recorded; `record` ignores its values otherwise
         self.count = planned.count  # samples, over all ranks and micro-batches
         # Sums of the loss and of recorded values over this rank's samples, and their counts. Tensors stay on the device.
@@ -75,23 +81,23 @@ class Step:
         self.local_count = 0  # samples of this rank
         self.gradient_norm: Tensor | None = None  # before clipping, if `update` clipped
         self.left_out = False  # the step was skipped, because a gradient was not finite
+        self.verdicts: dict[int, Verdict] = {}  # by loop: on an accelerator, to be read in the next step
+        self.before = before
         self._shared, self._planned, self._input = shared, planned, source
+        self._samples = shared.state.samples  # of all steps before
         self._loaded: list[Batch] = []  # kept during the step, for another `batches()` and for the inspection
         self._batch: Batch | None = None  # the current micro-batch
         self._loops = 0  # calls of `batches`
         self._calls = 0  # calls of `backward` for this micro-batch
         self._backwards: dict[torch.optim.Optimizer, int] = {}  # calls of `backward` in this loop
-        self._reduced: dict[torch.optim.Optimizer, bool] = {}  # reduced, not yet applied: are the gradients finite?
+        # Reduced, not yet applied: are the gradients finite? Or a flag on the accelerator, of `not_finite`.
+        self._reduced: dict[torch.optim.Optimizer, bool | Tensor] = {}
         self._updated: set[torch.optim.Optimizer] = set()
         self._tokens: list[Tensor | float] | None = None  # `count` of each backward in this loop, if given
+        self._token_total: Tensor | None = None  # their sum over all ranks, where it is on an accelerator
         self._missing: list[str] = []  # parameters that got no gradient on this rank
         self._inspection: Inspection | None = None
         self._outputs: Outputs | None = None  # with several updates per step, and several micro-batches
-
-    @property
-    def number(self) -> int:
-        """This step's number since the beginning of training, from 1."""
-        return self._shared.state.step + 1
 
     @property
     def lr(self) -> float:
@@ -144,33 +150,60 @@ class Step:
                 shared.clock.mark("compute")
         if self._outputs is not None:
             self._outputs.end()
-        if not self._reduce():
+        sound = self._reduce(loop)
+        if self.before is not None:
+            yield from self._look_back(self.before, loop)
+        if not sound:
             self.left_out = True
             if shared.guard.explains(shared.state):
-                yield from self._inspect(loop)
+                yield from self._inspect(self, loop)
             shared.guard.restore_buffers(prepared.models)
+
+    def _look_back(self, before: "Step", loop: int) -> Iterator[Batch]:
+        """Read whether the gradients of this loop in the step before were finite. By now, the device has more to do."""
+        verdict, activity = before.verdicts.pop(loop, None), self._shared.engine.activity
+        if verdict is None:
+            return
+        activity.collective = "gradients"  # the device may still wait for the other ranks
+        sound = verdict.finite()
+        activity.collective = None
+        if sound:
+            return
+        before.left_out = True
+        if self._shared.guard.explains(self._shared.state):
+            buffers = [(buffer, buffer.clone()) for model in self._shared.prepared.models for buffer in model.buffers()]
+            yield from self._inspect(before, loop)
+            for buffer, now in buffers:
+                buffer.copy_(now)
 
     def _seed(self, loop: int) -> int:
         """Return the seed of this rank's random numbers in this step, so that dropout is the same after a restart."""
-        parts = (self._shared.seed, self._shared.state.samples, self._shared.engine.rank) + ((loop,) if loop else ())
+        parts = (self._shared.seed, self._samples, self._shared.engine.rank) + ((loop,) if loop else ())
         return mixed_seed(*parts)
 
-    def _inspect(self, loop: int) -> Iterator[Batch]:
-        """Yield the micro-batches again, to find the first tensor that is not finite, and report it. A collective."""
+    def _inspect(self, of: "Step", loop: int) -> Iterator[Batch]:
+        """Yield the micro-batches of a step again, to find the first tensor that is not finite, and report it. A collective.
+
+        of: this step, or the one before. The weights are still those with which it computed, unless the step before has
+        updated those of another optimizer.
+        """
         shared, prepared = self._shared, self._shared.prepared
-        finite = all(bool(torch.as_tensor(value).isfinite().all()) for value in self.sums.values())
-        self._inspection = Inspection(prepared.models, finite)
-        seed_generators(self._seed(loop), shared.engine.device)
+        if of._token_total is not None and float(of._token_total) <= 0:
+            raise UserError(of._no_tokens())
+        finite = all(bool(torch.as_tensor(value).isfinite().all()) for value in of.sums.values())
+        same = of is self or len(prepared.optimizers) == 1
+        self._inspection = Inspection(prepared.models, finite, same_weights=same)
+        seed_generators(of._seed(loop), shared.engine.device)
         with self._inspection.hooks():
-            for number, batch in enumerate(self._loaded):
-                self._inspection.micro_batch(number, len(self._loaded))
+            for number, batch in enumerate(of._loaded):
+                self._inspection.micro_batch(number, len(of._loaded))
                 self._batch = batch
                 with shared.autocast():
                     yield batch
                 self._batch = None
         culprit, self._inspection = self._inspection.result(), None
-        prepared.raise_where_gradients_are_missing(self._missing)
-        shared.guard.report_skipped_step(shared.state, culprit)
+        prepared.raise_where_gradients_are_missing(of._missing)
+        shared.guard.report_skipped_step(shared.state, of.number, culprit)
 
     def backward(
         self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None, *, count: Tensor | float | None = None
@@ -249,8 +282,8 @@ class Step:
         self._tokens = [*(self._tokens or []), counted]
         return counted * self._shared.engine.size / self.count
 
-    def _reduce(self) -> bool:
-        """Reduce the gradients over all ranks. Return whether they are finite."""
+    def _reduce(self, loop: int) -> bool:
+        """Reduce the gradients over all ranks. Return whether they are finite, or True where that is read later."""
         shared, prepared = self._shared, self._shared.prepared
         shared.clock.mark("compute", at=shared.engine.gradients_ready_at)
         if not self._backwards:
@@ -266,26 +299,51 @@ class Step:
                 self._missing = prepared.missing_gradients(optimizer)
             shared.engine.synchronize(optimizer)
         if self._tokens is not None:
-            self._divide_by_tokens(sum(float(count) for count in self._tokens))
+            self._divide_by_tokens(self._tokens)
         shared.clock.mark("communication")
+        if not self.logged and prepared.flagged.issuperset(self._backwards):
+            self._keep_flags(loop)
+            return True
         sound = True
         for optimizer in self._backwards:
             # On a GPU, `backward` and the reduction have only been enqueued.
             shared.engine.activity.collective = "gradients"
-            self._reduced[optimizer] = finite(prepared.trained[optimizer], shared.reduction == "adasum")
+            self._reduced[optimizer] = found = finite(prepared.trained[optimizer], shared.reduction == "adasum")
             shared.engine.activity.collective = None
-            sound = sound and self._reduced[optimizer]
+            sound = sound and found
         return sound
 
-    def _divide_by_tokens(self, tokens: float) -> None:
-        """Turn the gradients of means over samples into those of a mean over items. tokens: this rank's."""
+    def _keep_flags(self, loop: int) -> None:
+        """Leave on the accelerator whether the gradients are finite: for the update, and for the next step to read."""
+        prepared, guard = self._shared.prepared, self._shared.guard
+        flags = {optimizer: not_finite(prepared.trained[optimizer]) for optimizer in self._backwards}
+        self._reduced |= flags
+        verdict = self.verdicts[loop] = Verdict(list(flags.values()))
+        if guard.max_skipped:
+            guard.restore_buffers(prepared.models, verdict.left_out)
+
+    def _divide_by_tokens(self, counts: Sequence[Tensor | float]) -> None:
+        """Turn the gradients of means over samples into those of a mean over items. counts: of this rank's micro-batches."""
         shared = self._shared
-        total = float(shared.engine.sum(torch.tensor(tokens, dtype=torch.float64), "tokens"))
-        if total <= 0:
-            raise UserError(f"step {self.number}: step.backward(count=...) was 0 on all ranks: leave such samples out")
+        factor: Tensor | float
+        if (device := shared.engine.device).type != "cpu":  # the sum stays there, on every rank
+            own = torch.zeros((), dtype=torch.float64, device=device)
+            for count in counts:
+                own += to_device(count, device)  # a tensor, or a number
+            self._token_total = shared.engine.sum(own, "tokens")
+            factor = (self.count / self._token_total).float()  # infinite without tokens, which `_inspect` explains
+        else:
+            tokens = sum(float(count) for count in counts)
+            total = float(shared.engine.sum(torch.tensor(tokens, dtype=torch.float64), "tokens"))
+            if total <= 0:
+                raise UserError(self._no_tokens())
+            factor = self.count / total
         for optimizer in self._backwards:
             gradients = [p.grad for p in shared.prepared.trained[optimizer] if p.grad is not None]
-            torch._foreach_mul_(gradients, self.count / total)
+            torch._foreach_mul_(gradients, factor)
+
+    def _no_tokens(self) -> str:
+        return f"step {self.number}: step.backward(count=...) was 0 on all ranks: leave such samples out"
 
     # ---- the update
 
@@ -304,15 +362,21 @@ class Step:
         if not chosen or chosen[0] not in self._reduced:
             raise UserError(f"step.update() without gradients: {BACKWARD} before it, to the loop's end")
         for one in chosen:
-            finite = self._reduced.pop(one)
+            sound = self._reduced.pop(one)
             self._updated.add(one)
-            if not finite and not prepared.scaler.is_enabled():
+            if sound is False and not prepared.scaler.is_enabled():
                 continue
             with shared.engine.stepping(one):
                 if clip_norm is not None:
                     prepared.scaler.unscale_(one)
                     self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.trained[one], clip_norm)
+                if isinstance(sound, Tensor):
+                    one.found_inf = sound  # type: ignore[attr-defined] # as GradScaler gives it to fused optimizers
                 prepared.scaler.step(one)  # unscales; skips the step after an overflow, the same on all ranks
+            if isinstance(sound, Tensor):
+                vars(one).pop("found_inf", None)  # GradScaler removes it, too
+            elif sound and one in prepared.unflagged:
+                prepared.first_update(one)
         shared.engine.activity.update()
 
     def record(self, **values: Tensor | float) -> None:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tests.device import stand_in
 from tests.device.streams import state
@@ -26,6 +27,7 @@ class Trace(NamedTuple):
     """What was noted in a run."""
 
     code: int  # the exit code
+    error: str  # how the run has ended, if by a Failure
     steps: list[int]
     quiet: list[int]  # the steps that neither log nor save; without the first two
     noted: Counter[tuple[int, str, str]]
@@ -66,10 +68,14 @@ def load(name: str) -> ModuleType:
 
 def traced(script: str, flags: Sequence[str]) -> Trace:
     """Run a script in this process, on the stand-in. `stand_in.install` must have been called."""
+    from hvdtrain.analysis import measuring
     from hvdtrain.engines import single
+    from hvdtrain.engines.errors import Failure
+    from hvdtrain.training import contents
     from hvdtrain.training import run as runs
     from hvdtrain.training.step import Step
 
+    measuring.SIDES[stand_in.NAME] = 64
     stand_in.ledger.noted.clear()
     state.step = 0
     steps: dict[int, bool] = {}
@@ -80,7 +86,13 @@ def traced(script: str, flags: Sequence[str]) -> Trace:
             state.step = self.number
             steps[state.step] = self.logged
 
-    save = runs.Run._save
+    save, snapshot = runs.Run._save, contents.snapshot
+
+    def arrived(*arguments: Any) -> dict[str, Tensor]:
+        copies = snapshot(*arguments)
+        for copy in copies.values():
+            stand_in.memory.require_arrived(copy)  # another thread writes them, which the dispatch mode does not see
+        return copies
 
     def saved(run: runs.Run, **named: Any) -> None:
         steps[state.step] = True
@@ -89,19 +101,22 @@ def traced(script: str, flags: Sequence[str]) -> Trace:
     module = load(script)
     before = single.SerialEngine.choose_device, runs.Step, sys.argv
     single.SerialEngine.choose_device = lambda engine, wanted: torch.device(stand_in.NAME, 0)  # type: ignore[method-assign]
-    runs.Step, runs.Run._save = Noted, saved  # type: ignore[misc,method-assign]
+    runs.Step, runs.Run._save, contents.snapshot = Noted, saved, arrived  # type: ignore[misc,method-assign]
     sys.argv = [script, "--engine", "serial", "--no-progress", "--threads", "1", *flags]
+    code, error = 1, ""
     try:
         with stand_in.Mode():
             code = module.main()
+    except Failure as failure:
+        error = str(failure)
     finally:
         single.SerialEngine.choose_device, runs.Step, sys.argv = before  # type: ignore[method-assign,misc]
-        runs.Run._save = save  # type: ignore[method-assign]
+        runs.Run._save, contents.snapshot = save, snapshot  # type: ignore[method-assign]
     if unrecorded := stand_in.memory.unrecorded():
         raise RuntimeError(f"memory of another stream, without record_stream: {', '.join(unrecorded)}")
     numbers = sorted(steps)
     quiet = [step for step in numbers[2:] if not steps[step]]
-    return Trace(code, numbers, quiet, stand_in.ledger.noted.copy())
+    return Trace(code, error, numbers, quiet, stand_in.ledger.noted.copy())
 
 
 def main() -> None:
@@ -109,9 +124,8 @@ def main() -> None:
     if sys.argv[1] == "--all":  # the runs as JSON: [[script, flags], ...]; prints a line of JSON for each
         for script, flags in json.loads(sys.argv[2]):
             found = traced(script, flags)
-            print(
-                "TRACE", json.dumps([found.code, len(found.steps), len(found.quiet), found.per_step(), found.lines()])
-            )
+            row = [found.code, found.error, len(found.steps), len(found.quiet), found.per_step(), found.lines()]
+            print("TRACE", json.dumps(row))
         return
     found = traced(sys.argv[1], sys.argv[2:])
     print(*found.lines(), sep="\n")

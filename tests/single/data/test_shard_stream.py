@@ -1,5 +1,6 @@
 """Shards from URLs and commands: every reader gets the batches it is asked for, and what is corrupt is named."""
 
+import pickle
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,11 @@ import torch
 pytest.importorskip("webdataset")
 
 from hvdtrain.data import loading, make_shards, shard_stream
+from hvdtrain.data.loading import Source
 from hvdtrain.data.shard_stream import StreamBatches
+from hvdtrain.engines.single import SerialEngine
+from hvdtrain.training.inputs import Images
+from hvdtrain.training.state import Initial, TrainState
 from tests import image_set
 
 
@@ -85,6 +90,22 @@ def test_training_streams_repeat_and_depend_on_the_seed(tars):
 
     assert order(1) == order(1)
     assert order(1) != order(2)
+
+
+def test_an_input_worker_of_a_rank_with_a_gpu_does_not_start_cuda(tars, monkeypatch):
+    """The plan named the rank's device for its indices: 0.5 GB of GPU memory in each worker."""
+
+    def start() -> None:
+        raise AssertionError("CUDA started in an input worker")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", start)
+    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+    engine.device = torch.device("cuda", 0)
+    source = Source("shards", "", 6, 48, lambda plan: [], lambda: [])
+    flags = SimpleNamespace(seed=1, batch_size=6, accumulate=1)
+    plan = Images(engine, source, None).plan(engine, flags, Initial(1, 6, 1), TrainState(), 1, None)
+    dataset = pickle.loads(pickle.dumps(StreamBatches(urls(tars / "train"), Names(), 6, 1, 0, 1, plan)))
+    assert sum(batch.samples for batch in dataset) == 48
 
 
 def test_training_goes_on_where_no_shard_can_be_read():

@@ -1,0 +1,88 @@
+"""What a program needs of an accelerator besides tensors: streams, events and copies that do not stop the host."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST_PINNED = 2**26  # bytes: not a whole data set, because torch keeps pinned memory for later copies
+CPU = torch.device("cpu")
+
+
+def module_of(device: torch.device) -> Any:
+    """Return torch's module for an accelerator, such as torch.cuda: with `Stream`, `Event` and `current_stream`."""
+    return getattr(torch, device.type)
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Return `data` with all tensors in nested tuples, lists and dictionaries moved to `device`.
+
+    To an accelerator, they are copied from pinned memory: from other memory, the host would wait for the copy.
+    """
+    if isinstance(data, Tensor):
+        if device.type != "cpu" and data.device.type == "cpu" and data.nbytes <= LARGEST_PINNED:
+            data = data.pin_memory()  # returns it if it is pinned
+        return data.to(device, non_blocking=True)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(part, device) for part in data))
+    if isinstance(data, (tuple, list)):
+        return type(data)(to_device(part, device) for part in data)
+    if isinstance(data, dict):
+        return {key: to_device(value, device) for key, value in data.items()}
+    return data
+
+
+def tensors_in(data: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and dictionaries."""
+    if isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, (tuple, list, dict)):
+        for part in data.values() if isinstance(data, dict) else data:
+            yield from tensors_in(part)
+
+
+class Copies:
+    """Copies batches to the device. To an accelerator, on a stream of their own: while it still computes the last batch."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream: Any = None  # from the first copy on
+
+    def to_device(self, data: Any) -> Any:
+        """Do the same as the function `to_device`. The copies are complete for what the current stream is given next."""
+        if self._device.type == "cpu":
+            return to_device(data, self._device)
+        backend = module_of(self._device)
+        if self._stream is None:
+            self._stream = backend.Stream(self._device)
+        current = backend.current_stream(self._device)
+        with backend.stream(self._stream):
+            moved = to_device(data, self._device)
+        current.wait_stream(self._stream)
+        for tensor in tensors_in(moved):
+            if tensor.device.type != "cpu":
+                tensor.record_stream(current)  # its memory belongs to the stream of the copies, which may use it again
+        return moved
+
+
+class Delayed:
+    """A small tensor of an accelerator, on its way to the host. `values` waits for it: ask when more work is queued."""
+
+    def __init__(self, tensor: Tensor):
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._values.copy_(tensor, non_blocking=True)
+        self._arrived = module_of(tensor.device).Event()
+        self._arrived.record()
+
+    def values(self) -> Any:
+        """Return the value, or a list of them."""
+        self._arrived.synchronize()
+        return self._values.tolist()
+
+
+def read(values: "list[Tensor | float]") -> list[float]:
+    """Return the values of scalars as numbers. Those on an accelerator are read with one copy."""
+    away = [value for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
+    arrived = iter(torch.stack([value.detach().double() for value in away]).tolist() if away else ())
+    return [next(arrived) if isinstance(v, Tensor) and v.device.type != "cpu" else float(v) for v in values]

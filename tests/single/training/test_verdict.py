@@ -1,0 +1,105 @@
+"""Gradients that are not finite: as a flag on the device, and what fused optimizers do with it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.training.step import finite
+from hvdtrain.training.verdict import fuse, not_finite, takes_flag
+
+BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    torch.manual_seed(1)
+    made = [nn.Parameter(torch.randn(3, 4).to(dtype)) for _ in range(3)]
+    for parameter in made:
+        parameter.grad = torch.randn_like(parameter)
+    return [*made, nn.Parameter(torch.zeros(2))]  # the last one has no gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [None, *BAD])
+def test_the_flag_says_what_the_check_says(dtype, bad):
+    made = parameters(dtype)
+    if bad is not None:
+        made[1].grad[2, 3] = BAD[bad]
+    flag = not_finite(made)
+    assert flag.dtype == torch.float32
+    assert flag.shape == ()
+    assert bool(flag) is (bad is not None)
+    assert finite(made, adasum=False) is (bad is None)
+
+
+def test_large_gradients_in_half_precision_are_finite():
+    made = parameters(torch.float16)
+    made[0].grad.fill_(60_000)
+    assert not_finite(made) == 0
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
+    ],
+    ids=["adam", "adamw", "sgd"],
+)
+def test_a_fused_optimizer_with_the_flag_leaves_weights_and_state_bit_for_bit(build):
+    """What hvdtrain relies on in torch: `Optimizer.found_inf`."""
+    made = parameters()[:3]
+    optimizer = build(made)
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    before = copy.deepcopy([made, list(optimizer.state_dict()["state"].values())])
+    made[1].grad.fill_(float("nan"))
+    optimizer.found_inf = not_finite(made)
+    optimizer.step()
+    for old, new in zip(before[0], made, strict=True):
+        assert torch.equal(old, new)
+    for old, new in zip(before[1], optimizer.state_dict()["state"].values(), strict=True):
+        for name, value in old.items():
+            assert torch.equal(value, new[name]), name
+
+
+def test_the_first_update_of_sgd_must_not_be_left_out_by_the_flag():
+    """Why the first update is checked at once: torch leaves the momentum that it allocates in it as it is."""
+    made = parameters()[:1]
+    optimizer = torch.optim.SGD(made, lr=0.1, momentum=0.9, fused=True)
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert optimizer.state[made[0]]["momentum_buffer"] is not None  # of no defined value
+
+
+class Elsewhere(nn.Parameter):
+    """A parameter that says it is on a GPU."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("build", "lacks", "fused"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), False, True),
+        (lambda p: torch.optim.SGD(p, lr=0.1), True, None),  # its kernel needs all momenta or none
+        (lambda p: torch.optim.Adam(p), True, True),
+        (lambda p: torch.optim.AdamW(p), False, True),
+        (lambda p: torch.optim.AdamW(p, foreach=True), False, None),  # the author's choice
+        (lambda p: torch.optim.RMSprop(p), False, None),  # torch has none
+    ],
+)
+def test_which_optimizers_are_fused(build, lacks, fused):
+    optimizer = build([Elsewhere(torch.zeros(3))])
+    fuse(optimizer, may_lack_gradients=lacks)
+    assert optimizer.param_groups[0].get("fused") is fused
+    assert takes_flag(optimizer) is bool(fused)
+
+
+def test_on_a_cpu_nothing_is_fused():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(3))])
+    fuse(optimizer, may_lack_gradients=False)
+    assert optimizer.param_groups[0]["fused"] is None
+    assert not takes_flag(optimizer)
