@@ -5,13 +5,14 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from hvdtrain.engines import files
+from hvdtrain.engines.accelerators import module_of
 from hvdtrain.engines.errors import UserError
 
 # Student's t, two-sided 95 %, for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2).
@@ -46,17 +47,34 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def matrix_product_rate(device: torch.device, dtype: torch.dtype, side: int = 1024) -> torch.Tensor:
-    """Return the FLOP/s that `device` reaches in a product of two [side, side] matrices of `dtype`, as float64 []."""
+SIDES = {"cpu": 1024}  # of a matrix product that occupies the device; others: LARGE_SIDE
+LARGE_SIDE = 8192  # 1.1 TFLOP: milliseconds on a GPU, against microseconds to start a kernel
+
+
+def matrix_product_rate(device: torch.device, dtype: torch.dtype, side: int | None = None) -> torch.Tensor:
+    """Return the FLOP/s that `device` reaches in a product of two [side, side] matrices of `dtype`, as float64 [].
+
+    On an accelerator, timed by its own events: the host would add the time to start a kernel and to learn of its end.
+    """
+    side = side or SIDES.get(device.type, LARGE_SIDE)
     a, b = torch.randn(2, side, side, device=device).to(dtype)
-    best = float("inf")
-    for _ in range(4):  # the first is a warm-up
-        synchronize(device)
-        began = time.perf_counter()
-        a @ b
-        synchronize(device)
-        best = min(best, time.perf_counter() - began)
+    best = min(seconds_of(device, lambda: a @ b) for _ in range(4))  # the first is a warm-up
     return torch.tensor(2 * side**3 / best, dtype=torch.float64)
+
+
+def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
+    """Return how long `device` takes for `work`."""
+    if device.type == "cpu":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    backend = module_of(device)
+    start, end = (backend.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
 
 
 def hardware() -> dict[str, object]:

@@ -2,12 +2,13 @@
 
 import resource
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from hvdtrain.engines.accelerators import CPU, module_of
 from hvdtrain.engines.base import Engine
 from hvdtrain.launching.processes import seconds_without_core
 
@@ -38,13 +39,55 @@ class Window(NamedTuple):
     rates: dict[str, float]  # `Clock.rates` of this rank, and each phase's share of the time of all ranks
 
 
+class DeviceTimes:
+    """Measures the time of an accelerator by phase, with events on its current stream. It never waits for the device.
+
+    The host only queues work, and is soon ahead. Where it then waits says nothing about what the device does meanwhile.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self._backend = device, module_of(device)
+        self._spans: deque[tuple[str, Any, Any]] = deque()  # (phase, event at its start, event at its end)
+        self._marked = self._now()
+
+    def _now(self) -> Any:
+        event = self._backend.Event(enable_timing=True)
+        event.record(self._backend.current_stream(self._device))
+        return event
+
+    def restart(self) -> None:
+        """Forget what has not been taken."""
+        self._spans.clear()
+        self.leave_out()
+
+    def leave_out(self) -> None:
+        """Exclude the time since the last mark."""
+        self._marked = self._now()
+
+    def mark(self, phase: str) -> None:
+        """Add the time since the last mark to `phase`: from when the device had done its work until then to when it has
+        done its work until now."""
+        event = self._now()
+        self._spans.append((phase, self._marked, event))
+        self._marked = event
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of the spans that the device has completed since the last call, by phase."""
+        seconds: dict[str, float] = defaultdict(float)
+        while self._spans and self._spans[0][2].query():
+            phase, start, end = self._spans.popleft()
+            seconds[phase] += start.elapsed_time(end) / 1000
+        return seconds
+
+
 class Clock:
     """Measures this rank's time by phase. Each `mark` adds the time since the previous mark to a phase.
 
-    Times are measured on the host: CUDA work counts for the phase in which the host waits for it.
+    On an accelerator, the phases are those of the device (`DeviceTimes`), and a window has what it has completed in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device_times = None if device.type == "cpu" else DeviceTimes(device)
         self.spans: list[tuple[str, float, float]] | None = (
             None  # a list: record (phase, start, end) in perf_counter time
         )
@@ -54,6 +97,8 @@ class Clock:
         """Reset the clock at the beginning of an epoch."""
         self._began = self._marked = time.perf_counter()
         self.totals: list[RankTimes] = []  # sums over all windows since `restart`, by rank
+        if self._device_times is not None:
+            self._device_times.restart()
         self._open_window()
 
     def _open_window(self) -> None:
@@ -69,6 +114,8 @@ class Clock:
         self._seconds[phase] += at - self._marked
         if self.spans is not None:
             self.spans.append((phase, self._marked, at))
+        if self._device_times is not None:
+            self._device_times.mark(phase)
         self._marked = at
         return at
 
@@ -84,6 +131,8 @@ class Clock:
         self._began += seconds
         self._marked += seconds
         self._window_began += seconds
+        if self._device_times is not None:
+            self._device_times.leave_out()
 
     def rates(self) -> dict[str, float]:
         """Return samples per second over all ranks, and this rank's seconds per sample by phase, since the last call."""
@@ -101,6 +150,8 @@ class Clock:
 
     def measure(self, engine: Engine) -> Window:
         """Return the measurements of all ranks since the last call. A collective: 56 bytes per rank."""
+        if self._device_times is not None:
+            self._seconds = self._device_times.take()
         steps, phases = self._steps, [self._seconds[phase] for phase in PHASES]
         elapsed = time.perf_counter() - self._window_began
         mine = [*phases, elapsed, seconds_without_core() - self._without_core, *peak_memory(engine.device)]
