@@ -1,14 +1,16 @@
-"""`--compile`: torch.compile, and one clear line where a CPU has no compiler for what it writes."""
+"""`--compile`: torch.compile of a model's blocks, and one clear line where a CPU has no compiler for what it writes."""
 
 import os
 import shutil
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from hvdtrain.engines.errors import UserError
+
+MOST_COMPILATIONS = 64  # of one block's code: ResNet-50 has 8 kinds of blocks, and the last batch another shape
 
 
 def require_compiler(device: torch.device) -> None:
@@ -17,7 +19,41 @@ def require_compiler(device: torch.device) -> None:
         raise UserError("--compile on a CPU needs a C++ compiler: install g++, or leave it out")
 
 
-def compiled(model: nn.Module, device: torch.device) -> Callable[..., Any]:
-    """Return the compiled model: the same parameters, one compilation for each shape of input. Raises UserError."""
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the largest modules in a row that are made of others: ResNet's bottlenecks, a transformer's layers."""
+    for module in model.children():
+        row = isinstance(module, (nn.Sequential, nn.ModuleList))
+        for part in module.children() if row else ():
+            if any(True for _ in part.children()) and any(True for _ in part.parameters()):
+                yield part
+        if not row:
+            yield from blocks(module)
+
+
+def compiled(model: nn.Module, device: torch.device, backend: Any = "inductor") -> nn.Module:
+    """Compile `model` for training, and return it. Raises UserError.
+
+    Its blocks are compiled one by one, because the gradients of compiled code are ready all at once, at its end: of a model
+    compiled as one, no gradient would be reduced during the backward pass. In evaluation mode, the model runs as before.
+    """
     require_compiler(device)
-    return torch.compile(model, dynamic=False)
+    if isinstance(model, nn.DataParallel):  # copies the modules in each step, and with them the compiled calls
+        return cast("nn.Module", torch.compile(model, dynamic=False, backend=backend))
+    import torch._dynamo.config as limits
+
+    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # before torch 2.7
+    setattr(limits, name, max(MOST_COMPILATIONS, getattr(limits, name)))
+    for block in list(blocks(model)) or [model]:
+        # Not `nn.Module.compile`: the layers' names and the state_dict stay, but evaluations and samples would be compiled.
+        block.forward = _in_training(block, torch.compile(block.forward, dynamic=False, backend=backend))
+    return model
+
+
+def _in_training(module: nn.Module, fast: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `module.forward` that calls `fast` in training mode."""
+    eager = module.forward
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        return (fast if module.training else eager)(*inputs, **named)
+
+    return forward

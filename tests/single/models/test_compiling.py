@@ -1,0 +1,69 @@
+"""--compile compiles block by block, so that gradients are ready during the backward pass."""
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.models.classifiers import build_model
+from hvdtrain.models.compiling import blocks, compiled
+from hvdtrain.models.convnet import ConvNet
+from hvdtrain.models.gpt import GPT, Sizes
+
+SMALL = Sizes(layers=3, heads=2, width=16, context=8)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("build", "count", "kind"),
+    [
+        (lambda: GPT(SMALL, 7), 3, "Block"),
+        (lambda: build_model("resnet50", 10, 224), 16, "Bottleneck"),
+        (lambda: build_model("vit_b_16", 10, 224), 12, "EncoderBlock"),
+        (ConvNet, 0, ""),
+    ],
+    ids=["gpt", "resnet50", "vit_b_16", "convnet"],
+)
+def test_the_blocks_of_a_model(build, count, kind):
+    found = list(blocks(build()))
+    assert len(found) == count
+    assert {type(block).__name__ for block in found} == ({kind} if kind else set())
+
+
+def order_of_gradients(model: nn.Module) -> list[str]:
+    """Return in which order a backward pass ends in the blocks ("backward 0") and has their gradients ("ready 0")."""
+    seen: list[str] = []
+    for number, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        block.register_full_backward_hook(lambda *_, number=number: seen.append(f"backward {number}"))
+        weight = block.from_mlp.weight
+        weight.register_post_accumulate_grad_hook(lambda _, number=number: seen.append(f"ready {number}"))
+    model(torch.arange(7)[None]).sum().backward()
+    return seen
+
+
+def test_gradients_of_a_block_are_ready_before_the_block_below_has_run():
+    """Of a model compiled as one, all would be ready at the end: none could be reduced during the backward pass."""
+    torch.manual_seed(1)
+    model = compiled(GPT(SMALL, 7), CPU, "aot_eager")
+    seen = order_of_gradients(model)
+    assert seen.index("ready 2") < seen.index("backward 1") < seen.index("backward 0"), seen
+
+
+def test_compiled_blocks_compute_the_same_in_training_only_and_keep_their_names():
+    torch.manual_seed(1)
+    model = GPT(SMALL, 7)
+    tokens, names = torch.arange(7)[None], list(model.state_dict())
+    expected = model(tokens)
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    compiled(model, CPU, backend)
+    model.eval()
+    torch.testing.assert_close(model(tokens), expected)
+    assert not compilations
+    model.train()
+    torch.testing.assert_close(model(tokens), expected)
+    assert compilations
+    assert list(model.state_dict()) == names
