@@ -36,7 +36,7 @@ from hvdtrain.engines.base import AMP_DTYPES
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.models.compiling import compiled
-from hvdtrain.models.gpt import GPT, SIZES, Sizes
+from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
 from hvdtrain.training import checkpoint, contents, optim
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
@@ -151,6 +151,28 @@ def learning_rate(step: int, steps: int, flags: Flags) -> float:
     return lowest + (highest - lowest) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
+class Rows:
+    """The number of rows of a padded token embedding, in checkpoints: a resumed run has as many, on any device."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
+
+    def state_dict(self) -> dict[str, int]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, held: dict[str, int]) -> None:
+        self.rows = held["rows"]
+
+
+def rows_of_embedding(flags: Flags, run: training.Run, vocabulary: int) -> int:
+    """Return the rows of the token embedding: a multiple of 64 for --recipe gpt2 on a GPU; if resumed, as when it began."""
+    if run.checkpoints.facts is not None:
+        held = run.checkpoints.facts["registered"].get("embedding")
+        rows = held.get("rows") if isinstance(held, dict) else None
+        return rows if isinstance(rows, int) and rows > vocabulary else vocabulary
+    return padded(vocabulary) if flags.recipe == "gpt2" and run.device.type != "cpu" else vocabulary
+
+
 def adamw(net: GPT, flags: Flags) -> torch.optim.Optimizer:
     """Return AdamW for `net`, fused if this torch has the kernel."""
     settings = dict(lr=flags.lr, betas=(0.9, flags.beta2), weight_decay=flags.weight_decay)
@@ -172,9 +194,12 @@ def train(flags: Flags, run: training.Run, data: text.Text) -> None:
     bound = run.engine.sum(matrix_product_rate(run.device, AMP_DTYPES[flags.amp]), "matrix_product").item()
 
     torch.manual_seed(flags.seed)
-    net = GPT(Sizes(**{name: getattr(flags, name) for name in SIZE_FLAGS}), data.vocabulary.size, flags.dropout)
+    rows = rows_of_embedding(flags, run, data.vocabulary.size)
+    net = GPT(Sizes(**{name: getattr(flags, name) for name in SIZE_FLAGS}), data.vocabulary.size, flags.dropout, rows)
     model, _ = run.prepare(net, adamw(net, flags))
     run.register(vocabulary=data.vocabulary)
+    if rows > data.vocabulary.size:
+        run.register(embedding=Rows(rows))
     if flags.compile:
         with run.raising_together("compile"):
             model = compiled(model, run.device)
@@ -238,7 +263,8 @@ def sample(flags: Flags) -> int:
     facts, tensors = checkpoint.find(named, f"--sample from {named}", lambda line: print(line, file=sys.stderr))
     try:
         vocabulary = vocabularies.restore(**facts["registered"]["vocabulary"])
-        net = GPT(Sizes(**{name: facts["config"][name] for name in SIZE_FLAGS}), vocabulary.size)
+        rows = tensors["model.tokens.weight"].shape[0]
+        net = GPT(Sizes(**{name: facts["config"][name] for name in SIZE_FLAGS}), vocabulary.size, rows=rows)
     except (KeyError, TypeError) as error:
         raise UserError(f"--sample from {named}: not a checkpoint of hvdtrain.lm: name one that is") from error
     contents.load_model(net, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})

@@ -39,6 +39,11 @@ SIZES = {
 VOCABULARIES = {"shakespeare-cpu": 65, "gpt-small": 256, "gpt2": 50_257}  # for benchmarks, which have no text
 
 
+def padded(vocabulary: int) -> int:
+    """Return the next multiple of 64: 50,304 for GPT-2's 50,257, as in nanoGPT."""
+    return -(-vocabulary // 64) * 64
+
+
 class Block(nn.Module):
     """A transformer block: attention, then an MLP with two layers. Each reads the normalized residual stream and adds to it.
 
@@ -81,16 +86,21 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT model. Input: tokens, int64 [b, t] with t <= context. Output: logits of the next tokens, [b, t, vocabulary]."""
+    """A GPT model. Input: tokens, int64 [b, t] with t <= context. Output: logits of the next tokens, [b, t, rows].
 
-    def __init__(self, sizes: Sizes, vocabulary: int, dropout: float = 0.0) -> None:
+    rows: of the token embedding, at least `vocabulary` (default). The logits of the rest are learned to be low, and never
+    sampled. GPUs multiply matrices fastest whose sides are multiples of 64 (`padded`).
+    """
+
+    def __init__(self, sizes: Sizes, vocabulary: int, dropout: float = 0.0, rows: int | None = None) -> None:
         super().__init__()
+        rows = rows or vocabulary
         self.sizes, self.vocabulary, self.dropout = sizes, vocabulary, dropout
-        self.tokens = nn.Embedding(vocabulary, sizes.width)
+        self.tokens = nn.Embedding(rows, sizes.width)
         self.positions = nn.Embedding(sizes.context, sizes.width)
         self.blocks = nn.ModuleList(Block(sizes, dropout) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.width, bias=sizes.bias)
-        self.head = None if sizes.tied else nn.Linear(sizes.width, vocabulary, bias=False)
+        self.head = None if sizes.tied else nn.Linear(sizes.width, rows, bias=False)
         deviation = 0.02 * math.sqrt(768 / sizes.width)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
@@ -128,6 +138,7 @@ class GPT(nn.Module):
         for _ in range(count):
             with torch.inference_mode():
                 logits = self(torch.tensor([tokens], device=self.tokens.weight.device))[0, -1].double().cpu()
+                logits = logits[: self.vocabulary]
             tokens.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=draw)))
             tokens = tokens[-self.sizes.context :]
             yield tokens[-1]

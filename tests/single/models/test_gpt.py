@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hvdtrain.models.gpt import GPT, SIZES, Sizes
+from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
 
 SMALL = SIZES["shakespeare-cpu"]
 
@@ -151,6 +151,14 @@ def test_a_continuation_repeats_and_leaves_random_numbers_and_mode_alone():
     assert model.training
     cold = list(model.continued([1, 2], 5, temperature=1e-6, seed=1))
     assert cold == list(model.continued([1, 2], 5, temperature=1e-6, seed=2))  # always the likeliest
+
+
+def test_rows_that_stand_for_no_token_are_never_sampled():
+    assert [padded(count) for count in (1, 64, 65, 50_257)] == [64, 64, 128, 50_304]
+    torch.manual_seed(1)
+    model = GPT(Sizes(layers=1, heads=2, width=8, context=16), 7, rows=64)
+    assert model(torch.zeros(1, 1, dtype=torch.int64)).shape == (1, 1, 64)
+    assert set(model.continued([1], 100, temperature=10.0, seed=1)) == set(range(7))
 
 
 def test_operations_are_counted_as_torch_counts_them():
