@@ -98,5 +98,5 @@ def test_a_bug_on_one_rank_ends_the_others_too(engine):
 def test_a_type_that_cannot_be_summed_is_refused_with_those_that_can(engine):
     if engine.name != "horovod":
         pytest.skip("of Horovod")
-    with pytest.raises(UserError, match=r"--dtype uint8 .*: use float32, float64, float16, int32, int64$"):
+    with pytest.raises(UserError, match=r"--dtype uint8 .*: use float32, float64, float16, (bfloat16, )?int32, int64$"):
         reduce.refuse_dtype(engine, "sum", "uint8")
