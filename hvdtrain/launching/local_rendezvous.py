@@ -8,22 +8,19 @@ import json
 import os
 import socket
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.launching.rendezvous import Rendezvous, own_address_towards
+from hvdtrain.launching.rendezvous import Rendezvous, own_address_towards, request
 
 POLL_SECONDS = 0.1
 SAY_SECONDS = 10.0  # between two lines about missing ranks
 FAILURE_SECONDS = 5.0  # between two checks whether another host has failed
 GONE_AFTER = 20  # failed requests to a first starter that had answered before
 MOST_NAMED = 8  # ranks or hosts named in one message
-# Connects directly to the first starter, ignoring proxy variables.
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+REQUEST_SECONDS = 5.0  # for the first starter to answer
 
 
 class Place(NamedTuple):
@@ -203,8 +200,9 @@ class Meeting:
         if self._server is not None:
             told = self._server.get("failed").get("any")
             return None if told is None else told.decode(errors="replace")
-        with contextlib.suppress(OSError):  # no failure is known, or the first starter has ended
-            return self._once("GET", "failed/any").decode(errors="replace")
+        with contextlib.suppress(OSError):  # the first starter has ended
+            if told := self._once("GET", "failed/any"):
+                return told.decode(errors="replace")
         return None
 
     def _all_in(self, scope: str, complaint: Callable[[list[int]], str]) -> None:
@@ -222,34 +220,29 @@ class Meeting:
                 self.say(f"waiting for {len(late)} of {self.size} for {now - began:.0f} s: {complaint(late)}")
             time.sleep(self._poll)
 
-    def _request(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        """Send a request to the first starter until it succeeds, and return the answer. Raises UserError, Failure."""
+    def _request(self, method: str, path: str, data: bytes = b"") -> bytes:
+        """Send a request to the first starter until there is an answer, and return it. Raises UserError, Failure."""
         gone = 0
         while True:
+            why: object = "not every rank connected"
             try:
-                return self._once(method, path, data)
-            except OSError as error:  # HTTPError too
-                missing = getattr(error, "code", 0) == 404
-                said = "not every rank connected" if missing else getattr(error, "reason", error)
-                gone = 0 if missing or not self._reached else gone + 1
-                if time.monotonic() > self._deadline or gone > GONE_AFTER:
-                    raise UserError(f"the ranks did not meet at rank 0's {self.address}:{self.port}: {said}") from None
+                answer = self._once(method, path, data)
+                if answer is not None:
+                    return answer
+                gone = 0
+            except OSError as error:
+                why, gone = error, gone + self._reached
+            if time.monotonic() > self._deadline or gone > GONE_AFTER:
+                raise UserError(f"the ranks did not meet at rank 0's {self.address}:{self.port}: {why}")
             if self._reached and (failed := self.failure()):
                 raise Failure(failed)
             time.sleep(self._poll)
 
-    def _once(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        """Send one request and return the answer. Raises OSError if the first starter cannot be reached or has no such
-        key."""
-        body = data if data is not None or method == "GET" else b""
-        what = urllib.request.Request(f"http://{self.address}:{self.port}/{path}", data=body, method=method)
-        try:
-            with DIRECT.open(what, timeout=5) as response:
-                self._reached = True
-                return bytes(response.read())
-        except urllib.error.HTTPError:
-            self._reached = True
-            raise
+    def _once(self, method: str, path: str, data: bytes = b"") -> bytes | None:
+        """Send one request and return the answer; None if there is no such key. Raises OSError if there is no answer."""
+        answer = request((self.address, self.port), method, f"/{path}", data, REQUEST_SECONDS)
+        self._reached = True
+        return answer
 
 
 def listed(late: Sequence[object]) -> str:

@@ -52,24 +52,26 @@ def horovods_server(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 def put(server: tuple[str, int], scope: str, key: str, value: bytes) -> None:
     """Store `value` under /`scope`/`key` on a rendezvous server. Raises OSError."""
-    _request(server, "PUT", f"/{scope}/{key}", value)
+    request(server, "PUT", f"/{scope}/{key}", value)
 
 
 def wait_for(server: tuple[str, int], scope: str, key: str, seconds: float) -> bytes:
     """Wait until there is a value under /`scope`/`key`, and return it. Raises OSError; TimeoutError after `seconds`."""
     until = time.monotonic() + seconds
-    while (value := _request(server, "GET", f"/{scope}/{key}")) is None:
+    while (value := request(server, "GET", f"/{scope}/{key}")) is None:
         if time.monotonic() > until:
             raise TimeoutError(f"rank 0 did not connect within {seconds:.0f} s")
         time.sleep(0.05)
     return value
 
 
-def _request(server: tuple[str, int], method: str, path: str, body: bytes = b"") -> bytes | None:
-    """Return the body of the answer; None if there is no such key. Raises OSError."""
+def request(
+    server: tuple[str, int], method: str, path: str, body: bytes = b"", seconds: float = SILENCE_SECONDS
+) -> bytes | None:
+    """Return the body of the answer; None if there is no such key. Raises OSError. seconds: limit of each wait for it."""
     import http.client  # rarely needed, and not imported by torch
 
-    connection = http.client.HTTPConnection(*server, timeout=SILENCE_SECONDS)
+    connection = http.client.HTTPConnection(*server, timeout=seconds)
     try:
         connection.request(method, path, body)
         answer = connection.getresponse()

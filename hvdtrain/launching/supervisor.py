@@ -178,6 +178,8 @@ class Supervisor:
                 self._rank_failed(local_rank, int(rest))
             elif local_rank not in self._pids:
                 self._pids[local_rank] = int(line)
+                for number in self._handed_on:  # to the other ranks, before this pid was read
+                    self._send_all(number, but=self._pids.keys() - {local_rank})
             else:
                 del self._pids[local_rank]
                 self._exited[local_rank] = int(line)

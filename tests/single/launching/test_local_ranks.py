@@ -3,6 +3,7 @@
 The ranks here are small scripts that import nothing, under the real starter; tests/e2e has ranks that train.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +20,8 @@ import pytest
 
 from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching import capacity, preload
+from hvdtrain.launching import capacity, preload, supervisor
+from hvdtrain.launching.forker import Forker
 from hvdtrain.starter import parse
 from tests.e2e.launchers import MARK, PYTHON, environment, kill, launch, members, new_job
 
@@ -324,6 +327,42 @@ def test_signals_reach_each_rank_once(tmp_path, number, whole_group):
         run.process.send_signal(number)
     code, out, err = run.ends()
     assert (code, out, err) == (75, f"{number.name}\n" * 2, "")
+
+
+def test_a_signal_reaches_a_rank_whose_pid_is_heard_of_later():
+    """The program may be ready, and be sent a signal, before the starter has read the pids of all ranks."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    started, pairs = [], [socket.socketpair() for _ in range(2)]
+    for _ in range(3):  # the forker, and two ranks
+        started.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+    forker, *ranks = started
+
+    def fork() -> None:
+        for rank, (_, end) in zip(ranks, pairs, strict=True):
+            end.sendall(b"%d\n" % rank.pid)
+            if rank is ranks[0]:
+                while not supervised._pids:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGUSR1)
+            code = rank.wait(timeout=30)
+            end.sendall(b"%d\n" % code)
+
+    orders = supervisor.Orders(["a", "a"], 0, "127.0.0.1", 1, "lo")
+    made = Forker(forker.pid, [connection for connection, _ in pairs])
+    supervised = supervisor.Supervisor(made, ["x.py"], lambda imported: orders)
+    forks = threading.Thread(target=fork)
+    forks.start()
+    try:
+        assert supervised.run() == 128 + signal.SIGUSR1
+        forks.join(30)
+        assert [rank.returncode for rank in ranks] == [-signal.SIGUSR1] * 2
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                signal.signal(number, handler)
+        for each in started:
+            each.kill()
 
 
 def test_a_closed_terminal_asks_the_ranks_to_stop_unless_nohup_has_it_ignored(tmp_path):
