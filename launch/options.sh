@@ -20,19 +20,29 @@ options_help='
 
 DRY_RUN=1 prints the command, quoted for bash, and runs nothing.'
 
-# Only these variables are passed to the ranks; all others, including tokens, stay in the shell that starts the job. Without
-# these, programs are not found, cannot write, or use another language. SLURM_JWT is a password.
+# Only these variables are passed to the ranks; all others stay in the shell that starts the job. Without these, programs are
+# not found, cannot write, reach no network, or use other devices than the site chose.
 passed_names=(
     PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TERM TMPDIR LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH PYTHONUNBUFFERED
-    XDG_CACHE_HOME OMP_NUM_THREADS MKL_NUM_THREADS CUDA_VISIBLE_DEVICES CUDA_HOME SSH_AUTH_SOCK
+    XDG_CACHE_HOME OMP_NUM_THREADS MKL_NUM_THREADS SSH_AUTH_SOCK HF_HOME HF_HUB_OFFLINE NVIDIA_TF32_OVERRIDE
+    http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY
+    SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
 )
-passed_prefixes=(HOROVOD_ HVDTRAIN_ NCCL_ GLOO_ OMPI_ OPAL_ PMIX_ PRTE_ UCX_ FI_ I_MPI_ MPICH_ HYDRA_ SLURM_)
-kept_back=(SLURM_JWT HOROVOD_SECRET_KEY)
+passed_prefixes=(
+    HOROVOD_ HVDTRAIN_ GLOO_ OMPI_ OPAL_ PMIX_ PRTE_ UCX_ FI_ I_MPI_ MPICH_ HYDRA_ SLURM_
+    CUDA_ NCCL_ CUBLAS_ PYTORCH_ TORCH_ TRITON_ ROCR_ HIP_ HSA_ MIOPEN_ CCL_
+)
+# Of these, a name like that of a secret stays behind (SLURM_JWT), and a proxy whose URL holds a password: it would be readable
+# for all users of a host, since Horovod's launcher writes variables onto command lines. --pass NAME passes them nevertheless.
+secret_name='(SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|JWT)'
+secret_proxy='^([A-Za-z0-9]+://)?[^/]*@' # in variables of this name:
+proxy_name='^(HTTPS?|ALL)_PROXY$'
+pass_anyway=() # --pass
 ssh_seconds=20 # for ssh to connect, and to run `true`
 # ssh ends if a host does not complete its handshake, or if the connection has been silent for ten minutes.
 ssh_limits="-o ConnectTimeout=$ssh_seconds -o ServerAliveInterval=30 -o ServerAliveCountMax=20"
 # Of these, none is passed to another host: they describe this host, or belong to the launcher.
-own_host='^(SSH_AUTH_SOCK|CUDA_VISIBLE_DEVICES|(OMPI|OPAL|PMIX|PRTE|HYDRA|SLURM)_.*)$'
+own_host='^(SSH_AUTH_SOCK|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|(OMPI|OPAL|PMIX|PRTE|HYDRA|SLURM)_.*)$'
 
 say() { printf '%s: %s\n' "${0##*/}" "$1" >&2; }
 
@@ -58,7 +68,7 @@ read_options() { # ARGUMENTS...: sets the variables below, and `program` to what
             -np | -n) ranks=$2 ;;
             -H) hosts=$2 ;;
             --interface) interface=$2 ;;
-            --pass) passed_names+=("$2") ;;
+            --pass) pass_anyway+=("$2") ;;
             --transport) transport=$2 ;;
             --port) port=$2 ;;
             --fusion-mb) fusion_mb=$2 ;;
@@ -94,7 +104,7 @@ check_options() {
     [[ -z $cycle_ms || $cycle_ms =~ $number ]] || refuse "--cycle-ms $cycle_ms: not a number"
     [[ $transport =~ ^(auto|mpi|gloo)$ ]] || refuse "--transport $transport: choose auto, mpi or gloo"
     local passed
-    for passed in "${passed_names[@]}"; do
+    for passed in "${pass_anyway[@]}"; do
         [[ $passed =~ $name ]] || refuse "--pass $passed: give the name of a variable, not its value"
     done
     count_hosts
@@ -133,8 +143,13 @@ choose_transport() { # replaces auto: MPI's shared memory is faster inside a hos
 }
 
 is_passed() { # NAME
-    local item
-    for item in "${kept_back[@]}"; do [[ $1 != "$item" ]] || return 1; done
+    local item upper=${1^^}
+    for item in "${pass_anyway[@]}"; do [[ $1 != "$item" ]] || return 0; done
+    [[ ! $upper =~ $secret_name ]] || return 1
+    if [[ $upper =~ $proxy_name && ${!1-} =~ $secret_proxy ]]; then
+        say "$1 holds a password and is not passed on; to pass it: --pass $1"
+        return 1
+    fi
     for item in "${passed_names[@]}"; do [[ $1 != "$item" ]] || return 0; done
     for item in "${passed_prefixes[@]}"; do [[ $1 != "$item"* ]] || return 0; done
     return 1

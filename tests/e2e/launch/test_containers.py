@@ -3,16 +3,18 @@
 HVDTRAIN_TEST_CHROOT=1 pytest tests/e2e/launch/test_containers.py     5 to 25 minutes, 12 GB under TMPDIR, as root
 """
 
+import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, launch, summary
+from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, environment, launch, summary
 
 RECIPES = sorted((ROOT / "containers").glob("*.def"))
 
@@ -36,6 +38,56 @@ def test_recipes_are_complete(path):
     for script in re.findall(r"launch/\w+(?:\.py)?", found["post"] + found["test"]):
         assert (ROOT / script).exists(), script
     assert "prove.py --mpi" in found["test"]
+
+
+def of_a_name(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9_-]", requirement)[0]
+
+
+def test_the_gpu_recipe_installs_what_the_package_needs():
+    """It installs without dependencies, so as not to touch the torch and numpy of NVIDIA's image: each is named."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = list(project["dependencies"])
+    for extra in ("mpi", "vision", "shards"):
+        needed += project["optional-dependencies"][extra]
+    words = (
+        sections(ROOT / "containers" / "hvdtrain.def")["post"]
+        .split("pip install --no-deps ")[-1]
+        .splitlines()[0]
+        .split()
+    )
+    of_the_image = {"torch", "torchvision", "numpy", "pyyaml"}
+    for requirement in needed:
+        name = of_a_name(requirement)
+        below = importlib.metadata.requires(name) or []
+        whole = [name, *(of_a_name(other) for other in below if "extra ==" not in other)]
+        missing = [] if name in of_the_image else {other.lower() for other in whole} - of_the_image - set(words)
+        assert not missing, f"{name} needs {missing}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_what_the_recipes_test_runs_here(path, tmp_path):
+    """All but the proof of Horovod, which `make setup` runs: it writes a checkpoint, and goes on from it."""
+    lines = [line for line in sections(path)["test"].splitlines() if "prove.py" not in line and "PATH=" not in line]
+    done = subprocess.run(
+        ["sh"],
+        input="\n".join(lines),
+        text=True,
+        capture_output=True,
+        timeout=200,
+        env=environment(TMPDIR=str(tmp_path)),
+    )
+    assert done.returncode == 0, done
+    assert "resumed after step" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_image_can_use_infiniband():
+    """NCCL opens libibverbs where it is, and says nothing where it is not."""
+    text = (ROOT / "containers" / "Containerfile").read_text()
+    installed = text.split("apt-get install")[1].split("&&")[0].split()
+    assert {"libibverbs1", "ibverbs-providers"} <= set(installed)
 
 
 @pytest.fixture

@@ -44,7 +44,9 @@ def test_the_job_is_valid_and_consistent():
         validate(document)
     job, pod = found["Job"]["spec"], found["Job"]["spec"]["template"]["spec"]
     env = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
-    assert str(job["completions"]) == str(job["parallelism"]) == env["WORLD_SIZE"] == "4"
+    assert str(job["completions"]) == str(job["parallelism"]) == env["WORLD_SIZE"] == "2"
+    ranks = pod["containers"][0]["command"][-2:]  # all of a node in one pod, with all its GPUs: NVLink ends at a pod
+    assert ranks == ["--local-ranks", str(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])]
     assert {document["metadata"]["name"] for document in found.values()} == {"hvdtrain"} == {pod["subdomain"]}
     assert env["MASTER_ADDR"] == "hvdtrain-0.hvdtrain"
     labels = job["template"]["metadata"]["labels"]
@@ -85,6 +87,8 @@ def test_the_mpijob_is_valid():
     worker = spec["mpiReplicaSpecs"]["Worker"]
     words = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["args"]
     assert int(words[words.index("-np") + 1]) == worker["replicas"] * spec["slotsPerWorker"]
+    resources = worker["template"]["spec"]["containers"][0]["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == spec["slotsPerWorker"]
 
 
 @pytest.mark.parametrize("name", ["horovod.yaml", "mpijob.yaml"])
@@ -99,7 +103,12 @@ def test_no_pod_is_root_or_may_become_it(name):
         assert pod["spec"]["automountServiceAccountToken"] is False
         for container in pod["spec"]["containers"]:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
-            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            capabilities = container["securityContext"]["capabilities"]
+            assert capabilities["drop"] == ["ALL"]
+            # InfiniBand locks memory; the launcher of an MPIJob has no GPU.
+            assert capabilities.get("add", []) == (["IPC_LOCK"] if container["name"] != "launcher" else [])
+            memory = int(container["resources"]["limits"]["memory"].removesuffix("Gi").removesuffix("Mi"))
+            assert memory >= 5 * container["resources"]["limits"].get("nvidia.com/gpu", 0)
 
 
 def as_pod_user() -> list[str]:
@@ -115,7 +124,7 @@ def as_pod_user() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_pods_run(command, tmp_path):
-    """Each pod's command, with nothing in the environment but what the manifest, the image and Kubernetes put there."""
+    """Each pod's command, with two ranks, and only the environment that the manifest, the image and Kubernetes give."""
     spec = job(command)["spec"]
     title, container = "hvdtrain", spec["template"]["spec"]["containers"][0]
     out = tmp_path / "out"
@@ -131,7 +140,8 @@ def test_pods_run(command, tmp_path):
                 "PYTHONPATH": str(ROOT),
                 "KUBERNETES_SERVICE_HOST": "10.96.0.1",
             }
-            words = [str(out) if word == "/out" else word for word in [*container["command"], *container["args"]]]
+            command = [*container["command"][:-1], "2", "--oversubscribe", *container["args"]]
+            words = [str(out) if word == "/out" else word for word in command]
             clean = ["env", "-i", *(f"{key}={value}" for key, value in variables.items())]
             started[host] = cluster.start(host, [*as_pod_user(), *clean, *words])
         done = cluster.finish(started, 90)
@@ -140,13 +150,13 @@ def test_pods_run(command, tmp_path):
     first = done[hosts[0]].stdout
     if command == "reduce":
         assert [line for line in first.splitlines() if line.startswith("before")] == [
-            f"before {r} data {r + 1}" for r in range(4)
+            f"before {r} data {r + 1}" for r in range(2)
         ]
         assert [line for line in first.splitlines() if line.startswith("after")] == [
-            f"after {r} data 10" for r in range(4)
+            f"after {r} data 10" for r in range(2)
         ]
     else:
-        assert "4 ranks on 4 hosts" in first, first
+        assert "4 ranks on 2 hosts" in first, first
         assert "test accuracy" in first
 
 
@@ -161,7 +171,7 @@ def test_the_mpijobs_pods_run(tmp_path):
     subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", keys / "id_rsa"], check=True, timeout=60)
     shutil.copy(keys / "id_rsa.pub", keys / "authorized_keys")
     workers = ["hvdtrain-mpi-worker-0", "hvdtrain-mpi-worker-1"]
-    (tmp_path / "hostfile").write_text("".join(f"{worker} slots={spec['slotsPerWorker']}\n" for worker in workers))
+    (tmp_path / "hostfile").write_text("".join(f"{worker} slots=2\n" for worker in workers))
 
     def words(role: str) -> list[str]:
         container = spec["mpiReplicaSpecs"][role]["template"]["spec"]["containers"][0]
@@ -171,6 +181,7 @@ def test_the_mpijobs_pods_run(tmp_path):
         ]
         text = [word.replace("/tmp/known_hosts", f"{tmp_path}/known_hosts") for word in text]
         identity = f"-p 2222 -o IdentityFile={keys}/id_rsa "
+        text = ["4" if word == "16" else word for word in text]  # two ranks each
         return [word.replace("-p 2222 ", identity).replace("exec mpirun", f"exec {BIN}/mpirun") for word in text]
 
     with Cluster(tmp_path, [*workers, "hvdtrain-mpi-launcher"]) as cluster:

@@ -22,6 +22,11 @@ VERSIONS = {
 BARE = {"PATH": "{bin}:/usr/bin:/bin", "HOME": "/tmp", "CANARY_TOKEN": "s3cret"}
 
 
+def program(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
 def wrapper(name: str, *arguments: str, launch_dir: Path = ROOT / "launch", timeout: float = 100, **options) -> Done:
     job = new_job()
     env = {**options.pop("env", environment()), MARK: job}
@@ -40,9 +45,9 @@ def wrapper(name: str, *arguments: str, launch_dir: Path = ROOT / "launch", time
 def some_mpi(request, tmp_path) -> dict[str, str]:
     """An environment of three variables, whose mpirun says only its version."""
     (tmp_path / "bin").mkdir()
-    fake = tmp_path / "bin" / "mpirun"
-    fake.write_text(f"#!/bin/sh\n[ $# = 1 ] && [ $1 = --version ] && cat <<'END'\n{VERSIONS[request.param]}\nEND\n")
-    fake.chmod(0o755)
+    program(
+        tmp_path / "bin" / "mpirun", f"[ $# = 1 ] && [ $1 = --version ] && cat <<'END'\n{VERSIONS[request.param]}\nEND"
+    )
     return {name: value.format(bin=tmp_path / "bin") for name, value in BARE.items()} | {"kind": request.param}
 
 
@@ -124,10 +129,40 @@ def test_horovodrun():
     assert shlex.split(printed) == shlex.split(two + "python -m hvdtrain.mnist")
 
 
-def test_a_password_of_slurms_stays_behind_and_a_named_variable_goes_along():
-    env = BARE | {"PATH": "/usr/bin:/bin", "SLURM_JWT": "eyJ", "SLURM_JOB_ID": "7"}
-    printed = dry("horovodrun", "-np", "2", "--pass", "CANARY_TOKEN", "true", env=env)
-    assert printed == "env -u SLURM_JWT horovodrun -np 2 true\n"
+PASSED = """
+    http_proxy=http://proxy:3128 https_proxy=proxy:3128 no_proxy=localhost,@all SSL_CERT_FILE=/ca REQUESTS_CA_BUNDLE=/ca
+    TORCH_HOME=/cache HF_HOME=/cache CUDA_LAUNCH_BLOCKING=1 NCCL_DEBUG=INFO UCX_TLS=ib FI_PROVIDER=cxi TRITON_CACHE_DIR=/c
+    PYTORCH_CUDA_ALLOC_CONF=x TORCH_LOGS=x CUBLAS_WORKSPACE_CONFIG=:4096:8 ROCR_VISIBLE_DEVICES=0 MIOPEN_DEBUG=x CCL_ATL=ofi
+    HIP_VISIBLE_DEVICES=0 HSA_XNACK=1 SLURM_JOB_ID=7 HOROVOD_CYCLE_TIME=1 NVIDIA_TF32_OVERRIDE=0
+"""
+SECRET = """
+    SLURM_JWT=eyJ HOROVOD_SECRET_KEY=k HF_TOKEN=hf_ WANDB_API_KEY=k AWS_SECRET_ACCESS_KEY=k TORCH_API_KEY=k NCCL_PASSWORD=p
+    http_proxy=http://user:s3cret@proxy:3128 HTTPS_PROXY=user:s3cret@proxy
+"""
+
+
+@pytest.mark.parametrize("name", ["mpirun", "horovodrun"])
+@pytest.mark.parametrize(
+    ("setting", "passed"), [(s, True) for s in PASSED.split()] + [(s, False) for s in SECRET.split()]
+)
+def test_what_sites_need_is_passed_and_no_secret(name, setting, passed, tmp_path):
+    variable, _, value = setting.partition("=")
+    program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 4.1.8'")
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "DRY_RUN": "1", variable: value}
+    done = subprocess.run([ROOT / "launch" / f"{name}.sh", "-np", "2", "true"], env=env, capture_output=True, text=True)
+    words = done.stdout.split()
+    assert done.returncode == 0, done
+    assert ("-u" in words and words[words.index("-u") + 1] == variable) == (not passed)
+    own_host = variable.endswith("VISIBLE_DEVICES") or variable.startswith("SLURM_")  # ranks here inherit it from mpirun
+    if name == "mpirun":
+        assert (f"-x {variable} " in done.stdout) == (passed and not own_host)
+    assert value not in words
+    hidden = "holds a password and is not passed on; to pass it: --pass"
+    assert done.stderr == (f"{name}.sh: {variable} {hidden} {variable}\n" if "@proxy" in value else "")
+    anyway = [ROOT / "launch" / f"{name}.sh", "-np", "2", "--pass", variable, "true"]
+    done = subprocess.run(anyway, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"-u {variable}" not in done.stdout
 
 
 @pytest.mark.parametrize("name", ["mpirun", "horovodrun"])
@@ -266,3 +301,24 @@ def test_the_value_of_a_passed_variable_is_on_no_command_line(tmp_path):
     assert done.returncode == 0, done
     assert "MY_TOKEN" in done.stdout
     assert "c4n4ry" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "start"),
+    [
+        ("starter", "srun --mpi=none --wait=60 --kill-on-bad-exit=0 python -m hvdtrain.starter -m hvdtrain.mnist"),
+        ("forked", "srun --mpi=none --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
+        ("pmix", "srun --mpi=pmix --wait=60 --kill-on-bad-exit=0 python -m hvdtrain.mnist"),
+        ("mpirun", "launch/mpirun.sh -H localhost:1 --transport mpi -- python -m hvdtrain.mnist"),
+    ],
+)
+def test_slurms_script_prints_its_command_unedited_and_anywhere(how, start, tmp_path):
+    text = (ROOT / "launch" / "slurm.sbatch").read_text()
+    assert "\nhow=starter " in text
+    script = tmp_path / "slurm.sbatch"
+    script.write_text(text.replace("\nhow=starter ", f"\nhow={how} "))
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "DRY_RUN": "1"}
+    done = subprocess.run(["bash", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.startswith(start)
+    assert done.stdout.endswith(f"--output-dir {tmp_path}/hvdtrain/runs/0 --no-progress\n")
