@@ -125,7 +125,7 @@ def remedy(launcher: str, engine: str) -> str:
     if launcher == "torchrun":
         return "start with horovodrun or mpirun, or use --engine ddp"
     if launcher == "Kubeflow":
-        return "start python -m hvdtrain.starter --local-ranks N -m ... in each pod, or torchrun with --engine ddp"
+        return "start hvdtrain.starter --local-ranks N in each pod, or torchrun with --engine ddp"
     if launcher in ("mpiexec (PALS)", "Flux", "jsrun"):
         return (
             "build Horovod with the MPI of this launcher, or set MASTER_ADDR to the host of rank 0 and MASTER_PORT, "
