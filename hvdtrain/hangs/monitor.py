@@ -92,10 +92,10 @@ class StopSignals:
             return [signal.Signals(number) for number in self.socket.recv(4096) if number in STOP_SIGNALS]
         return []
 
-    def wake(self) -> None:
-        """Wake up the thread that waits for `socket`. Thread-safe."""
+    def wake(self, number: int = 0) -> None:
+        """Wake up the thread that waits for `socket`, as a signal of this number does. Thread-safe."""
         with contextlib.suppress(OSError):
-            self._wake.send(b"\0")
+            self._wake.send(bytes([number]))
 
     def close(self) -> None:
         """Restore the signal handlers and close the sockets."""
