@@ -9,6 +9,9 @@ from torch import nn
 from hvdtrain.training.step import finite
 from hvdtrain.training.verdict import fuse, not_finite, takes_flag
 
+on_cpu = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="fused optimizers of a CPU: torch 2.4 and newer"
+)
 BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
@@ -39,6 +42,7 @@ def test_large_gradients_in_half_precision_are_finite():
     assert not_finite(made) == 0
 
 
+@on_cpu
 @pytest.mark.parametrize(
     "build",
     [
@@ -65,6 +69,7 @@ def test_a_fused_optimizer_with_the_flag_leaves_weights_and_state_bit_for_bit(bu
             assert torch.equal(value, new[name]), name
 
 
+@on_cpu
 def test_the_first_update_of_sgd_must_not_be_left_out_by_the_flag():
     """Why the first update is checked at once: torch leaves the momentum that it allocates in it as it is."""
     made = parameters()[:1]

@@ -1,0 +1,74 @@
+"""Gradients that are not finite, read one step late as on an accelerator: on all ranks as if they had been read at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hvdtrain.data.sharding import epoch_order
+from hvdtrain.engines.errors import Failure
+from hvdtrain.output.run_output import RunOutput
+from hvdtrain.training import prepared, verdict
+from tests.parallel.test_loop import N, X, Y, a_run
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4):
+    pytest.skip("fused optimizers of a CPU are in torch 2.4 and newer", allow_module_level=True)
+
+
+class Arrived:
+    """In place of `Delayed`: a CPU's values are there."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.values = tensor.tolist
+
+
+@pytest.fixture(autouse=True)
+def flags(monkeypatch):
+    """Let the fused optimizers of a CPU take flags, as those of an accelerator do."""
+    monkeypatch.setattr(prepared, "takes_flag", lambda optimizer: bool(optimizer.param_groups[0].get("fused")))
+    monkeypatch.setattr(verdict, "Delayed", Arrived)
+
+
+def train(engine, *argv) -> list[list[float]]:
+    """Train on samples of which one, in the third step, is NaN. Return the weights and batch norm's statistics."""
+    samples = X.clone()
+    samples[epoch_order(N, 1, 0)[2 * engine.size * 2]] = float("nan")
+    with a_run(engine, *argv, epochs=1, batch_size=2) as run:
+        torch.manual_seed(5)
+        net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        model, _ = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1, fused=True))
+        for _ in run.epochs(1):
+            for step in run.steps(samples, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+    return [tensor.tolist() for tensor in net.state_dict().values()]
+
+
+def test_a_step_is_left_out_on_all_ranks_as_if_it_had_been_read_at_once(engine, monkeypatch):
+    messages: list[str] = []
+    event = RunOutput.event
+
+    def noted(self, name, **fields):
+        if name == "error":
+            messages.append(fields["message"])
+        event(self, name, **fields)
+
+    monkeypatch.setattr(RunOutput, "event", noted)
+    read: list[int] = []
+    finite = verdict.Verdict.finite
+    monkeypatch.setattr(verdict.Verdict, "finite", lambda self: read.append(1) or finite(self))
+    late = train(engine, "--max-skipped", "1")
+    assert read  # else this compares two runs that read at once
+    del read[:]
+    at_once = train(engine, "--max-skipped", "1", "--log-steps", "1")
+    assert not read
+    assert late == at_once
+    assert messages[0] == messages[1]
+    assert "step 3: gradients are not finite: rank " in messages[0]
+    assert "input of 0 (Linear)" in messages[0]
+
+
+def test_where_none_may_be_left_out_all_ranks_end_and_name_the_step_and_the_layer(engine):
+    with pytest.raises(Failure, match=r"step 3: gradients are not finite: rank \d+ on .*input of 0 \(Linear\)"):
+        train(engine)
