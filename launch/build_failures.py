@@ -16,22 +16,13 @@ REMEDIES = (
     (TOO_MANY, "no more processes are allowed: --jobs 1, or raise `ulimit -u`"),
     (
         r"Killed|cc1plus.*(out of memory|terminated)|virtual memory exhausted",
-        "not enough memory: --jobs 1, or more memory",
+        "not enough memory: --jobs 1, or more of it",
     ),
     (r"Python\.h: No such file", "install Python's headers (python3-dev or python3-devel)"),
     (r"Could NOT find MPI", "this MPI has no working mpicxx: try --mpi wheel, or --mpi none"),
-    (
-        r"Could NOT find NCCL",
-        "no NCCL: pip install the nvidia-nccl wheel of your CUDA, or set --cuda-home to one that has it",
-    ),
-    (
-        r"unsupported GNU version|unsupported clang version",
-        "this nvcc is older than your compiler: CXX=g++-12, or a newer CUDA",
-    ),
-    (
-        r"(You need C\+\+|requires? C\+\+|must be compiled with C\+\+)\D*\d\d",
-        "this torch needs another C++ standard: see docs/installing.md",
-    ),
+    (r"Could NOT find NCCL", "pip install the nvidia-nccl wheel of your CUDA, or set HOROVOD_NCCL_HOME"),
+    (r"unsupported (GNU|clang) version", "this nvcc is older than your compiler: CXX=g++-12, or a newer CUDA"),
+    (r"(need|requires?|compiled with) C\+\+\D*\d\d", "this torch needs another C++ standard: see docs/installing.md"),
 )
 
 
@@ -39,11 +30,8 @@ def explain_failure(log: Path) -> str:
     """Return the first errors of a build log (later ones follow from them) and the remedy; keep the log in TMPDIR."""
     text = log.read_text(errors="replace")
     lines = text.splitlines()
-    errors = [
-        i
-        for i, line in enumerate(lines)
-        if re.search(r"\berror:|CMake Error|fatal error|undefined reference|Killed", line)
-    ]
+    telling = re.compile(r"\berror:|CMake Error|fatal error|undefined reference|Killed")
+    errors = [number for number, line in enumerate(lines) if telling.search(line)]
     shown = []
     for index in errors[:3]:
         following = 4 if "CMake Error" in lines[index] else 2
@@ -54,6 +42,5 @@ def explain_failure(log: Path) -> str:
     )
     kept = Path(tempfile.gettempdir()) / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     shutil.copyfile(log, kept)
-    return "\n".join(
-        ["building Horovod failed:", *(shown or [last_lines(log)]), f"whole log: {kept}", f"remedy: {remedy}"]
-    )
+    shown = shown or [last_lines(log)]
+    return "\n".join(["building Horovod failed:", *shown, f"whole log: {kept}", f"remedy: {remedy}"])

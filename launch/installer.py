@@ -35,14 +35,8 @@ UV_NAMES = {
     "retries": "UV_HTTP_RETRIES",
 }
 UV_NEEDS_NOT = {"disable-pip-version-check", "no-input", "progress-bar", "root-user-action", "quiet", "no-color"}
-UV_NEEDS_NOT |= {
-    "config-file",
-    "cache-dir",
-    "no-cache-dir",
-    "require-virtualenv",
-    "break-system-packages",
-    "prefer-binary",
-}
+UV_NEEDS_NOT |= {"config-file", "cache-dir", "no-cache-dir", "require-virtualenv", "break-system-packages"}
+UV_NEEDS_NOT |= {"prefer-binary"}
 
 
 class Pip:
@@ -77,9 +71,9 @@ class Pip:
 class Installer:
     """Installs into one environment or directory. `again`: ask the index even if uv's cache has every package."""
 
-    def __init__(self, pip: Pip, cache: Path, *, use_uv: bool = True, again: bool = False) -> None:
+    def __init__(self, pip: Pip, cache: Path, *, again: bool = False) -> None:
         self.pip, self.cache, self.again = pip, cache, again
-        self.use_uv = use_uv
+        self.use_uv = True
 
     def __call__(self, *arguments: str | Path, doing: str, bytecode: bool = True) -> None:
         """Install what `arguments` name, which both pip and uv understand. Raises Refusal or BuildFailure."""
@@ -150,11 +144,6 @@ def find_uv(pip: Pip, cache: Path) -> Path | None:
 def uv_cache() -> Path:
     """Return where uv keeps packages. It links them into environments on the same file system."""
     return Path(os.environ.get("UV_CACHE_DIR") or user_cache() / "uv")
-
-
-def pip_cache() -> Path:
-    """Return where pip keeps what it downloads, unless a configuration file names another directory."""
-    return Path(os.environ.get("PIP_CACHE_DIR") or user_cache() / "pip")
 
 
 def pip_failure(output: str, doing: str, offline: Path | None) -> Exception:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import sys
 import threading
 import time
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-TERMINAL_SECONDS, LOG_SECONDS = 0.5, 15.0  # between two updates
+UPDATE_SECONDS = 15.0
 
 
 class Stage:
@@ -24,15 +23,12 @@ class Stage:
 
 @contextmanager
 def stage(text: str) -> Iterator[Stage]:
-    """Show a stage during the block. A terminal's line is drawn again every half second; a log has a line now and then."""
+    """Show a stage during the block: its name, now and then its current step, and its seconds at the end."""
     current, started, over = Stage(), time.monotonic(), threading.Event()
-    terminal = sys.stdout.isatty()
 
     def show() -> None:
-        while not over.wait(TERMINAL_SECONDS if terminal else LOG_SECONDS):
-            facts = f"{time.monotonic() - started:.0f} s  {current.note}".strip()
-            width = max(20, shutil.get_terminal_size().columns - 1)
-            _write(f"\r{f'{text} ... {facts}'[:width]}\x1b[K" if terminal else f"\n    {facts} ...")
+        while not over.wait(UPDATE_SECONDS):
+            _write(f"\n    {f'{time.monotonic() - started:.0f} s  {current.note}'.strip()} ...")
 
     _write(f"{text} ...")
     thread = threading.Thread(target=show, daemon=True)
@@ -44,8 +40,7 @@ def stage(text: str) -> Iterator[Stage]:
     finally:
         over.set()
         thread.join()
-        _write(f"{f'{chr(13)}{text} ...' if terminal else ''} {result}{time.monotonic() - started:.1f} s")
-        _write("\x1b[K\n" if terminal else "\n")
+        _write(f" {result}{time.monotonic() - started:.1f} s\n")
 
 
 @contextmanager

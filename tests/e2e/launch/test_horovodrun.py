@@ -4,7 +4,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -81,14 +80,9 @@ def test_a_missed_target_ends_with_three(launcher, tmp_path):
 def test_a_killed_rank_is_the_one_that_counts(launcher, tmp_path):
     """It ends with that rank's code (128 + 9), although the others fail because of it, long before our own time-out."""
     job = new_job()
-    command = [
-        *shlex.split(LAUNCHERS[launcher].format(ranks=3)),
-        sys.executable,
-        "-m",
-        "hvdtrain.mnist",
-        "--no-progress",
-    ]
-    command += ["--dataset", "digits", "--epochs", "100000", "--step-timeout", "1000", "--output-dir", str(tmp_path)]
+    flags = "--dataset digits --epochs 100000 --step-timeout 1000 --no-progress --output-dir"
+    start = f"{LAUNCHERS[launcher].format(ranks=3)} {PYTHON} -m hvdtrain.mnist {flags}"
+    command = [*shlex.split(start), str(tmp_path)]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,

@@ -10,20 +10,9 @@ from tests.e2e.launch.test_wrappers import HOSTILE
 from tests.e2e.launchers import ROOT, events, launch, summary, wait_for_training
 
 pytestmark = [needs_hosts, pytest.mark.slow]
-TRAIN = [
-    sys.executable,
-    "-m",
-    "hvdtrain.mnist",
-    "--dataset",
-    "digits",
-    "--model",
-    "convnet",
-    "--no-progress",
-    "--log-steps",
-    "1",
-    "--threads",
-    "1",
-]
+FLAGS = "-m hvdtrain.mnist --dataset digits --model convnet --no-progress --log-steps 1 --threads 1"
+TRAIN = [sys.executable, *FLAGS.split()]
+SMALL = "--batch-size 32 --train-samples 512"
 WRAPPERS = {
     "horovodrun": ("horovodrun.sh", "horovod over Gloo"),
     "mpirun": ("mpirun.sh", "horovod over Gloo"),
@@ -87,16 +76,7 @@ def test_starter_and_ddp_train_on_four_hosts_as_on_one(four, tmp_path):
     for name, program in engines.items():
         for where in ("four", "one"):
             out = tmp_path / f"{name}-{where}"
-            command = [
-                sys.executable,
-                *program,
-                "--batch-size",
-                "32",
-                "--train-samples",
-                "512",
-                "--output-dir",
-                str(out),
-            ]
+            command = [sys.executable, *program, *SMALL.split(), "--output-dir", str(out)]
             hosts = four.names if where == "four" else ["a"] * 4
             ranks = {
                 f"{host}{rank}": four.start(host, command, **meeting(four, rank)) for rank, host in enumerate(hosts)
@@ -112,7 +92,7 @@ def test_starter_and_ddp_train_on_four_hosts_as_on_one(four, tmp_path):
     # The same four ranks, two of each host from one process.
     out = tmp_path / "local-ranks"
     command = [sys.executable, "-m", "hvdtrain.starter", "--oversubscribe", "--local-ranks", "2", *TRAIN[1:]]
-    command += ["--batch-size", "32", "--train-samples", "512", "--output-dir", str(out)]
+    command += [*SMALL.split(), "--output-dir", str(out)]
     both = {host: four.start(host, command, **meeting(four, number, 2)) for number, host in enumerate("ab")}
     for done in four.finish(both, 60).values():
         assert done.code == 0, done

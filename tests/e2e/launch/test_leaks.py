@@ -3,8 +3,6 @@
 Each launch runs on hosts of their own (cluster.py), so that every process and every socket there belongs to it.
 """
 
-import os
-import shlex
 import sys
 import threading
 import time
@@ -79,17 +77,6 @@ def test_a_secret_stays_in_the_shell_and_sockets_on_the_jobs_interface(case, tmp
         outside = {entry for entry in outside if entry[1] and not entry[1].startswith("python")}  # "": a rank that ends
     assert outside == set()
     assert watch.listening, "nothing was seen to listen: the test looked at nothing"
-
-
-def test_output_has_the_users_umask(tmp_path):
-    out = tmp_path / "out"
-    previous = os.umask(0o077)
-    try:
-        done = launch(f"{LAUNCHERS['mpirun'].format(ranks=2)} {shlex.join(TRAIN)} --output-dir {out}")
-    finally:
-        os.umask(previous)
-    assert done.code == 0, done
-    assert {oct(path.stat().st_mode & 0o077) for path in [out, *out.rglob("*")]} == {"0o0"}
 
 
 @pytest.mark.parametrize("case", ["mpirun", "gloo", "ddp"])
