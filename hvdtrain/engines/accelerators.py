@@ -72,7 +72,7 @@ class Delayed:
     def __init__(self, tensor: Tensor):
         self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._values.copy_(tensor, non_blocking=True)
-        self._arrived = module_of(tensor.device).Event()
+        self._arrived = module_of(tensor.device).Event(blocking=True)  # wait without keeping a core busy
         self._arrived.record()
 
     def values(self) -> Any:

@@ -40,6 +40,7 @@ def train(engine, *argv) -> list[list[float]]:
         for _ in run.epochs(1):
             for step in run.steps(samples, Y):
                 for x, y in step.batches():
+                    x, y = x.repeat(2, 1), y.repeat(2, 1)  # a single sample has no variance
                     step.backward(F.mse_loss(model(x), y))
                 step.update()
     return [tensor.tolist() for tensor in net.state_dict().values()]
