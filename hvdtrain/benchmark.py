@@ -5,10 +5,8 @@ horovodrun -np 2 python -m hvdtrain.benchmark --amp bf16 --channels-last
 mpirun -np 2 python -m hvdtrain.benchmark --model convnet --batch-size 64 --output-dir OUT
 torchrun --nproc-per-node 2 -m hvdtrain.benchmark --engine ddp --no-communication
 
---model gpt-small             a language model: windows of 256 bytes instead of images, with tokens per second
---input synthetic (default)   random uint8 images on the device, gathered and scaled for each batch; or random tokens
---input mock                  the same prepared batch in every step: compute and communication only
---input real                  the files in --data-dir: MNIST for convnet, image folders for torchvision's models
+The input is random: uint8 images on the device, gathered and scaled for each batch as in mnist.py; for --model gpt-small,
+windows of 256 tokens. What training costs with your data, its own record says (metrics.jsonl).
 
 Samples per second: the samples of all ranks over the time of the slowest rank. docs/benchmarks.md describes the method.
 """
@@ -22,31 +20,32 @@ import copy
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain import cli
 from hvdtrain.analysis import measuring
-from hvdtrain.data import idx
-from hvdtrain.data.endless import Batches, open_endless, reads_folders
-from hvdtrain.data.loading import default_workers, start_workers_early
+from hvdtrain.data.text import windows
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.engines.start import cores_of_rank, start
+from hvdtrain.engines.start import start
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled, require_compiler
 from hvdtrain.output.clock import PHASES, Clock, peak_memory
-from hvdtrain.output.energy import Meter, said
 from hvdtrain.output.run_output import versions
 from hvdtrain.training import optim
+
+POOL_BATCHES = 4  # size of the pool of random samples, in batches
+# Images float32 [b, channels, side, side] and labels int64 [b]; or tokens and next tokens, int64 [b, t]. On the device.
+Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 class Repeat(NamedTuple):
@@ -63,41 +62,21 @@ class Repeat(NamedTuple):
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.benchmark", __doc__)
-    parser.add_argument(
-        "--model",
-        default="resnet50",
-        help=f"convnet, {', '.join(gpt.SIZES)}, or any torchvision classifier (default: resnet50)",
-    )
-    parser.add_argument(
-        "--batch-size", type=cli.positive_int, help="samples per rank (default: convnet 64, gpt 12, others 32)"
-    )
+    models = f"convnet, {', '.join(gpt.SIZES)}, or any torchvision classifier (default: resnet50)"
+    parser.add_argument("--model", default="resnet50", help=models)
+    parser.add_argument("--batch-size", type=cli.positive_int, help="per rank (default: convnet 64, gpt 12, others 32)")
     parser.add_argument(
         "--image-size", type=cli.positive_int, help="pixels (default: 224; inception_v3 299; convnet 28)"
     )
     parser.add_argument("--amp", choices=cli.AMP, default="off", help="compute in this type where it is safe")
     parser.add_argument("--channels-last", action="store_true", help="store images as height, width, channel")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
-    parser.add_argument(
-        "--input",
-        choices=("synthetic", "mock", "real"),
-        default="synthetic",
-        help="synthetic: random samples in memory (default); mock: one prepared batch always; real: as training reads",
-    )
-    parser.add_argument("--dataset", choices=idx.NAMES, default="auto", help="with --input real and convnet")
-    parser.add_argument("--data-dir", type=Path, help="with --input real")
-    parser.add_argument("--workers", type=cli.count, help="with image folders: input processes per rank")
     parser.add_argument("--no-communication", action="store_true", help="each rank trains on its own: the upper bound")
-    parser.add_argument(
-        "--warmup-steps", type=cli.positive_int, default=5, help="steps that are not counted (default: 5)"
-    )
-    parser.add_argument(
-        "--repeats", type=cli.positive_int, default=10, help="number of repeats; their mean is the result (default: 10)"
-    )
+    parser.add_argument("--warmup-steps", type=cli.positive_int, default=5, help="not counted (default: 5)")
+    parser.add_argument("--repeats", type=cli.positive_int, default=10, help="the result is their mean (default: 10)")
     parser.add_argument("--steps", type=cli.positive_int, help="steps per repeat (default: as many as take a second)")
     parser.add_argument("--seed", type=cli.seed, default=1, help="of weights and data (default: 1)")
-    parser.add_argument(
-        "--output-dir", type=Path, help="write benchmark.json to this directory (default: write nothing)"
-    )
+    parser.add_argument("--output-dir", type=Path, help="write benchmark.json to this directory")
     cli.add_compression(parser)
     cli.add_engine(parser)
     flags = parser.parse(argv)
@@ -107,12 +86,8 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     if flags.model in gpt.SIZES:
         for name in ("image_size", "channels_last"):
             if getattr(flags, name):
-                raise UserError(
-                    f"--model {flags.model} takes no images: leave out --{name.replace('_', '-')}", everywhere=True
-                )
-        if flags.input == "real":
-            said = f"--model {flags.model} is measured on random tokens: leave out --input real (hvdtrain.lm trains on text)"
-            raise UserError(said, everywhere=True)
+                said = f"--model {flags.model} takes no images: leave out --{name.replace('_', '-')}"
+                raise UserError(said, everywhere=True)
         flags.batch_size = flags.batch_size or 12
         return flags
     flags.image_size = flags.image_size or (28 if small else 299 if flags.model == "inception_v3" else 224)
@@ -136,6 +111,25 @@ def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = tor
     except (RuntimeError, NotImplementedError):
         return None
     return counter.get_total_flops() // 2 or None
+
+
+def random_batches(flags: Namespace, engine: Engine, classes: int, shape: Sequence[int]) -> Batches:
+    """Yield random batches without end, different on each rank. shape: of an image, or (context,) for tokens."""
+    generator, size = torch.Generator().manual_seed(flags.seed + engine.rank), flags.batch_size
+    pool = size * POOL_BATCHES
+    if len(shape) == 1:
+        tokens = torch.randint(0, classes, (pool * shape[0] + 1,), generator=generator)
+        while True:
+            for indices in torch.arange(pool).split(size):
+                inputs, targets = windows(tokens, indices, shape[0])
+                yield inputs.to(engine.device), targets.to(engine.device)
+    layout = torch.channels_last if flags.channels_last else torch.contiguous_format
+    images = torch.randint(0, 256, (pool, *shape), dtype=torch.uint8, generator=generator).to(engine.device)
+    labels = torch.randint(0, classes, (pool,), generator=generator).to(engine.device)
+    while True:
+        for indices in torch.randperm(pool, generator=generator).to(engine.device).split(size):
+            scaled = images.index_select(0, indices).to(torch.float32, memory_format=layout).div_(255)
+            yield scaled, labels.index_select(0, indices)
 
 
 class Trainer:
@@ -202,7 +196,6 @@ class Measured(NamedTuple):
     repeats: list[list[Repeat]]  # by repeat and rank
     steps: int  # per repeat
     warmup_seconds: float  # of --warmup-steps, compilation included, on the slowest rank
-    energy: dict[str, object]  # of all repeats, with `per_sample_joules`; None if energy is not measured
 
 
 def measure(trainer: Trainer) -> Measured:
@@ -214,13 +207,8 @@ def measure(trainer: Trainer) -> Measured:
         return slowest
 
     warmup_seconds = of_slowest(trainer.repeat(flags.warmup_steps).seconds, "warm-up")
-    steps = flags.steps or max(
-        1, round(1 / of_slowest(trainer.repeat(2).seconds / 2, "trial"))
-    )  # the same on all ranks
-    meter = Meter(engine)
+    steps = flags.steps or max(1, round(2 / of_slowest(trainer.repeat(2).seconds, "trial")))  # the same on all ranks
     timed = [trainer.repeat(steps) for _ in range(flags.repeats)]
-    used = meter.total(engine)
-    meter.close()
     if engine.device.type == "cuda":
         # A GPU runs asynchronously: its phases are measured in separate repeats, which do not count for the throughput.
         slow = [trainer.repeat(steps, apart=True) for _ in timed]
@@ -229,11 +217,8 @@ def measure(trainer: Trainer) -> Measured:
             for fast, each in zip(timed, slow, strict=True)
         ]
     by_rank = engine.all_gather_object(timed, "repeats")
-    samples = len(by_rank) * flags.repeats * steps * flags.batch_size
-    energy = meter.about | (used.fields("all") if used else {})
-    energy["per_sample_joules"] = (used.cpu + used.gpu) / samples if used else None
     repeats = [[Repeat(*rank[number]) for rank in by_rank] for number in range(flags.repeats)]
-    return Measured(repeats, steps, warmup_seconds, energy)
+    return Measured(repeats, steps, warmup_seconds)
 
 
 def throughput(repeat: Sequence[Repeat]) -> float:
@@ -271,12 +256,12 @@ def summarize(
     return dict(
         model=flags.model, batch_size_per_rank=flags.batch_size, engine=engine.name, description=engine.description,
         communicates=not flags.no_communication, world_size=engine.size, hosts=len({rank["host"] for rank in ranks}),
-        input=flags.input, amp=flags.amp, channels_last=flags.channels_last, compile=flags.compile, steps=found.steps,
+        amp=flags.amp, channels_last=flags.channels_last, compile=flags.compile, steps=found.steps,
         warmup_seconds=found.warmup_seconds, samples_per_second=mean._asdict(), samples_per_second_repeats=rates,
         tokens_per_sample=gpt.SIZES[flags.model].context if flags.model in gpt.SIZES else None,
         seconds_per_sample=phases(everything), cpu_seconds_per_sample=cpu_seconds(everything),
         gradient_bytes=gradient_bytes,  # per step, in the parameters' dtype, before any compression
-        energy=found.energy, flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
+        flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
         peak=dict(resident_bytes=resident) | (dict(cuda_allocated_bytes=cuda) if engine.device.type == "cuda" else {}),
         ranks=ranks, automatic=engine.notes, config=vars(flags), versions=versions(),
     )  # fmt: skip
@@ -287,7 +272,7 @@ def block(result: dict[str, Any]) -> str:
     size, rate, peak = result["world_size"], result["samples_per_second"], result["peak"]
     how = [result["amp"] if result["amp"] != "off" else "float32"]
     how += [name for name in ("channels_last", "compile") if result[name]]
-    how += [f"{result['input']} input"] + ["no communication"] * (not result["communicates"])
+    how += ["no communication"] * (not result["communicates"])
     spread = f"95 %: {rate['low']:,.1f} to {rate['high']:,.1f}, " if rate["n"] > 1 else ""
     threads = result["ranks"][0]["threads"]
     lines = [
@@ -313,11 +298,6 @@ def block(result: dict[str, Any]) -> str:
     if "cuda_allocated_bytes" in peak:
         memory += f", {peak['cuda_allocated_bytes'] / 2**20:,.0f} MiB on the GPU"
     lines.append(f"  peak memory      {memory}, on the rank with the most")
-    if result["energy"]["per_sample_joules"] is not None:
-        least = "at least " * ("all_incomplete" in result["energy"])
-        lines.append(
-            f"  energy           {least}{result['energy']['per_sample_joules']:.4g} J per sample ({said(result['energy'])})"
-        )
     if result["flops_per_sample"]:
         each, all_ = result["flops_per_sample"] / 1e9, result["flops_per_second"] / 1e9
         lines.append(
@@ -333,13 +313,9 @@ def _phases(seconds: dict[str, float]) -> str:
 
 def main() -> int:
     flags = parse()
-    if reads_folders(flags) and flags.workers != 0:
-        start_workers_early()
     with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as engine:
         flags.compression = engine.choose_compression(flags.compression)
         flags.amp = engine.choose_amp(flags.amp)
-        if flags.workers is None:
-            flags.workers = default_workers(cores_of_rank(engine), engine.device)
         small, sizes = flags.model in convnet.MODELS, gpt.SIZES.get(flags.model)
         channels, classes = (1, 10) if small else (3, 1000)
         shape: tuple[int, ...] = (channels, flags.image_size, flags.image_size)
@@ -361,7 +337,7 @@ def main() -> int:
                 model = convnet.MODELS[flags.model]() if small else build_model(flags.model, classes, flags.image_size)
             flops = count_flops(model, shape, torch.float32 if sizes is None else torch.int64)
             model = model.to(engine.device)
-        batches = open_endless(flags, engine, classes, shape)
+        batches = random_batches(flags, engine, classes, shape)
         found = measure(Trainer(flags, engine, model, batches))
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         result = summarize(flags, engine, found, flops, gradient_bytes)

@@ -225,7 +225,7 @@ def add_run(group: Parser) -> None:
         "--profile",
         type=positive_int,
         metavar="STEPS",
-        help="record this many steps of every rank into --output-dir/profile.json.gz (for ui.perfetto.dev)",
+        help="record this many steps, a file per rank in --output-dir/profile (for ui.perfetto.dev)",
     )
 
 

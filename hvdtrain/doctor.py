@@ -39,7 +39,6 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.start import start
 from hvdtrain.engines.tuning import own_script
 from hvdtrain.launching.exit_codes import LINGER_SECONDS, run
-from hvdtrain.output import energy
 
 LEVELS = ("ok", "warning", "problem")
 LEAST_SHARED_MEMORY = 256 * 2**20  # bytes; the default in containers is 64 MiB
@@ -240,7 +239,7 @@ def check_neighbours(found: Findings, engine: Engine, own_address: str) -> None:
 
 
 def check_cores(found: Findings, engine: Engine) -> None:
-    """Check that the threads of this host's ranks fit its cores, and report how energy is measured."""
+    """Check that the threads of this host's ranks fit its cores."""
     cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     have = min(cores, quota)
     threads = torch.get_num_threads()
@@ -250,7 +249,6 @@ def check_cores(found: Findings, engine: Engine) -> None:
         found.warning(line, "threads compete for cores, and every rank waits for the slowest", do)
     else:
         found.ok(line)
-    found.ok(f"energy: {energy.said(energy.Meter(engine).about)}")
     if engine.name == "horovod":
         found.ok(own_script(os.environ, engine.local_size, len(os.sched_getaffinity(0)), quota))
 

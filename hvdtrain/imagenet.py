@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         "--dataset", choices=("folder", "shards", "synthetic"), default="folder", help="default: folder"
     )
     parser.add_argument("--data-dir", type=Path, help="directory with train/ and val/, of folders or of shards")
-    parser.add_argument("--train-shards", help="a glob, a brace pattern, a URL or pipe:COMMAND, instead of --data-dir")
+    parser.add_argument("--train-shards", help="a path or a glob of tar files, instead of --data-dir")
     parser.add_argument("--test-shards", help="the same for the test set")
     parser.add_argument("--train-samples", type=training.positive_int, help="samples per epoch (default: all)")
     parser.add_argument(
@@ -125,9 +125,7 @@ def open_source(flags: Flags, run: training.Run) -> Source:
         source = open_folder(run.engine, flags.data_dir, **prepare)
     else:
         patterns = (flags.train_shards, flags.test_shards)
-        source = open_shards(
-            run.engine, flags.data_dir, patterns, classes=flags.classes, train_count=flags.train_samples, **prepare
-        )
+        source = open_shards(run.engine, flags.data_dir, patterns, classes=flags.classes, **prepare)
     samples = flags.train_samples or source.train_count
     run.describe_data(source.name, source.reason, train_samples=samples, classes=source.classes, **source.facts)
     corrupt = CorruptSamples(flags.max_corrupt, source.train_count)

@@ -3,7 +3,7 @@
 mpirun -np 4 python -m hvdtrain.reduce                                each rank starts with its rank + 1: 4 ranks get 10
 horovodrun -np 4 python -m hvdtrain.reduce --reduction average --dtype float16
 torchrun --nproc-per-node 4 -m hvdtrain.reduce --engine ddp
-mpirun -np 4 python -m hvdtrain.reduce --sweep --output-dir OUT       table, reduce.json, reduce.png
+mpirun -np 4 python -m hvdtrain.reduce --sweep --output-dir OUT       table, and reduce.json
 
 Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). The algorithm bandwidth of S bytes reduced in t seconds is S/t.
 The bus bandwidth is 2(n-1)/n times that, and can be compared with the network or the memory for any n. GB: 10^9 bytes.
@@ -18,22 +18,19 @@ import socket
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hvdtrain import cli
-from hvdtrain.analysis import measuring, plotting
+from hvdtrain.analysis import measuring
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import engine_class, start
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.output.run_output import versions
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Row = dict[str, Any]  # of the table
 REDUCTIONS = ("sum", "average", "min", "max", "product", "adasum")
@@ -52,19 +49,11 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     # dest: `refuse_foreign` has other rules for a `reduction` of gradients.
     parser.add_argument("--reduction", dest="op", choices=REDUCTIONS, default="sum", help="default: sum")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32; with --sweep float32 and float16")
-    parser.add_argument(
-        "--sweep", action="store_true", help="measure its speed from --min-bytes to --max-bytes, in powers of two"
-    )
+    parser.add_argument("--sweep", action="store_true", help="measure its speed by size, in powers of two")
     parser.add_argument("--min-bytes", type=cli.byte_count, default=4, help="default: 4")
     parser.add_argument("--max-bytes", type=cli.byte_count, default=256 * 2**20, help="default: 268435456 (256 MiB)")
-    parser.add_argument(
-        "--seconds-per-size", type=cli.positive, default=0.5, help="approximate time per size (default: 0.5)"
-    )
-    parser.add_argument(
-        "--output-dir",
-        type=Path,
-        help="with --sweep: write reduce.json and the plots (PNG, SVG, PDF) to this directory",
-    )
+    parser.add_argument("--seconds-per-size", type=cli.positive, default=0.5, help="about (default: 0.5)")
+    parser.add_argument("--output-dir", type=Path, help="with --sweep: write reduce.json to this directory")
     cli.add_engine(parser)
     flags = parser.parse(argv)
     if flags.op not in engine_class(flags.engine).reductions:
@@ -176,10 +165,9 @@ def line(row: Row) -> str:
 
 
 def sweep(engine: Engine, flags: Namespace) -> None:
-    """Measure every size and dtype, print each row of the table, and write reduce.json and the plots. A collective."""
+    """Measure every size and dtype, print each row of the table, and write reduce.json. A collective."""
     with engine.raising_together("output"):
         if engine.rank == 0 and flags.output_dir is not None:
-            plotting.require_matplotlib()
             measuring.make_directory(flags.output_dir)
     dtypes = [flags.dtype] if flags.dtype else SWEPT
     for dtype in dtypes:
@@ -205,42 +193,6 @@ def sweep(engine: Engine, flags: Namespace) -> None:
             versions=versions(), rows=rows,
         )  # fmt: skip
         measuring.write_json(flags.output_dir / "reduce.json", result)
-        draw(about, rows, flags.output_dir / "reduce.png")
-
-
-def draw(about: str, rows: Sequence[Row], path: Path) -> list[Path]:
-    """Draw time and bus bandwidth over size, one curve per dtype, and return the paths. Points are medians of the blocks;
-    bars go from minimum to maximum."""
-
-    def over_size(axes: "Axes", unit: str, values: Callable[[Row], tuple[float, float, float]]) -> None:
-        """values: the point and the ends of its bar."""
-        for place, dtype in enumerate(dict.fromkeys(row["dtype"] for row in rows)):
-            mine = [row for row in rows if row["dtype"] == dtype]
-            middle, least, most = zip(*map(values, mine), strict=True)
-            ends = [[m - low for m, low in zip(middle, least, strict=True)],
-                    [high - m for m, high in zip(middle, most, strict=True)]]  # fmt: skip
-            axes.errorbar([row["bytes"] for row in mine], middle, yerr=ends, label=dtype, **plotting.look(place))
-        sizes = [row["bytes"] for row in rows]
-        ticks = [4 * 16**power for power in range(16) if min(sizes) <= 4 * 16**power <= max(sizes)]
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [plotting.bytes_text(tick).replace(" ", "\n") for tick in ticks])
-        axes.minorticks_off()
-        axes.set(xlabel="size of the message", ylabel=unit)
-
-    def times(axes: "Axes") -> None:
-        axes.set_yscale("log")
-        over_size(axes, "time (µs)", lambda row: (
-            row["seconds"] * 1e6, row["seconds_least"] * 1e6, row["seconds_most"] * 1e6))  # fmt: skip
-
-    def bandwidth(axes: "Axes") -> None:
-        def speeds(row: Row) -> tuple[float, float, float]:
-            total = row["bus_bytes_per_second"] * row["seconds"] / 1e9
-            return total / row["seconds"], total / row["seconds_most"], total / max(row["seconds_least"], 1e-12)
-
-        over_size(axes, "bus bandwidth (GB/s)", speeds)
-        axes.set_ylim(bottom=0)
-
-    return plotting.write(path, about, [times, bandwidth])
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ python -m hvdtrain.scaling -- --model resnet50 --amp bf16             flags afte
 The bounds are one rank alone, times N; and N ranks that train at the same time without communicating, and so share cores,
 caches and memory in the same way. Each round runs every configuration once, in a new order. Ratios are taken within a
 round, so that changes on the machine affect both sides. Results are medians over rounds, with minimum and maximum.
---output-dir gets scaling.json, its plots as scaling.png, scaling.svg and scaling.pdf, and the log of every run.
+--output-dir gets scaling.json, its plots as scaling.png, and the log of every run.
 
 Exit codes: 1 if a configuration failed (it is reported, and the others continue); 130 after Ctrl-C, which ends the running
 job and keeps the measurements so far.
@@ -30,18 +30,9 @@ from pathlib import Path
 
 from hvdtrain import cli
 from hvdtrain.analysis import measuring, plotting
+from hvdtrain.analysis import scaling_results as results
 from hvdtrain.analysis.launching import VARIANTS, command, run_job, slots
-from hvdtrain.analysis.scaling_results import (
-    ALONE,
-    APART,
-    Benchmark,
-    Configuration,
-    Rounds,
-    rate,
-    summarize,
-    table,
-    write,
-)
+from hvdtrain.analysis.scaling_results import ALONE, APART, Benchmark, Configuration, Rounds, rate
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
@@ -58,32 +49,16 @@ def rank_counts(text: str) -> list[int]:
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Return the parsed command line with defaults filled in. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.scaling", __doc__)
-    parser.add_argument(
-        "--engines",
-        type=cli.some_of(VARIANTS),
-        default=["horovod", "ddp"],
-        help=f"of {','.join(VARIANTS)} (default: horovod,ddp)",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=rank_counts,
-        help="default: 1, 2, 4, ... up to the cores or GPUs, at least 2",
-    )
-    parser.add_argument(
-        "--rounds", type=cli.positive_int, default=3, help="rounds; each runs every configuration once (default: 3)"
-    )
+    engines = f"of {','.join(VARIANTS)} (default: horovod,ddp)"
+    parser.add_argument("--engines", type=cli.some_of(VARIANTS), default=["horovod", "ddp"], help=engines)
+    parser.add_argument("--ranks", type=rank_counts, help="default: 1, 2, 4, ... up to the cores or GPUs, at least 2")
+    parser.add_argument("--rounds", type=cli.positive_int, default=3, help="runs of every configuration (default: 3)")
     parser.add_argument("--hosts", help="NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
     parser.add_argument(
-        "--interface",
-        metavar="NAME",
-        help="network interface between the hosts (default: the launcher searches for it)",
+        "--interface", metavar="NAME", help="network interface between the hosts (default: searched for)"
     )
-    parser.add_argument(
-        "--threads", type=cli.threads, help="torch threads of every rank (default: cores / most ranks on a host)"
-    )
-    parser.add_argument(
-        "--timeout", type=cli.positive, default=600, help="time limit of a run in seconds (default: 600)"
-    )
+    parser.add_argument("--threads", type=cli.threads, help="per rank (default: cores / most ranks on a host)")
+    parser.add_argument("--timeout", type=cli.positive, default=600, help="of a run, in seconds (default: 600)")
     parser.add_argument("--seed", type=cli.seed, default=1, help="seed for the order within rounds (default: 1)")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/scaling"), help="default: runs/scaling")
     parser.add_argument("benchmark", nargs="*", metavar="-- FLAGS", help="flags of hvdtrain.benchmark")
@@ -197,11 +172,11 @@ def main() -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
         print("interrupted: ended the running job, kept the measurements so far", file=sys.stderr, flush=True)
-    rows = summarize(rounds, planned)
+    rows = results.summarize(rounds, planned)
     if rows:
-        write(flags, rows, rounds, failed)
-        print(f"\n{table(rows)}\n", flush=True)
-        print(f"{flags.output_dir}: scaling.json, scaling.png, scaling.svg, scaling.pdf", flush=True)
+        results.write(flags, rows, rounds, failed)
+        print(f"\n{results.table(rows)}\n", flush=True)
+        print(f"{flags.output_dir}: scaling.json, scaling.png", flush=True)
     for which, why in failed.items():
         print(f"hvdtrain.scaling: error: {which}: {why}", file=sys.stderr, flush=True)
     return code or int(bool(failed))

@@ -1,20 +1,17 @@
 """Write the launch scripts, the container recipes and the files they need from an installed hvdtrain.
 
 python -m hvdtrain.unpack DIR                  launch/, containers/, docs/, the package itself and its build files
-python -m hvdtrain.unpack DIR --overwrite      also replace files that differ: edited, or of another version
 
-DIR is then like a fresh clone, without tests: DIR/launch/mpirun.sh and sbatch DIR/launch/slurm.sbatch start training,
-`make -C DIR setup` creates an environment, and containers are built in DIR. Identical files are left as they are; if an
-existing file differs, nothing is written.
+DIR must not exist, or be empty. It is then like a fresh clone, without tests: DIR/launch/mpirun.sh and sbatch
+DIR/launch/slurm.sbatch start training, `make -C DIR setup` creates an environment, and containers are built in DIR.
 """
 
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain import cli
-from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
@@ -26,44 +23,19 @@ BESIDE = PACKAGE / "_checkout"  # setup.py puts it into the wheel
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.unpack", __doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="directory to write to; it need not exist")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that differ, and list them")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory to write to; new, or empty")
     return parser.parse_args(argv)
 
 
-def packed() -> Iterator[tuple[Path, Path]]:
-    """Yield each file of the wheel and its path relative to DIR."""
-    for root, place in ((BESIDE, Path()), (PACKAGE, Path(PACKAGE.name))):
-        for path in sorted(root.rglob("*")):
-            inside = path.relative_to(root)
-            if (
-                path.is_file()
-                and "__pycache__" not in inside.parts
-                and (root == BESIDE or inside.parts[0] != BESIDE.name)
-            ):
-                yield path, place / inside
-
-
-def unpack(directory: Path, overwrite: bool) -> tuple[int, list[Path]]:
-    """Write the files, and return their number and those that were replaced. Raises UserError before anything is written."""
+def unpack(directory: Path) -> None:
+    """Write the files. Raises UserError before anything is written; OSError, shutil.Error."""
     if not BESIDE.is_dir():
         raise UserError(f"this hvdtrain runs from a checkout, which has launch/ and containers/: {PACKAGE.parent}")
-    wanted = []
-    for path, place in packed():
-        there = directory / place
-        if not there.is_file() or there.is_symlink() or there.read_bytes() != path.read_bytes():
-            wanted.append((path, there))
-    differing = [there for _, there in wanted if there.exists() or there.is_symlink()]
-    if differing and not overwrite:
-        more = f" and {len(differing) - 3} more" * (len(differing) > 3)
-        which = f"{', '.join(str(path) for path in differing[:3])}{more}"
-        raise UserError(f"{which}: exist with other content: name another DIR, or --overwrite them")
-    for path, there in wanted:
-        there.parent.mkdir(parents=True, exist_ok=True)
-        with files.replacing(there, "wb") as file:
-            file.write(path.read_bytes())
-        shutil.copymode(path, there)
-    return len(wanted), differing
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory} exists and is not empty: name another DIR")
+    shutil.copytree(BESIDE, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    without = shutil.ignore_patterns("__pycache__", BESIDE.name)
+    shutil.copytree(PACKAGE, directory / PACKAGE.name, ignore=without)
 
 
 def main() -> int:
@@ -71,14 +43,11 @@ def main() -> int:
     if announced().size > 1:
         raise UserError("hvdtrain.unpack writes files once: start it without a launcher", everywhere=True)
     try:
-        count, replaced = unpack(flags.directory, flags.overwrite)
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or flags.directory} cannot be written ({error.strerror}): name another DIR"
-        ) from error
-    for path in replaced:
-        print(f"replaced {path}")
-    print(f"{count} files written to {flags.directory}: start with {flags.directory}/docs/launching.md")
+        unpack(flags.directory)
+    except OSError as error:  # shutil.Error is one
+        why = error.strerror or str(error)[:200]
+        raise UserError(f"{error.filename or flags.directory} cannot be written ({why}): name another DIR") from error
+    print(f"written to {flags.directory}: start with {flags.directory}/docs/launching.md")
     return 0
 
 

@@ -52,7 +52,6 @@ class Row(NamedTuple):
     speed_up: Spread | None  # relative to one rank alone
     efficiency_alone: Spread | None  # that divided by the number of ranks
     efficiency_apart: Spread | None  # relative to as many ranks that do not communicate
-    joules_per_sample: Spread | None  # None if they were not measured
     seconds: dict[str, float]  # per sample, by phase
 
 
@@ -82,7 +81,6 @@ def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[Row]:
             Row(
                 which.name, which.ranks, len(here), rates, spread(speed_up),
                 spread([value / which.ranks for value in speed_up]), spread(beside),
-                spread([results[which]["energy"]["per_sample_joules"] for results in here]),
                 {phase: statistics.median(seconds[phase] for seconds in each) for phase in PHASES},
             )
         )  # fmt: skip
@@ -91,10 +89,9 @@ def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as a Markdown table: median (minimum to maximum)."""
-    measured = any(row.joules_per_sample for row in rows)  # no column if energy was not measured
     lines = [
-        "| | ranks | samples/s | speed-up | of one alone x N | of N apart | communication |" + " J/sample |" * measured,
-        "|---|---:|---:|---:|---:|---:|---:|" + "---:|" * measured,
+        "| | ranks | samples/s | speed-up | of one alone x N | of N apart | communication |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         cells = [row.name, str(row.ranks)]
@@ -103,13 +100,12 @@ def table(rows: Sequence[Row]) -> str:
             value.show(".2f") if value else "-" for value in (row.speed_up, row.efficiency_alone, row.efficiency_apart)
         ]
         cells.append(f"{row.seconds['communication'] / sum(row.seconds.values()):.0%}")
-        cells += [row.joules_per_sample.show(".4g") if row.joules_per_sample else "-"] * measured
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def write(flags: Namespace, rows: Sequence[Row], rounds: Rounds, failed: dict[Configuration, str]) -> None:
-    """Write scaling.json, and the plots as scaling.png, scaling.svg and scaling.pdf, to --output-dir."""
+    """Write scaling.json and its plots, scaling.png, to --output-dir."""
     named = [
         {key: value._asdict() if isinstance(value, Spread) else value for key, value in row._asdict().items()}
         for row in rows
@@ -131,8 +127,8 @@ def write(flags: Namespace, rows: Sequence[Row], rounds: Rounds, failed: dict[Co
     draw(rows, title, flags.output_dir / "scaling.png")
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> list[Path]:
-    """Draw throughput and efficiency over ranks, and return the paths. Bars go from minimum to maximum."""
+def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draw throughput and efficiency over ranks. Bars go from minimum to maximum."""
     counts = sorted({row.ranks for row in rows})
     names = [name for name in dict.fromkeys(row.name for row in rows) if name not in (ALONE, APART)]
     bounds = [row for row in rows if row.name in (ALONE, APART)]
@@ -164,4 +160,4 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> list[Path]:
         axes.axhline(1, color="grey", linestyle="--")
         over_ranks(axes, "efficiency_apart", "share of no communication")
 
-    return plotting.write(path, title, [throughput, share])
+    plotting.write(path, title, [throughput, share])

@@ -3,7 +3,6 @@
 Import this module only if needed: importing ssl and http takes longer than loading cached data.
 """
 
-import hashlib
 import json
 import os
 import queue
@@ -24,7 +23,6 @@ SCHEMES = ("https",)  # allowed for mirrors and redirects
 ANSWER_SECONDS = 5.0  # for a mirror's first answer, including name resolution, connection, TLS and headers
 SILENCE_SECONDS = 3.0  # for a connection attempt to one address, and for a stalled transfer
 TOTAL_SECONDS = 120.0  # for all files together
-REMEMBER_SECONDS = 60.0  # how long the first process's failure also counts for the other ranks
 FAILURE = "download-failed.json"
 
 
@@ -66,13 +64,12 @@ def download(
         if not missing:
             return
         failure = state / FAILURE
-        key = _key(mirrors)
-        _raise_again(failure, key, started)
+        _raise_again(failure, started)
         try:
             _fetch(mirrors, {file: sizes[file] for file in missing}, target, unpack, deadline)
         except DownloadFailed as error:
             with suppress(OSError):
-                files.write(failure, json.dumps({"key": key, "time": time.time(), "reason": str(error)}).encode())
+                files.write(failure, json.dumps({"time": time.time(), "reason": str(error)}).encode())
             raise
         with suppress(OSError):
             failure.unlink(missing_ok=True)
@@ -170,18 +167,11 @@ def _plain(error: Exception) -> str:
     return " ".join(str(getattr(inner, "strerror", None) or inner or type(inner).__name__).split())
 
 
-def _key(mirrors: Sequence[str]) -> str:
-    """Return a hash of mirrors and proxies. A recorded failure does not apply after the proxy settings have changed."""
-    return hashlib.sha256(json.dumps([list(mirrors), sorted(urllib.request.getproxies().items())]).encode()).hexdigest()
-
-
-def _raise_again(failure: Path, key: str, started: float) -> None:
-    """Raise the recorded failure if it is recent, so that not every rank waits for the same dead network."""
+def _raise_again(failure: Path, started: float) -> None:
+    """Raise the failure that another process has recorded while this one waited, since `started` (time.time)."""
     try:
         noted = json.loads(files.read_small(failure))
-        age = time.time() - noted["time"]
-        # Recorded after this process has started to wait: it applies regardless of its age.
-        if noted["key"] == key and (0 <= age < REMEMBER_SECONDS or noted["time"] >= started):
-            raise DownloadFailed(f"{noted['reason']} (tried {max(age, 0):.0f} s ago)")
+        if noted["time"] >= started:
+            raise DownloadFailed(noted["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return

@@ -11,7 +11,6 @@ The content of every MNIST and Fashion-MNIST file is compared with its published
 (published.py). Therefore ranks on different hosts only need to compare `name`.
 """
 
-import hashlib
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -87,9 +86,9 @@ def locate(
 ) -> Located:
     """Find or download, and verify, the dataset `name`, one of NAMES. Needs no engine.
 
-    data_dir, or $HVDTRAIN_DATA: the only directory to search and to download to. Default: search ./data, then the cache
-    directory, and download to the cache. "auto" uses MNIST if available, otherwise the embedded digits; a damaged file in a
-    directory given by the user is still an error.
+    data_dir: the only directory to search and to download to. Default: search ./data, then the cache directory, and
+    download to the cache. "auto" uses MNIST if available, otherwise the embedded digits; a damaged file in a directory given
+    by the user is still an error.
     say: called with one line when a download begins; pass it on the rank that prints.
 
     Raises UserError. Takes a few seconds without a network, at most about download.TOTAL_SECONDS with a slow one.
@@ -104,28 +103,26 @@ def locate(
         return _locate(published, root, download, say or (lambda line: None))
     except NotThere as why:
         if name == "auto":
-            return Located(
-                "digits", (), f"embedded digits (1,797 scans from the UCI set), because MNIST is missing: {why}"
-            )
+            because = f"embedded digits (1,797 scans from the UCI set), because MNIST is missing: {why}"
+            return Located("digits", (), because)
         remedy = f"give the directory that has {published.title}'s four files with --data-dir, or use --dataset digits"
         raise UserError(f"{why}; {remedy}") from None
 
 
 def _named_directory(data_dir: str | os.PathLike[str] | None) -> Path | None:
-    named, by = (data_dir, "--data-dir") if data_dir is not None else (os.environ.get("HVDTRAIN_DATA"), "HVDTRAIN_DATA")
-    if named is None:
+    if data_dir is None:
         return None
-    if not os.fspath(named):
-        raise UserError(f"{by} is empty: name the directory that has the data, or leave it out")
+    if not os.fspath(data_dir):
+        raise UserError("--data-dir is empty: name the directory that has the data, or leave it out")
     try:
-        root = Path(named).expanduser()  # the shell does not expand --data-dir=~/x
+        root = Path(data_dir).expanduser()  # the shell does not expand --data-dir=~/x
     except RuntimeError:
-        root = Path(named)
+        root = Path(data_dir)
     if not os.path.isdir(root):  # noqa: PTH112 (Path's own raises where the name is too long)
         what = "is not a directory" if os.path.lexists(root) else "does not exist"
-        raise UserError(f"{by}: {show(root)} {what}: name the directory that has the data, or leave it out")
+        raise UserError(f"--data-dir: {show(root)} {what}: name the directory that has the data, or leave it out")
     if not os.access(root, os.R_OK | os.X_OK):
-        raise UserError(f"{by}: {show(root)} is not readable: check its permissions")
+        raise UserError(f"--data-dir: {show(root)} is not readable: check its permissions")
     return root
 
 
@@ -206,7 +203,7 @@ def _download(
 
     def unpack(name: str, packed: bytes) -> bytes:
         content, problem = gunzip(packed, missing[name].size + 1)
-        problem = problem or problem_of(published, missing[name], content, hashlib.sha256(content).hexdigest())
+        problem = problem or problem_of(published, missing[name], content)
         if problem:
             raise https.DownloadFailed(f"{name}.gz {problem}")
         return content

@@ -43,30 +43,22 @@ def open_folder(
     reduced: see Prepare.
     """
     with engine.raising_together("folder"):
-        listed = None
+        count, train, test = 0, EMPTY, EMPTY
         if data_dir is None:
-            raise UserError(
-                "--dataset folder needs --data-dir: the directory that has train/ and val/", everywhere=True
-            )
+            said = "--dataset folder needs --data-dir: the directory that has train/ and val/"
+            raise UserError(said, everywhere=True)
         for directory in (data_dir, data_dir / "train", data_dir / "val"):
             if not directory.is_dir():
                 said = "is not a directory" if directory.exists() else "does not exist"
                 raise UserError(f"--data-dir: {directory} {said}: name the directory that has train/ and val/")
         if engine.rank == 0:
-            classes, train = list_folder(data_dir / "train")
-            test_classes, test = list_folder(data_dir / "val")
-            refuse_other_classes(classes, test_classes)
-            listed = (len(classes), train, test)
-    classes = engine.broadcast_object(listed and listed[0], "classes")
-    train, test = (
-        Listing(
-            *(
-                from_rank_zero(engine, part, f"{split}.{name}")
-                for name, part in zip(Listing._fields, parts, strict=True)
-            )
-        )
-        for split, parts in (("train", listed[1] if listed else EMPTY), ("test", listed[2] if listed else EMPTY))
-    )
+            names, train = list_folder(data_dir / "train")
+            test_names, test = list_folder(data_dir / "val")
+            refuse_other_classes(names, test_names)
+            count = len(names)
+    classes = engine.broadcast_object(count, "classes")
+    train = Listing(*(from_rank_zero(engine, part, f"train.{n}") for n, part in train._asdict().items()))
+    test = Listing(*(from_rank_zero(engine, part, f"test.{n}") for n, part in test._asdict().items()))
 
     def train_batches(plan: Plan) -> Iterable[Loaded]:
         jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)

@@ -1,5 +1,4 @@
-"""What a process leaves behind if it is killed: multiprocessing's named semaphores in /dev/shm and its sockets in TMPDIR,
-and temporary directories (`scratch`).
+"""What a process leaves behind if it is killed: multiprocessing's named semaphores in /dev/shm and its sockets in TMPDIR.
 
 Their names begin with the tag of their owner. Normally, the input workers, which outlive the rank for a moment, remove the
 sockets, and multiprocessing's resource tracker removes the semaphores. If these are killed as well, the next start on this
@@ -89,8 +88,3 @@ def sweep_directory(directory: Path, prefix: str) -> None:
                         shutil.rmtree(entry.path)
                     else:
                         Path(entry.path).unlink()
-
-
-def scratch(purpose: str) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary directory of this process. If the process is killed, the next start on this host removes it."""
-    return tempfile.TemporaryDirectory(prefix=f"{tag(os.getpid())}-{purpose}-")

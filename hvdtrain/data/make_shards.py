@@ -10,7 +10,9 @@ from hvdtrain.launching import startup
 if __name__ == "__main__":
     startup.begin()
 
+import io
 import json
+import tarfile
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +27,6 @@ from hvdtrain.launching.exit_codes import run
 
 def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
     """Write the shards of one split, of nearly equal size. Return their number."""
-    from webdataset import TarWriter
-
     classes, listing = list_folder(root)
     order = epoch_order(len(listing.labels), seed, 0)
     count = -(-len(order) // per_shard)
@@ -35,15 +35,16 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
     for number, indices in enumerate(order.tensor_split(count)):
         path = target / f"{number:06d}.tar"
         partial = path.with_suffix(".partial")
-        with TarWriter(str(partial), encoder=False, mtime=0) as tar:
+        with tarfile.open(partial, "w") as tar:
             for index in indices.tolist():
                 name = Path(listing.name(index))
                 content = (root / name).read_bytes()
-                # In webdataset, the key ends at the first dot.
-                key = f"{index:08d}-{name.stem.replace('.', '_')}"
-                tar.write(
-                    {"__key__": key, "cls": str(int(listing.labels[index])).encode(), name.suffix[1:].lower(): content}
-                )
+                key = f"{index:08d}-{name.stem.replace('.', '_')}"  # a key ends at the first dot
+                label = str(int(listing.labels[index])).encode()
+                for kind, data in ((".cls", label), (name.suffix.lower(), content)):
+                    member = tarfile.TarInfo(key + kind)
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
         partial.rename(path)
         obtain(path, [])
         sizes[path.name] = len(indices)
@@ -75,8 +76,6 @@ def main() -> int:
         for split in ("train", "val"):
             count = make(flags.folder / split, flags.shards / split, flags.samples_per_shard, flags.seed)
             print(f"{flags.shards / split}: {count} shards")
-    except ImportError as error:
-        raise UserError(f"making shards needs webdataset ({error}): pip install webdataset") from error
     except OSError as error:
         raise UserError(f"{error.filename or flags.shards}: {error.strerror}") from error
     return 0

@@ -4,11 +4,10 @@ The samples of a job are in as many files as a window has shards. A few threads 
 file order. They read one job ahead, so that opening and reading overlap with decoding.
 """
 
-import itertools
+import functools
 import os
-import threading
 import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -24,7 +23,6 @@ from hvdtrain.engines.files import open_regular
 
 READING_THREADS = 4  # per worker
 OPEN_FILES = 128  # per worker: enough for several windows; the usual limit of a process is 1,024
-HELD_BYTES = 2**26  # limit for files that are read but not decoded yet; twice that while the next ones are being read
 LARGEST_FILE = 2**28  # bytes; a larger file is not an image
 
 
@@ -95,35 +93,19 @@ class Reader:
     def __init__(self, shards: Shards):
         self.shards = shards
         self.ends = shards.sizes.cumsum(0)
-        self.files: OrderedDict[int, OpenFile] = OrderedDict()  # by shard; most recently used last
-        self.lock = threading.Lock()
+        self.open = functools.lru_cache(OPEN_FILES)(lambda shard: OpenFile(shards.paths[shard]))  # raises OSError
         self.pool = ThreadPoolExecutor(READING_THREADS, "shards")
         self.ahead: tuple[list[int], dict[int, Future[dict[int, bytes | str]]]] = ([], {})
 
     def read(self, indices: list[int], following: list[int]) -> Iterator[tuple[int, bytes | str]]:
         """Yield each index with the content of its image file, or with an error message (str). `following` is read ahead."""
-        parts = [*self.parts(indices), next(self.parts(following), [])]
-        for part, after in itertools.pairwise(parts):
-            asked, reading = self.ahead
-            if asked != part:
-                reading = self.begin(part)
-            self.ahead = (after, self.begin(after))
-            for index in part:
-                # pop, so that the memory is freed after decoding.
-                yield index, reading[index].result().pop(index)
-
-    def parts(self, indices: list[int]) -> Iterator[list[int]]:
-        """Split indices into parts whose files have at most HELD_BYTES."""
-        part: list[int] = []
-        held = 0
-        for index, size in zip(indices, self.shards.table[indices, SIZE].tolist() if indices else (), strict=True):
-            if part and held + size > HELD_BYTES:
-                yield part
-                part, held = [], 0
-            part.append(index)
-            held += size
-        if part:
-            yield part
+        asked, reading = self.ahead
+        if asked != indices:
+            reading = self.begin(indices)
+        self.ahead = (following, self.begin(following))
+        for index in indices:
+            # pop, so that the memory is freed after decoding.
+            yield index, reading[index].result().pop(index)
 
     def begin(self, indices: list[int]) -> dict[int, Future[dict[int, bytes | str]]]:
         """Start reading in the threads, one task per shard. Return the future for each index."""
@@ -161,17 +143,6 @@ class Reader:
                 same = len(content) == row[SIZE] and zlib.crc32(content) == row[CRC]
                 found[index] = content if same else "has changed since it was indexed"
         return found
-
-    def open(self, shard: int) -> "OpenFile":
-        """Return the open file of `shard`, from a cache of the most recently used ones. Raises OSError."""
-        with self.lock:
-            file = self.files.pop(shard, None)
-        file = file or OpenFile(self.shards.paths[shard])  # outside of the lock, because it may take long
-        with self.lock:
-            self.files[shard] = file
-            if len(self.files) > OPEN_FILES:
-                self.files.popitem(last=False)
-        return file
 
     def name(self, index: int) -> str:
         """Return the name of a sample for messages: its file and key."""

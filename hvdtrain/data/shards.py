@@ -2,19 +2,16 @@
 
 A sample consists of two consecutive members of the tar file: NAME.jpg (or .png, ...) and NAME.cls, the class as a number.
 
-Shards in a file system are indexed (shard_index.py) and read by index in a fixed order (shard_order.py). The order does not
-depend on the number of ranks and workers, each sample occurs once per epoch, and a run resumes at the exact sample. URLs and
-pipe:COMMAND can only be read sequentially, as a stream (shard_stream.py), whose order depends on the number of readers.
+They are indexed (shard_index.py) and read by index in a fixed order (shard_order.py). The order does not
+depend on the number of ranks and workers, each sample occurs once per epoch, and a run resumes at the exact sample.
 """
 
 import json
 import os
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from glob import glob, has_magic
-from math import prod
+from glob import glob
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +24,6 @@ from hvdtrain.data.loading import Loaded, Plan, Prepare, Source, loader
 from hvdtrain.data.shard_index import ShardIndex, obtain
 from hvdtrain.data.shard_order import ShardOrder, window_of
 from hvdtrain.data.shard_reading import ShardBatches, Shards, jobs
-from hvdtrain.data.shard_stream import StreamBatches
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -38,8 +34,6 @@ SPLITS = ("train", "val")
 IMAGENET_CLASSES = 1000
 LONGEST_ROUND = 30.0  # maximum seconds of indexing between two collectives, so that no rank appears to hang
 ROWS = 2**16  # rows of a table sent at a time
-RANGE = re.compile(r"\{(-?\d{1,99})\.\.(-?\d{1,99})")  # {000..146}
-MOST_SHARDS = 1_000_000  # names that a brace pattern may stand for
 MOST_NOTES = 3  # maximum number of lines about changed shards
 
 
@@ -52,102 +46,62 @@ def open_shards(
     seed: int,
     workers: int,
     classes: int | None,
-    train_count: int | None,
     reduced: bool = False,
 ) -> Source:
     """Return the training and test sets in the shards of `patterns`, or in `data_dir`. A collective.
 
-    classes: number of classes; None: from classes.json. train_count: samples per epoch, required if they cannot be counted.
-    reduced: see Prepare. Raises UserError on every rank.
+    classes: number of classes; None: from classes.json. reduced: see Prepare. Raises UserError on every rank.
     """
-    with engine.raising_together("webdataset"):
-        try:
-            import webdataset  # noqa: F401
-        except ImportError as error:
-            raise UserError(f"--dataset shards needs webdataset ({error}): pip install webdataset") from error
     found: list[object] = [None, None, None]
     with engine.raising_together("shards"):
         if engine.rank == 0:
-            train_urls, test_urls = (
-                find(split, pattern, data_dir) for split, pattern in zip(SPLITS, patterns, strict=True)
-            )
-            found = [train_urls, test_urls, choose_classes(train_urls + test_urls, classes)]
-    train_urls, test_urls, classes = engine.broadcast_object(found, "shards")
-    train, facts = open_indexed(engine, train_urls) if is_local(train_urls) else (None, {})
-    test, _ = open_indexed(engine, test_urls) if is_local(test_urls) else (None, {})
-    if train is None and train_count is None:
-        url = next(url for url in train_urls if not url.startswith("/"))
-        said = f"--train-samples N is needed: the number of samples of {url} is unknown"
-        raise UserError(said, everywhere=True)
-    total = len(train.table) if train is not None else train_count
+            names = [find(split, pattern, data_dir) for split, pattern in zip(SPLITS, patterns, strict=True)]
+            found = [*names, choose_classes(names[0] + names[1], classes)]
+    train_names, test_names, classes = engine.broadcast_object(found, "shards")
+    train, facts = open_indexed(engine, train_names)
+    test, _ = open_indexed(engine, test_names)
+    total = len(train.table)
     if not total:
-        raise UserError(f"{train_urls[0]}: no samples in it: are these tar files?", everywhere=True)
-    order = ShardOrder(train.sizes, window_of(train.sizes)) if train is not None else None
+        raise UserError(f"{train_names[0]}: no samples in it: are these tar files?", everywhere=True)
+    order = ShardOrder(train.sizes, window_of(train.sizes))
+
+    def batches(shards: Shards, prepare: Prepare, planned: Iterable[tuple[int, list[int]]]) -> Iterable[Loaded]:
+        dataset = ShardBatches(shards, prepare, classes, reports=engine.rank == 0)
+        return loader(dataset, workers, engine.device, jobs(planned, workers))
 
     def train_batches(plan: Plan) -> Iterable[Loaded]:
-        prepare = Prepare(side, seed, train=True, reduced=reduced)
-        if train is None:
-            stream = StreamBatches(train_urls, prepare, classes, seed, engine.rank, engine.size, plan)
-            return loader(stream, workers, engine.device)
         planned = ((epoch, batch.indices.tolist()) for epoch, batch in replace(plan, order=order))
-        dataset = ShardBatches(train, prepare, classes, reports=engine.rank == 0)
-        return loader(dataset, workers, engine.device, jobs(planned, workers))
+        return batches(train, Prepare(side, seed, train=True, reduced=reduced), planned)
 
     def test_batches() -> Iterable[Loaded]:
-        prepare = Prepare(side, train=False, reduced=reduced)
-        if test is None:
-            stream = StreamBatches(test_urls, prepare, classes, seed, engine.rank, engine.size, None)
-            return loader(stream, workers, engine.device)
         mine = torch.arange(len(test.table)).tensor_split(engine.size)[engine.rank]  # consecutive samples
         planned = [(0, some.tolist()) for some in mine.split(TEST_BATCH)]  # one empty batch if there are no samples
-        dataset = ShardBatches(test, prepare, classes, reports=engine.rank == 0)
-        return loader(dataset, workers, engine.device, jobs(planned, workers))
+        return batches(test, Prepare(side, train=False, reduced=reduced), planned)
 
-    what = f"{len(train_urls)} and {len(test_urls)} shards, such as {train_urls[0]}"
-    if train is None:
-        what += " (a stream: without a fixed order)"
+    what = f"{len(train_names)} and {len(test_names)} shards, such as {train_names[0]}"
     reason = f"{what}: {total:,} images an epoch, {classes:,} classes"
     return Source("shards", reason, classes, total, train_batches, test_batches, order=order, facts=facts)
-
-
-def is_local(urls: list[str]) -> bool:
-    """Return whether all shards are files, not URLs or commands."""
-    return all(url.startswith("/") for url in urls)
 
 
 def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
     """Return the shards that match `pattern`; without a pattern, those of `split` in `data_dir`. Raises UserError if there
     are none."""
-    from braceexpand import braceexpand
-
     flag = f"--{'train' if split == 'train' else 'test'}-shards"
-    if pattern is None:
-        if data_dir is None:
-            raise UserError(f"--dataset shards needs {flag} PATTERN, or --data-dir with {split}/*.tar")
-        found = sorted((data_dir / split).glob("*.tar")) or sorted(data_dir.glob(f"{split}-*.tar"))
-        if not found:
-            said = "does not exist" if not data_dir.exists() else f"has neither {split}/*.tar nor {split}-*.tar"
-            raise UserError(f"--data-dir: {data_dir} {said}: name the directory of the shards, or use {flag}")
-        require_all(found[0].parent)
-        return [str(path.absolute()) for path in found]
-    urls: list[str] = []
-    # braceexpand makes all names at once, and would take minutes and gigabytes.
-    if prod(abs(int(last) - int(first)) + 1 for first, last in RANGE.findall(pattern)) > MOST_SHARDS:
-        raise UserError(f"{flag} {pattern}: more than {MOST_SHARDS:,} names: check the pattern")
-    try:
-        expanded = list(braceexpand(pattern))
-    except ValueError as error:
-        raise UserError(f"{flag} {pattern}: {error}") from error
-    for url in expanded:
-        if url.startswith("pipe:") or "://" in url:
-            urls.append(url)
-            continue
-        # Path.glob does not support absolute patterns.
-        paths = sorted(glob(url)) if has_magic(url) else [url] if Path(url).exists() else []  # noqa: PTH207
+    if pattern is not None:
+        # Path.glob does not support absolute patterns. A name may have brackets.
+        paths = [pattern] if os.path.exists(pattern) else sorted(glob(pattern))  # noqa: PTH110, PTH207
         if not paths:
-            raise UserError(f"{flag}: no file {url}: check the pattern (in quotes, or the shell expands it)")
-        urls += [str(Path(path).absolute()) for path in paths]
-    return urls
+            how = "give a path or a glob, such as '/data/train-*.tar' (in quotes, or the shell expands it)"
+            raise UserError(f"{flag}: no file {pattern}: {how}")
+        return [str(Path(path).absolute()) for path in paths]
+    if data_dir is None:
+        raise UserError(f"--dataset shards needs {flag} PATTERN, or --data-dir with {split}/*.tar")
+    found = sorted((data_dir / split).glob("*.tar")) or sorted(data_dir.glob(f"{split}-*.tar"))
+    if not found:
+        said = "does not exist" if not data_dir.exists() else f"has neither {split}/*.tar nor {split}-*.tar"
+        raise UserError(f"--data-dir: {data_dir} {said}: name the directory of the shards, or use {flag}")
+    require_all(found[0].parent)
+    return [str(path.absolute()) for path in found]
 
 
 def require_all(directory: Path) -> None:
@@ -161,24 +115,24 @@ def require_all(directory: Path) -> None:
             raise UserError(f"{said}: restore it, or create sizes.json again, or remove it")
 
 
-def choose_classes(urls: list[str], asked: int | None) -> int:
+def choose_classes(names: list[str], asked: int | None) -> int:
     """Return the number of classes: `asked`, or from classes.json next to the shards, or that of ImageNet. Raises
     UserError."""
     listed = {
         directory: read_json(directory / "classes.json", list)
-        for directory in sorted({Path(url).parent for url in urls if url.startswith("/")})
+        for directory in sorted({Path(name).parent for name in names})
         if (directory / "classes.json").exists()
     }
-    for directory, names in listed.items():
-        if not names:
+    for directory, theirs in listed.items():
+        if not theirs:
             raise UserError(f"{directory}/classes.json lists no classes: create it again, or remove it")
         first = next(iter(listed))
-        if names != listed[first]:
+        if theirs != listed[first]:
             raise UserError(
                 f"{directory}/classes.json and {first}/classes.json differ: make both from the same folders"
             )
-        if asked is not None and asked != len(names):
-            raise UserError(f"--classes {asked}, but {directory}/classes.json has {len(names)}: leave --classes out")
+        if asked is not None and asked != len(theirs):
+            raise UserError(f"--classes {asked}, but {directory}/classes.json has {len(theirs)}: leave --classes out")
     return asked or (len(next(iter(listed.values()))) if listed else IMAGENET_CLASSES)
 
 

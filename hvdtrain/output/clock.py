@@ -88,9 +88,6 @@ class Clock:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._device_times = None if device.type == "cpu" else DeviceTimes(device)
-        self.spans: list[tuple[str, float, float]] | None = (
-            None  # a list: record (phase, start, end) in perf_counter time
-        )
         self.restart()
 
     def restart(self) -> None:
@@ -112,8 +109,6 @@ class Clock:
         it."""
         at = time.perf_counter() if at is None else at
         self._seconds[phase] += at - self._marked
-        if self.spans is not None:
-            self.spans.append((phase, self._marked, at))
         if self._device_times is not None:
             self._device_times.mark(phase)
         self._marked = at

@@ -9,7 +9,6 @@ from torch import nn
 from hvdtrain.engines.accelerators import read
 from hvdtrain.engines.base import Engine
 from hvdtrain.output.clock import Clock
-from hvdtrain.output.energy import Meter
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput, parameters_sha256, seconds_since_process_start
 
@@ -27,11 +26,10 @@ class MetricsLogger:
         self.epochs: int | None = None  # planned epochs; None: determined by `steps`
         self.steps = 0  # planned steps
         self.unwritten = False  # whether there is an evaluation that is not recorded yet
-        self._energy = Meter(engine)  # measures from here on: after start-up, before data is read
 
     def start(self, dataset: str, reason: str, config: dict[str, object]) -> None:
         """Print and record data set, configuration and environment at the start of the run. A collective."""
-        self._output.start(self._engine, dataset, reason, config, self._metrics, self._energy.about)
+        self._output.start(self._engine, dataset, reason, config, self._metrics)
 
     def show(self, name: str, value: float) -> str:
         """Return the value of metric `name`, formatted for display."""
@@ -50,7 +48,7 @@ class MetricsLogger:
         mine = [[numbers[at], numbers[at + len(names)]] for at in range(len(names))]
         everyone = self._engine.sum(torch.tensor(mine, dtype=torch.float64), "train").tolist()
         means = {n: value / count if count else float("nan") for n, (value, count) in zip(names, everyone, strict=True)}
-        used, window = self._energy.total(self._engine), clock.measure(self._engine)
+        window = clock.measure(self._engine)
         trained_on = means.pop("loss")
         # A script may report a different loss than it trains on, such as one without label smoothing.
         reported = "reported_loss" if "reported_loss" in means else "loss"
@@ -65,7 +63,7 @@ class MetricsLogger:
             epoch=state.epoch + 1,
             step=state.step,
             samples=state.samples,
-            **((used.fields() if used else {}) | state.train),  # the script's values take precedence
+            **state.train,
             loss_rank0=value / max(count, 1),
             learning_rate=step.lr,
             **extra,
@@ -115,8 +113,8 @@ class MetricsLogger:
         return "  ".join([*parts, f"{state.samples / max(state.train_seconds, 1e-9):,.0f} samples/s"])
 
     def end(self, dataset: str | None, models: Sequence[nn.Module], extra: Mapping[str, object]) -> None:
-        """Write summary.json and the `end` event: position, last evaluation, hash of the models, energy used since the
-        start, and the fields in `extra`. A collective."""
+        """Write summary.json and the `end` event: position, last evaluation, hash of the models, and the
+        fields in `extra`. A collective."""
         state, engine = self._state, self._engine
         prefix = f"{state.prefix}_" if state.prefix else ""
         fields: dict[str, object] = dict(dataset=dataset, engine=engine.name, world_size=engine.size)
@@ -128,7 +126,4 @@ class MetricsLogger:
         fields["samples_per_second"] = state.samples / max(state.train_seconds, 1e-9)
         if models:
             fields["parameters_sha256"] = parameters_sha256(*models)
-        if (used := self._energy.total(engine)) is not None:
-            fields = used.fields() | fields
-        self._energy.close()
         self._output.end({**fields, **extra})

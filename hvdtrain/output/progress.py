@@ -5,7 +5,6 @@ The pure functions below determine what is shown, from the times of all ranks (`
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
@@ -102,23 +101,6 @@ def line(figures: Sequence[str], window: Window, left_seconds: float | None, hos
     return "  ".join(parts)
 
 
-class TimeLeft:
-    """Estimates the time left from the later half of the measurements, because the first steps are slower."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque(maxlen=1000)  # time and step at the end of each window
-
-    def estimate(self, now: float, step: int, steps: int) -> float | None:
-        """Return the seconds until `steps`; None if there is not enough data. The first call marks the end of start-up."""
-        self._seen.append((now, step))
-        began, _ = self._seen[0]
-        if now - began < KNOWN_SECONDS:
-            return None
-        half = began + (now - began) / 2
-        since, first_step = max(seen for seen in self._seen if seen[0] <= half)
-        return (now - since) / max(step - first_step, 1) * (steps - step)
-
-
 class Display:
     """Shows the progress: a bar on a terminal; a line every 2 s if the launcher puts a tag before each line, as horovodrun
     does; otherwise a line every 10 s. Each hint is shown once. say: prints one line."""
@@ -129,7 +111,7 @@ class Display:
         self._say = say
         self._screen = terminal.find()
         self._bar = ""  # content of the terminal's last line
-        self._left = TimeLeft()
+        self._since: tuple[float, int] | None = None  # time and step of the first report: the start-up ends there
         # On a terminal, show the first step at once.
         self._last_line = time.monotonic() if self._screen is None else float("-inf")
         self._totals: list[RankTimes] = []
@@ -148,7 +130,9 @@ class Display:
                 phase, text = found
                 del self.remedies[phase]
                 self._say(f"hint: {text}")
-        text = line(figures, window, self._left.estimate(now, step, steps), self.hosts)
+        began, first_step = self._since = self._since or (now, step)
+        left = (now - began) / max(step - first_step, 1) * (steps - step) if now - began >= KNOWN_SECONDS else None
+        text = line(figures, window, left, self.hosts)
         if self._screen is not None and self._screen.draws:
             full = BAR * step // max(steps, 1)
             bar = f" [{'#' * full}{'.' * (BAR - full)}]" if self._screen.width() >= WIDE else ""

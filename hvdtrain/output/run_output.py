@@ -153,13 +153,9 @@ class RunOutput:
             self._missing += 1
 
     def start(
-        self, engine: Engine, dataset: str, reason: str, config: dict[str, object], metrics: Mapping[str, Metric],
-        energy: Mapping[str, object],
-    ) -> None:  # fmt: skip
-        """Print and record the data set, the ranks and the automatic choices. A collective.
-
-        energy: which energy counters are available (`energy.Meter.about`).
-        """
+        self, engine: Engine, dataset: str, reason: str, config: dict[str, object], metrics: Mapping[str, Metric]
+    ) -> None:
+        """Print and record the data set, the ranks and the automatic choices. A collective."""
         facts = {"rank": engine.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(engine.device)}
         ranks = engine.all_gather_object(facts, "ranks")
         hosts, threads = len({rank["host"] for rank in ranks}), torch.get_num_threads()
@@ -176,7 +172,7 @@ class RunOutput:
         self.event(
             "start", world_size=engine.size, engine=engine.name, dataset=dataset, reason=reason, config=config,
             versions=versions(), ranks=ranks, automatic=engine.notes,
-            metrics={name: metric._asdict() for name, metric in metrics.items()}, energy=energy,
+            metrics={name: metric._asdict() for name, metric in metrics.items()},
         )  # fmt: skip
 
     def end(self, summary: dict[str, object]) -> None:

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ QUEUE_EVENTS = 10_000  # maximum number of waiting events; further ones are drop
 END_SECONDS, STOP_SECONDS = 60.0, 5.0  # to send waiting events at the end of a run; after a stop or a failure
 AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's limits for one request
 GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # error codes for a deleted run
+STATUS = {"end": "FINISHED", "stop": "KILLED"}  # by the last of these events; else FAILED
 SETTINGS = {
     # Time limit for a server that does not answer. MLflow's defaults add up to 15 minutes.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -45,7 +46,11 @@ class Event(NamedTuple):
 
 
 class Tracker:
-    """Receives the events of metrics.jsonl on rank 0. The constructor raises UserError if the package is missing."""
+    """Receives the events of metrics.jsonl on rank 0. The constructor raises UserError if the package is missing.
+
+    Everything but the constructor, `event` and `close` runs in the tracker's thread. Errors of MLflow's client are printed
+    as one line, and unsent events are kept.
+    """
 
     def __init__(self, directory: Path, experiment: str, continued: bool):
         """directory: --output-dir. experiment: default if MLFLOW_EXPERIMENT_NAME is not set. continued: whether the run in
@@ -56,102 +61,76 @@ class Tracker:
             import mlflow  # takes 2 s with MlflowClient
         except ImportError as error:
             raise UserError(f"--track needs a package: pip install 'hvdtrain[track]' ({error})") from error
-        self._record = Record(mlflow, directory, experiment, continued)
-        self._queue: queue.Queue[Event] = queue.Queue(QUEUE_EVENTS)
-        self._left_out = 0
-        self._closing = threading.Event()
-        self._last = ""  # the event that shows how the run has ended: "end", "stop" or ""
-        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
-        self._thread.start()
-
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Queue an event. Does not block."""
-        if name in ("end", "stop"):
-            self._last = name
-        try:
-            self._queue.put_nowait(Event(round(time.time() * 1000), name, dict(fields)))
-        except queue.Full:
-            self._left_out += 1
-
-    def close(self) -> None:
-        """Wait until all events are sent, for a limited time."""
-        self._closing.set()
-        self._thread.join(END_SECONDS if self._last == "end" else STOP_SECONDS)
-        left = self._left_out + self._record.waiting + self._queue.qsize()
-        if self._thread.is_alive() or left:
-            print(
-                f"warning: --track: the record in {self._record.place} is incomplete; metrics.jsonl has all of it",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def _work(self) -> None:
-        pause = BATCH_SECONDS
-        while not self._closing.is_set():
-            self._closing.wait(pause)
-            pause = BATCH_SECONDS if self._send() else RETRY_SECONDS
-        if self._send():
-            self._record.finish({"end": "FINISHED", "stop": "KILLED"}.get(self._last, "FAILED"))
-
-    def _send(self) -> bool:
-        """Send all queued events. Return whether the server has accepted them."""
-        events: list[Event] = []
-        with contextlib.suppress(queue.Empty):
-            while len(events) + self._record.waiting < QUEUE_EVENTS:
-                events.append(self._queue.get_nowait())
-        return self._record.add(events)
-
-
-class Record:
-    """One MLflow run. Used by one thread. Errors of the client are printed as one line; unsent events are kept."""
-
-    def __init__(self, mlflow: Any, directory: Path, experiment: str, continued: bool):
         self._mlflow, self._directory, self._continued = mlflow, directory, continued
         self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
         self._uri = os.environ.get("MLFLOW_TRACKING_URI") or (directory / "mlflow").absolute().as_uri()
         if self._uri.startswith("file:"):
-            # The file store needs no database. MLflow requires this variable because it prefers a database, whose first use
-            # takes 7 s.
+            # MLflow requires this for the file store, because it prefers a database, whose first use takes 7 s.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        self.place = without_password(self._uri)
+        self._place = without_password(self._uri)
         self._client: Any = None
         self._run = ""
         self._metrics: dict[str, Metric] = {}
         self._step = 0
         self._sent_to: dict[str, int] = {}  # last step of each metric in the MLflow run
-        self._waiting: list[Event] = []
+        self._queue: queue.Queue[Event] = queue.Queue(QUEUE_EVENTS)
+        self._waiting: list[Event] = []  # taken from the queue, not sent yet
+        self._dropped = 0
         self._warned = False
+        self._last = ""  # the last event in STATUS
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread.start()
 
-    @property
-    def waiting(self) -> int:
-        """The number of unsent events."""
-        return len(self._waiting)
-
-    def add(self, events: Sequence[Event]) -> bool:
-        """Send `events` and all unsent events. Return whether all were sent."""
-        self._waiting += events
-        return not self._waiting or self._guarded(self._send)
-
-    def _guarded(self, send: Callable[[], None]) -> bool:
-        """Call `send` and return whether it succeeded. The first of several consecutive errors is printed."""
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Queue an event. Does not block."""
+        self._last = name if name in STATUS else self._last
         try:
-            send()
+            self._queue.put_nowait(Event(round(time.time() * 1000), name, dict(fields)))
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """Wait until all events are sent, for a limited time."""
+        self._closing.set()
+        self._thread.join(END_SECONDS if self._last == "end" else STOP_SECONDS)
+        if self._thread.is_alive() or self._dropped or self._waiting or self._queue.qsize():
+            said = f"warning: --track: the record in {self._place} is incomplete; metrics.jsonl has all of it"
+            print(said, file=sys.stderr, flush=True)
+
+    def _work(self) -> None:
+        pause = BATCH_SECONDS
+        while not self._closing.wait(pause):
+            pause = BATCH_SECONDS if self._send() else RETRY_SECONDS
+        self._send(finish=True)
+
+    def _send(self, finish: bool = False) -> bool:
+        """Send all waiting events; finish: and set the run's status. Return whether the server has accepted them."""
+        with contextlib.suppress(queue.Empty):
+            while len(self._waiting) < QUEUE_EVENTS:
+                self._waiting.append(self._queue.get_nowait())
+        try:
+            if self._waiting:
+                self._record(self._waiting)
+                self._waiting = []
+            if finish and self._run:
+                self._finish()
         except Exception as error:  # any error of requests, urllib3, the server or the disk must not end the run
-            if not self._warned:
+            if not self._warned:  # only the first of several consecutive errors
                 why = without_password(" ".join(str(error).split())[:200] or type(error).__name__)
-                said = f"warning: --track: {self.place} does not accept this run at the moment ({why})"
+                said = f"warning: --track: {self._place} does not accept this run at the moment ({why})"
                 print(said, file=sys.stderr, flush=True)
             self._warned = True
             return False
         self._warned = False
         return True
 
-    def _send(self) -> None:
+    def _record(self, events: Sequence[Event]) -> None:
         if not self._run:
             self._open()
         entities = self._mlflow.entities
         step, metrics, points = self._step, self._metrics, []
-        for event in self._waiting:
+        for event in events:
             if event.name == "start":
                 metrics = recorded_metrics(event.fields)
                 self._describe(event.fields)
@@ -164,7 +143,7 @@ class Record:
         self._log("metrics", points)
         for point in points:
             self._sent_to[point.key] = max(point.step, self._sent_to.get(point.key, -1))
-        self._step, self._metrics, self._waiting = step, metrics, []
+        self._step, self._metrics = step, metrics
 
     def _log(self, kind: str, items: Sequence[Any]) -> None:
         """Send metrics, params or tags, as many in one request as MLflow allows."""
@@ -188,13 +167,13 @@ class Record:
         self._run = client.create_run(experiment, run_name=self._directory.absolute().name).info.run_id
         self._continued = False
         with files.replacing(self._directory / ID_FILE) as file:
-            file.write(json.dumps({"run_id": self._run, "tracking_uri": self.place}) + "\n")
+            file.write(json.dumps({"run_id": self._run, "tracking_uri": self._place}) + "\n")
 
     def _told(self) -> str | None:
         """Return the ID of the MLflow run to resume; None if there is none at this tracking URI."""
         try:
             told = json.loads(files.read_text(self._directory / ID_FILE))
-            return str(told["run_id"]) if told["tracking_uri"] == self.place else None
+            return str(told["run_id"]) if told["tracking_uri"] == self._place else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -205,11 +184,9 @@ class Record:
         config = {name: str(value) for name, value in dict(start.get("config") or {}).items()}
         known = self._client.get_run(self._run).data.params if self._continued else {}
         self._log("params", [entities.Param(name, value) for name, value in config.items() if name not in known])
-        ranks = list(start.get("ranks") or [])
         tags = {name: start.get(name) for name in ("world_size", "engine", "dataset")}
-        tags |= {
-            f"{key}s": ", ".join(dict.fromkeys(str(rank.get(key)) for rank in ranks)) for key in ("host", "device")
-        }
+        for key in ("host", "device"):
+            tags[f"{key}s"] = ", ".join(dict.fromkeys(str(rank.get(key)) for rank in start.get("ranks") or []))
         tags |= {f"version.{name}": value for name, value in dict(start.get("versions") or {}).items()}
         tags |= {f"changed.{n}": f"{known[n]} -> {v}" for n, v in config.items() if known.get(n, v) != v}
         self._log("tags", [entities.RunTag(name, str(value)) for name, value in tags.items() if value is not None])
@@ -221,16 +198,12 @@ class Record:
             self._sent_to[name] = max((point.step for point in history), default=-1)
         return self._sent_to[name]
 
-    def finish(self, status: str) -> None:
+    def _finish(self) -> None:
         """Store summary.json of a finished run, and set the run's status."""
-        if self._run:
-            self._guarded(lambda: self._finish(status))
-
-    def _finish(self, status: str) -> None:
         summary = self._directory / "summary.json"
-        if status == "FINISHED" and summary.exists():
+        if self._last == "end" and summary.exists():
             self._client.log_artifact(self._run, str(summary))
-        self._client.set_terminated(self._run, status)
+        self._client.set_terminated(self._run, STATUS.get(self._last, "FAILED"))
 
 
 def without_password(text: str) -> str:

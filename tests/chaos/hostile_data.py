@@ -147,8 +147,6 @@ SHARDS = [
     shards("replaced-during", "shards are replaced by others of the same size while they are read", code=2, says="read", flags="--max-corrupt 4 --epochs 400",
            before=f"{TRAINS} head -c $(stat -c %s data/train/1.tar) /dev/zero > z; mv z data/train/1.tar; "
            "head -c $(stat -c %s data/train/0.tar) /dev/zero > data/train/0.tar) & "),
-    shards("pipe-command", "pipe: of a command that fails", code=2, limit=120,
-           flags="--train-shards 'pipe:exit 7' --test-shards data/val/0.tar --train-samples 8 --classes 2"),
 ]  # fmt: skip
 
 RUN = "python -m hvdtrain.mnist --engine serial --dataset digits --epochs 1 --train-samples 256 --model convnet --no-progress --output-dir out; "

@@ -135,8 +135,6 @@ MUTANTS = [
            f"{BENCHMARK}::test_without_communication_a_serial_engine_reduces"),
     mutant("--amp: ignored by the benchmark", "hvdtrain/benchmark.py", 'enabled=flags.amp != "off"', "enabled=False",
            f"{BENCHMARK}::test_amp_and_memory_format"),
-    mutant("--each-run: ignored", "hvdtrain/report.py", "groups.fold(runs.read_runs(directories), each_run)",
-           "groups.fold(runs.read_runs(directories), False)", OTHERS),
     mutant("--timeout: ignored by scaling", "hvdtrain/scaling.py", "flags.timeout, log)", "600.0, log)", OTHERS),
     # ---- guarantees: samples and sums
     mutant("the order of an epoch depends on it", "hvdtrain/data/sharding.py", "seed + epoch", "seed",

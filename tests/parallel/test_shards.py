@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("webdataset")
-
 from hvdtrain.data import shards
 from hvdtrain.data.shard_index import obtain, scan
 from hvdtrain.engines.errors import UserError

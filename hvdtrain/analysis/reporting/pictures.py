@@ -1,15 +1,11 @@
-"""Draws the plots of a report with matplotlib: named values over samples, steps or seconds, and where the time goes."""
+"""Draws the plots of a report: named values over samples, steps or seconds, and where the time goes."""
 
-import functools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.analysis import plotting
-from hvdtrain.analysis.reporting.groups import Curve, Group, mean_curve
 from hvdtrain.analysis.reporting.runs import Event, RecordedRun, time_shares
 from hvdtrain.output.metric_names import Series, number
 
@@ -20,7 +16,6 @@ SMOOTH_FROM = 40  # recorded steps: with more, they are drawn faintly, with thei
 MOST_VALUES = 12  # limit for drawn values
 MOST_RANKS = 16  # bars per run
 PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
-HATCHES = {"communication": "////", "other": "...."}  # for greyscale prints
 POSITION = {"samples": "samples", "steps": "step", "seconds": "seconds"}  # axis: key of an event
 DATA = {"test": "test set", "validation": "validation set", "val": "validation set", "": "evaluations"}
 
@@ -34,53 +29,33 @@ class Picture:
     title: str
     caption: str
     part: str
-    png: Path
+    png: bytes
 
 
-def draw_all(groups: Sequence[Group], directory: Path, formats: Sequence[str] = ()) -> Iterator[Picture]:
-    """Draw all plots of the runs to `directory` as PNG and in `formats`, and yield each for the page."""
-    runs = [run for group in groups for run in group.runs]
+def draw_all(runs: Sequence[RecordedRun]) -> Iterator[Picture]:
+    """Yield all plots of the runs."""
     counted = "samples" if all(run.counts_samples for run in runs) else "steps"
-    spread = "; band, bars: s.d. over seeds" * any(group.folded for group in groups)
-    taken: set[str] = set()
-
-    def drawn(stem: str, title: str, caption: str, part: str, draw: plotting.Draw, height: float) -> Picture:
-        figure = plotting.figure_of([draw], height)
-        for kind in ("png", *formats):
-            plotting.save(figure, directory / f"{stem}.{kind}", f"{title} ({caption})")
-        return Picture(title, caption, part, directory / f"{stem}.png")
-
     for name in names_to_draw(runs)[0]:
-        stem = file_name(name, taken)
         for axis in (counted, "seconds"):
 
-            def draw(axes: "Axes", name: str = name, axis: str = axis) -> None:
-                draw_values(axes, groups, name, axis)
+            def values(axes: "Axes", name: str = name, axis: str = axis) -> None:
+                draw_values(axes, runs, name, axis)
 
-            title = f"{titled(name)} over {axis}"
-            yield drawn(f"{stem}-over-{axis}", title, caption(runs, name) + spread, "learning", draw, plotting.HEIGHT)
-    bars = sum(len(time_bars(group)) for group in groups)
+            yield Picture(f"{titled(name)} over {axis}", caption(runs, name), "learning", plotting.png([values]))
+    bars = [(f"{short(run.name)}, rank {rank}", share) for run in runs
+            for rank, share in enumerate(time_shares(run)[:MOST_RANKS])]  # fmt: skip
     if bars:
-        see = "share of the time spent training"
-        height = 0.9 + 0.22 * bars
-        yield drawn("time-shares", "Time by phase", see, "time", lambda axes: draw_shares(axes, groups), height)
+        shares = plotting.png([lambda axes: draw_shares(axes, bars)], 0.9 + 0.22 * len(bars))
+        yield Picture("Time by phase", "share of the time spent training", "time", shares)
     for rate in ("samples_per_second", "steps_per_second"):
         if any(rates(run, rate) for run in runs):
-            see = rate.replace("_", " ") + ", over all ranks" * (rate == "samples_per_second")
-            draw_this = functools.partial(draw_rate, groups=groups, rate=rate, axis=counted)
-            yield drawn("throughput", "Throughput", see, "time", draw_this, plotting.HEIGHT)
+
+            def throughput(axes: "Axes", rate: str = rate) -> None:
+                draw_rate(axes, runs, rate, counted)
+
+            over = ", over all ranks" * (rate == "samples_per_second")
+            yield Picture("Throughput", rate.replace("_", " ") + over, "time", plotting.png([throughput]))
             return
-
-
-def file_name(name: str, taken: set[str]) -> str:
-    """Return a unique file name of letters, digits and hyphens for `name`, and add it to `taken`."""
-    word = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "value"
-    found, number = word, 1
-    while found in taken:
-        number += 1
-        found = f"{word}-{number}"
-    taken.add(found)
-    return found
 
 
 # ---- what there is to draw
@@ -115,10 +90,9 @@ def prefixes(runs: Sequence[RecordedRun], name: str) -> list[str]:
 def names_to_draw(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
     """Return the names to draw, and those beyond `MOST_VALUES`: the loss first, then in the order of the scripts."""
     named = [name for run in runs for name in run.metrics]
-    seen = [name for run in runs for event in run.train for name in event["values"]]
-    seen += [series.name for run in runs for event in run.evaluations for series in event["values"]]
-    there = set(seen)
-    found = [name for name in dict.fromkeys(["loss", *named, *seen]) if name in there]
+    seen = dict.fromkeys(name for run in runs for event in run.train for name in event["values"])
+    seen |= dict.fromkeys(series.name for run in runs for event in run.evaluations for series in event["values"])
+    found = [name for name in dict.fromkeys(["loss", *named, *seen]) if name in seen]
     return found[:MOST_VALUES], found[MOST_VALUES:]
 
 
@@ -146,63 +120,47 @@ def titled(name: str) -> str:
 # ---- drawing
 
 
-def draw_values(axes: "Axes", groups: Sequence[Group], name: str, axis: str) -> None:
-    """Draw training as lines, evaluations as dots, and restarts as dashed vertical lines.
-
-    Several seeds are drawn as their mean, with the standard deviation as a band and as bars.
-    """
-    runs = [run for group in groups for run in group.runs]
-    for place, group in enumerate(groups):
-        style, label = plotting.look(place), short(group.name)
-        if draw_line(axes, group, place, [trained(run, name) for run in group.runs], axis):
-            style["linestyle"], label = (0, (1, 2)), ""
-        for order, prefix in enumerate(prefixes(runs, name)):
-            dots = [curve(tested(run, Series(prefix, name)), axis) for run in group.runs]
-            if not all(x for x, _ in dots):
-                continue
-            x, y, spread = mean_curve(dots) if group.folded else (*dots[0], None)
+def draw_values(axes: "Axes", runs: Sequence[RecordedRun], name: str, axis: str) -> None:
+    """Draw training as lines, evaluations as dots, and restarts as dashed vertical lines."""
+    everywhere = prefixes(runs, name)
+    for place, run in enumerate(runs):
+        style: dict[str, Any] = plotting.look(place) | {"linestyle": (0, (1, 2)), "clip_on": False}
+        label = "" if draw_line(axes, run, place, trained(run, name), axis) else short(run.name)
+        for order, prefix in enumerate(everywhere):
             fill = "none" if order else style["color"]
-            axes.errorbar(x, y, yerr=spread, **style, markerfacecolor=fill, elinewidth=0.8, label=label, clip_on=False)
+            axes.plot(*curve(tested(run, Series(prefix, name)), axis), **style, markerfacecolor=fill, label=label)
             label = ""
     scale(axes, runs, name)
     axes.set_ylabel(short(name.replace("_", " ")))
     finish(axes, axis)
 
 
-def draw_rate(axes: "Axes", groups: Sequence[Group], rate: str, axis: str) -> None:
+def draw_rate(axes: "Axes", runs: Sequence[RecordedRun], rate: str, axis: str) -> None:
     """Draw `rate` (samples or steps per second) as lines."""
-    for place, group in enumerate(groups):
-        draw_line(axes, group, place, [rates(run, rate) for run in group.runs], axis)
+    for place, run in enumerate(runs):
+        draw_line(axes, run, place, rates(run, rate), axis)
     axes.yaxis.set_major_formatter(lambda value, _: thousands(value))
     axes.set_ylim(bottom=0)
     axes.set_ylabel(rate.replace("_per_second", "/s"))
     finish(axes, axis)
 
 
-def draw_line(axes: "Axes", group: Group, place: int, lines: Sequence[Sequence[Point]], axis: str) -> bool:
+def draw_line(axes: "Axes", run: RecordedRun, place: int, points: Sequence[Point], axis: str) -> bool:
     """Draw a line, or its running mean if it has many points, and the restarts. Return whether there were any points."""
-    style = plotting.look(place) | {"marker": ""}
-    smooth = []
-    for x, y in (curve(points, axis) for points in lines):
-        if len(y) > SMOOTH_FROM and not group.folded:
-            axes.plot(x, y, **style, linewidth=0.6, alpha=0.3)
-        smooth.append((x, running_mean(y, len(y) // 20) if len(y) > SMOOTH_FROM else y))
-    x, y = smooth[0]
-    if group.folded:
-        x, y, spread = mean_curve(smooth)
-        least, most = ([v + sign * s for v, s in zip(y, spread, strict=True)] for sign in (-1, 1))
-        axes.fill_between(x, least, most, color=style["color"], alpha=0.2, linewidth=0)
-    else:
-        for attempt in group.runs[0].attempts[1:]:
-            at = {"samples": attempt.samples, "steps": attempt.step, "seconds": attempt.before}[axis]
-            if at is not None:
-                axes.axvline(at, color=style["color"], linestyle=(0, (4, 3)), linewidth=0.9)
+    style, (x, y) = plotting.look(place) | {"marker": ""}, curve(points, axis)
+    if len(y) > SMOOTH_FROM:
+        axes.plot(x, y, **style, linewidth=0.6, alpha=0.3)
+        y = running_mean(y, len(y) // 20)
+    for attempt in run.attempts[1:]:
+        at = {"samples": attempt.samples, "steps": attempt.step, "seconds": attempt.before}[axis]
+        if at is not None:
+            axes.axvline(at, color=style["color"], linestyle=(0, (4, 3)), linewidth=0.9)
     if y:
-        axes.plot(x, y, **style | {"marker": "." if len(y) == 1 else ""}, label=short(group.name))
+        axes.plot(x, y, **style | {"marker": "." if len(y) == 1 else ""}, label=short(run.name))
     return bool(y)
 
 
-def curve(points: Sequence[Point], axis: str) -> Curve:
+def curve(points: Sequence[Point], axis: str) -> tuple[list[float], list[float]]:
     """Return the points as x and y."""
     return [event[POSITION[axis]] for event, _ in points], [value for _, value in points]
 
@@ -235,8 +193,6 @@ def scale(axes: "Axes", runs: Sequence[RecordedRun], name: str) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
     elif (metric is None or metric.direction == "min") and values and 0 < 8 * min(values) < max(values):
         axes.set_yscale("log")
-        # A mean minus its deviation may be below 0, which this axis cannot show.
-        axes.set_ylim(bottom=0.8 * min(values))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
@@ -255,32 +211,15 @@ def thousands(value: float) -> str:
     return f"{value:.4g}"
 
 
-def time_bars(group: Group) -> list[tuple[str, dict[str, float]]]:
-    """Return label and shares of each rank; for several seeds, the mean over all ranks and seeds."""
-    bars = [(rank, share) for run in group.runs for rank, share in enumerate(time_shares(run))]
-    if not group.folded:
-        return [(f"{short(group.name)}, rank {rank}", share) for rank, share in bars[:MOST_RANKS]]
-    if not bars:
-        return []
-    mean = {phase: sum(share.get(phase, 0.0) for _, share in bars) / len(bars) for phase in PHASES}
-    return [(short(group.name), mean)]
-
-
-def draw_shares(axes: "Axes", groups: Sequence[Group]) -> None:
-    """Draw one bar per run and rank, from 0 to 100 %; for several seeds, one bar over all ranks."""
-    bars = [bar for group in groups for bar in time_bars(group)]
-    named: set[str] = set()
-    for place, (_, phases) in enumerate(bars):
-        left = 0.0
-        for phase, share in phases.items():
-            label = "" if phase in named else phase
-            named.add(phase)
-            axes.barh(place, share, left=left, height=0.62, color=PHASES[phase], hatch=HATCHES.get(phase),
-                      edgecolor="white", linewidth=0, label=label)  # fmt: skip
-            if share >= 0.09:
-                box = dict(facecolor=PHASES[phase], edgecolor="none", pad=1)
-                axes.text(left + share / 2, place, f"{share:.0%}", ha="center", va="center", color="white", bbox=box)
-            left += share
+def draw_shares(axes: "Axes", bars: Sequence[tuple[str, dict[str, float]]]) -> None:
+    """Draw one bar per run and rank, from 0 to 100 %."""
+    left = [0.0] * len(bars)
+    for phase, colour in PHASES.items():
+        shares = [share.get(phase, 0.0) for _, share in bars]
+        drawn = axes.barh(range(len(bars)), shares, left=left, height=0.62, color=colour, label=phase)
+        said = [f"{share:.0%}" if share >= 0.09 else "" for share in shares]
+        axes.bar_label(drawn, said, label_type="center", color="white")
+        left = [before + share for before, share in zip(left, shares, strict=True)]
     axes.set_yticks(range(len(bars)), [label for label, _ in bars])
     axes.invert_yaxis()
     axes.grid(False)

@@ -1,7 +1,7 @@
 """Reads runs from their output directories: metrics.jsonl, event by event, however the run ended.
 
 A run that was killed and restarted has several attempts in its record, each beginning with a `start` event. Steps of an
-attempt after the checkpoint from which the next one resumed are counted as lost. Seconds are those in which an attempt ran,
+attempt after the checkpoint from which the next one resumed are left out. Seconds are those in which an attempt ran,
 without the pauses between attempts.
 """
 
@@ -41,16 +41,12 @@ class Result(NamedTuple):
 class Attempt:
     """One start of the run, until it ended or was killed."""
 
-    began: float  # seconds since the epoch
     clock: float  # monotonic seconds at its start
     before: float  # seconds that earlier attempts ran
     ranks: int
-    ended: float  # seconds since the epoch, of its last event
     ran: float = 0.0  # seconds, up to its last event
     step: float = 0.0  # from which it resumed
     samples: float | None = 0.0
-    joules: float | None = None  # up to its last event that has them
-    joules_complete: bool = True
 
 
 @dataclass
@@ -64,9 +60,7 @@ class RecordedRun:
     # by name in training and by series in evaluations.
     train: list[Event] = field(default_factory=list)
     evaluations: list[Event] = field(default_factory=list)
-    checkpoints: list[Event] = field(default_factory=list)
     rank_times: list[Event] = field(default_factory=list)  # `ranks` events: seconds by phase, a list over ranks
-    lost: int = 0  # train events that a later attempt repeated
     summary: Event = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     state: str = "not ended"  # ended, stopped, failed
@@ -80,11 +74,6 @@ class RecordedRun:
     def seconds(self) -> float:
         """The seconds that all attempts ran."""
         return self.attempts[-1].before + self.attempts[-1].ran
-
-    @property
-    def seed(self) -> object:
-        """The seed; None if it is not recorded."""
-        return mapping(self.start.get("config")).get("seed")
 
     @property
     def counts_samples(self) -> bool:
@@ -239,20 +228,17 @@ def take(run: RecordedRun, event: Event) -> None:
     if name == "start":
         before = run.seconds if run.attempts else 0.0
         ranks = int(event["world_size"])
-        run.attempts.append(Attempt(event["time"], clock_of(event), before, ranks, event["time"]))
+        run.attempts.append(Attempt(clock_of(event), before, ranks))
         run.start, run.state, run.summary = event, "not ended", {}
         return
     if not run.attempts:
         return
     attempt = run.attempts[-1]
-    attempt.ended = event["time"]
     seconds = attempt.ran
     if ("elapsed" in run.start) == ("elapsed" in event):
         seconds = max(0.0, clock_of(event) - attempt.clock)
     attempt.ran = max(attempt.ran, seconds)
     event["seconds"] = attempt.before + seconds
-    if (joules := finite(event.get("energy_joules"))) is not None:
-        attempt.joules, attempt.joules_complete = joules, event.get("energy_incomplete") is not True
     if name == "resume":
         attempt.step, attempt.samples = event["step"], event.get("samples")
         go_back(run, event["step"])
@@ -266,8 +252,6 @@ def take(run: RecordedRun, event: Event) -> None:
         prefix = event["prefix"] if isinstance(event.get("prefix"), str) else ""
         found = {series_of(prefix, key): value for key, value in named_values(event, run.metrics).items()}
         run.evaluations.append(event | place | dict(values=found))
-    elif name == "checkpoint":
-        run.checkpoints.append(event)
     elif name == "ranks":
         run.rank_times.append(event)
     elif name == "end":
@@ -295,7 +279,6 @@ def go_back(run: RecordedRun, step: float) -> None:
     """Drop the train events and the evaluations after `step`."""
     while run.train and run.train[-1]["step"] > step:
         run.train.pop()
-        run.lost += 1
     while run.evaluations and run.evaluations[-1]["step"] > step:
         run.evaluations.pop()
 
@@ -355,9 +338,7 @@ def time_shares(run: RecordedRun) -> list[dict[str, float]]:
     totals: list[dict[str, float]] = []
     for event in run.rank_times:
         columns = [event.get(f"{phase}_seconds") for phase in (*PHASES, "elapsed")]
-        lists = [
-            values for values in columns if isinstance(values, list) and all(number(v) is not None for v in values)
-        ]
+        lists = [c for c in columns if isinstance(c, list) and all((n := number(v)) is not None and n >= 0 for v in c)]
         if len(lists) < len(columns):
             continue
         for rank, (*seconds, elapsed) in enumerate(zip(*lists, strict=False)):
@@ -371,7 +352,7 @@ def time_shares(run: RecordedRun) -> list[dict[str, float]]:
         total, before = dict.fromkeys(PHASES, 0.0), 0.0
         for event in run.train:
             for phase in PHASES:
-                total[phase] += (number(event.get(f"{phase}_seconds")) or 0.0) * max(event[unit] - before, 0)
+                total[phase] += max(0.0, number(event.get(f"{phase}_seconds")) or 0.0) * max(event[unit] - before, 0)
             before = event[unit]
         totals = [total]
     wholes = [sum(total.values()) for total in totals]

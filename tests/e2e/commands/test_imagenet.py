@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torchvision")
-pytest.importorskip("webdataset")
 
 from hvdtrain.data import make_shards
 from tests import image_set

@@ -26,7 +26,7 @@ def test_before_and_after_in_the_order_of_ranks(start):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "ranks"), [("ddp", 2), ("serial", 1)])
-def test_sweep_writes_table_json_and_picture(start, ranks, tmp_path):
+def test_sweep_writes_table_and_json(start, ranks, tmp_path):
     flags = f"--sweep --max-bytes 64 --seconds-per-size 0.01 --output-dir {tmp_path}/new"
     done = launch(f"{STARTS[start].format(ranks=ranks)} {flags}", timeout=120)
     assert done.code == 0, done
@@ -37,4 +37,3 @@ def test_sweep_writes_table_json_and_picture(start, ranks, tmp_path):
     assert all(row["bus_bytes_per_second"] > 0 for row in result["rows"]) == (ranks > 1)
     table = [line.split() for line in done.stdout.splitlines() if " float" in line]
     assert [(row[2], int(row[0])) for row in table] == measured, done
-    assert (tmp_path / "new/reduce.png").read_bytes().startswith(b"\x89PNG")

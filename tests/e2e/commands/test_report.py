@@ -16,5 +16,5 @@ def test_a_run_that_was_killed_and_one_on_another_number_of_ranks(tmp_path):
     done = launch(f"{PYTHON} -m hvdtrain.report {restarted} {alone} --output-dir {report}")
     assert (done.code, done.stdout) == (0, f"{report}/report.html: open it in a browser\n"), done
     page = (report / "report.html").read_text()
-    assert "after step 3 (192 samples)" in page
-    assert page.count("data:image/png;base64,") == len(list(report.glob("*.png"))) == 6
+    assert "1 restart, from step 3" in page
+    assert page.count("data:image/png;base64,") == 6

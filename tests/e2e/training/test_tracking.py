@@ -1,72 +1,30 @@
-"""--track mlflow under a real launcher, with a real server of MLflow's, and without one."""
+"""--track mlflow under a real launcher, with MLflow's client and a store of its own."""
 
 import importlib.util
-import os
 import shlex
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 
 import pytest
 
-from tests.e2e.launchers import environment, events, launch, several
+from tests.e2e.launchers import events, launch, several
 
 pytestmark = [
     pytest.mark.slow,  # tests/single/output/test_tracking.py has the logic
     pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="no mlflow: launch/setup --with track"),
 ]
-SERVER = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("flask", "sqlalchemy")),
-    reason="no server in mlflow-skinny: launch/setup --with track-server",
-)
-SERVER_SECONDS = 120.0
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Start a server of MLflow's with a database, and return its address."""
-    directory = tmp_path_factory.mktemp("server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = (
-        f"-m mlflow server --host 127.0.0.1 --port {port} --workers 1 --backend-store-uri sqlite:///{directory}/runs.db"
-    )
-    words = [sys.executable, *shlex.split(command), "--artifacts-destination", str(directory / "files")]
-    quiet = dict(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", TMPDIR=str(directory))
-    with (directory / "log").open("w") as log:
-        process = subprocess.Popen(
-            words, cwd=directory, env=environment(**quiet), stdin=subprocess.DEVNULL,
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    try:
-        until = time.monotonic() + SERVER_SECONDS
-        while not answers(f"http://127.0.0.1:{port}/health"):
-            assert process.poll() is None, (directory / "log").read_text()
-            assert time.monotonic() < until, (directory / "log").read_text()
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, 9)
-        process.wait()
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> str:
+    """The URI of a store of MLflow's."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    return (tmp_path / "store").as_uri()
 
 
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-@SERVER
-def test_a_run_that_was_stopped_goes_on_in_its_record(server, tmp_path):
+def test_a_run_that_was_stopped_goes_on_in_its_record(store, tmp_path):
     flags = "--dataset digits --epochs 2 --train-samples 640 --log-steps 1 --batch-size 32 --no-progress --track mlflow"
     flags += f" --checkpoint-steps 5 --output-dir {tmp_path / 'out'}"
-    named = dict(MLFLOW_TRACKING_URI=server, MLFLOW_EXPERIMENT_NAME="stopped")
+    named = dict(MLFLOW_TRACKING_URI=store, MLFLOW_EXPERIMENT_NAME="stopped")
     program = (
         "import os, signal, sys; from hvdtrain import mnist; from hvdtrain.output import run_output\n"
         "event = run_output.RunOutput.event\n"
@@ -84,7 +42,7 @@ def test_a_run_that_was_stopped_goes_on_in_its_record(server, tmp_path):
     assert done.code == 0, done
     import mlflow
 
-    client = mlflow.MlflowClient(tracking_uri=server)
+    client = mlflow.MlflowClient(tracking_uri=store)
     (run,) = client.search_runs([client.get_experiment_by_name("stopped").experiment_id])
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"summary.json"}
     assert (run.data.params["dataset"], run.data.params["epochs"]) == ("digits", "2")
@@ -106,4 +64,4 @@ def test_without_a_server_the_record_is_in_the_output_folder_or_the_run_goes_on_
     assert done["local"].code == done["down"].code == 0, done
     assert "warning" not in done["local"].stderr
     assert "warning: --track: http://127.0.0.1:9 does not accept this run at the moment" in done["down"].stderr
-    assert len(list((tmp_path / "local" / "mlflow").glob("*/*/artifacts/report.html"))) == 1
+    assert len(list((tmp_path / "local" / "mlflow").glob("*/*/artifacts/summary.json"))) == 1

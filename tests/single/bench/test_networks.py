@@ -34,10 +34,3 @@ def test_one_process_reaches_what_the_command_reaches(tmp_path, monkeypatch):
     finally:
         torch.set_num_threads(threads)
     assert json.loads((tmp_path / "summary.json").read_text())["test_accuracy"] == pytest.approx(reached, abs=1e-9)
-
-
-def test_what_is_no_network_is_said():
-    with pytest.raises(SystemExit, match="5x16q: not KERNELxCHANNELS"):
-        networks.network("5x16q")
-    with pytest.raises(SystemExit, match="rate: not one of ranks, batch, lr"):
-        networks.parsed("5x16p:rate=1")

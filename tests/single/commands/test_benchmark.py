@@ -7,12 +7,10 @@ import torch
 
 from hvdtrain import benchmark
 from hvdtrain.benchmark import Repeat, count_flops, parse, phases, throughput
-from hvdtrain.data.endless import open_endless
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models.convnet import ConvNet
 from hvdtrain.models.gpt import GPT, SIZES
-from hvdtrain.output.energy import Energy
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def test_what_cannot_be_counted_is_none():
 
 
 def batches(engine, flags, number, shape=(1, 28, 28)):
-    return list(itertools.islice(open_endless(parse(flags.split()), engine, 10, shape), number))
+    return list(itertools.islice(benchmark.random_batches(parse(flags.split()), engine, 10, shape), number))
 
 
 def test_a_language_model_gets_windows_of_tokens_and_the_next_ones(engine):
@@ -57,48 +55,18 @@ def test_a_language_model_gets_windows_of_tokens_and_the_next_ones(engine):
     assert (tokens.shape, tokens.dtype, following.shape) == ((3, 64), torch.int64, (3, 64))
     assert torch.equal(tokens[:, 1:], following[:, :-1])
     assert not torch.equal(tokens, another)
-    (same, _), (again, _) = batches(engine, "--model shakespeare-cpu --batch-size 3 --input mock", 2, (64,))
-    assert torch.equal(same, again)
     net = GPT(SIZES["shakespeare-cpu"], 65)
     assert count_flops(net, (64,), torch.int64) == pytest.approx(64 * net.flops_per_token(), rel=0.02)
 
 
-def test_real_digits_are_scaled_pixels(engine):
-    (images, labels), *_ = batches(engine, "--model convnet --batch-size 8 --input real --dataset digits", 1)
-    assert (images.shape, images.max().item()) == ((8, 1, 28, 28), 1.0)
-    assert set(labels.tolist()) <= set(range(10))
-
-
-def test_image_folders_are_decoded_for_ever(engine, tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    for index in range(14):
-        directory = tmp_path / f"{'train' if index < 8 else 'val'}/class{index % 2}"
-        directory.mkdir(parents=True, exist_ok=True)
-        image.new("RGB", (40, 30), (index * 10, 0, 255)).save(directory / f"{index}.jpg")
-    flags = f"--batch-size 3 --image-size 16 --input real --data-dir {tmp_path} --workers 0"
-    for images, labels in batches(
-        engine, flags, 3, (3, 16, 16)
-    ):  # two of three, one of two that is left out, and again
-        assert images.shape == (3, 3, 16, 16)
-        assert images[:, 2].min() > 0.9
-        assert set(labels.tolist()) <= {0, 1}
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        ("--input real", "needs --data-dir"),
-        ("--input real --data-dir {tmp}", "train does not exist"),
-        (
-            "--model convnet --input real --dataset digits --batch-size 5000",
-            "1415 samples per rank are less than one batch",
-        ),
-    ],
-)
-def test_input_that_is_not_there(flags, complaint, engine, tmp_path):
-    with pytest.raises(UserError) as caught:
-        batches(engine, flags.format(tmp=tmp_path), 1)
-    assert complaint in str(caught.value)
+def test_images_are_others_each_time_and_the_same_for_a_seed(engine):
+    flags = "--model convnet --batch-size 4 --channels-last"
+    mine, same = (batches(engine, flags, 9) for _ in range(2))
+    assert not torch.equal(mine[0][0], mine[1][0])
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(mine, same, strict=True))
+    assert mine[0][0].is_contiguous(memory_format=torch.channels_last)
+    assert (mine[0][0].shape, mine[0][0].dtype, mine[0][1].shape) == ((4, 1, 28, 28), torch.float32, (4,))
+    assert 0 <= mine[0][0].min() < mine[0][0].max() <= 1
 
 
 def test_defaults_follow_the_model():
@@ -117,7 +85,6 @@ def test_defaults_follow_the_model():
         ("--steps 0", "'0' is not a whole number"),
         ("--model gpt-small --image-size 32", "--model gpt-small takes no images: leave out --image-size"),
         ("--model gpt2 --channels-last", "--model gpt2 takes no images: leave out --channels-last"),
-        ("--model gpt2 --input real", "is measured on random tokens: leave out --input real"),
     ],
 )
 def test_bad_flags(flags, complaint):
@@ -128,11 +95,9 @@ def test_bad_flags(flags, complaint):
 
 @pytest.mark.parametrize("flags", ["--amp bf16 --channels-last", "--amp fp16 --batch-size 2", "--no-communication"])
 def test_measure_and_summary_agree(flags, engine):
-    flags = parse(
-        f"--engine serial --model convnet --warmup-steps 1 --repeats 3 --steps 2 --input mock {flags}".split()
-    )
+    flags = parse(f"--engine serial --model convnet --warmup-steps 1 --repeats 3 --steps 2 {flags}".split())
     engine.size = 1
-    stream = open_endless(flags, engine, 10, (1, 28, 28))
+    stream = benchmark.random_batches(flags, engine, 10, (1, 28, 28))
     found = benchmark.measure(benchmark.Trainer(flags, engine, ConvNet(), stream))
     repeats, result = found.repeats, benchmark.summarize(flags, engine, found, 1000, 4 * 29034)
     assert result["warmup_seconds"] > 0
@@ -150,27 +115,3 @@ def test_measure_and_summary_agree(flags, engine):
     assert result["communicates"] == (not flags.no_communication)
     assert result["peak"]["resident_bytes"] > 50 * 2**20
     assert f"{rate['mean']:,.1f} samples/s" in benchmark.block(result)
-
-
-def test_energy_per_sample_is_shown_where_it_is_measured(engine, monkeypatch):
-    small = "--engine serial --model convnet --warmup-steps 1 --repeats 2 --steps 1 --input mock"
-    flags = parse(small.split())
-
-    class Measures:
-        def __init__(self, engine):
-            self.about = dict(cpu_packages=2, gpus=0, not_measured=[])
-
-        def total(self, engine):
-            return Energy(48.0, 16.0, complete=False)
-
-        def close(self):
-            pass
-
-    for meter, joules in ((benchmark.Meter, None), (Measures, 0.5)):
-        monkeypatch.setenv("HVDTRAIN_POWERCAP", "/nowhere")
-        monkeypatch.setattr(benchmark, "Meter", meter)
-        trainer = benchmark.Trainer(flags, engine, ConvNet(), open_endless(flags, engine, 10, (1, 28, 28)))
-        result = benchmark.summarize(flags, engine, benchmark.measure(trainer), None, 0)
-        assert result["energy"]["per_sample_joules"] == joules
-        said = "energy           at least 0.5 J per sample (measured: 2 CPU packages)"
-        assert (said in benchmark.block(result)) == bool(joules)

@@ -49,7 +49,7 @@ TRAINING: Tests = {
     PARALLEL + "reduction_sum_is_the_sum": "--reduction",
     PARALLEL + "replicas_are_compared_at_check_steps": "--check-steps",
     WATCHING + "tensorboard_has_what_metrics_has": "--tensorboard",
-    WATCHING + "profile_has_both_ranks_and_the_steps_in_order": "--profile",
+    WATCHING + "each_rank_has_a_profile_of_the_steps_that_were_asked_for": "--profile",
     TRACKING + "without_a_server_the_record_is_in_the_output_folder_or_the_run_goes_on_without": "--track",
     "single/training/test_run.py::test_a_step_left_out_changes_nothing_and_training_goes_on": "--max-skipped",
     "e2e/training/test_guard.py::test_a_hung_rank_is_named_and_ends_the_job": "--step-timeout",
@@ -109,11 +109,8 @@ EFFECTS: dict[str, list[Tests]] = {
         BENCHMARK + "channels_last_images": "--model --image-size --channels-last",
         BENCHMARK + "steps_and_batches": "--batch-size --warmup-steps --repeats --steps --output-dir",
         BENCHMARK + "compile_compiles": "--compile",
-        BENCHMARK + "mock_is_one_batch_and_synthetic_many": "--input",
         BENCHMARK + "without_communication_a_serial_engine_reduces": "--no-communication",
         BENCHMARK + "the_seed_is_that_of_the_weights": "--seed",
-        "single/commands/test_benchmark.py::test_real_digits_are_scaled_pixels": "--dataset",
-        "single/commands/test_benchmark.py::test_image_folders_are_decoded_for_ever": "--data-dir --workers",
     }],
     "scaling": [{
         OTHERS + "scaling_runs_what_was_asked_for_within_its_time": "--engines --ranks --threads --timeout --output-dir",
@@ -121,11 +118,7 @@ EFFECTS: dict[str, list[Tests]] = {
         OTHERS + "scaling_starts_on_the_hosts_over_the_interface": "--hosts --interface",
     }],
     "doctor": [{OTHERS + "the_doctor_checks_what_was_named": "--engine --device --data-dir --output-dir --json"}],
-    "report": [{
-        OTHERS + "a_table_has_the_numbers_and_no_page_is_written": "--csv",
-        OTHERS + "a_report_lies_where_it_was_asked_for_in_the_formats_that_were_with_seeds_folded_or_not":
-            "--output-dir --figures --each-run",
-    }],
+    "report": [{OTHERS + "a_report_lies_where_it_was_asked_for": "--output-dir"}],
     "tuned": [{
         TUNED + "the_rank_that_does_not_come_is_named_with_its_place": "--watch",
         TUNED + "a_plain_script_ends_as_without_us_and_is_recorded": "--output-dir",
@@ -139,7 +132,7 @@ EFFECTS: dict[str, list[Tests]] = {
         RANKS + "an_import_that_hangs_is_ended": "--start-timeout",
         "single/commands/test_starter.py::test_interface_and_port_are_those_that_were_named": "--interface --port",
     }],
-    "unpack": [{"single/commands/test_unpack.py::test_what_differs_is_not_replaced_unasked": "--overwrite"}],
+    "unpack": [],
     "data.make_shards": [{
         OTHERS + "shards_have_at_most_so_many_samples_in_the_order_of_the_seed": "--samples-per-shard --seed"
     }],

@@ -25,7 +25,6 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tars(folder, tmp_path_factory) -> Path:
-    pytest.importorskip("webdataset")
     target = tmp_path_factory.mktemp("shards")
     for split in ("train", "val"):
         make_shards.make(folder / split, target / split, per_shard=6, seed=1)

@@ -10,7 +10,7 @@ from hvdtrain import doctor, report, scaling
 from hvdtrain.analysis.launching import Ended
 from hvdtrain.data import make_shards
 from tests import image_set
-from tests.single.analysis.reporting.run_records import WHOLE, end, evaluation, leave, start, step  # noqa: F401
+from tests.single.analysis.reporting.run_records import WHOLE, leave  # noqa: F401
 
 
 @pytest.fixture
@@ -80,46 +80,13 @@ def test_the_doctor_checks_what_was_named(tmp_path, monkeypatch, capsys):
     assert "--device cuda" in capsys.readouterr().out
 
 
-def report_on(monkeypatch, *words: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
+def test_a_report_lies_where_it_was_asked_for(leave, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(sys, "argv", ["report.py", str(leave("one", *WHOLE)), "--output-dir", str(tmp_path / "made")])
     assert report.main() == 0
-
-
-def test_a_table_has_the_numbers_and_no_page_is_written(leave, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.chdir(tmp_path)
-    report_on(monkeypatch, leave("one", *WHOLE), "--csv", tmp_path / "table.csv")
-    assert len((tmp_path / "table.csv").read_text().splitlines()) > 4
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_report_lies_where_it_was_asked_for_in_the_formats_that_were_with_seeds_folded_or_not(
-    leave,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-):
-    found: list[tuple[int, list[str]]] = []
-    monkeypatch.setattr(
-        report.pictures, "draw_all", lambda runs, out, formats: found.append((len(runs), formats)) or []
-    )
-    monkeypatch.setattr(report.page, "build", lambda runs, pictures: "")
-    monkeypatch.setattr(report.plotting, "require_matplotlib", lambda **_: None)
-    runs = []
-    for seed in (1, 2, 3):
-        lines = [
-            start(100.0, config={"seed": seed}),
-            *(step(100.0 + n, n) for n in range(1, 5)),
-            evaluation(105.0),
-            end(),
-        ]
-        runs.append(leave(f"seed-{seed}", *lines))
-    for flags in ([], ["--each-run", "--figures", "svg"]):
-        report_on(monkeypatch, *runs, "--output-dir", tmp_path / "made", *flags)
-    assert found == [(1, []), (3, ["svg"])]
-    assert (tmp_path / "made" / "report.html").is_file()
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["report.html"]
 
 
 def test_shards_have_at_most_so_many_samples_in_the_order_of_the_seed(tmp_path, monkeypatch):
-    pytest.importorskip("webdataset")
     folder = image_set.write(tmp_path / "folder", 12, 6)
     contents = []
     for number, flags in enumerate(("--samples-per-shard 5", "--samples-per-shard 5 --seed 2")):

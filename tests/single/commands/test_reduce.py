@@ -1,11 +1,9 @@
-"""The bare all-reduce: its flags, its arithmetic, its picture."""
+"""The bare all-reduce: its flags, its arithmetic."""
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from hvdtrain import reduce
-from hvdtrain.analysis import plotting
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 
@@ -67,25 +65,3 @@ def test_bad_flags(argv, complaint):
     with pytest.raises(UserError) as caught:
         reduce.parse(argv.split())
     assert complaint in str(caught.value)
-
-
-def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr(plotting, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'hvdtrain\[plot\]'"):
-        plotting.require_matplotlib()
-
-
-def test_sizes_are_marked_in_powers_of_1024():
-    assert [plotting.bytes_text(size) for size in (4, 1024, 65536, 2**28)] == ["4 B", "1 KiB", "64 KiB", "256 MiB"]
-
-
-def test_the_plots_have_the_spread_of_the_bandwidth(tmp_path, monkeypatch):
-    row = dict(bytes=1024, dtype="float32", seconds=2e-6, seconds_least=1e-6, seconds_most=4e-6,
-               bus_bytes_per_second=6e8)  # fmt: skip
-    monkeypatch.setattr(reduce.plotting, "write", lambda path, about, draws: draws)
-    axes = Figure().subplots()
-    reduce.draw("about", [row], tmp_path / "reduce.png")[1](axes)
-    assert axes.get_ylabel() == "bus bandwidth (GB/s)"
-    assert axes.containers[0].lines[0].get_ydata() == pytest.approx([0.6])
-    (bar,) = axes.containers[0].lines[2][0].get_segments()
-    assert bar[:, 1] == pytest.approx([0.3, 1.2]), "GB/s of the slowest and of the fastest block"

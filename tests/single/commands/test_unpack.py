@@ -30,37 +30,25 @@ def written(directory):
 
 
 def test_files_lie_as_in_a_clone_and_can_be_started(package, tmp_path):
-    assert unpack.unpack(tmp_path / "new" / "there", False) == (3, [])
+    unpack.unpack(tmp_path / "new" / "there")
     assert written(tmp_path / "new" / "there") == {"launch/mpirun.sh", "launch/slurm.sbatch", "hvdtrain/mnist.py"}
     assert os.access(tmp_path / "new" / "there" / "launch" / "mpirun.sh", os.X_OK)
-    assert unpack.unpack(tmp_path / "new" / "there", False) == (0, [])  # the same again: nothing to do
 
 
-@pytest.mark.parametrize("how", ["edited", "link", "dangling link"])
-def test_what_differs_is_not_replaced_unasked(package, tmp_path, how):
-    there = tmp_path / "there" / "launch" / "slurm.sbatch"
-    there.parent.mkdir(parents=True)
-    if how == "edited":
-        there.write_text("how=pmix\n")
-    else:
-        mine = tmp_path / "mine"
-        there.symlink_to(mine)
-        if how == "link":
-            mine.write_text("how=starter\n")
-    with pytest.raises(UserError, match=r"slurm\.sbatch: exist with other content: .*--overwrite"):
-        unpack.unpack(tmp_path / "there", False)
-    assert written(tmp_path / "there") == {"launch/slurm.sbatch"}  # nothing at all was written
-
-    assert unpack.unpack(tmp_path / "there", True) == (3, [there])
-    assert not there.is_symlink()
-    assert there.read_text() == "how=starter\n"
-    if how != "edited":
-        assert (tmp_path / "mine").exists() == (how == "link")  # no link is followed
+def test_what_is_there_is_left_alone(package, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("mine")
+    with pytest.raises(UserError, match="there exists and is not empty: name another DIR"):
+        unpack.unpack(tmp_path / "there")
+    assert written(tmp_path / "there") == {"mine"}
+    (tmp_path / "there" / "mine").unlink()
+    unpack.unpack(tmp_path / "there")
+    assert "launch/mpirun.sh" in written(tmp_path / "there")
 
 
 def test_a_checkout_has_them_already():
     with pytest.raises(UserError, match="runs from a checkout, which has launch/ and containers/: /"):
-        unpack.unpack(unpack.PACKAGE, False)
+        unpack.unpack(unpack.PACKAGE)
 
 
 def test_where_it_cannot_write_it_is_one_line(package, tmp_path, monkeypatch):

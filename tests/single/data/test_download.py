@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import json
 import multiprocessing
 import os
 import shutil
@@ -19,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.data import cache, download, idx, published
-from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from tests.single.data import fake_mnist as fake
 
@@ -33,7 +31,7 @@ Mirrors = Callable[..., None]
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty cache and working directory, http from this machine, no proxies."""
     for name in list(os.environ):
-        if name.lower().endswith("_proxy") or name == "HVDTRAIN_DATA":
+        if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(download, "SCHEMES", ("http",))
@@ -132,7 +130,7 @@ BAD = {
     "truncated": (lambda content: gzip.compress(content)[:-9], "is truncated: the gzip file ends too early"),
     "a log-in page": (lambda content: b"<html>log in</html>", "is damaged: not a valid gzip file"),
     "endless": (lambda content: bytes(10 << 20), "sent more than the"),
-    "a bomb": (lambda content: gzip.compress(content + bytes(1 << 20)), "is too long"),
+    "a bomb": (lambda content: gzip.compress(content + bytes(1 << 20)), "more bytes, not"),
     "the wrong file": (lambda content: gzip.compress(fake.MNIST[fake.NAMES[2]]), f"is MNIST's {fake.NAMES[2]}"),
 }
 
@@ -147,13 +145,6 @@ def test_bad_content_never_gets_its_name(tmp_path: Path, mirrors: Mirrors, case:
         assert expected in message
     assert asked.total() == 1
     assert not (tmp_path / "d/MNIST").exists()
-
-
-def test_a_short_answer_is_an_error(tmp_path: Path, mirrors: Mirrors) -> None:
-    packed = gzip.compress(fake.MNIST[IMAGES])
-    with fake.mirror(lambda request: fake.send(request, packed[:100], length=len(packed))) as (url, _):
-        mirrors(url)
-        assert "truncated" in failed(tmp_path / "d")
 
 
 def test_a_damaged_chunk_is_an_error(tmp_path: Path, mirrors: Mirrors) -> None:
@@ -211,27 +202,7 @@ def test_https_needs_a_certificate_that_is_trusted(tmp_path: Path, monkeypatch: 
     assert gzip.decompress(packed) == fake.MNIST[IMAGES]
 
 
-def test_a_proxy_from_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake.mirror(lambda request: fake.send(request, b"through the proxy")) as (url, asked):
-        monkeypatch.setenv("http_proxy", url)
-        assert download.get("http://mirror.invalid/x", 100, time.monotonic() + 60) == b"through the proxy"
-    assert asked == {"http://mirror.invalid/x": 1}
-
-
 # Bounded in time
-
-
-def test_a_silent_mirror_costs_its_seconds_and_no_more(
-    tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(download, "ANSWER_SECONDS", 0.2)
-    done = threading.Event()
-    with fake.mirror(lambda request: done.wait(60)) as (silent, _):
-        mirrors(silent, silent)
-        began = time.monotonic()
-        assert failed(tmp_path / "d").count("no answer in 0.2 seconds") == 2
-        assert time.monotonic() - began < 30  # one such mirror alone would be silent for 60
-        done.set()
 
 
 def test_a_silent_name_server_likewise(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,30 +248,6 @@ def test_a_stalled_transfer_is_left(tmp_path: Path, mirrors: Mirrors, monkeypatc
         done.set()
 
 
-def test_a_failure_is_remembered_for_a_while(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake.mirror(lambda request: request.send_error(503)) as (url, asked):
-        mirrors(url)
-        assert "HTTP 503" in failed(tmp_path / "d")
-        again = failed(tmp_path / "d")
-        assert "HTTP 503" in again
-        assert "s ago)" in again
-        assert asked.total() == 1
-        note = cache.directory("mnist") / download.FAILURE
-        noted = json.loads(note.read_text())
-        for damaged in (json.dumps(noted | {"time": time.time() - 61}), "{", "[]", "{}", '{"time": "x"}'):
-            note.write_text(damaged)
-            asked.clear()
-            failed(tmp_path / "d")
-            assert asked.total() == 1
-        monkeypatch.setenv("https_proxy", DEAD)  # another way out is worth another try
-        failed(tmp_path / "d")
-        assert asked.total() == 2
-    with fake.mirror() as (url, _):
-        mirrors(url)  # another mirror likewise
-        idx.locate("mnist", tmp_path / "d")
-    assert not note.exists()
-
-
 # Several processes
 
 
@@ -328,7 +275,6 @@ def test_of_several_processes_one_downloads(tmp_path: Path, mirrors: Mirrors, na
 
 def test_of_several_processes_one_waits_for_a_dead_network(mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(download, "REMEMBER_SECONDS", 0.0)  # so that only having waited for it counts
     done = threading.Event()
     together, locked, came = multiprocessing.get_context("fork").Barrier(6), cache.locked, []
 
@@ -381,29 +327,6 @@ def test_a_killed_download_frees_the_lock_and_leaves_nothing(tmp_path: Path, mir
         release.set()
     assert good(tmp_path / "d/MNIST/raw")
     assert names(tmp_path / "d") == sorted(fake.NAMES)
-
-
-def test_killed_while_writing_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda number: time.sleep(120))  # written, and not yet renamed
-    target = tmp_path / "d" / IMAGES
-    process = fake.processes(1, lambda number: files.write(target, bytes(1000)))[0]
-    until = time.monotonic() + 60
-    while not any(path.stat().st_size for path in target.parent.glob(".*.partial")):
-        assert time.monotonic() < until
-        time.sleep(0.005)
-    assert process.pid
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(60)
-    assert not target.exists()
-
-
-def test_writing_replaces_or_leaves_no_trace(tmp_path: Path) -> None:
-    files.write(tmp_path / "x", b"old")
-    files.write(tmp_path / "x", b"new")
-    assert (tmp_path / "x").read_bytes() == b"new"
-    with pytest.raises(OSError, match="directory"):
-        files.write(tmp_path / "d", b"x")
-    assert names(tmp_path) == ["x"]
 
 
 def test_a_file_system_without_locks_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

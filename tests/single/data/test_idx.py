@@ -25,7 +25,6 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in published.PUBLISHED:
         monkeypatch.setitem(published.PUBLISHED, name, fake.published(name))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("HVDTRAIN_DATA", raising=False)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
 
@@ -77,13 +76,6 @@ def test_found_in_both_layouts(
     assert sorted(path.name.removesuffix(".gz") for path in directory.iterdir()) == sorted(fake.NAMES)  # and no more
 
 
-def test_fashion_mnist_has_its_own_folder(tmp_path: Path) -> None:
-    fake.write(tmp_path / "MNIST/raw")
-    fake.write(tmp_path / "FashionMNIST/raw", fake.FASHION)
-    check(idx.load("fashion-mnist", tmp_path), fake.FASHION)
-    check(idx.load("mnist", tmp_path))
-
-
 def test_files_may_be_mixed_and_gzip_files_may_have_several_members(tmp_path: Path) -> None:
     fake.write(tmp_path)
     content = (tmp_path / IMAGES).read_bytes()
@@ -92,14 +84,10 @@ def test_files_may_be_mixed_and_gzip_files_may_have_several_members(tmp_path: Pa
     check(idx.load("mnist", tmp_path))
 
 
-def test_without_a_directory_the_environment_then_data_then_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_directory_data_then_the_cache(tmp_path: Path) -> None:
     assert idx.locate("auto", download=False).name == "digits"
     fake.write(tmp_path / "named", compressed=True)
-    monkeypatch.setenv("HVDTRAIN_DATA", str(tmp_path / "named"))
-    assert "named" in idx.load("auto", download=False).reason
-    monkeypatch.delenv("HVDTRAIN_DATA")
+    assert "named" in idx.load("auto", tmp_path / "named", download=False).reason
     assert "cache" in idx.load("auto", download=False).reason  # the unpacked copies
     fake.write(Path("data/MNIST/raw"))
     data = idx.load("auto", download=False)
@@ -129,14 +117,12 @@ def refused(name: str, directory: Path | str | None) -> str:
 
 
 @pytest.mark.parametrize("name", ["auto", "mnist", "digits"])
-def test_a_data_directory_that_is_not_one(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_directory_that_is_not_one(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     assert f"--data-dir: {tmp_path / 'file'} is not a directory" in refused(name, tmp_path / "file")
     assert f"--data-dir: {tmp_path / 'no'} does not exist" in refused(name, tmp_path / "no")
     assert "--data-dir is empty" in refused(name, "")
     assert "'a\\nb' does not exist" in refused(name, "a\nb")
-    monkeypatch.setenv("HVDTRAIN_DATA", str(tmp_path / "no"))
-    assert f"HVDTRAIN_DATA: {tmp_path / 'no'} does not exist" in refused(name, None)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
@@ -150,33 +136,15 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     assert "--data-dir" in message
 
 
-def test_the_home_directory_may_be_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    fake.write(tmp_path / "d")
-    check(idx.load("mnist", "~/d"))  # the shell leaves --data-dir=~/d as it is
-
-
-def test_unknown_name() -> None:
-    assert "no dataset 'cifar'" in refused("cifar", None)
-
-
 WRONG = {
     "empty": (IMAGES, b"", "is empty"),
-    "page": (IMAGES, b"<!DOCTYPE html>", "is not an IDX file of unsigned bytes: it begins with b'<!DO'"),
-    "floats": (IMAGES, b"\0\0\x0d\x03" + bytes(100), "is not an IDX file of unsigned bytes"),
-    "magic": (IMAGES, b"\0\0\x08", "is not an IDX file of unsigned bytes"),
-    "header": (IMAGES, fake.MNIST[IMAGES][:9], "is truncated within its header: 9 of 16 bytes"),
-    "short": (IMAGES, fake.MNIST[IMAGES][:-1], "is truncated: 15,695 of 15,696 bytes"),
-    "long": (LABELS, fake.MNIST[LABELS] + b"\0", "is too long: it continues after the 28 bytes"),
+    "page": (IMAGES, b"<!DOCTYPE html>", f"is not MNIST's {IMAGES}: 15 bytes, not 15,696"),
+    "short": (IMAGES, fake.MNIST[IMAGES][:-1], f"is not MNIST's {IMAGES}: 15,695 bytes, not 15,696"),
+    "long": (LABELS, fake.MNIST[LABELS] + b"\0", f"is not MNIST's {LABELS}: more bytes, not 28"),
     "test for training": (IMAGES, fake.MNIST[TEST_IMAGES], f"is MNIST's {TEST_IMAGES}, not MNIST's {IMAGES}"),
-    "training for test": (TEST_IMAGES, fake.MNIST[IMAGES], "holds 20 images of 28 x 28 where 10 images of 28 x 28"),
     "labels for images": (IMAGES, fake.MNIST[LABELS], f"is MNIST's {LABELS}"),
-    "other labels": (IMAGES, fake.idx((20,), bytes(20)), "holds labels where images belong"),
-    "images for labels": (LABELS, fake.MNIST[IMAGES], "holds images where labels belong"),
-    "four dimensions": (LABELS, fake.idx((1, 1, 1, 1), b"x"), "holds data of 4 dimensions where labels belong"),
-    "too few labels": (LABELS, fake.idx((19,), bytes(19)), "holds 19 labels where 20 labels belong"),
     "fashion": (TEST_IMAGES, fake.FASHION[TEST_IMAGES], f"is Fashion-MNIST's {TEST_IMAGES}, not MNIST's"),
-    "huge": (IMAGES, fake.idx((2**32 - 1,) * 3, b"x"), "holds 4,294,967,295 images of 4294967295 x 4294967295 where"),
+    "huge": (IMAGES, fake.idx((2**32 - 1,) * 3, b"x"), f"is not MNIST's {IMAGES}: 17 bytes, not 15,696"),
     "one bit": (IMAGES, fake.MNIST[IMAGES][:-1] + b"\0", "is damaged or changed: its content has sha256 "),
 }
 
@@ -205,7 +173,7 @@ def test_a_wrong_gzip_file_is_named(tmp_path: Path) -> None:
         packed[:500]: "is truncated: the gzip file ends too early",
         packed[:-8] + b"\0" * 8: "is damaged: not a valid gzip file",
         packed + b"tail": "is damaged: not a valid gzip file",
-        packed + packed: "is too long: it continues after the 15,696 bytes",
+        packed + packed: f"is not MNIST's {IMAGES}: more bytes, not 15,696",
     }.items():
         path.write_bytes(content)
         assert refused("mnist", tmp_path).startswith(f"{path} {expected}")
@@ -221,7 +189,7 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path) -> None:
     (tmp_path / f"{LABELS}.gz").write_bytes(bomb)
     tracemalloc.start()
     try:
-        assert "is too long" in refused("mnist", tmp_path)
+        assert "more bytes, not 28" in refused("mnist", tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 19
     finally:
         tracemalloc.stop()
@@ -230,14 +198,7 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path) -> None:
 def test_a_sparse_giant_is_not_read(tmp_path: Path) -> None:
     fake.write(tmp_path)
     os.truncate(tmp_path / IMAGES, 1 << 40)
-    assert "is too long" in refused("mnist", tmp_path)
-
-
-def test_a_damaged_file_that_nobody_named_is_mentioned_and_passed_over() -> None:
-    fake.write(Path("data"))
-    Path("data", IMAGES).write_bytes(b"\0")
-    reason = idx.load("auto", download=False).reason
-    assert "because MNIST is missing: data/train-images-idx3-ubyte is not an IDX file" in reason
+    assert "more bytes, not 15,696" in refused("mnist", tmp_path)
 
 
 # Shared through the cache
@@ -277,7 +238,7 @@ def test_a_damaged_copy_is_made_again(tmp_path: Path) -> None:
     check(idx.load("mnist", tmp_path / "d"))
 
 
-@pytest.mark.parametrize("notes", ["", "[]", "{", '{"a": 1}', "[" * 100_000, "\0"])
+@pytest.mark.parametrize("notes", ["", '{"a": 1}', "[" * 100_000])
 def test_damaged_notes_are_made_again(tmp_path: Path, notes: str, verified: list[str]) -> None:
     fake.write(tmp_path / "d", compressed=True)
     idx.load("mnist", tmp_path / "d")
@@ -313,17 +274,6 @@ def test_a_lock_that_never_comes_free_is_done_without(tmp_path: Path, monkeypatc
         monkeypatch.setattr(idx, "LOCK_SECONDS", 60)
         monkeypatch.setattr(cache, "locked", None)
         check(idx.load("mnist", tmp_path / "d"))  # what is noted needs no lock
-
-
-def test_partial_files_of_the_killed_are_swept_when_old(tmp_path: Path) -> None:
-    fake.write(tmp_path / "d", compressed=True)
-    old, new = (cache.directory("mnist") / f".{name}.partial" for name in ("old", "new"))
-    old.touch()
-    new.touch()
-    os.utime(old, (1, 1))
-    idx.load("mnist", tmp_path / "d")
-    assert not old.exists()
-    assert new.exists()  # perhaps someone is writing it
 
 
 def test_images_are_the_file_itself_and_writing_to_them_is_private(tmp_path: Path) -> None:
@@ -394,10 +344,3 @@ def test_a_cache_where_others_write_is_not_used(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         os.chown(shared, 12345, 12345)
         assert cache.directory("mnist") is None
-
-
-def test_notes_that_are_a_pipe_are_not_waited_for(tmp_path: Path) -> None:
-    fake.write(tmp_path / "d", compressed=True)
-    os.mkfifo(cache.directory("mnist") / cache.NOTES)
-    check(idx.load("mnist", tmp_path / "d"))
-    check(idx.load("mnist", tmp_path / "d"))

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 pytest.importorskip("torchvision")
-pytest.importorskip("webdataset")
 
 from PIL import Image
 
@@ -74,7 +73,7 @@ def test_images_do_not_depend_on_workers_and_change_with_the_epoch(kind, folder,
         if kind == "folder":
             source = images.open_folder(engine, folder, side=SIDE, seed=1, workers=workers)
         else:
-            options = dict(side=SIDE, seed=1, workers=workers, classes=None, train_count=None)
+            options = dict(side=SIDE, seed=1, workers=workers, classes=None)
             source = shards.open_shards(engine, tars, (None, None), **options)
         plan = loading.Plan(48, 48, 1, epochs=2, rank=0, size=size, batch_size=8)
         return [batch.images for batch in source.train(plan)]
@@ -272,11 +271,6 @@ def test_broken_files_of_a_folder_are_named_and_the_others_stay(folder, engine, 
     assert corrupt[str(victims[3])] == "a pipe or a device, not a file"
 
 
-def test_a_batch_of_nothing_but_broken_images_does_not_count():
-    batch = loading.collate([], [CorruptSample("a", "b")], SIDE)
-    assert (batch.samples, batch.images.shape, len(batch.labels)) == (0, (1, 3, SIDE, SIDE), 1)
-
-
 @pytest.fixture
 def output():
     lines: list[str] = []
@@ -298,13 +292,11 @@ def test_losses_count_a_name_once_and_stop_over_the_limit(engine, output):
 def test_patterns(tars, monkeypatch):
     monkeypatch.chdir(tars)
     two = [str(tars / "train" / f"00000{number}.tar") for number in (1, 2)]
-    assert shards.find("train", "train/{000001..000002}.tar", None) == two
     assert shards.find("train", "train/00000[12].tar", None) == two
-    assert shards.find("train", "http://host/{a,b}.tar", None) == ["http://host/a.tar", "http://host/b.tar"]
-    assert shards.find("train", "pipe:cat x*.tar", None) == ["pipe:cat x*.tar"]
+    assert shards.find("train", "train/000001.tar", None) == two[:1]
     assert len(shards.find("val", None, tars)) == 3
-    for pattern in ("train/{000003..000009}.tar", "nothing*.tar"):
-        with pytest.raises(UserError, match="--train-shards: no file"):
+    for pattern in ("train/{000001..000002}.tar", "nothing*.tar", "http://host/a.tar"):
+        with pytest.raises(UserError, match=r"--train-shards: no file .*: give a path or a glob"):
             shards.find("train", pattern, None)
 
 
@@ -355,11 +347,10 @@ def test_refused_in_one_line(case, folder, tars, tmp_path, monkeypatch):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("module", "flags"), [("torchvision", ""), ("webdataset", "--dataset shards")])
-def test_what_is_not_installed_is_named(module, flags, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, module, None)
-    monkeypatch.setattr("sys.argv", f"imagenet --engine serial --workers 0 --data-dir . {flags}".split())
-    with pytest.raises(UserError, match=f"{module}.*: pip install"):
+def test_what_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchvision", None)
+    monkeypatch.setattr("sys.argv", ["imagenet", "--engine", "serial", "--workers", "0", "--data-dir", "."])
+    with pytest.raises(UserError, match=r"torchvision.*: pip install"):
         imagenet.main()
 
 
@@ -421,11 +412,6 @@ def test_biases_and_norms_do_not_decay():
         norm_or_bias = "bn" in name or "downsample.1" in name or name.endswith("bias")
         assert decay[id(parameter)] == (0.0 if norm_or_bias else 5e-5), name
     assert len(decay) == len(list(model.parameters()))
-
-
-def test_steps_of_the_rate():
-    at = [optim.schedule_factor("step", epoch / 90) for epoch in (0, 29, 30, 59, 60, 79, 80, 89)]
-    assert at == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
 
 
 def test_default_workers():

@@ -108,23 +108,6 @@ def test_a_linked_directory_is_not_followed(tmp_path, monkeypatch):
     assert (tmp_path / "elsewhere" / "kept").exists()
 
 
-def test_a_temporary_directory_of_a_killed_rank_the_next_start_removes(tmp_path, monkeypatch):
-    work = (
-        "import time; from hvdtrain.data import leftovers; s = leftovers.scratch('profile'); print(s.name, flush=True);"
-        "time.sleep(1000)"
-    )
-    command, environment = [sys.executable, "-c", work], {**os.environ, "TMPDIR": str(tmp_path)}
-    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
-        made = Path(process.stdout.readline().strip())
-        leftovers.sweep()
-        assert made.parent == tmp_path
-        assert made.is_dir()
-        process.kill()
-    leftovers.sweep()
-    assert not made.exists()
-
-
 def test_workers_load_where_the_temporary_directory_is_too_long_for_the_names_of_sockets(rank, tmp_path):
     long = Path(tempfile.mkdtemp(prefix="h", dir="/tmp"), "x" * 60)
     long.mkdir()

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from tests.single.examples import little_memory, one_line, spoilt, tried
 
 pytest.importorskip("torchvision")
-pytest.importorskip("webdataset")
 
 from hvdtrain.data import loading, make_shards, shard_index, shard_reading, shards
-from hvdtrain.data.shard_index import Header, ShardIndex, load, obtain, save, scan
+from hvdtrain.data.shard_index import obtain, save, scan
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
@@ -76,7 +75,7 @@ def numbered(monkeypatch):
 def open_them(directory: Path, workers: int = 0) -> tuple[loading.Source, SerialEngine]:
     engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     engine.device = torch.device("cpu")
-    options = dict(side=32, seed=1, workers=workers, classes=None, train_count=None)
+    options = dict(side=32, seed=1, workers=workers, classes=None)
     return shards.open_shards(engine, directory, (None, None), **options), engine
 
 
@@ -142,7 +141,7 @@ def test_labels_are_those_of_the_folder(tars):
     assert [reader.name(index).rpartition(": ")[2] for index in range(TRAIN)] == keys
 
 
-@pytest.mark.parametrize(("name", "value"), [("HELD_BYTES", 3000), ("OPEN_FILES", 1), ("READING_THREADS", 1)])
+@pytest.mark.parametrize(("name", "value"), [("OPEN_FILES", 1), ("READING_THREADS", 1)])
 def test_little_room_changes_nothing(name, value, tars, monkeypatch, numbered):
     source, _ = open_them(tars)
     whole = steps_taken(source, 2)
@@ -274,6 +273,18 @@ def test_content_that_changed_behind_an_index_is_skipped_and_named(own, numbered
     assert sum(batch.samples for batch in batches) == TRAIN - 1
 
 
+def test_an_index_that_points_elsewhere_costs_its_samples(own, numbered):
+    """An index with a right digest, of other positions: what is read there does not have its CRC-32."""
+    path = own / "train" / "000002.tar"
+    index = scan(path)
+    for row, change in enumerate(((0, 2**40), (1, 2**27), (0, -512), (0, 0), (1, 2**62))):
+        index.table[row, change[0]] = change[1]
+    save(path, index)
+    batches = list(open_them(own)[0].train(plan_of(0, 1)))
+    assert sum(batch.samples for batch in batches) == TRAIN - 5
+    assert len([each for batch in batches for each in batch.corrupt]) == 5
+
+
 @pytest.mark.parametrize("how", ["gone", "cut"])
 def test_a_shard_lost_during_training_costs_its_samples(how, own, numbered):
     source, _ = open_them(own)
@@ -298,24 +309,17 @@ def tar_of(path: Path, files: dict[str, bytes], kind: int = tarfile.PAX_FORMAT) 
 
 @pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
 def test_samples_are_those_that_webdataset_finds(kind, tmp_path):
-    from webdataset.tariterators import group_by_keys, tar_file_expander
-
     long = "d" * 90 + "/" + "e" * 60
     files = {"a.JPG": b"A", "a.cls": b" 1\n", "b.cls": b"1", "c.jpg": b"C", "__x__": b"?", "d/e.f.jpg": b"D"}
     files |= {"d/e.cls": b"2", "n": b"", "g.png": b"G", "g.jpg": b"J", "g.cls": b"cat", f"{long}.jpg": b"L" * 600}
     files |= {f"{long}.cls": b"3", "h.jpg": b"", "h.cls": b"-4", "i.jpg": b"I", "i.cls": b"9" * 19}
     path = tar_of(tmp_path / "odd.tar", files, kind)
     index, content = scan(path), path.read_bytes()
-    with path.open("rb") as stream:
-        theirs = list(group_by_keys(tar_file_expander([{"url": "x", "stream": stream}])))
-    assert len(index.table) == len(theirs)
-    for (offset, size, label, _), sample in zip(index.table.tolist(), theirs, strict=True):
-        image = next((sample[kind] for kind in shard_index.IMAGE_TYPES if kind in sample), None)
-        assert (content[offset : offset + size] if size >= 0 else None) == image
-        given = sample.get("cls", b"none")
-        assert label == (int(given) if given.strip() in (b"1", b"2", b"3") else -1)
+    expected = [(b"A", 1), (None, 1), (b"C", -1), (None, 2), (b"J", -1), (b"L" * 600, 3), (b"", -1), (b"I", -1)]
+    found = [(content[offset : offset + size] if size >= 0 else None, label)
+             for offset, size, label, _ in index.table.tolist()]  # fmt: skip
+    assert found == expected
     assert index.problem is None
-    assert shard_index.lies_inside(index.table, index.size)
 
 
 def test_samples_without_image_or_class_are_named(tmp_path):
@@ -338,26 +342,12 @@ def open_world() -> SerialEngine:
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
-def test_compressed_shards_are_refused_with_two_remedies(compress, tmp_path):
+def test_compressed_shards_are_refused(compress, tmp_path):
     path = tar_of(tmp_path / "a.tar", {"a.jpg": b"1"})
     path.write_bytes(compress(path.read_bytes()))
-    with pytest.raises(
-        UserError, match=r"a.tar is compressed: unpack it, or read it as a stream, such as 'pipe:gunzip"
-    ) as error:
+    with pytest.raises(UserError, match=r"a.tar is compressed: unpack it") as error:
         scan(path)
     one_line(error.value)
-
-
-def test_a_stream_needs_a_number_of_samples(tars):
-    pattern = f"pipe:cat {tars}/train/000000.tar"
-    options = dict(side=32, seed=1, workers=0, classes=6)
-    with pytest.raises(UserError, match="--train-samples N is needed: the number of samples of pipe:cat"):
-        shards.open_shards(open_world(), tars, (pattern, None), train_count=None, **options)
-    source = shards.open_shards(open_world(), tars, (pattern, None), train_count=7, **options)
-    assert (source.order, source.facts, source.train_count) == (None, {}, 7)
-    assert "(a stream: without a fixed order)" in source.reason
-    assert sum(batch.samples for batch in source.train(loading.Plan(7, 7, 1, 1, 0, 1, 4))) == 7
-    assert sum(batch.samples for batch in source.test()) == TEST  # that one has an index
 
 
 # Indexes as nobody should leave them.
@@ -390,45 +380,6 @@ def test_any_index_is_right_or_made_again(small, data):
     assert all(len(note.splitlines()) == 1 for note in notes)
 
 
-def lying(index: ShardIndex, change) -> bytes:
-    """An index with a right digest, of what `change` makes of a table."""
-    table = index.table.clone()
-    table = change(table)
-    liar = index._replace(table=table)
-    facts = Header(liar.size, liar.mtime_ns, None, len(table), liar.digest())
-    return shard_index.FORMAT + json.dumps(facts._asdict()).encode() + b"\n" + table.numpy().tobytes()
-
-
-def setting(row: int, column: int, value: int):
-    return lambda table: table.index_put((torch.tensor(row), torch.tensor(column)), torch.tensor(value))
-
-
-LIES = {
-    "beyond the file": setting(4, 0, 2**40),
-    "beyond the file by its size": setting(4, 1, 10**9),
-    "of all sizes": setting(0, 1, 2**63 - 1),
-    "before the file": setting(0, 0, -512),
-    "not in order": lambda table: table.flip(0),
-    "one in another": setting(1, 0, 600),
-    "a class below none": setting(2, 2, -2),
-    "samples twice": lambda table: table.repeat(100, 1),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_an_index_that_lies_is_made_again(lie, small):
-    path, sound = small
-    beside = path.with_name("a.tar.index")
-    beside.write_bytes(lying(scan(path), LIES[lie]))
-    notes: list[str] = []
-    index, made = obtain(path, notes)
-    assert made
-    assert torch.equal(index.table, scan(path).table)
-    assert len(notes) == 1
-    assert notes[0].startswith(f"{beside} ")
-    assert beside.read_bytes() == sound
-
-
 def test_an_index_of_a_billion_samples_takes_no_memory(small):
     path, sound = small
     beside = path.with_name("a.tar.index")
@@ -442,21 +393,6 @@ def test_an_index_of_a_billion_samples_takes_no_memory(small):
             index, made = obtain(path, [])
         assert (len(index.table), made) == (5, True)
         assert len(beside.read_bytes()) == len(sound)
-
-
-def test_an_index_is_written_whole(small, monkeypatch):
-    path, sound = small
-    index = scan(path)
-    beside = path.with_name("a.tar.index")
-
-    def killed(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        save(path, index._replace(problem="other"))
-    assert beside.read_bytes() == sound
-    assert isinstance(load(beside, path.stat()), ShardIndex)
 
 
 @pytest.mark.parametrize("said", [3, 6, 10**9, -1, "5", None, 5.0, True])
@@ -478,9 +414,3 @@ def test_sizes_json_is_right_or_refused(said, tmp_path):
     ) as error:
         open_them(tmp_path)
     one_line(error.value)
-
-
-def test_a_pattern_of_too_many_names_is_refused_at_once(tars):
-    """A typing error in braces, of which all names would take minutes and gigabytes."""
-    with pytest.raises(UserError, match="more than 1,000,000 names: check the pattern"):
-        shards.find("train", f"{tars}/train/{{000000..{10**12}}}.tar", None)

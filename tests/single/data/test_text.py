@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.data import text
-from hvdtrain.data.vocabularies import Bytes, Characters, Pairs, restore
+from hvdtrain.data.vocabularies import Bytes, Characters, restore
 from hvdtrain.engines.errors import UserError
 from tests.single.examples import one_line, tried
 
@@ -57,14 +57,6 @@ def test_blocks_may_end_inside_a_character(book, monkeypatch):
         monkeypatch.setattr(text, "BLOCK_BYTES", size)
         monkeypatch.setattr(text, "FORMAT", size + 100)  # so that the cache is not asked
         assert torch.equal(whole, text.load([book], "characters").train)
-
-
-def test_more_than_256_characters(tmp_path):
-    path = tmp_path / "many.txt"
-    path.write_text("".join(map(chr, range(0x4E00, 0x4E00 + 1000))) * 2)
-    data = text.load([path], "characters")
-    assert (data.vocabulary.size, data.train.dtype) == (1000, torch.int32)
-    assert data.vocabulary.decode(data.train[:3].tolist()) == path.read_text()[:3]
 
 
 def test_bytes_take_any_file(tmp_path):
@@ -118,12 +110,6 @@ def test_damaged_cache_files_are_made_anew(spoil, book, own_cache):
     assert torch.equal(text.load([book], "characters").train, first)
 
 
-def test_without_a_cache_the_tokens_are_in_memory(book, monkeypatch):
-    kept = text.load([book], "characters").train.clone()
-    monkeypatch.setattr(text.cache, "directory", lambda name: None)
-    assert torch.equal(text.load([book], "characters").train, kept)
-
-
 def test_processes_that_come_at_once_get_the_same(book, own_cache):
     load = f"text.load([Path({str(book)!r})], 'characters').train.sum()"
     code = f"from pathlib import Path; from hvdtrain.data import text; print({load})"
@@ -149,12 +135,6 @@ def test_texts_that_are_refused(content, kind, complaint, tmp_path):
         text.load([path], kind)
     assert complaint in str(raised.value)
     one_line(raised.value)
-
-
-@pytest.mark.parametrize("name", ["nowhere", "."])
-def test_what_is_no_file_is_refused(name, tmp_path):
-    with pytest.raises(UserError, match="name a file that can be read"):
-        text.load([tmp_path / name], "characters")
 
 
 def test_of_a_file_that_grows_faster_than_it_is_read_there_is_what_it_had(book, monkeypatch):
@@ -222,12 +202,6 @@ def test_each_token_but_the_first_is_a_target_once(length, context):
     assert (targets != text.IGNORED).all()
     assert torch.equal(targets, inputs + 1)
     assert inputs.flatten().tolist() == list(range(whole * context))
-
-
-def test_pairs_without_the_package_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="pip install tokenizers, or use --tokens bytes"):
-        Pairs.learn(["abc"], 300)
 
 
 def test_a_pipe_is_refused_because_text_is_read_twice(tmp_path):

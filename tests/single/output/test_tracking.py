@@ -1,6 +1,5 @@
 """--track mlflow, against a client that only remembers: what is sent, that a step never waits, how a run goes on."""
 
-import json
 import os
 import sys
 import threading
@@ -9,9 +8,9 @@ from collections import namedtuple
 
 import pytest
 
+from hvdtrain import imagenet, mnist
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output import tracking
-from hvdtrain.output.run_output import RunOutput
 
 CONFIG = {"epochs": 2, "lr": None, "output_dir": "out"}
 START = dict(
@@ -123,11 +122,7 @@ def test_flags_metrics_tags_and_files(server, tmp_path):
                            ("summary/test_error", 0.25, 2)]  # fmt: skip
     assert (run["experiment"], run["name"]) == ("experiment sine", tmp_path.name)
     assert (run["files"], run["status"]) == (["summary.json"], "FINISHED")
-
-
-def test_nothing_leaves_the_machine_unless_asked(server, tmp_path):
-    track(tmp_path, ("start", START))
-    assert server.uri == (tmp_path / "mlflow").as_uri()
+    assert server.uri == (tmp_path / "mlflow").as_uri(), "nothing leaves the machine unless asked"
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
 
 
@@ -204,17 +199,6 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
         tracking.Tracker(tmp_path, "sine", False)
 
 
-def test_only_rank_0_tracks(server, tmp_path):
-    for rank in (0, 1):
-        engine = types.SimpleNamespace(rank=rank, size=2)
-        output = RunOutput(engine, tmp_path / str(rank), progress=False, track_as="sine")
-        with output:
-            output.open(continued=False)
-            output.event("start", **START)
-    assert [run["name"] for run in server.runs.values()] == ["0"]
-    assert json.loads((tmp_path / "0" / tracking.ID_FILE).read_text())["run_id"] == "run-0"
-
-
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
@@ -230,3 +214,11 @@ def test_only_rank_0_tracks(server, tmp_path):
 )
 def test_no_password_is_shown(url, shown):
     assert tracking.without_password(url) == shown
+
+
+@pytest.mark.parametrize("flag", ["--profile 5", "--tensorboard", "--track mlflow"])
+@pytest.mark.parametrize("script", [mnist, imagenet])
+def test_output_dir_is_needed(script, flag):
+    with pytest.raises(UserError, match=f"{flag.split()[0]} needs --output-dir") as caught:
+        script.parse(flag.split())
+    assert caught.value.everywhere  # said once, by rank 0

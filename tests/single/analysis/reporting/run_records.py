@@ -84,6 +84,7 @@ class Page(HTMLParser):
         self.tags, self.sources, self.handlers, self.text = set(), [], [], ""
         self.rows: list[list[str]] = []
         self.best: list[str] = []
+        self.pictures: list[str] = []
         self._cell, self._best = False, False
         self.feed(html)
 
@@ -91,6 +92,8 @@ class Page(HTMLParser):
         self.tags.add(tag)
         self.sources += [v for k, v in attributes if k in ("src", "href", "xlink:href", "action", "data")]
         self.handlers += [k for k, _ in attributes if k.startswith("on")]
+        if tag == "img":
+            self.pictures.append(dict(attributes)["alt"])
         if tag == "tr":
             self.rows.append([])
         self._cell, self._best = tag in ("th", "td"), ("class", "best") in attributes

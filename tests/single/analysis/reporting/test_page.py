@@ -1,9 +1,6 @@
-"""The page, its plots and the table: of runs of every kind, with hostile names, and nothing that a browser would run."""
+"""The page and its plots: of runs of every kind, with hostile names, and nothing that a browser would run."""
 
-import csv
-import io
 import json
-from itertools import groupby
 
 import pytest
 from hypothesis import assume, given
@@ -11,8 +8,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from hvdtrain import report
-from hvdtrain.analysis.reporting import page, pictures, table
-from hvdtrain.analysis.reporting.groups import fold
+from hvdtrain.analysis.reporting import page, pictures
 from hvdtrain.analysis.reporting.runs import read_runs
 from hvdtrain.engines.errors import UserError
 from tests.single.analysis.reporting.run_records import (
@@ -20,7 +16,6 @@ from tests.single.analysis.reporting.run_records import (
     KINDS,
     LANGUAGE,
     LOSS,
-    WATCHED,
     WHOLE,
     Page,
     end,
@@ -35,10 +30,10 @@ from tests.single.examples import changed, tried
 __all__ = ["leave"]  # a fixture
 
 PICTURES = {
-    "classifier": ["loss-over-samples", "loss-over-seconds", "accuracy-over-samples", "accuracy-over-seconds"],
-    "regression": ["loss-over-samples", "loss-over-seconds"],
-    "language": ["loss-over-samples", "loss-over-seconds", "perplexity-over-samples", "perplexity-over-seconds"],
-    "gan": [f"{name}-loss-over-{axis}" for name in ("critic", "generator") for axis in ("samples", "seconds")],
+    "classifier": ["Loss over samples", "Loss over seconds", "Accuracy over samples", "Accuracy over seconds"],
+    "regression": ["Loss over samples", "Loss over seconds"],
+    "language": ["Loss over samples", "Loss over seconds", "Perplexity over samples", "Perplexity over seconds"],
+    "gan": [f"{name} loss over {axis}" for name in ("Critic", "Generator") for axis in ("samples", "seconds")],
     "watched": [],
 }
 SHOWN = {
@@ -60,7 +55,7 @@ def test_a_run_of_any_kind_is_shown_and_nothing_is_called_damaged(kind, leave, t
     assert {name: figures[name] for name in SHOWN[kind]} == SHOWN[kind]
     assert not {name for name in figures if "accuracy" in name and kind != "classifier"}
     shown = Page(report.make([there], tmp_path / "report").read_text())
-    assert {path.stem for path in (tmp_path / "report").glob("*.png")} == {*PICTURES[kind], "throughput", "time-shares"}
+    assert shown.pictures == [*PICTURES[kind], "Time by phase", "Throughput"]
     images = [source for source in shown.sources if source.startswith("data:image/png;base64,iVBORw0KGgo")]
     assert len(images) == len(PICTURES[kind]) + 2
     assert all(source.startswith("data:") for source in shown.sources)
@@ -70,8 +65,8 @@ def test_a_run_of_any_kind_is_shown_and_nothing_is_called_damaged(kind, leave, t
 
 def test_runs_of_all_kinds_are_compared(leave, tmp_path):
     shown = Page(report.make([leave(kind, *lines) for kind, lines in KINDS.items()], tmp_path / "report").read_text())
-    names = {path.stem for path in (tmp_path / "report").glob("*.png")}
-    assert {"loss-over-steps", "critic-loss-over-steps", "throughput"} <= names, "one of them counts no samples"
+    drawn = {"Loss over steps", "Critic loss over steps", "Throughput"}
+    assert drawn <= set(shown.pictures), "one of them counts no samples"
     assert shown.row("test loss") == ["0.4000 of 500", "0.5000 of 500", "-", "-", "-"]
     assert shown.row("best test loss") == ["-", "0.2500 in epoch 1", "-", "-", "-"]
     assert shown.row("steps") == ["-", "-", "-", "-", "40"]
@@ -82,11 +77,11 @@ def test_the_best_of_a_row_follows_the_direction(direction, best, leave):
     metrics = {"score": {"direction": direction}}
     there = [leave(f"run-{value}", start(100.0, metrics=metrics), *steps(), evaluation(105.0, 1, score=value), end())
              for value in (0.1, 0.4, 0.2)]  # fmt: skip
-    assert [cell.split()[0] for cell in Page(page.comparison(fold(read_runs(there)))).best] == best
+    assert [cell.split()[0] for cell in Page(page.comparison(read_runs(there))).best] == best
 
 
 def test_alike_values_have_no_best(leave):
-    assert not Page(page.comparison(fold(read_runs([leave("one", *WHOLE), leave("two", *WHOLE)])))).best
+    assert not Page(page.comparison(read_runs([leave("one", *WHOLE), leave("two", *WHOLE)]))).best
 
 
 def test_hostile_names_stay_text(leave, tmp_path):
@@ -110,17 +105,10 @@ def test_hostile_and_many_names_of_values(leave, tmp_path, monkeypatch):
     shown = Page(report.make([there], tmp_path / "report").read_text())
     assert "script" not in shown.tags
     assert HOSTILE.replace("_", " ") in shown.text
-    names = {path.stem for path in (tmp_path / "report").glob("*.png")}
-    assert {"up-over-samples", "value-over-samples", "value-0-over-seconds"} <= names
-    assert len(names) == 2 * 5 + 2
+    assert {"../up over samples", "% over samples", "Value 0 over seconds"} <= set(shown.pictures)
+    assert len(shown.pictures) == 2 * 5 + 2
     assert "value 6" in shown.text, "said that it is not drawn"
     assert {path.name for path in tmp_path.iterdir()} == {"run", "report"}
-
-
-def test_no_two_values_share_a_file():
-    taken = set()
-    names = ("a b", "A/b", "%", "../../x", "é", "x" * 300)
-    assert [pictures.file_name(name, taken) for name in names] == ["a-b", "a-b-2", "value", "x", "value-2", "x" * 40]
 
 
 def test_two_sets_of_data_are_told_apart(leave):
@@ -168,43 +156,11 @@ def test_little_or_nothing_can_be_drawn(lines, leave, tmp_path):
     assert ("img" in shown.tags) == (len(lines) > 1)
 
 
-def test_energy_is_added_up_over_the_starts(leave):
-    first = [start(100.0), step(101.0, 1, energy_joules=700.0), start(200.0)]
-    (run,) = read_runs([leave("run", *first, end(energy_joules=1300.0, energy_cpu_joules=1300.0))])
-    assert page.figures(run)["energy"] == "2 kJ, 7.812 J per sample"
-    (run,) = read_runs([leave("other", *first, end())])
-    assert page.figures(run)["energy"].startswith("at least 700 J"), "one start has none"
-    assert (page.joules(12.0), page.joules(3.6e6)) == ("12 J", "3.6 MJ (1 kWh)")
-
-
-def test_numbers_as_a_table(leave, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("hvdtrain.analysis.plotting.find_spec", lambda name: None)  # wants no matplotlib
-    kept = {"event": "checkpoint", "time": 104.5, "step": 4, "file": "x"}
-    there = [leave("=run", *LANGUAGE[:6], kept, *LANGUAGE[6:]), leave("watched", *WATCHED)]
-    monkeypatch.setattr("sys.argv", ["hvdtrain.report", *map(str, there), "--csv", str(tmp_path / "runs.csv")])
-    assert report.main() == 0
-    text = (tmp_path / "runs.csv").read_text()
-    assert text.startswith("run,group,seed,event,epoch,step,samples,seconds,data,metric,value\n")
-    rows = list(csv.DictReader(io.StringIO(text)))
-    assert capsys.readouterr().out == f"{tmp_path}/runs.csv: {len(rows)} rows\n"
-    kinds = [event for event, _ in groupby(row["event"] for row in rows if row["run"] == "=run")]
-    assert kinds == ["train", "evaluate", "train", "checkpoint", "evaluate", "end"]
-    place = dict(run="=run", group="=run", seed="", event="evaluate", epoch="1", step="2", samples="128", seconds="2.5")
-    assert place | dict(data="validation", metric="perplexity", value="7.389") in rows
-    assert {row["metric"] for row in rows if row["event"] == "checkpoint"} == {""}
-    assert {"perplexity", "tokens_per_second"} <= {row["metric"] for row in rows if row["event"] == "end"}
-    watched = [row for row in rows if row["run"] == "watched" and row["event"] == "train"]
-    assert {row["samples"] for row in watched} == {""}
-    assert {row["metric"] for row in watched} >= {"compute_seconds", "steps_per_second"}
-
-
 def test_what_cannot_be_written_or_drawn_is_said_with_the_remedy(leave, tmp_path, monkeypatch):
     there = leave("run", *WHOLE)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--output-dir .* cannot be written .*: name another"):
         report.make([there], tmp_path / "file")
-    with pytest.raises(UserError, match=r"--csv .* cannot be written .*: name another"):
-        report.tabulate([there], tmp_path / "none" / "x.csv")
     monkeypatch.setattr("sys.argv", ["hvdtrain.report", str(there), "--output-dir", str(tmp_path / "to")])
     monkeypatch.setattr("hvdtrain.analysis.plotting.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'hvdtrain\[plot\]'$"):
@@ -217,7 +173,7 @@ def test_what_cannot_be_written_or_drawn_is_said_with_the_remedy(leave, tmp_path
 
 @tried(40)
 @given(data=st.data())
-def test_any_record_with_metrics_makes_a_page_and_a_table(data, tmp_path):
+def test_any_record_with_metrics_makes_a_page(data, tmp_path):
     whole = [line | {"elapsed": line["time"] - 90.0} for line in LANGUAGE]
     resumed = {"event": "resume", "time": 120.0, "step": 2}
     lines = data.draw(changed([*whole, whole[0], resumed, *whole[1:]]))
@@ -227,8 +183,6 @@ def test_any_record_with_metrics_makes_a_page_and_a_table(data, tmp_path):
         found = read_runs([tmp_path])
     except UserError:  # no line with a start
         return
-    page.build(fold(found), [])
-    text, count = table.comma_separated(found)
-    assert len(list(csv.reader(io.StringIO(text)))) == count + 1
+    page.build(found, [])
     for name in pictures.names_to_draw(found)[0]:
-        pictures.draw_values(Figure().subplots(), fold(found), name, "seconds")
+        pictures.draw_values(Figure().subplots(), found, name, "seconds")

@@ -7,7 +7,6 @@ import pytest
 
 from hvdtrain import report
 from hvdtrain.analysis.reporting import page
-from hvdtrain.analysis.reporting.groups import fold
 from hvdtrain.analysis.reporting.runs import differing, read_runs, results, time_shares
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.metric_names import Series, named_values, recorded_metrics
@@ -36,7 +35,7 @@ def test_what_differs_stands_in_front(leave):
     assert differing(found) == ["ranks", "engine", "batch_size", "new_flag"]
     assert [run.config.get("new_flag") for run in found] == [None, "yes"]
     assert differing(found[:1]) == []
-    rows = [row[0] for row in Page(page.comparison(fold(found))).rows]
+    rows = [row[0] for row in Page(page.comparison(found)).rows]
     assert rows.index("batch-size") < rows.index("test accuracy")
 
 
@@ -57,19 +56,15 @@ def test_a_restart_takes_lost_steps_back_and_leaves_the_pause_out(leave):
         end(time=1005.0, train_seconds=7.0),
     )])  # fmt: skip
     assert [(e["step"], e["loss"], e["seconds"]) for e in run.train] == [(1, 1, 1), (2, 1, 5), (3, 1, 6)]
-    assert run.lost == 2
     assert [(a.step, a.samples, a.before) for a in run.attempts] == [(0, 0, 0), (1, 64, 3)]
     assert [(event["accuracy"], event["samples"]) for event in run.evaluations] == [(0.6, 192)], "not the lost one"
-    told = Page(page.history(run))
-    assert any(row[-1].startswith("2 ranks, after step 1 (64 samples)") for row in told.rows)
-    assert told.row("not running in between") == ["14 min 57 s; not shown in any plot"]
     assert (page.figures(run)["training"], page.figures(run)["in all"]) == ("7 s", "8 s")
+    assert page.figures(run)["state"] == "ended, 1 restart, from step 1"
 
 
 def test_a_start_with_nothing_to_resume_takes_every_step_again(leave):
     (run,) = read_runs([leave("run", start(100.0), step(101.0, 1), step(102.0, 2), start(200.0), step(203.0, 1))])
     assert [(event["step"], event["seconds"]) for event in run.train] == [(1, 5)]
-    assert run.lost == 2
 
 
 def test_a_clock_that_is_set_meanwhile_changes_no_duration(leave):
@@ -105,7 +100,7 @@ def test_a_clock_that_is_set_meanwhile_changes_no_duration(leave):
          "error", "nan"],
 )  # fmt: skip
 def test_an_incomplete_run_is_shown_with_a_note(lines, note, leave):
-    assert note in Page(page.build(fold(read_runs([leave("run", *lines)])), [])).text
+    assert note in Page(page.build(read_runs([leave("run", *lines)]), [])).text
 
 
 def test_a_line_that_is_just_being_written_is_no_damage(leave):
@@ -203,7 +198,8 @@ def test_time_shares_per_rank_where_they_were_recorded(leave):
     ranks = {"event": "ranks", "time": 104.5, "epoch": 1, "loading_seconds": [1, 0], "compute_seconds": [2, 3],
              "communication_seconds": [1, 1], "elapsed_seconds": [5, 4]}  # fmt: skip
     found = read_runs([leave("one", *WHOLE), leave("two", *WHOLE[:-1], ranks, end()),
-                       leave("three", *WHOLE[:-1], ranks | {"loading_seconds": "soon"}, end())])  # fmt: skip
+                       leave("three", *WHOLE[:-1], ranks | {"loading_seconds": "soon"},
+                             ranks | {"loading_seconds": [-1, 0]}, end())])  # fmt: skip
     alone = [pytest.approx({"loading": 0.1, "compute": 0.6, "communication": 0.3})]
     assert time_shares(found[0]) == time_shares(found[2]) == alone
     zero, one = time_shares(found[1])
