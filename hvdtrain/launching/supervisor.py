@@ -64,7 +64,7 @@ class Supervisor:
         self._requests = 0
         self._pressed = False  # the other ranks were sent SIGTERM
         self._leaving: set[int] = set()  # local ranks whose program has failed and whose exit handlers run
-        self._handed_on: set[int] = set()  # signals forwarded so far
+        self._handed_on: set[signal.Signals] = set()  # signals forwarded so far
         self._until: float | None = None  # time at which the other ranks are ended (time.monotonic)
         self._wake, self._wake_end = socket.socketpair()
         self._wake.setblocking(False)
