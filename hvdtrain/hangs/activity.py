@@ -41,6 +41,8 @@ class Activity:
         # Set by the monitor when a stop or a checkpoint is requested or agreed: the main thread then asks the guard. Always
         # set where the ranks could not be connected.
         self.asked = False
+        # The device computes on after a call has returned: a call outside of a collective may wait for a collective there.
+        self.asynchronous = False
         self._compiling = 0  # compilations in progress
         self._hears_of_compilations = False
         self._base = START

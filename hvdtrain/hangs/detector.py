@@ -114,10 +114,9 @@ class Detector:
         elif activity.collective is None and not output_is_read():
             allowed = max(allowed, self.timeouts.phase(UNREAD, self.longest))
             at += " (its output is not read: a paused pager, or Ctrl-S)"
-        return Stand(
-            Report(activity.step, phase.name, allowed, stalled, self.starvation.seconds(), activity.collective, at),
-            traceback.format_list(worth_printing(stack, self.guest)),
-        )
+        starved, waits, asynchronous = self.starvation.seconds(), activity.collective, activity.asynchronous
+        report = Report(activity.step, phase.name, allowed, stalled, starved, waits, at, asynchronous)
+        return Stand(report, traceback.format_list(worth_printing(stack, self.guest)))
 
 
 def stopped_child() -> int | None:

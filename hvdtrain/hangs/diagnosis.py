@@ -1,7 +1,8 @@
 """Who hangs, when there is no progress: a pure function of the ranks' reports.
 
-A rank in a collective waits for other ranks. The cause is therefore a rank outside of a collective, or one that does not
-answer. Outside, a rank has the time limit of its phase (evaluation, compilation, ...), not counting time without a core.
+A rank in a collective waits for other ranks; on a GPU, also one that is a step ahead of another. The cause is therefore a
+rank outside of a collective, or one that does not answer. Outside, a rank has the time limit of its phase (evaluation,
+compilation, ...), not counting time without a core.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +27,7 @@ class Report(NamedTuple):
     )
     collective: str | None = None  # the collective in which it waits for other ranks; None: it is not in a collective
     at: str = ""  # the program's innermost line: FILE:LINE, FUNCTION
+    asynchronous: bool = False  # its device works on after a call has returned
 
 
 class Diagnosis(NamedTuple):
@@ -68,7 +70,14 @@ def diagnose_hang(
     if silent and (set(silent) & set(stopped) or left(mine._replace(limit=asker_limit)) <= 0):
         deaf = [rank for rank in silent if rank in stopped] or silent
         return Diagnosis(f"{named(deaf)} does not answer (stopped, spinning outside Python, or cut off){since}")
-    outside = {rank: report for rank, report in reports.items() if report.collective is None}
+    # On a GPU, collectives are only queued. A rank that is ahead of another has queued that one's collective, and waits for
+    # its GPU at some later line: to read a value, or because the queue is full.
+    behind = min(report.step for report in reports.values())
+    outside = {
+        rank: report
+        for rank, report in reports.items()
+        if report.collective is None and not (report.asynchronous and report.step > behind)
+    }
     late = [rank for rank, report in outside.items() if left(report) <= 0]
     if late:
         blamed = reports[late[0]]
@@ -83,7 +92,6 @@ def diagnose_hang(
     longest = max(map(left, reports.values()))
     if longest > 0:
         return Diagnosis(None, longest, excused)
-    behind = min(report.step for report in reports.values())
     last = [rank for rank, report in reports.items() if report.step == behind]
     if len(last) < len(reports):
         return Diagnosis(f"{named(last)} is behind, at {reports[last[0]].at}{since}")

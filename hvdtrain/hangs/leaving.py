@@ -1,7 +1,8 @@
 """A time limit for a rank's end, after training: the lines after the block, threads that are no daemons, exit handlers.
 
 Other ranks may have ended by then, so each rank watches itself. A program may work on as long as it likes: only time without
-work counts (work.py). Exit handlers have the same limit, whatever they do. `run.heartbeat()` begins it anew.
+work counts (work.py). Exit handlers and the engine's shutdown have the same limit, whatever they do: a rank that fails while
+its GPU waits for another one may spin in the shutdown for ever. `run.heartbeat()` begins it anew.
 """
 
 import atexit
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
 from hvdtrain.hangs.stacks import stack_of, where, worth_printing
@@ -33,7 +34,8 @@ class Leaving:
         self.name, self.watched, self.leave, self.guest = name, watched, leave, guest
         interactive = hasattr(sys, "ps1") or sys.flags.interactive  # waits for the next line of a person
         self.limit = float("inf") if interactive else limit
-        self.idle = self.exiting = 0.0  # seconds without work; seconds in exit handlers
+        self.idle = self.exiting = 0.0  # seconds without work; seconds in exit handlers or in the engine's shutdown
+        self.disconnects = False  # it is in the engine's shutdown
         self._work = Work()
         self._over = threading.Event()
         self._pid = os.getpid()
@@ -60,7 +62,7 @@ class Leaving:
         """Check this process, `elapsed` seconds after the last time. Ends it if its time is over."""
         self.idle = 0.0 if self._work.seen() else self.idle + elapsed
         exits = not threading.main_thread().is_alive() and not others()
-        self.exiting = self.exiting + elapsed if exits else 0.0
+        self.exiting = self.exiting + elapsed if exits or self.disconnects else 0.0
         if max(self.idle, self.exiting) >= self.limit:
             self._end(exits)
 
@@ -103,6 +105,19 @@ def heartbeat() -> None:
     """Report progress of a program that works on after training."""
     for leaving in current:
         leaving.heartbeat()
+
+
+@contextlib.contextmanager
+def disconnecting() -> Iterator[None]:
+    """Context manager for the engine's shutdown."""
+    watching = list(current)
+    for leaving in watching:
+        leaving.disconnects = True
+    try:
+        yield
+    finally:
+        for leaving in watching:
+            leaving.disconnects = False
 
 
 def stop() -> None:

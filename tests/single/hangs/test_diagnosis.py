@@ -1,9 +1,11 @@
 """Who hangs: hundreds of generated standstills, and what must follow from each."""
 
+import json
 import random
 
 import pytest
 
+from hvdtrain.hangs.activity import Activity
 from hvdtrain.hangs.diagnosis import MOST_STARVED, Report, diagnose_hang
 
 LIMITS = {"step": 30.0, "evaluation": 300.0, "first step": 600.0}
@@ -174,3 +176,52 @@ def test_between_epochs_a_rank_that_does_not_answer_has_the_limit_of_a_step():
         "rank 1 on h0 does not answer"
         in diagnose_hang({0: waiting(phase="between epochs", limit=300.0)}, names(2)).headline
     )
+
+
+def on_gpu(stalled: float = 31.0, **fields) -> Report:
+    """A rank whose GPU computes behind its back, at a line that has nothing to do with other ranks."""
+    return outside(stalled, **dict(asynchronous=True, at="train.py:9, loss.item()") | fields)
+
+
+READS = dict(phase="reading data", limit=600.0, at="data.py:3, read")
+NEXT = dict(step=8)
+GPU_SHAPED = [
+    # reports by rank, and whom the headline begins with; None: the job goes on
+    # rank 1 still reads its data; the others have queued the step, and wait in the guard's read of the gradients
+    ([waiting(asynchronous=True, collective="gradients"), on_gpu(**READS)], None),
+    ([waiting(601.0, asynchronous=True, collective="gradients"), on_gpu(601.0, **READS)], "rank 1 on h0 keeps the others"),
+    # ... or are a step ahead, and wait at a line of the script that reads the loss
+    ([on_gpu(**NEXT), on_gpu(**READS), on_gpu(**NEXT)], None),
+    ([on_gpu(601.0, **NEXT), on_gpu(601.0, **READS), on_gpu(601.0, **NEXT)], "rank 1 on h0 keeps the others"),
+    # ... or in the queue of kernels, in the backward pass of the next step
+    ([on_gpu(**NEXT, at="autograd:1, backward"), on_gpu(at="o.py:2, o")], "rank 1 on h0 keeps the others waiting, at o.py"),
+    ([on_gpu(at="o.py:2, o"), on_gpu(**NEXT), waiting(asynchronous=True, **NEXT)], "rank 0 on h0 keeps the others waiting"),
+    # two of four hang in their own code
+    ([on_gpu(**NEXT), on_gpu(), on_gpu(), on_gpu(**NEXT)], "rank 1 on h0 and rank 2 on h0 keeps the others waiting"),
+    # one does not answer at all (stopped, or in a call of CUDA that holds the lock of Python)
+    ([on_gpu(**NEXT), None, on_gpu(**NEXT)], "rank 1 on h0 does not answer"),
+    # the network between GPUs: all are in the same place, or all have queued everything
+    ([waiting(asynchronous=True, collective="gradients")] * 3, "all ranks wait in a collective (gradients): look at"),
+    ([waiting(asynchronous=True, collective="gradients"), waiting(asynchronous=True, collective="gradients", **NEXT)],
+     "rank 0 on h0 is behind, at w.py:1, w"),
+    # one has only just come
+    ([on_gpu(**NEXT), on_gpu(1.0)], None),
+    # an evaluation or a compilation of one rank has its time
+    ([on_gpu(**NEXT), on_gpu(phase="compilation", limit=600.0)], None),
+    # the same on CPUs: nobody is ahead of a rank that hangs, so both hang
+    ([outside(**NEXT), outside()], "rank 0 on h0 and rank 1 on h0 keeps the others waiting"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reports", "expected"), GPU_SHAPED)
+def test_on_gpus_those_who_wait_for_their_gpu_are_not_blamed(reports, expected):
+    """With collectives that are only queued, every rank but the one that hangs waits at a line of its own."""
+    answered = {rank: report for rank, report in enumerate(reports) if report is not None}
+    said = diagnose_hang(answered, names(len(reports))).headline
+    assert said is None if expected is None else said is not None and said.startswith(expected), said
+
+
+def test_the_monitor_says_whether_the_device_works_on_by_itself():
+    activity = Activity()
+    activity.asynchronous = True
+    assert Report(*json.loads(json.dumps(on_gpu()))) == on_gpu()

@@ -35,8 +35,9 @@ def run(body: str, limit: float) -> subprocess.CompletedProcess[str]:
         ),
         ("atexit.register(time.sleep, 1000)\nwatch.start()", "runs its exit handlers, for 1 s"),
         ("atexit.register(work, 1000)\nwatch.start()", "runs its exit handlers, at <string>:"),
+        ("watch.start()\nwith leaving.disconnecting(): work(1000)", "is at <string>:"),
     ],
-    ids=["a line", "a thread", "an exit handler", "an exit handler at work"],
+    ids=["a line", "a thread", "an exit handler", "an exit handler at work", "the engine's shutdown at work"],
 )
 def test_it_is_ended_and_says_where(body, does):
     done = run("print('kept', end='')\n" + body, 1.0)
@@ -54,9 +55,10 @@ def test_it_is_ended_and_says_where(body, does):
         "watch.start()\nsubprocess.run([sys.executable, '-S', '-c', 'for i in range(3 * 10**7): pass'])",
         "watch.start()\nfor _ in range(30): time.sleep(0.1); leaving.heartbeat()",
         "watch.start()\nleaving.stop()\ntime.sleep(3)",
+        "watch.start()\nwith leaving.disconnecting(): work(0.5)\nwork(3)",
         "sys.ps1 = '>>> '\nleaving.Leaving('a person', 1.0, 0).start()\ntime.sleep(3)",
     ],
-    ids=["a line", "a thread", "a child process", "heartbeats", "another training", "a person"],
+    ids=["a line", "a thread", "a child process", "heartbeats", "another training", "a shutdown", "a person"],
 )
 def test_who_works_on_is_left_alone(body):
     done = run(body, 1.5)
