@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hvdtrain import cli
 from hvdtrain.analysis import measuring
 from hvdtrain.data.text import windows
-from hvdtrain.engines.base import AMP_DTYPES, Engine
+from hvdtrain.engines.base import AMP_DTYPES, Engine, default_predivision
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import start
@@ -142,7 +142,7 @@ class Trainer:
             self.others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
             self.others.device = engine.device
         optimizer = optim.build("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
-        predivide = float(engine.size) if flags.compression == "fp16" else 1.0
+        predivide = default_predivision(flags.compression, engine.size)
         how = dict(compression=flags.compression, predivide=predivide)
         self.replica, self.optimizer = self.others.distribute(model, optimizer, **how)
         self.others.broadcast(model, self.optimizer)

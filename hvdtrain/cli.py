@@ -19,15 +19,19 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 TRACKERS = ("mlflow",)
 # Flags that an engine does not support, with the values that it refuses; None: every value.
 UNSUPPORTED: dict[str, dict[str, tuple[str, ...] | None]] = {
-    "horovod": {},
+    "horovod": {"compression": ("bf16",)},
     "ddp": {"reduction": ("adasum",)},
-    "dataparallel": {"compression": ("fp16",), "reduction": ("sum", "adasum"), "gradient_predivide_factor": None},
-    "serial": {"compression": ("fp16",), "reduction": ("sum", "adasum"), "gradient_predivide_factor": None},
+    "dataparallel": {
+        "compression": ("fp16", "bf16"),
+        "reduction": ("sum", "adasum"),
+        "gradient_predivide_factor": None,
+    },
+    "serial": {"compression": ("fp16", "bf16"), "reduction": ("sum", "adasum"), "gradient_predivide_factor": None},
 }
 # Flags that may change when a run is resumed: where and how it runs, its output, and when it ends early.
 MAY_CHANGE = frozenset({
-    *("check_steps", "checkpoint_steps", "compression", "device", "engine", "gradient_predivide_factor", "keep"),
-    *("log_steps", "max_skipped", "no_progress", "output_dir", "profile", "resume", "step_timeout", "tensorboard"),
+    *("check_steps", "checkpoint_steps", "compression", "deterministic", "device", "engine", "gradient_predivide_factor"),
+    *("keep", "log_steps", "max_skipped", "no_progress", "output_dir", "profile", "resume", "step_timeout", "tensorboard"),
     *("threads", "track", "tuning", "verbose", "weights"),
 })  # fmt: skip
 LARGEST = 1e38  # upper limit of floating-point flags: they are combined with float32 weights, whose maximum is 3.4e38
@@ -107,6 +111,9 @@ class Parser(argparse.ArgumentParser):
         if (given.get("amp"), given.get("reduction")) == ("fp16", "adasum"):
             # Adasum steps inside backward(), on scaled gradients, and ranks would detect overflows independently.
             raise UserError("--amp fp16 cannot go with --reduction adasum: use --amp bf16", everywhere=True)
+        if given.get("deterministic") and (given["engine"], given["tuning"]) == ("horovod", "off"):
+            said = "--deterministic cannot go with --tuning off, with which Horovod sums gradients as they become ready"
+            raise UserError(f"{said}: leave one of them out, or use --engine ddp", everywhere=True)
         for name in ("checkpoint_steps", "profile", "tensorboard", "track"):
             if given.get(name) and given["output_dir"] is None:
                 flag = f"--{name.replace('_', '-')}"
@@ -178,14 +185,15 @@ def add_run(group: Parser) -> None:
     group.add_argument(
         "--amp",
         choices=AMP,
-        default="off",
-        help="compute in this type where it is safe; fp16 scales the loss; auto: bf16 if the device supports it",
+        help="compute in this type where it is safe; fp16 scales the loss; auto: bf16 if every rank's device supports it "
+        "(default: auto on GPUs, off on CPUs)",
     )
     add_compression(group)
     group.add_argument(
         "--gradient-predivide-factor",
         type=positive,
-        help="divide gradients by this before summing them over ranks (default: 1; with fp16 the number of ranks)",
+        help="divide gradients by this before summing them over ranks (default: 1; with --compression fp16 the "
+        "number of ranks, above 8 ranks about its root)",
     )
     group.add_argument(
         "--reduction",
@@ -197,6 +205,11 @@ def add_run(group: Parser) -> None:
     add_engine(group)
     group.add_argument(
         "--seed", type=seed, default=1, help="seed of the weights and of the order of the samples (default: 1)"
+    )
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="on GPUs: the same bits in each run on the same GPUs (slower); runs on CPUs repeat their bits without it",
     )
     group.add_argument(
         "--output-dir",
@@ -317,9 +330,9 @@ def add_compression(group: Parser) -> None:
     """Add the flags for gradient compression."""
     group.add_argument(
         "--compression",
-        choices=("none", "fp16", "auto"),
+        choices=("none", "fp16", "bf16", "auto"),
         default="none",
-        help="of gradients on the network; auto: fp16 between hosts, none within a host",
+        help="of gradients on the network; bf16: --engine ddp only; auto: fp16 between hosts, none within a host",
     )
     group.add_argument(
         "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"

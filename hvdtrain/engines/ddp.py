@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import Engine, Reduction
+from hvdtrain.engines import gpu
+from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, in_memory_order
 from hvdtrain.engines.errors import UserError
 from hvdtrain.hangs.activity import Activity, collective
 from hvdtrain.launching.rendezvous import horovods_server, meeting_point, own_address_towards, put, wait_for
@@ -39,7 +40,7 @@ class GradientHook:
 
     def __init__(self, size: int, compression: str, predivide: float, reduction: str, activity: Activity):
         self.activity = activity
-        self.wire_dtype = torch.float16 if compression == "fp16" else None
+        self.wire_dtype = WIRE_DTYPES[compression]
         self.predivide = predivide
         self.factor_after = predivide / size if reduction == "average" else predivide
         self.ready = 0.0  # when this rank's last gradient was computed (time.perf_counter)
@@ -114,6 +115,12 @@ class DdpEngine(Engine):
             store = self._meet(rank, size, launcher)
             store.set(f"hvdtrain.{rank}", "")
             store.wait([f"hvdtrain.{other}" for other in range(size)], timedelta(seconds=MEETING_SECONDS))
+            # NCCL connects in the first collective on GPUs: ranks wait there, at the store, for one that still reads data.
+            store.set_timeout(COLLECTIVES_TIMEOUT)
+            if nccl:
+                # torch's own monitor of NCCL ends a process whose thread has not run for eight minutes, so also one that was
+                # suspended as long. Hung ranks are found by hangs/monitor.py.
+                os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
             dist.init_process_group(
                 # Gloo always transfers CPU tensors (counts, messages); NCCL transfers gradients on GPUs.
                 "cpu:gloo,cuda:nccl" if nccl else "gloo",
@@ -191,12 +198,12 @@ class DdpEngine(Engine):
         return dist.TCPStore(host, int(port), size, is_master=False, timeout=timedelta(seconds=MEETING_SECONDS))
 
     def choose_device(self, wanted: str) -> torch.device:
-        gpus = torch.cuda.device_count() if wanted != "cpu" else 0
-        if wanted == "cuda" and gpus == 0:
-            raise UserError(self.NO_GPU)
+        gpus = gpu.count(wanted)
         if not gpus:
             return torch.device("cpu")
         self.description = "ddp over NCCL"
+        if torch.version.hip:
+            self.notes.append("an AMD GPU (ROCm): expected to train as others do, but never tried")
         return self.gpu_of_local_rank(gpus)
 
     def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
@@ -250,7 +257,7 @@ class DdpEngine(Engine):
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
-        torch.distributed.broadcast(tensor, src=0)
+        torch.distributed.broadcast(in_memory_order(tensor), src=0)
 
     def shutdown(self) -> None:
         # Trap: Gloo's threads release tensors and callbacks only after they have reported a reduction as done. If that

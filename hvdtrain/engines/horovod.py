@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.base import Engine, Reduction, Setting
+from hvdtrain.engines import gpu
+from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, Setting, in_memory_order
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import alone_in_pid_namespace
-from hvdtrain.engines.tuning import tuned_environment
+from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, tuned_environment
 from hvdtrain.hangs.activity import collective
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the default of DDP's bucket_cap_mb
@@ -120,6 +121,12 @@ def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
+def broadcastable(tensor: Tensor) -> Tensor:
+    """Return a view of `tensor` that Horovod can broadcast. Trap: over NCCL it raises for bool, and for int16."""
+    tensor = in_memory_order(tensor)
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.bool, torch.int16) and tensor.dim() else tensor
+
+
 class PredividedCompressor:
     """A Horovod compressor: divides and casts to the network type before the sum; casts back and scales after it.
 
@@ -152,7 +159,9 @@ class HorovodEngine(Engine):
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):
         super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
         if tuning:
-            self._tune()
+            # One of them is HOROVOD_DISABLE_GROUP_FUSION, for reproducible sums. Trap: it is not safe with `hvd.join()`
+            # (engines/tuning.py). This engine never calls it: uneven last batches are weighted (`sharding.PlannedBatch`).
+            self._set(FAST | FIXED_SUMS)
 
         try:
             # Imported only here: the other engines must work without Horovod.
@@ -160,6 +169,8 @@ class HorovodEngine(Engine):
         except ImportError as error:
             raise UserError(f"Horovod cannot be imported ({error}): {REMEDY}") from error
         self.hvd = hvd
+        if tuning and hvd.nccl_built() and torch.cuda.device_count():
+            self._set(ON_GPUS)
         self._hows: dict[Any, Reduction] = {}  # by optimizer
         self._adasum: set[Any] = set()  # optimizers that reduce weight updates inside step(), not gradients
 
@@ -184,24 +195,23 @@ class HorovodEngine(Engine):
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self.description = f"horovod over {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
 
-    def _tune(self) -> None:
-        # One of them is HOROVOD_DISABLE_GROUP_FUSION, for reproducible sums. Trap: it is not safe with `hvd.join()`
-        # (engines/tuning.py). This engine never calls it: uneven last batches are weighted (`sharding.PlannedBatch`).
-        settings = tuned_environment(os.environ)
+    def _set(self, wanted: Mapping[str, str]) -> None:
+        """Set variables of Horovod and MPI that the user has not set."""
+        settings = tuned_environment(os.environ, wanted)
         os.environ.update(settings)
         self.notes += [Setting(f"{name}={value}") for name, value in settings.items()]
 
     def choose_device(self, wanted: str) -> torch.device:
-        gpus = torch.cuda.device_count() if wanted != "cpu" else 0
-        if wanted == "cuda" and gpus == 0:
-            raise UserError(self.NO_GPU)
-        if gpus and not self.hvd.nccl_built():
-            if wanted == "cuda":
-                raise UserError("--device cuda, but this Horovod was built without NCCL: run `make setup SETUP=--gpu`")
-            self.notes.append("GPU left idle: this Horovod was built without NCCL (run `make setup SETUP=--gpu`)")
-            gpus = 0
+        gpus = gpu.count(wanted)
         if not gpus:
             return torch.device("cpu")
+        if torch.version.hip and not self.hvd.rocm_built():
+            raise UserError(
+                f"{gpu.gpus(gpus)}, but this Horovod was built without ROCm: use --engine ddp, or --device cpu"
+            )
+        if not self.hvd.nccl_built():
+            how = "run `make setup SETUP=--gpu`, or train on the CPU with --device cpu"
+            raise UserError(f"{gpu.gpus(gpus)} would be left idle: this Horovod was built without NCCL: {how}")
         self.description = "horovod over NCCL"
         return self.gpu_of_local_rank(gpus)
 
@@ -216,7 +226,7 @@ class HorovodEngine(Engine):
         if how.reduction != "adasum" and (how.compression == "fp16" or how.predivide != 1.0):
             op = hvd.Sum
             factor_after = how.predivide / self.size if how.reduction == "average" else how.predivide
-            wire_dtype = torch.float16 if how.compression == "fp16" else None
+            wire_dtype = WIRE_DTYPES[how.compression]
             compressor = PredividedCompressor(wire_dtype, how.predivide, factor_after)
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in named if parameter in own]
@@ -260,7 +270,8 @@ class HorovodEngine(Engine):
     def broadcast_model(self, model: nn.Module) -> None:
         # Optimizer state is broadcast by `Engine.broadcast_optimizer_state`. Trap: Horovod's function of that name takes a
         # real step if the state is empty, and weight decay changes the weights.
-        self.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        tensors = {name: broadcastable(tensor) for name, tensor in model.state_dict().items()}
+        self.hvd.broadcast_parameters(tensors, root_rank=0)
 
     @collective
     def synchronize(self, optimizer: Any) -> None:
@@ -319,7 +330,7 @@ class HorovodEngine(Engine):
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
-        self.hvd.broadcast_(tensor, root_rank=0, name=name)
+        self.hvd.broadcast_(broadcastable(tensor), root_rank=0, name=name)
 
     def shutdown(self) -> None:
         self.hvd.shutdown()

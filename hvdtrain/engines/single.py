@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.engines import gpu
 from hvdtrain.engines.base import Engine, Reduction
-from hvdtrain.engines.errors import UserError
 
 
 class SerialEngine(Engine):
@@ -19,9 +19,7 @@ class SerialEngine(Engine):
         self.local_rank, self.local_size = 0, 1
 
     def choose_device(self, wanted: str) -> torch.device:
-        if wanted == "cuda" and not torch.cuda.is_available():
-            raise UserError(self.NO_GPU)
-        return torch.device("cuda", 0) if wanted != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+        return gpu.take(0) if gpu.count(wanted) else torch.device("cpu")
 
     def broadcast_model(self, model: nn.Module) -> None:
         pass

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from hvdtrain.cli import names_files
+from hvdtrain.engines import arithmetic
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.cores import cpu_quota, threads_for
 from hvdtrain.engines.errors import UserError
@@ -18,12 +19,14 @@ from hvdtrain.engines.malloc import keep_freed_memory
 refused_in_worker = False  # whether `start` was called while multiprocessing imported the program
 
 
-def start(name: str, *, tuning: bool = True, device: str = "auto", threads: int | None = None) -> Engine:
+def start(
+    name: str, *, tuning: bool = True, device: str = "auto", threads: int | None = None, deterministic: bool = False
+) -> Engine:
     """Start the engine `name` and return it, after a check against rank and size in the launcher's variables.
 
-    `threads`: number of torch threads on this rank; None derives it from the cores available to this rank.
-    Raises UserError if launcher and engine disagree, if the device is not available, and in an input worker that imports
-    the program.
+    `threads`: number of torch threads on this rank; None derives it from the cores available to this rank. deterministic:
+    on GPUs, compute so that the bits of a run can be had again. Raises UserError if launcher and engine disagree, if the
+    device is not available or would be left idle, and in an input worker that imports the program.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # the mark of multiprocessing itself
         global refused_in_worker
@@ -38,6 +41,8 @@ def start(name: str, *, tuning: bool = True, device: str = "auto", threads: int 
     if unbind:
         # The kernel restricts the set to the cores that the job may use.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    if deterministic and device != "cpu":
+        os.environ.update(arithmetic.repeatable_environment(os.environ))
     kind = engine_class(name)
     engine = kind(tuning=tuning, rank=told.rank, size=told.size, launcher=told.launcher)
     if told.launcher != "none" and (told.rank, told.size) != (engine.rank, engine.size):
@@ -53,6 +58,9 @@ def start(name: str, *, tuning: bool = True, device: str = "auto", threads: int 
         )
     with engine.raising_together("device"):
         engine.device = engine.choose_device(device)
+    engine.require_own_gpu()
+    engine.activity.asynchronous = engine.device.type != "cpu"
+    engine.notes += arithmetic.set_up(engine.device, deterministic=deterministic, tuning=tuning)
     if tuning and engine.device.type == "cpu" and keep_freed_memory(os.environ):
         engine.notes.append(Setting("malloc keeps freed memory"))
     if threads is not None or tuning:

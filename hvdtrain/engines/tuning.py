@@ -23,6 +23,8 @@ FAST = {
 # joined rank contributes for a tensor that it did not queue are fused with their neighbors on that rank, but not on the
 # others (MPI_ERR_TRUNCATE; unpatched Horovod 0.28.1, its own `test_torch.py -k join_allreduce`).
 FIXED_SUMS = {"HOROVOD_DISABLE_GROUP_FUSION": "1"}
+# Over NCCL: `synchronize` has the GPU wait for the sums, instead of the thread that queues the GPU's work.
+ON_GPUS = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 
 
 def tuned_environment(environment: Mapping[str, str], wanted: Mapping[str, str] = FAST | FIXED_SUMS) -> dict[str, str]:

@@ -291,6 +291,9 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         torch.cuda.manual_seed(seed)
+        for index, generator in enumerate(torch.cuda.default_generators):  # DataParallel computes on the others, too
+            if index != (device.index or 0):
+                generator.manual_seed((seed + 1 + index) % 2**64)
     random.seed(seed)
     if "numpy" in sys.modules:  # otherwise it is not used
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)

@@ -1,13 +1,15 @@
 """Compares the weights of all ranks, bit by bit."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure
+
+CHUNK = 2**18  # elements
 
 
 def compare(
@@ -71,8 +73,23 @@ def named_parameters(models: Sequence[nn.Module]) -> list[tuple[str, nn.Paramete
 def checksum(parameter: Tensor) -> Tensor:
     """Return an int64 scalar: the sum over all values of their bits times their position (from 1), modulo 2^64.
 
-    It changes if a single bit flips, or if two different values are swapped. Computed on the parameter's device.
+    It changes if a single bit flips, or if two different values are swapped. Computed on the parameter's device, in chunks:
+    positions and products are of int64, four times the memory of a large float32 parameter.
     """
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    bits = parameter.detach().contiguous().reshape(-1).view(kind)
-    return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
+    total, done = torch.zeros((), dtype=torch.int64, device=parameter.device), 0
+    for chunk in chunks(parameter.detach()):
+        bits = chunk.view(kind)
+        total += (bits * torch.arange(done + 1, done + len(bits) + 1, device=bits.device)).sum()
+        done += len(bits)
+    return total
+
+
+def chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the elements in order, as flat tensors of at most CHUNK elements. Only the current one is copied, if at all."""
+    if tensor.is_contiguous():
+        yield from tensor.reshape(-1).split(CHUNK)
+        return
+    rows = CHUNK // tensor[0].numel()
+    for part in tensor.split(max(1, rows)):  # channels_last, for instance
+        yield from [part.reshape(-1)] if rows else chunks(part[0])

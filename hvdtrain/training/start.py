@@ -8,7 +8,7 @@ import torch
 
 from hvdtrain.cli import Flags
 from hvdtrain.data import leftovers
-from hvdtrain.engines.base import Engine
+from hvdtrain.engines.base import Engine, default_predivision
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import require_same_flags
 from hvdtrain.engines.start import start as start_engine
@@ -50,7 +50,13 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
         _running.append(True)
         stack.callback(_running.pop)
         with limited_start(HangTimeouts(flags.step_timeout)) as starting:  # afterwards, the ranks are monitored
-            engine = start_engine(flags.engine, tuning=tuning, device=flags.device, threads=flags.threads)
+            engine = start_engine(
+                flags.engine,
+                tuning=tuning,
+                device=flags.device,
+                threads=flags.threads,
+                deterministic=flags.deterministic,
+            )
             starting.engine = stack.enter_context(engine)
             run = stack.enter_context(started(engine, flags, directions))
         yield run
@@ -64,7 +70,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
     flags.compression = engine.choose_compression(flags.compression)
     flags.amp = engine.choose_amp(flags.amp)
     if flags.gradient_predivide_factor is None:
-        flags.gradient_predivide_factor = float(engine.size) if flags.compression == "fp16" else 1.0
+        flags.gradient_predivide_factor = default_predivision(flags.compression, engine.size)
     output = RunOutput(
         engine,
         flags.output_dir,

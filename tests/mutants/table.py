@@ -22,6 +22,8 @@ LM = "tests/single/commands/test_flags_of_lm.py"
 BENCHMARK = "tests/single/commands/test_flags_of_benchmark.py"
 OTHERS = "tests/single/commands/test_flags_of_others.py"
 FLAGS = "tests/parallel/test_flags.py"
+GPU_DEVICES = "tests/single/engines/test_gpu_devices.py"
+GPU_NUMBERS = "tests/single/engines/test_gpu_numbers.py"
 LOOP = "tests/parallel/test_loop.py"
 RESUME = "tests/single/training/test_resume.py"
 CHECKPOINT = "tests/single/training/test_checkpoint.py"
@@ -46,7 +48,7 @@ MUTANTS = [
            "torch.inference_mode():", f"{MNIST}::test_amp_computes_in_its_type_in_training_and_in_evaluation"),
     mutant("--amp: no loss scaler", "hvdtrain/training/prepared.py", 'enabled=flags.amp == "fp16"', "enabled=False",
            f"{MNIST}::test_amp_computes_in_its_type_in_training_and_in_evaluation"),
-    mutant("--compression: float32 on the wire", HOROVOD, 'torch.float16 if how.compression == "fp16" else None', "None",
+    mutant("--compression: float32 on the wire", HOROVOD, "wire_dtype = WIRE_DTYPES[how.compression]", "wire_dtype = None",
            f"{FLAGS}::test_compression_halves_the_bytes_on_the_wire"),
     mutant("--fp16-allreduce: not compressed", CLI, 'const="fp16"', 'const="none"',
            f"{FLAGS}::test_compression_halves_the_bytes_on_the_wire"),
@@ -108,6 +110,14 @@ MUTANTS = [
            f"{MNIST}::test_target_accuracy_ends_training_or_is_missed"),
     mutant("--train-samples: all, mnist", "hvdtrain/mnist.py", "train_images[: flags.train_samples]", "train_images[:]",
            f"{MNIST}::test_epochs_samples_batches_and_micro_batches"),
+    mutant("--deterministic: not given on", "hvdtrain/training/start.py", "deterministic=flags.deterministic",
+           "deterministic=False",
+           f"{MNIST}::test_deterministic_reaches_the_engine_and_is_said_to_do_nothing_on_a_cpu"),
+    mutant("--deterministic: any algorithm", "hvdtrain/engines/arithmetic.py", "torch.use_deterministic_algorithms(True)",
+           "pass", f"{GPU_NUMBERS}::test_deterministic_and_fast_arithmetic_are_set_before_the_engine_starts_and_said"),
+    mutant("--deterministic: set too late for NCCL", "hvdtrain/engines/start.py",
+           'if deterministic and device != "cpu":', "if False:",
+           f"{GPU_NUMBERS}::test_deterministic_and_fast_arithmetic_are_set_before_the_engine_starts_and_said"),
     # ---- flags of imagenet, lm, benchmark
     mutant("--memory-format: ignored", "hvdtrain/imagenet.py", "getattr(torch, MEMORY_FORMATS[flags.memory_format])",
            "torch.channels_last", f"{IMAGENET}::test_memory_format_is_that_of_the_images"),
@@ -145,6 +155,13 @@ MUTANTS = [
            f"{RUN}::test_a_mean_over_tokens_is_that_of_all_micro_batches"),
     mutant("exact evaluation: over all samples", "hvdtrain/training/evaluation.py", "total = float(self._data)",
            "total = float(self._data) + 1", f"{LOOP}::test_many_ranks_are_one_process_with_the_global_batch"),
+    mutant("GPUs: left idle without NCCL", HOROVOD, "if not self.hvd.nccl_built():", "if False:",
+           f"{GPU_DEVICES}::test_a_gpu_is_used_or_the_line_says_what_to_type"),
+    mutant("GPUs: two ranks on one", "hvdtrain/engines/start.py", "engine.require_own_gpu()", "pass",
+           f"{GPU_NUMBERS}::test_deterministic_and_fast_arithmetic_are_set_before_the_engine_starts_and_said"),
+    mutant("GPUs: who waits for one is blamed", "hvdtrain/hangs/diagnosis.py",
+           "report.asynchronous and report.step > behind", "False",
+           f"{VERDICT}::test_on_gpus_those_who_wait_for_their_gpu_are_not_blamed"),
     mutant("buckets: gradients are averaged", HOROVOD, "how.predivide / self.size if", "how.predivide if",
            f"{FLAGS}::test_predivision_makes_smaller_what_is_sent_and_not_the_mean"),
     # ---- guarantees: exact resume
@@ -177,7 +194,7 @@ MUTANTS = [
     mutant("NaN: it is noticed", STEP, "return all(map(math.isfinite, sums))", "return True",
            f"{RUN}::test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch"),
     mutant("a hung rank is named, not one that waits", "hvdtrain/hangs/diagnosis.py",
-           "if report.collective is None}", "if report.collective is not None}",
+           "if report.collective is None and", "if report.collective is not None and",
            f"{VERDICT}::test_the_one_outside_is_named_with_its_place"),
     mutant("a silent rank is named", "hvdtrain/hangs/diagnosis.py", "if rank not in reports]",
            "if rank in reports]", VERDICT),

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import mnist, training
-from hvdtrain.engines.errors import Failure
+from hvdtrain.engines import gpu
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training.start import started
 from hvdtrain.training.state import Metric
 
@@ -67,6 +68,14 @@ def test_compression_halves_the_bytes_on_the_wire(engine, sent, flag):
     assert (wire.dtype, wire.numel() * wire.element_size()) == (torch.float16, 2 * WEIGHTS)
     assert wire.tolist() == pytest.approx([GRADIENT / engine.size] * 3, rel=1e-3)  # divided before the sum
     assert gradient.tolist() == pytest.approx([GRADIENT] * 3, rel=1e-3)
+
+
+def test_bf16_halves_the_bytes_on_the_wire_without_a_division(engine, sent):
+    if engine.name != "ddp":
+        pytest.skip("only ddp carries bf16")
+    wire, gradient = one_step(engine, sent, "--compression", "bf16")
+    assert (wire.dtype, wire.numel() * wire.element_size()) == (torch.bfloat16, 2 * WEIGHTS)
+    assert wire.tolist() == gradient.tolist() == pytest.approx([GRADIENT] * 3, rel=4e-3)
 
 
 @pytest.mark.parametrize("flag", ["--compression none", "--compression auto"])
@@ -146,3 +155,20 @@ def test_replicas_that_differ_end_the_run_on_every_rank(engine):
                 if step.number == 3 and run.rank == run.size - 1:
                     net.weight.data[0, 0] += 1.0
     assert steps[-1] <= 4
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (gpu.Place("x", "cuda", "GPU-a"), "ranks 0 and 1 on x have the same GPU"),
+        (gpu.Place("x", "cpu"), "has no GPU, rank 0 on x has one: give every rank a GPU"),
+    ],
+)
+def test_ranks_that_cannot_reduce_on_gpus_are_told_so_together(engine, monkeypatch, last, expected):
+    if engine.size == 1:
+        pytest.skip("one rank has its GPU")
+    mine = gpu.Place("x", "cuda", "GPU-a") if engine.rank < engine.size - 1 else last
+    monkeypatch.setattr(gpu, "place", lambda device: mine)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    with pytest.raises(UserError, match=expected):
+        engine.require_own_gpu()

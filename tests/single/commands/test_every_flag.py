@@ -39,6 +39,7 @@ TRAINING: Tests = {
     MNIST + "amp_computes_in_its_type_in_training_and_in_evaluation": "--amp",
     MNIST + "weights_are_those_of_the_file": "--weights",
     MNIST + "the_seed_is_that_of_the_weights_and_of_the_order": "--seed",
+    MNIST + "deterministic_reaches_the_engine_and_is_said_to_do_nothing_on_a_cpu": "--deterministic",
     MNIST + "the_output_directory_has_every_file": "--output-dir",
     MNIST + "records_are_written_at_log_steps_and_epochs_ends": "--log-steps",
     MNIST + "progress_is_shown_unless_it_is_not_wanted": "--no-progress",

@@ -165,10 +165,21 @@ def test_target_accuracy_ends_training_or_is_missed(goal, code, tmp_path):
 @pytest.mark.parametrize(("choice", "expected"), [("auto", "cuda"), ("cpu", "cpu"), ("cuda", "cuda")])
 def test_a_device_that_is_chosen(choice, expected, monkeypatch):
     """On a machine with a GPU, as far as torch says."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("init", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     assert engine.choose_device(choice).type == expected
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_deterministic_reaches_the_engine_and_is_said_to_do_nothing_on_a_cpu(asked, tmp_path, capsys):
+    """What it does on GPUs: tests/single/engines/test_gpu_numbers.py."""
+    flags = f"{PLAIN} --epochs 1 --train-samples 16 --batch-size 16 --device cpu{' --deterministic' * asked}"
+    assert trained(mnist, flags, tmp_path).code == 0
+    assert ("--deterministic changes nothing on CPUs" in capsys.readouterr().out) == asked
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_progress_is_shown_unless_it_is_not_wanted(capsys, monkeypatch):

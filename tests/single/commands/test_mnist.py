@@ -84,6 +84,11 @@ def test_recipes_fill_every_training_flag():
     assert set(FAST_EPOCHS) == set(idx.NAMES) - {"auto"}
 
 
+def test_what_ddp_alone_can_do_is_taken():
+    assert parse(["--engine", "ddp", "--compression", "bf16"]).compression == "bf16"
+    assert parse(["--engine", "ddp", "--deterministic", "--tuning", "off"]).deterministic
+
+
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
@@ -117,6 +122,12 @@ def test_bad_flags_are_one_line_with_the_remedy(argv, complaint):
         ),
         ("--engine serial --gradient-predivide-factor 2", "--gradient-predivide-factor 2.0 is not for --engine serial"),
         ("--reduction adasum --amp fp16", "--amp fp16 cannot go with --reduction adasum"),
+        ("--compression bf16", "--compression bf16 is not for --engine horovod: leave it out, or use --engine ddp"),
+        ("--engine serial --compression bf16", "--compression bf16 is not for --engine serial: leave it out, or use"),
+        (
+            "--deterministic --tuning off",
+            "--deterministic cannot go with --tuning off, with which Horovod sums gradients",
+        ),
     ],
 )
 def test_options_of_other_engines_are_refused_by_name(flags, complaint):

@@ -1,0 +1,262 @@
+"""Which GPU each engine takes, or which line it ends with, on machines as torch would describe them: no GPU is needed."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain.engines import gpu
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.ddp import DdpEngine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.horovod import HorovodEngine
+from hvdtrain.engines.single import DataParallelEngine, SerialEngine
+
+OLD_DRIVER = (
+    "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading and "
+    "installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: https://x"
+)
+NO_DRIVER = (
+    "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from\nx"
+)
+
+
+class Machine(SimpleNamespace):
+    """What torch says here. gpus: visible ones. refuses: what `torch.cuda.init` raises. nccl, rocm: of this Horovod."""
+
+    gpus = 1
+    refuses: str | None = None
+    capability = (9, 0)
+    kernels: Sequence[str] = ("sm_75", "sm_80", "sm_90")
+    cuda: str | None = "13.2"
+    hip: str | None = None
+    xpu = False
+    nccl = True
+    rocm = False
+    devices = 0  # device files that this process may open
+    set_device: str | None = None  # what `torch.cuda.set_device` raises
+
+
+@contextlib.contextmanager
+def on(machine: Machine) -> Iterator[list[torch.device]]:
+    """Have torch describe `machine`. Yields the devices that were made torch's current one."""
+    taken: list[torch.device] = []
+
+    def initialize() -> None:
+        if machine.refuses is not None:
+            raise RuntimeError(machine.refuses)
+
+    def set_device(device: torch.device) -> None:
+        if machine.set_device is not None:
+            raise RuntimeError(machine.set_device)
+        taken.append(device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: machine.gpus > 0 and machine.refuses is None)
+        patch.setattr(torch.cuda, "device_count", lambda: machine.gpus)
+        patch.setattr(torch.cuda, "init", initialize)
+        patch.setattr(torch.cuda, "set_device", set_device)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: machine.capability)
+        patch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Something")
+        patch.setattr(torch.cuda, "get_arch_list", lambda: list(machine.kernels))
+        patch.setattr(torch.version, "cuda", machine.cuda)
+        patch.setattr(torch.version, "hip", machine.hip)
+        patch.setattr(torch.xpu, "is_available", lambda: machine.xpu)
+        patch.setattr("hvdtrain.engines.gpu.openable", lambda environment: machine.devices, raising=False)
+        patch.setattr(torch, "__version__", "2.15.0+cu132")
+        yield taken
+
+
+def engine_of(kind: type[Engine], machine: Machine, local_rank: int = 0, local_size: int = 1) -> Any:
+    """Return a rank of an engine as it is before its device is chosen."""
+    engine: Any = object.__new__(kind)
+    engine.rank, engine.size = local_rank, local_size
+    engine.local_rank, engine.local_size, engine.notes = local_rank, local_size, []
+    engine.hvd = SimpleNamespace(nccl_built=lambda: machine.nccl, rocm_built=lambda: machine.rocm)
+    return engine
+
+
+H, D, S, P = HorovodEngine, DdpEngine, SerialEngine, DataParallelEngine
+IDLE = "GPUs? here would be left idle: this Horovod was built without NCCL: run `make setup SETUP=--gpu`, or .*--device cpu"
+TOO_OLD = (
+    r"8 GPUs here, but CUDA does not start \(The NVIDIA driver on your system is too old \(found version 12020\).*\): "
+    r"torch 2\.15\.0\+cu132 needs driver 580 or newer: update it, install a torch for an older CUDA, or use --device cpu"
+)
+CHOICES = [
+    # engine, --device, machine, the device or the line
+    *[(kind, "cpu", Machine(gpus=8, refuses=OLD_DRIVER, nccl=False), "cpu") for kind in (H, D, S, P)],
+    *[(kind, "auto", Machine(gpus=0), "cpu") for kind in (H, D, S, P)],
+    *[(kind, "auto", Machine(), "cuda:0") for kind in (H, D, S, P)],
+    *[(kind, "cuda", Machine(), "cuda:0") for kind in (H, D, S, P)],
+    *[(kind, "cuda", Machine(gpus=0), "--device cuda, but torch sees no GPU here: use --device cpu") for kind in (H, D, S)],
+    # Horovod without NCCL: the node would train on its CPU
+    (H, "auto", Machine(gpus=8, nccl=False), "8 " + IDLE),
+    (H, "auto", Machine(nccl=False), "1 " + IDLE),
+    (H, "cuda", Machine(gpus=8, nccl=False), "8 " + IDLE),
+    (H, "auto", Machine(gpus=0, nccl=False), "cpu"),
+    (D, "auto", Machine(nccl=False), "cuda:0"),
+    # a driver too old for this torch: NVML counts the GPUs, CUDA does not start
+    *[(kind, wanted, Machine(gpus=8, refuses=OLD_DRIVER), TOO_OLD) for kind in (H, D, S, P) for wanted in ("auto", "cuda")],
+    (S, "auto", Machine(gpus=8, cuda="12.6", refuses=OLD_DRIVER), "needs driver 525 or newer"),
+    (S, "auto", Machine(gpus=0, devices=8, refuses=NO_DRIVER), "8 GPUs here, but .*Found no NVIDIA driver on your system"),
+    (S, "auto", Machine(gpus=2, refuses="CUDA error: out of memory\nx"),
+     r"2 GPUs here, but CUDA does not start \(CUDA error: out of memory\): see nvidia-smi, or use --device cpu"),
+    # a torch for CPUs on a node with GPUs
+    *[(kind, "auto", Machine(gpus=0, devices=8, cuda=None), "8 GPUs here, but torch .* was built without CUDA: install")
+      for kind in (H, D, S)],
+    # architectures
+    (S, "auto", Machine(capability=(7, 0)),
+     r"cuda:0 \(NVIDIA Something\) has architecture sm_70, for which torch .* has no kernels \(sm_75, sm_80, sm_90\)"),
+    (D, "auto", Machine(capability=(10, 0)), "architecture sm_100, for which"),
+    (H, "auto", Machine(capability=(8, 9)), "cuda:0"),
+    (S, "auto", Machine(capability=(12, 1), kernels=("sm_90", "compute_120")), "cuda:0"),
+    (S, "auto", Machine(capability=(9, 1), kernels=("sm_90a",)), "architecture sm_91, for which"),
+    (S, "auto", Machine(capability=(9, 0), kernels=("sm_90a",)), "cuda:0"),
+    # a GPU that another process holds
+    (D, "auto", Machine(set_device="CUDA error: all CUDA-capable devices are busy or unavailable\nx"),
+     r"cuda:0 cannot be used \(CUDA error: all CUDA-capable devices are busy or unavailable\): another process may hold it"),
+    # other makers
+    (D, "auto", Machine(cuda=None, hip="6.4", kernels=("gfx942",), capability=(9, 4)), "cuda:0"),
+    (H, "auto", Machine(cuda=None, hip="6.4", kernels=("gfx942",)),
+     "1 GPU here, but this Horovod was built without ROCm: use --engine ddp, or --device cpu"),
+    (H, "auto", Machine(cuda=None, hip="6.4", kernels=("gfx942",), rocm=True), "cuda:0"),
+    *[(kind, "auto", Machine(gpus=0, xpu=True), r"an Intel GPU \(XPU\), which no engine of hvdtrain uses: use --device cpu")
+      for kind in (H, D, S)],
+    (S, "cpu", Machine(gpus=0, xpu=True), "cpu"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "wanted", "machine", "expected"), CHOICES)
+def test_a_gpu_is_used_or_the_line_says_what_to_type(kind, wanted, machine, expected):
+    engine = engine_of(kind, machine)
+    with on(machine):
+        if expected in ("cpu", "cuda:0"):
+            assert str(engine.choose_device(wanted)) == expected
+        else:
+            with pytest.raises(UserError, match=expected):
+                engine.choose_device(wanted)
+
+
+def test_a_rocm_gpu_is_said_to_be_untried():
+    machine = Machine(cuda=None, hip="6.4", kernels=("gfx942",))
+    engine = engine_of(D, machine)
+    with on(machine):
+        engine.choose_device("auto")
+    assert engine.notes == ["an AMD GPU (ROCm): expected to train as others do, but never tried"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local_rank", "local_size", "shared", "expected"),
+    [
+        (8, 3, 8, "", 3),
+        (8, 1, 2, "", 1),
+        (1, 3, 8, "", 0),  # the scheduler shows each rank its own
+        (2, 3, 8, "", "8 ranks on this host but 2 GPUs: start at most one rank per GPU"),
+        (2, 3, 8, "1", 1),
+        (1, 3, 8, "1", 0),
+    ],
+)
+def test_each_local_rank_has_its_gpu(gpus, local_rank, local_size, shared, expected, monkeypatch):
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
+    machine = Machine(gpus=gpus)
+    with on(machine) as taken:
+        engine = engine_of(H, machine, local_rank, local_size)
+        if isinstance(expected, str):
+            with pytest.raises(UserError, match=expected):
+                engine.choose_device("auto")
+        else:
+            assert engine.choose_device("auto") == torch.device("cuda", expected)
+            assert taken == [torch.device("cuda", expected)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "files", "expected"),
+    [(None, 2, 2), ("0", 2, 1), ("", 2, 0), ("-1", 2, 0), ("NoDevFiles", 2, 0), ("GPU-4a", 2, 1), (None, 0, 0)],
+)
+def test_device_files_count_only_where_they_can_be_opened(visible, files, expected, tmp_path):
+    for number in range(files):
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpu.openable(environment, tmp_path) == expected
+
+
+def test_device_files_of_other_jobs_are_no_gpus(tmp_path):
+    (tmp_path / "nvidia0").mkdir()  # cannot be opened for writing, whoever asks
+    assert gpu.openable({}, tmp_path) == 0
+
+
+def test_the_drivers_version_is_named(tmp_path):
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC version: 12.2\n")
+    assert "(found version 12020); driver 535.104.05)" in gpu.unusable(8, RuntimeError(OLD_DRIVER), version)
+
+
+# ---- ranks with each other
+
+GPU_A, GPU_B = ("cuda", "GPU-a", "0:1:0"), ("cuda", "GPU-b", "0:2:0")
+SLICE_1, SLICE_2 = ("cuda", "MIG-1", "0:1:0", True), ("cuda", "MIG-2", "0:1:0", True)
+SAME = (
+    r"ranks 0 and 1 on x have the same GPU \(GPU-a\), and NCCL wants one for each rank: start as many ranks as GPUs, or "
+    r"show each rank its own \(CUDA_VISIBLE_DEVICES\)"
+)
+SLICES = r"ranks 0 and 1 on x have slices of one GPU \(MIG\), between which NCCL does not communicate: turn MIG off"
+SIDE_BY_SIDE = [
+    # where each rank is, and the line
+    ([("x", "cpu"), ("x", "cpu")], None),
+    ([("x", *GPU_A), ("x", *GPU_B), ("y", *GPU_A)], None),
+    ([("x", *GPU_A), ("x", *GPU_A)], SAME),
+    ([("x", *GPU_A), ("x", *GPU_A), ("x", "cpu")], r"rank 2 on x has no GPU, rank 0 on x has one: give every rank a GPU"),
+    ([("x", "cpu"), ("y", *GPU_A)], "rank 0 on x has no GPU, rank 1 on y has one: give every rank a GPU, or use --dev"),
+    ([("y", *GPU_B), ("x", *GPU_A), ("x", *GPU_B), ("x", *GPU_A)], "ranks 1 and 3 on x have the same GPU"),
+    # one slice shown to each, of the same GPU; several shown to each, of which CUDA takes the first
+    ([("x", *SLICE_1), ("x", *SLICE_2)], SLICES),
+    ([("x", *SLICE_1), ("x", *SLICE_1)], SLICES),
+    # a torch that knows no UUID, or no address
+    ([("x", "cuda", "", "0:1:0"), ("x", "cuda", "", "0:1:0")], r"have the same GPU \(0:1:0\)"),
+    ([("x", "cuda", "GPU-a"), ("x", "cuda", "GPU-b")], None),
+    ([("x", "cuda"), ("x", "cuda")], None),
+]  # fmt: skip
+
+
+class Rank(SerialEngine):
+    """A rank whose all-gather gives what all ranks would have sent."""
+
+    def __init__(self, places: Sequence[tuple[Any, ...]]):
+        super().__init__(tuning=False, rank=0, size=1, launcher="none")
+        self.size, self.places, self.device = len(places), places, torch.device(places[0][1])
+
+    def all_gather_object(self, value: object, name: str) -> list[Any]:
+        assert name == "gpus"
+        return [list(place) for place in self.places]
+
+
+@pytest.mark.parametrize(("places", "expected"), SIDE_BY_SIDE)
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_with_one_gpu_or_with_and_without_are_named(places, expected, shared, monkeypatch):
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", str(int(shared)))
+    monkeypatch.setattr(gpu, "place", lambda device: gpu.Place("x", "cpu"))
+    engine = Rank(places)
+    if expected is None or (shared and "no GPU" not in expected):
+        engine.require_own_gpu()
+        assert engine.notes == ["ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1): for tests, not for speed"] * bool(
+            expected
+        )
+    else:
+        with pytest.raises(UserError, match=expected) as caught:
+            engine.require_own_gpu()
+        assert caught.value.everywhere
+
+
+def test_a_place_has_the_uuid_and_the_address(monkeypatch):
+    about = SimpleNamespace(uuid="4a", pci_domain_id=0, pci_bus_id=65, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
+    host = socket.gethostname()
+    assert gpu.place(torch.device("cuda", 0)) == (host, "cuda", "4a", "0:65:0", True)
+    assert gpu.place(torch.device("cpu")) == (host, "cpu", "", "", False)

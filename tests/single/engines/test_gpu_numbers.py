@@ -1,0 +1,392 @@
+"""What is computed for GPUs, on a CPU: the gradients on the wire, the comparison of replicas, what --deterministic sets."""
+
+import math
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hvdtrain.engines import arithmetic
+from hvdtrain.engines.base import default_predivision, in_memory_order
+from hvdtrain.engines.ddp import DdpEngine, GradientHook
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.horovod import HorovodEngine, PredividedCompressor, broadcastable
+from hvdtrain.engines.single import SerialEngine
+from hvdtrain.engines.start import start
+from hvdtrain.hangs import leaving
+from hvdtrain.hangs.activity import Activity
+from hvdtrain.training import replicas
+from hvdtrain.training.inputs import seed_generators
+
+# ---- gradients on the wire
+
+
+def relative_error(ranks: int, predivide: float) -> float:
+    """Return the error of the mean of small gradients (root mean square 4.5e-5), summed in float16, two by two."""
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.randn(4000, generator=generator) * 4.5e-5  # the same on all ranks: no error averages out
+    compressor = PredividedCompressor(torch.float16, predivide, predivide / ranks)
+    sums = [compressor.compress(gradient)[0] for _ in range(ranks)]
+    while len(sums) > 1:
+        sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
+    mean = compressor.decompress(sums[0], torch.float32)
+    return float((mean - gradient).norm() / gradient.norm())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "factor", "largest"), [(2, 2, 65_504), (8, 8, 65_504), (64, 8, 8_188), (512, 16, 2_047)]
+)
+def test_small_gradients_survive_fp16_on_many_ranks_and_large_ones_do_not_overflow(ranks, factor, largest):
+    assert default_predivision("fp16", ranks) == factor
+    assert relative_error(ranks, factor) < 2.1 * relative_error(8, 8.0) < 0.007
+    compressor = PredividedCompressor(torch.float16, factor, factor / ranks)
+    summed = (compressor.compress(torch.tensor([float(largest)]))[0].double() * ranks).half()
+    assert summed.isfinite()
+    assert compressor.decompress(summed, torch.float32).item() == pytest.approx(largest, rel=2e-3)
+
+
+def test_division_by_the_ranks_loses_small_gradients():
+    assert relative_error(64, 64.0) > 0.02
+    assert relative_error(512, 512.0) > 0.15
+
+
+@pytest.mark.parametrize("ranks", [*range(1, 70), 511, 1024, 5000])
+def test_the_divisor_is_a_power_of_two_on_many_ranks_and_one_without_fp16(ranks):
+    factor = default_predivision("fp16", ranks)
+    assert factor == ranks if ranks <= 8 else math.log2(factor) % 1 == 0 and 8 <= factor <= max(8, math.sqrt(ranks))
+    assert default_predivision("none", ranks) == default_predivision("bf16", ranks) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("compression", "dtype"), [("none", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
+)
+def test_ddp_sends_the_type_that_was_asked_for_and_gives_back_the_gradients(compression, dtype, monkeypatch):
+    sent: list[Tensor] = []
+
+    class Sum:
+        def then(self, finish: Any) -> Tensor:
+            return finish(SimpleNamespace(value=lambda: [sent[0] * 4]))
+
+    def all_reduce(wire: Tensor, async_op: bool) -> SimpleNamespace:
+        sent.append(wire)
+        return SimpleNamespace(get_future=Sum)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    gradients = torch.tensor([1.0, -3e-7, 3e38 if compression == "bf16" else 200.0]) / 4
+    hook = GradientHook(4, compression, default_predivision(compression, 4), "average", Activity())
+    bucket = SimpleNamespace(is_last=lambda: False, buffer=lambda: gradients.clone())
+    reduced = hook.reduce(None, bucket)
+    assert (sent[0].dtype, reduced.dtype) == (dtype, torch.float32)
+    torch.testing.assert_close(reduced, gradients, rtol=4e-3, atol=1e-6 if compression == "fp16" else 0)
+
+
+# ---- broadcasts and comparisons
+
+
+def test_what_nccl_cannot_carry_is_broadcast_as_bytes_of_the_same_memory():
+    for tensor in (torch.tensor([True, False]), torch.tensor([[1, -2]], dtype=torch.int16)):
+        seen = broadcastable(tensor)
+        assert seen.dtype == torch.uint8
+        seen.zero_()
+        assert not tensor.any()
+    weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    for tensor in (torch.ones(3), torch.tensor(True), weight):
+        seen = broadcastable(tensor)
+        assert seen.is_contiguous()
+        assert (seen.data_ptr(), seen.numel()) == (tensor.data_ptr(), tensor.numel())
+
+
+def test_horovod_broadcasts_bool_buffers_as_bytes():
+    got: dict[str, Tensor] = {}
+    engine: Any = object.__new__(HorovodEngine)
+    engine.activity = Activity()
+    engine.hvd = SimpleNamespace(
+        broadcast_parameters=lambda tensors, root_rank: got.update(tensors),
+        broadcast_=lambda tensor, root_rank, name: got.update({name: tensor}),
+    )
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([True, False]))
+    engine.broadcast_model(model)
+    engine.broadcast_(torch.tensor([True]), "one")
+    assert {name: tensor.dtype for name, tensor in got.items() if tensor.dtype != torch.float32} == {
+        "mask": torch.uint8,
+        "one": torch.uint8,
+    }
+    assert got["mask"].data_ptr() == model.mask.data_ptr()
+
+
+def test_memory_order_is_a_view():
+    for tensor in (
+        torch.randn(2, 3),
+        torch.randn(2, 3).t(),
+        torch.randn(2, 1, 4, 4).to(memory_format=torch.channels_last),
+    ):
+        seen = in_memory_order(tensor)
+        assert seen.is_contiguous()
+        assert seen.data_ptr() == tensor.data_ptr()
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest tensor in bytes that an operation returns in memory of its own."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            old = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+            if result.untyped_storage().data_ptr() not in old:
+                self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        torch.randn(2**21 + 3),
+        torch.randn(2**21).to(torch.bfloat16),
+        torch.randn(512, 512, 3, 3).to(memory_format=torch.channels_last),
+        torch.randn(2, 2**20).t(),
+        torch.randn(2**20, 2).t(),
+        torch.tensor(3.5),
+        torch.randn(0),
+        torch.randn(4, 0).t(),
+    ],
+    ids=["float32", "bf16", "channels_last", "tall", "wide", "scalar", "empty", "empty columns"],
+)
+def test_replicas_are_compared_in_chunks_with_the_same_sums(parameter):
+    kind = torch.int16 if parameter.dtype == torch.bfloat16 else torch.int32
+    bits = parameter.contiguous().reshape(-1).view(kind)
+    whole = (bits * torch.arange(1, len(bits) + 1)).sum()
+    with Largest() as largest:
+        assert replicas.checksum(parameter) == whole
+    assert largest.bytes <= 2**22
+
+
+# ---- the state of a resumed optimizer
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_step_of_a_resumed_adam_stays_where_rank_zero_has_it(fused, monkeypatch):
+    """Rank 1's device is `meta`, in place of a GPU."""
+    made: list[tuple[str, torch.device]] = []
+
+    class Ranks(SerialEngine):
+        plan: object = None
+
+        def broadcast_object(self, value: object, name: str) -> Any:
+            Ranks.plan = value if self.rank == 0 else Ranks.plan
+            return Ranks.plan
+
+        def broadcast_(self, tensor: Tensor, name: str) -> None:
+            made.append((name, tensor.device))
+
+    def rank(number: int, device: str) -> tuple[Ranks, torch.optim.Optimizer]:
+        engine = Ranks(tuning=False, rank=0, size=1, launcher="none")
+        engine.rank, engine.device = number, torch.device(device)
+        weight = torch.nn.Parameter(torch.ones(3, device=device))
+        return engine, torch.optim.Adam([weight])
+
+    monkeypatch.setattr(SerialEngine, "broadcast_optimizer_state", SerialEngine.__base__.broadcast_optimizer_state)
+    engine, optimizer = rank(0, "cpu")
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    optimizer.step()
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    for name in ("exp_avg", "exp_avg_sq", *(["step"] if fused else [])):  # as on a GPU
+        state[name] = state[name].to("meta")
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)  # meta tensors have no values
+    engine.device = torch.device("meta")
+    engine.broadcast_optimizer_state(optimizer)
+    made.clear()
+    engine, optimizer = rank(1, "meta")
+    engine.broadcast_optimizer_state(optimizer)
+    devices = {name.rpartition(".")[2]: device.type for name, device in made}
+    assert devices == {"step": "meta" if fused else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"].device.type == ("meta" if fused else "cpu")
+
+
+# ---- precision
+
+
+@pytest.mark.parametrize(
+    ("device", "able", "asked", "expected"),
+    [
+        ("cpu", True, None, "off"),
+        ("cpu", True, "auto", "bf16"),
+        ("cuda", True, None, "bf16"),
+        ("cuda", False, None, "off"),
+        ("cuda", True, "off", "off"),
+        ("cuda", True, "fp16", "fp16"),
+    ],
+)
+def test_gpus_compute_in_bf16_unless_told_otherwise_and_cpus_in_float32(device, able, asked, expected, monkeypatch):
+    monkeypatch.setattr("hvdtrain.engines.base.computes_in_bf16", lambda device: able)
+    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+    engine.device = torch.device(device)
+    assert engine.choose_amp(asked) == expected
+    assert bool(engine.notes) == (asked == "auto" or (device == "cuda" and asked is None))
+
+
+@pytest.fixture
+def settings():
+    """Give torch's settings back afterwards."""
+    deterministic, fill = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+    cudnn = {name: getattr(torch.backends.cudnn, name) for name in ("benchmark", "allow_tf32", "deterministic")}
+    precision = torch.get_float32_matmul_precision()
+    environment = dict(os.environ)
+    for name in arithmetic.REPEATABLE:
+        os.environ.pop(name, None)
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.set_float32_matmul_precision(precision)
+    for name, value in cudnn.items():
+        setattr(torch.backends.cudnn, name, value)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+class Gpu(SerialEngine):
+    """Has a GPU, and remembers the variables that were there when it started."""
+
+    seen: dict[str, str]
+    compared = False  # with the GPUs of the other ranks
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        Gpu.seen = dict(os.environ)
+
+    def require_own_gpu(self) -> None:
+        self.compared = True
+
+    def choose_device(self, wanted: str) -> torch.device:
+        return torch.device("cpu" if wanted == "cpu" else "cuda")
+
+
+REPEATABLE = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+}
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "tuning", "device", "algorithms", "benchmark", "tf32", "notes"),
+    [
+        (True, True, "auto", True, False, True, ["deterministic: algorithms", "products of float32 in TF32"]),
+        (True, False, "auto", True, False, False, ["deterministic: algorithms"]),
+        (False, True, "auto", False, True, True, ["cuDNN times its algorithms", "products of float32 in TF32"]),
+        (False, False, "auto", False, False, False, []),
+        (False, True, "cpu", False, False, False, []),
+        (True, True, "cpu", False, False, False, ["--deterministic changes nothing on CPUs"]),
+    ],
+)
+def test_deterministic_and_fast_arithmetic_are_set_before_the_engine_starts_and_said(
+    settings, monkeypatch, deterministic, tuning, device, algorithms, benchmark, tf32, notes
+):
+    monkeypatch.setattr("hvdtrain.engines.start.engine_class", lambda name: Gpu)
+    threads = torch.get_num_threads()
+    engine = start("serial", tuning=tuning, device=device, threads=threads, deterministic=deterministic)
+    assert engine.compared
+    assert engine.activity.asynchronous == (device != "cpu")
+    assert torch.are_deterministic_algorithms_enabled() == algorithms
+    assert torch.utils.deterministic.fill_uninitialized_memory != algorithms
+    assert torch.backends.cudnn.benchmark == benchmark
+    assert (torch.get_float32_matmul_precision() == "high") == tf32
+    set_ = {name: Gpu.seen.get(name) for name in REPEATABLE}
+    assert set_ == (REPEATABLE if algorithms else dict.fromkeys(REPEATABLE))
+    said = [note for note in engine.notes if not note.startswith("malloc")]
+    assert [note[: len(start_)] for note, start_ in zip(said, notes, strict=True)] == notes
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "refused"),
+    [
+        ("NCCL_NVLS_ENABLE", "1", True),
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", True),
+        ("CUBLAS_WORKSPACE_CONFIG", ":16:8", False),
+        ("NCCL_ALGO", "Tree", False),
+    ],
+)
+def test_variables_of_the_user_stay_or_are_refused(name, value, refused):
+    if refused:
+        with pytest.raises(
+            UserError, match=f"--deterministic, but {name}='{value}', with which bits do not repeat: unset it"
+        ):
+            arithmetic.repeatable_environment({name: value})
+    else:
+        assert name not in arithmetic.repeatable_environment({name: value})
+
+
+def test_dataparallel_seeds_all_its_gpus_each_differently(monkeypatch):
+    generators = [torch.Generator() for _ in range(4)]
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: generators[0].manual_seed(seed))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    before = torch.get_rng_state()
+    seed_generators(2**63 + 5, torch.device("cuda", 0))
+    torch.set_rng_state(before)
+    seeds = [generator.initial_seed() % 2**64 for generator in generators]
+    assert seeds[0] == 2**63 + 5
+    assert len(set(seeds)) == 4
+
+
+# ---- start of the engines
+
+
+@pytest.mark.parametrize(("nccl", "gpus", "tuning", "expected"), [(1, 8, True, "1"), (0, 8, True, None), (1, 0, True, None),
+                                                                  (1, 8, False, None)])  # fmt: skip
+def test_horovods_sums_complete_on_the_gpu_where_there_is_one(nccl, gpus, tuning, expected, settings, monkeypatch):
+    seen: list[str | None] = []
+    hvd: Any = SimpleNamespace(
+        nccl_built=lambda: nccl, init=lambda: seen.append(os.environ.get(name)), mpi_enabled=lambda: True
+    )
+    hvd.rank = hvd.local_rank = lambda: 0
+    hvd.size = hvd.local_size = lambda: 1
+    name = "HOROVOD_ENABLE_ASYNC_COMPLETION"
+    monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
+    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=hvd))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    HorovodEngine(tuning=tuning, rank=0, size=1, launcher="none")
+    assert seen == [expected]
+
+
+def test_no_time_limit_of_ddp_or_of_nccl_ends_a_job(settings, monkeypatch):
+    """Ranks meet at the store once more, when NCCL connects in the first collective on GPUs."""
+    given: dict[str, Any] = {}
+
+    def started(backend: str, **options: Any) -> None:
+        given.update(options, backend=backend, monitoring=os.environ.get("TORCH_NCCL_ENABLE_MONITORING"))
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "init_process_group", started)
+    with pytest.raises(UserError, match="far enough"):
+        DdpEngine(tuning=True, rank=0, size=1, launcher="none")
+    assert (given["backend"], given["monitoring"]) == ("cpu:gloo,cuda:nccl", "0")
+    assert min(given["timeout"].days, given["store"].timeout.days) >= 30
+
+
+def test_the_engines_shutdown_has_a_time_limit_whatever_it_does(monkeypatch):
+    """hvd.shutdown may spin for ever, where a GPU waits for a rank that has ended."""
+    watch = leaving.Leaving("rank 0", 1000.0, None)
+    monkeypatch.setattr(leaving, "current", [watch])
+    seen: list[bool] = []
+
+    class Ends(SerialEngine):
+        def shutdown(self) -> None:
+            seen.append(watch.disconnects)
+
+    with Ends(tuning=False, rank=0, size=1, launcher="none"):
+        seen.append(watch.disconnects)
+    assert (seen, watch.disconnects) == ([False, True], False)
