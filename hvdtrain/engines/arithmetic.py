@@ -38,7 +38,7 @@ def set_up(device: torch.device, *, deterministic: bool, tuning: bool) -> list[s
     if deterministic:
         torch.use_deterministic_algorithms(True)
         # Otherwise torch fills each new tensor with NaN, to reveal reads of uninitialized memory.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # of the module's class
         torch.backends.cudnn.benchmark = False  # it times algorithms, and may choose differently in the next run
         notes = [
             "deterministic: algorithms that give the same bits in each run (slower; an operation without one raises)"
