@@ -278,7 +278,9 @@ class Run:
             number = state.step + 1
             last = state.samples_of_epoch + planned.count == plan.per_epoch or number == self._step_limit
             logged = last or number == 1 or number % self.flags.log_steps == 0
-            step = Step(shared, planned, opened, self._unread, logged=logged)
+            every = self.flags.checkpoint_steps
+            at_once = logged or bool(every and number % every == 0)
+            step = Step(shared, planned, opened, self._unread, logged=logged, at_once=at_once)
             yield step
             self._finish_step(step, opened)
         state.train_seconds += self.clock.lap()
@@ -325,7 +327,9 @@ class Run:
         step, self._unread = self._unread, None
         assert step is not None
         for verdict in step.verdicts.values():
+            self.engine.activity.collective = "gradients"  # the device may still wait for the other ranks
             step.left_out = not verdict.finite() or step.left_out
+            self.engine.activity.collective = None
         if step.verdicts and step.left_out and self.guard.explains(self.state):
             self.guard.report_skipped_step(self.state, step.number, self.guard.NOT_LOOKED)
         step.verdicts.clear()

@@ -69,9 +69,10 @@ class Step:
     """One training step, yielded by `for step in run.steps(...)`."""
 
     def __init__(
-        self, shared: Shared, planned: PlannedStep, source: Input, before: "Step | None" = None, *, logged: bool
+        self, shared: Shared, planned: PlannedStep, source: Input, before: "Step | None", *, logged: bool, at_once: bool
     ):
-        """before: the step before this one, if its `verdicts` are not read yet. logged: see the attribute."""
+        """before: the step before this one, if its `verdicts` are not read yet. logged: see the attribute. at_once: read in
+        this step whether its gradients are finite, also on an accelerator."""
         self.number = shared.state.step + 1  # since the beginning of training, from 1
         self.logged = logged  # whether this step is recorded; `record` ignores its values otherwise
         self.count = planned.count  # samples, over all ranks and micro-batches
@@ -81,6 +82,7 @@ class Step:
         self.local_count = 0  # samples of this rank
         self.gradient_norm: Tensor | None = None  # before clipping, if `update` clipped
         self.left_out = False  # the step was skipped, because a gradient was not finite
+        self._at_once = at_once
         self.verdicts: dict[int, Verdict] = {}  # by loop: on an accelerator, to be read in the next step
         self.before = before
         self._shared, self._planned, self._input = shared, planned, source
@@ -301,7 +303,7 @@ class Step:
         if self._tokens is not None:
             self._divide_by_tokens(self._tokens)
         shared.clock.mark("communication")
-        if not self.logged and prepared.flagged.issuperset(self._backwards):
+        if not self._at_once and prepared.flagged.issuperset(self._backwards):
             self._keep_flags(loop)
             return True
         sound = True

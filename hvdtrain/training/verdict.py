@@ -1,6 +1,6 @@
 """Whether the gradients of a step are finite.
 
-On a CPU, and in steps that are logged, this is read at once. In the other steps on an accelerator it stays there as a flag:
+On a CPU, and in steps that are logged or saved, this is read at once. In others on an accelerator it stays there as a flag:
 fused optimizers take it as `found_inf`, as from torch's GradScaler, and leave weights and state unchanged if it is set. The
 host reads it in the next step, when the device has the next backward pass to do.
 """

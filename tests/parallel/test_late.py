@@ -9,6 +9,8 @@ from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import prepared, verdict
+from hvdtrain.training.checkpoint_interval import CheckpointInterval
+from hvdtrain.training.guard import Guard
 from tests.parallel.test_loop import N, X, Y, a_run
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4):
@@ -68,6 +70,16 @@ def test_a_step_is_left_out_on_all_ranks_as_if_it_had_been_read_at_once(engine, 
     assert messages[0] == messages[1]
     assert "step 3: gradients are not finite: rank " in messages[0]
     assert "input of 0 (Linear)" in messages[0]
+
+
+def test_a_save_that_nobody_expected_learns_of_its_step_first_and_does_not_look_for_the_layer(engine, monkeypatch):
+    """As after a signal, or when a checkpoint is due by the clock."""
+    monkeypatch.setattr(CheckpointInterval, "due_at", property(lambda self: 0.0, lambda self, at: None), raising=False)
+    monkeypatch.setattr(Guard, "should_stop", lambda self, state, due: False)
+    monkeypatch.setattr(Guard, "should_save", lambda self, state: state.step == 3)
+    said = "step 3: gradients are not finite: the layer was not looked for, because the run is saved after this step"
+    with pytest.raises(Failure, match=said):
+        train(engine)
 
 
 def test_where_none_may_be_left_out_all_ranks_end_and_name_the_step_and_the_layer(engine):

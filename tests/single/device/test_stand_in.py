@@ -47,6 +47,7 @@ BAD_STEPS = {
     "micro_batches": "--batch-size 8 --accumulate 2",
     "clipped": "--clip-norm 0.5",
     "adamw_fp16": "--amp fp16",
+    "saved": "--checkpoint-steps 3",  # the bad one is the third
     "sgd": "--optimizer sgd",
     "sgd_fp16": "--optimizer sgd --amp fp16",
 }
