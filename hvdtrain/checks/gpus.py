@@ -1,0 +1,68 @@
+"""GPUs before CUDA starts, as nvidia-smi lists them: what would leave them idle, or refuse a rank."""
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from hvdtrain.analysis import nvidia_smi
+from hvdtrain.analysis.nvidia_smi import Gpu
+from hvdtrain.checks.findings import Findings, Here
+from hvdtrain.engines.base import Engine
+
+
+def check_gpus(found: Findings, here: Here) -> None:
+    """Check driver, MIG and compute mode of this host's GPUs, and that torch sees them."""
+    if here.flags.device == "cpu":
+        return
+    try:
+        there = nvidia_smi.gpus()
+    except OSError:  # missing, or no GPU: torch is asked when the engine starts
+        return
+    # Trap: `device_count` alone asks NVML, which counts GPUs for which the driver is too old.
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    judge(found, there, torch.version.cuda, seen, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def judge(found: Findings, there: Sequence[Gpu], cuda: str | None, seen: int, visible: str | None) -> None:
+    """Add the findings. cuda: torch's; None without. seen: number of GPUs that torch sees. visible: CUDA_VISIBLE_DEVICES."""
+    for gpu, count in Counter(gpu._replace(uuid="", memory_used=0) for gpu in there).items():
+        found.ok(f"{count} x {gpu}")
+        if gpu.mig_mode_current == "Enabled":
+            why = "a process uses one slice, and NCCL does not communicate between slices of one GPU"
+            found.warning(f"MIG is on ({gpu.name})", why, "one rank per GPU, or turn it off: nvidia-smi -mig 0")
+        if gpu.compute_mode != "Default":
+            why = "Exclusive_Process refuses a second process on a GPU, also beside one that was left there"
+            add = found.problem if gpu.compute_mode == "Prohibited" else found.warning
+            add(f"compute mode of {gpu.name} is {gpu.compute_mode}", why, "nvidia-smi -c 0")
+    if seen or not there:
+        return
+    driver, idle = there[0].driver_version, "training would leave them idle"
+    if cuda is None:
+        do = "install a torch with CUDA, or train with --device cpu"
+        found.problem(f"{len(there)} GPUs here, but this torch has no CUDA", idle, do)
+    elif visible is not None:
+        found.ok(f"CUDA_VISIBLE_DEVICES={visible} hides the {len(there)} GPUs of this host")
+    elif oldest := nvidia_smi.too_old(driver, cuda):
+        do = "update the driver, or install a torch for an older CUDA"
+        found.problem(f"driver {driver}, but CUDA {cuda} of this torch needs {oldest} or newer", idle, do)
+    else:
+        do = "in a container: --nv, or --gpus all; under Slurm: --gres=gpu:N"
+        found.problem(f"torch sees none of the {len(there)} GPUs of this host", idle, do)
+
+
+def check_one_rank_per_gpu(found: Findings, here: Here, engine: Engine) -> None:
+    """Check that no two ranks have the same GPU, whatever each calls it. A collective."""
+    mine = torch.cuda.get_device_properties(engine.device) if engine.device.type == "cuda" else None
+    place = [socket.gethostname(), str(getattr(mine, "uuid", "")), getattr(mine, "name", "")]
+    rows = engine.all_gather_object(place, "gpus")
+    for rank, (host, uuid, name) in enumerate(rows):
+        first = next(other for other, row in enumerate(rows) if row[:2] == [host, uuid])
+        if uuid and first < rank:
+            what = f"ranks {first} and {rank} share a GPU on {host}: {name}, {uuid}"
+            if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+                found.warning(what, "NCCL was told to allow it: slower than one rank", "one rank per GPU")
+            else:
+                found.problem(what, "NCCL refuses it", "one rank per GPU, or show each its own: CUDA_VISIBLE_DEVICES")
