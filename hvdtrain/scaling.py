@@ -31,14 +31,13 @@ from pathlib import Path
 from hvdtrain import cli
 from hvdtrain.analysis import measuring, plotting
 from hvdtrain.analysis import scaling_results as results
-from hvdtrain.analysis.launching import VARIANTS, command, run_job, slots
+from hvdtrain.analysis.launching import INTERRUPTED, VARIANTS, command, complaint, interrupt, run_job, slots
 from hvdtrain.analysis.scaling_results import ALONE, APART, Benchmark, Configuration, Rounds, rate
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
 
 QUICK = ["--model", "convnet", "--repeats", "5"]  # of hvdtrain.benchmark; flags after -- override them
-INTERRUPTED = 130  # as in shells: 128 + SIGINT
 
 
 def rank_counts(text: str) -> list[int]:
@@ -115,9 +114,8 @@ def measure(which: Configuration, flags: Namespace, directory: Path) -> Benchmar
     if ended.code is None:
         return f"not finished after {flags.timeout:g} s, killed; see {log}"
     if ended.code != 0:
-        # The script's own line is more specific than the launcher's, which follows it.
-        lines = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]
-        return f"exit code {ended.code}{f': {lines[0].strip()}' if lines else ''}; see {log}"
+        why = complaint(log)
+        return f"exit code {ended.code}{f': {why}' if why else ''}; see {log}"
     if not result.exists():
         return f"wrote no {result}: is --output-dir shared with the first of --hosts?"
     content: Benchmark = json.loads(result.read_text())
@@ -143,11 +141,6 @@ def measure_all(
             else:
                 rounds[-1][which] = outcome
                 print(f"{said} {rate(outcome):12,.1f} samples/s", flush=True)
-
-
-def interrupt(number: int, frame: object) -> None:
-    """Signal handler: raise KeyboardInterrupt."""
-    raise KeyboardInterrupt
 
 
 def main() -> int:

@@ -21,11 +21,19 @@ from hvdtrain import __version__  # noqa: E402
 
 # The navigation, and with it every page of the site (paths without their ending). A page that is missing here fails a test.
 NAVIGATION = {
-    "Start": ["docs/tutorial", "docs/ladder", "docs/installing", "docs/launching", "containers/README", "docs/limits"],
+    "Start": [
+        "docs/tutorial",
+        "docs/ladder",
+        "docs/installing",
+        "docs/launching",
+        "containers/README",
+        "docs/gpus",
+        "docs/limits",
+    ],
     "Train": ["docs/imagenet", "docs/lm", "docs/tuned", "docs/choosing", "docs/surviving", "docs/errors"],
     "Your own program": ["docs/script", "docs/site/api", "docs/horovod", "docs/leaving"],
     "Watch and compare": ["docs/watching", "docs/report"],
-    "Measure": ["docs/benchmarks", "docs/results", "docs/speed", "docs/gpus", "docs/network"],
+    "Measure": ["docs/benchmarks", "docs/results", "docs/speed", "docs/network", "docs/gpus"],
     "Project": ["CONTRIBUTING", "CHANGELOG"],
 }
 

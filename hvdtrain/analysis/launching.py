@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import without_launcher
 
 MARK = "HVDTRAIN_JOB"  # environment variable of every process of a job, however its launcher starts it
+INTERRUPTED = 130  # exit code as in shells: 128 + SIGINT
 TERM_SECONDS = 10.0  # time for a launcher to end its ranks, on this host and others
 
 # By name: the launcher, and flags that every script accepts.
@@ -36,6 +37,7 @@ class Ended(NamedTuple):
 
     code: int | None
     seconds: float
+    left: int = 0  # processes on this host that the launcher left behind, before they were killed here
 
 
 def slots(hosts: str) -> int:
@@ -88,13 +90,21 @@ def program(name: str) -> str:
     return found
 
 
-def run_job(arguments: Sequence[str], seconds: float, log: Path) -> Ended:
+def run_job(
+    arguments: Sequence[str],
+    seconds: float,
+    log: Path,
+    meanwhile: Callable[[str], None] | None = None,
+    **variables: str,
+) -> Ended:
     """Run a command line with its output in `log`, and return how it ended.
 
     After `seconds`, or if this process is interrupted, the job and all its processes are killed: no rank outlives the call.
+    meanwhile: called again and again while it runs, with the name by which `members` finds the job's processes.
+    variables: added to the environment.
     """
     job = uuid.uuid4().hex
-    environment = {**os.environ, MARK: job}
+    environment = {**os.environ, **variables, MARK: job}
     if not is_launcher(arguments):  # a single process must not see the variables of an enclosing batch job
         environment = without_launcher(environment)
     began = time.monotonic()
@@ -103,19 +113,37 @@ def run_job(arguments: Sequence[str], seconds: float, log: Path) -> Ended:
             arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,  # else Ctrl-C would reach the launcher and all ranks at the same time
         )  # fmt: skip
+        left = 0
         try:
-            code: int | None = process.wait(timeout=seconds)
+            while meanwhile is not None and process.poll() is None and time.monotonic() - began < seconds:
+                meanwhile(job)
+                time.sleep(0.05)
+            code: int | None = process.wait(timeout=max(0.0, began + seconds - time.monotonic()))
+            taken = time.monotonic() - began
+            while (left := len(members(job))) and time.monotonic() - began - taken < TERM_SECONDS:
+                time.sleep(0.05)  # mpirun does not wait for what it has started to end
         except subprocess.TimeoutExpired:
-            code = None
+            code, taken = None, time.monotonic() - began
         finally:
             with interrupts_deferred():
                 end(process, job)
-    return Ended(code, time.monotonic() - began)
+    return Ended(code, taken, left)
+
+
+def complaint(log: Path) -> str:
+    """Return the line of a job's log that says why it failed, or "". The script's own comes before the launcher's."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]
+    return lines[0].strip() if lines else ""
 
 
 def is_launcher(arguments: Sequence[str]) -> bool:
     """Tell whether a command line starts a launcher."""
     return Path(arguments[0]).name in ("horovodrun", "mpirun") or "torch.distributed.run" in arguments
+
+
+def interrupt(number: int, frame: object) -> None:
+    """Signal handler: raise KeyboardInterrupt."""
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

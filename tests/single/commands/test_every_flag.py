@@ -16,6 +16,7 @@ MNIST = "single/commands/test_flags_of_mnist.py::test_"
 IMAGENET = "single/commands/test_flags_of_imagenet.py::test_"
 LM = "single/commands/test_flags_of_lm.py::test_"
 BENCHMARK = "single/commands/test_flags_of_benchmark.py::test_"
+GPU_DAY = "single/analysis/test_gpu_day.py::test_"
 OTHERS = "single/commands/test_flags_of_others.py::test_"
 PARALLEL = "parallel/test_flags.py::test_"
 WATCHING = "e2e/training/test_watching.py::test_"
@@ -119,6 +120,14 @@ EFFECTS: dict[str, list[Tests]] = {
         OTHERS + "scaling_starts_on_the_hosts_over_the_interface": "--hosts --interface",
     }],
     "doctor": [{OTHERS + "the_doctor_checks_what_was_named": "--engine --device --data-dir --output-dir --json"}],
+    "gpu_day": [{
+        GPU_DAY + "started_again_it_goes_on_and_only_runs_what_was_named": "--only",
+        GPU_DAY + "the_list_needs_nothing": "--list",
+        GPU_DAY + "minutes_and_quick_are_those_of_the_day": "--minutes --quick",
+        GPU_DAY + "several_ranks_share_one_gpu_and_only_then": "--device",
+        GPU_DAY + "the_all_reduce_is_compared_with_the_program_that_was_named": "--nccl-tests",
+        GPU_DAY + "a_row_that_fails_does_not_hide_the_others": "--output-dir",
+    }],
     "report": [{OTHERS + "a_report_lies_where_it_was_asked_for": "--output-dir"}],
     "tuned": [{
         TUNED + "the_rank_that_does_not_come_is_named_with_its_place": "--watch",

@@ -1,0 +1,1 @@
+"""The rows of hvdtrain.gpu_day, and its page."""

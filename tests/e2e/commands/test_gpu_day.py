@@ -1,0 +1,49 @@
+"""A rehearsal of the first day on a GPU: every row's commands, on processors. nvidia-smi is replaced: it lists a GPU."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from hvdtrain.analysis.gpu_day.page import PAGE, RECORD
+from hvdtrain.analysis.gpu_day.rows import ROWS
+from tests.e2e.launchers import BIN, environment, launch
+from tests.single.analysis.nvidia_smi import GPU, put
+
+# Two halves: each within the limit of a launch.
+NAMES = [row.line.name for row in ROWS]
+HALVES = (NAMES[: len(NAMES) // 2], NAMES[len(NAMES) // 2 :])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", HALVES, ids=lambda names: f"{names[0]} to {names[-1]}")
+def test_every_row_runs_on_processors(names, tmp_path):
+    (tools := tmp_path / "tools").mkdir()
+    put(tools, [GPU.format(0)])
+    path = f"{tools}:{BIN}:{environment()['PATH']}"
+    out = tmp_path / "out"
+    flags = f"--device cpu --quick --only {','.join(names)} --output-dir {out}"
+    done = launch(f"{sys.executable} -m hvdtrain.gpu_day {flags}", timeout=840, PATH=path)
+    rows = {row["name"]: row for row in json.loads((out / RECORD).read_text())["rows"]}
+    seen = {name: (rows[name]["verdict"], rows[name]["showed"]) for name in names}
+    wrong = {name: what for name, what in seen.items() if what[0] != "ok"}
+    wrong.pop("deterministic", None)  # not run by versions without the flag
+    assert wrong == {}, done
+    assert done.code == 0, done
+    assert done.left_behind == 0, done
+    assert (out / PAGE).read_text().startswith("# The first day on a GPU\n\n**A rehearsal on the processor.**")
+
+
+@pytest.mark.slow
+def test_without_a_gpu_and_without_nvidia_smi(tmp_path):
+    done = launch(f"{sys.executable} -m hvdtrain.gpu_day --output-dir {tmp_path}")
+    assert done.code == 2, done
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(r"hvdtrain.gpu_day: error: torch \S+ sees no GPU here: .* --device cpu --quick", line)
+    done = launch(
+        f"{sys.executable} -m hvdtrain.gpu_day --device cpu --quick --only device --output-dir {tmp_path}",
+        PATH="/nowhere",
+    )
+    assert done.code == 0, done
+    assert "not run  device: no nvidia-smi on PATH" in done.stdout
