@@ -19,6 +19,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 
 LEAST_SECONDS = 20.0  # a command that may take less is not started
+LEAST_CONTEXT = 100  # MiB; a process with CUDA holds several times as much
 SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL 2.30 and newer: several ranks on one GPU
 
 
@@ -154,9 +155,26 @@ class SignalRank:
             self.sent = True
 
 
-def on_gpus() -> set[int] | None:
-    """Return the processes on this host's GPUs; None if nvidia-smi is missing."""
+class OnGpus(NamedTuple):
+    """What is on this host's GPUs. In a container nvidia-smi lists no processes, but the memory that is used."""
+
+    processes: set[int]
+    used: int  # MiB
+
+
+def on_gpus() -> OnGpus | None:
+    """Return what is on this host's GPUs; None if nvidia-smi cannot tell."""
     try:
-        return nvidia_smi.processes()
+        return OnGpus(nvidia_smi.processes(), sum(gpu.memory_used for gpu in nvidia_smi.gpus()))
     except OSError:
         return None
+
+
+def left_on_gpus(before: OnGpus | None, after: OnGpus | None) -> tuple[bool, str]:
+    """Return whether nothing was left, as far as nvidia-smi can tell, and the end of a sentence about it."""
+    if before is None or after is None:
+        return True, "; no nvidia-smi to ask"
+    left, more = sorted(after.processes - before.processes), after.used - before.used
+    if not left and more < LEAST_CONTEXT:
+        return True, "; nvidia-smi: nothing left"
+    return False, f"; nvidia-smi: {more} MiB more than before, processes {', '.join(map(str, left)) or 'not listed'}"

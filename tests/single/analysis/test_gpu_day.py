@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain import gpu_day
 from hvdtrain.analysis.gpu_day import page, probes, rows
-from hvdtrain.analysis.gpu_day.day import Day, Failed, NotRun, SignalRank
+from hvdtrain.analysis.gpu_day.day import Day, Failed, NotRun, OnGpus, SignalRank, left_on_gpus
 from hvdtrain.analysis.gpu_day.page import NOT_OK, NOT_RUN, OK, Line, Outcome
 from hvdtrain.analysis.gpu_day.rows import Showed
 from hvdtrain.engines.errors import UserError
@@ -270,6 +270,20 @@ def test_several_ranks_share_one_gpu_and_only_then(day, monkeypatch):
     ]
     day.quick = False
     assert [setattr(day, "gpus", gpus) or day.counts for gpus in (1, 2, 4, 8)] == [[2, 4, 8], [2], [2, 4], [2, 4, 8]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "nothing", "said"),
+    [
+        (OnGpus({7}, 4), OnGpus({7}, 20), True, "nothing left"),
+        (OnGpus({7}, 4), OnGpus(set(), 0), True, "nothing left"),
+        (OnGpus({7}, 4), OnGpus({7, 9, 8}, 904), False, "900 MiB more than before, processes 8, 9"),
+        (OnGpus(set(), 4), OnGpus(set(), 504), False, "500 MiB more than before, processes not listed"),  # a container
+        (None, None, True, "no nvidia-smi to ask"),
+    ],
+)
+def test_what_ranks_left_on_gpus(before, after, nothing, said):
+    assert left_on_gpus(before, after) == (nothing, f"; {'nvidia-smi: ' if before else ''}{said}")
 
 
 # ---- what is read from others
