@@ -120,7 +120,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, interrupt)  # batch systems end jobs with SIGTERM: treat it like Ctrl-C
     until = time.monotonic() + 60 * flags.minutes
     day = Day(flags.output_dir, flags.device, flags.quick, 0, until, flags.nccl_tests)
-    code, outcomes = 0, {}
+    code = 0
+    outcomes: dict[str, Outcome] = {}
     try:
         facts = look(day)
         earlier, outcomes = page.read(flags.output_dir)

@@ -33,7 +33,7 @@ NAVIGATION = {
     "Train": ["docs/imagenet", "docs/lm", "docs/tuned", "docs/choosing", "docs/surviving", "docs/errors"],
     "Your own program": ["docs/script", "docs/site/api", "docs/horovod", "docs/leaving"],
     "Watch and compare": ["docs/watching", "docs/report"],
-    "Measure": ["docs/benchmarks", "docs/results", "docs/speed", "docs/network", "docs/gpus"],
+    "Measure": ["docs/benchmarks", "docs/results", "docs/speed", "docs/network"],
     "Project": ["CONTRIBUTING", "CHANGELOG"],
 }
 

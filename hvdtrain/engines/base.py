@@ -67,7 +67,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     """Return a contiguous view of a dense tensor, with its elements in the order of memory: channels_last, for instance."""
     if tensor.is_contiguous():
         return tensor
-    return tensor.permute(sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), -tensor.shape[axis])))
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride()[axis], -tensor.shape[axis])))
 
 
 class Setting(str):

@@ -54,8 +54,8 @@ def markdown(lines: list[Line], outcomes: dict[str, Outcome], facts: dict[str, A
     text += ["", "*predicted*: estimated for one H100 before anything had run on a GPU. No row is judged by it.", ""]
     text += ["## Commands", ""]
     for line in lines:
-        if (outcome := outcomes.get(line.name)) is not None and outcome.commands:
-            text += [f"**{line.name}**, {outcome.seconds:.0f} s", "", "```", *outcome.commands, "```", ""]
+        if (ran := outcomes.get(line.name)) is not None and ran.commands:
+            text += [f"**{line.name}**, {ran.seconds:.0f} s", "", "```", *ran.commands, "```", ""]
     return "\n".join(text)
 
 
