@@ -5,9 +5,9 @@ import shutil
 import subprocess
 from typing import NamedTuple
 
+from hvdtrain.engines.gpu import OLDEST_DRIVER
+
 LIMIT = 60.0  # seconds: without nvidia-persistenced, the driver starts each GPU first
-# Oldest driver for each major version of CUDA (CUDA's release notes, "minor version compatibility").
-OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 
 
 class Gpu(NamedTuple):
@@ -65,6 +65,6 @@ def processes() -> set[int]:
 
 def too_old(driver: str, cuda: str) -> int | None:
     """Return the oldest major version of the driver with which code for `cuda` runs, if `driver` is older; else None."""
-    oldest = OLDEST_DRIVER.get(cuda.partition(".")[0])
+    oldest = int(OLDEST_DRIVER.get(cuda.partition(".")[0], 0))
     major = driver.partition(".")[0]
-    return oldest if oldest is not None and major.isdecimal() and int(major) < oldest else None
+    return oldest if major.isdecimal() and int(major) < oldest else None
