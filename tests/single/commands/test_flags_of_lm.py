@@ -109,7 +109,7 @@ def test_temperature_decides_how_likely_the_unlikely_is(book, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_byte_pairs_have_the_size_that_was_asked_for_or_are_read(kept, book, tmp_path, monkeypatch):
+def test_byte_pairs_have_the_size_that_was_asked_for_or_are_read(kept, book, tmp_path, monkeypatch, capsys):
     tokenizers = pytest.importorskip("tokenizers")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     flags = f"--text {book} {SMALL} --steps 1 --sample-tokens 0 --tokens pairs"
@@ -121,7 +121,9 @@ def test_byte_pairs_have_the_size_that_was_asked_for_or_are_read(kept, book, tmp
         seen = trained(lm, f"{flags} --tokenizer {tmp_path}/own.json")
         assert seen.outputs[0].shape[-1] == learned.get_vocab_size()
     else:
-        assert trained(lm, f"{flags} --vocabulary-size 270").outputs[0].shape[-1] == 270
+        assert trained(lm, f"{flags} --vocabulary-size 270", tmp_path / "out").outputs[0].shape[-1] == 270
+        assert trained(lm, f"{SMALL} --sample über --output-dir {tmp_path / 'out'}").code == 0
+        assert "über" in capsys.readouterr().out  # a character that was not in the text
 
 
 def test_compile_compiles(book, monkeypatch):

@@ -92,15 +92,6 @@ def test_a_run_records_what_it_promises_and_is_sampled_from(book, tmp_path, monk
     one_line(raised.value)
 
 
-def test_byte_pairs_train(book, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("tokenizers")
-    assert (
-        train(monkeypatch, f"--text {book} --tokens pairs --vocabulary-size 280 --output-dir {tmp_path / 'out'}") == 0
-    )
-    assert train(monkeypatch, f"--output-dir {tmp_path / 'out'} --sample über") == 0
-    assert "über" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
