@@ -33,7 +33,7 @@ def repeatable_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def set_up(device: torch.device, *, deterministic: bool, tuning: bool) -> list[str]:
     """Set how torch computes on `device`. Return what was set and why, for the user."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return ["--deterministic changes nothing on CPUs, where runs have the same bits anyway"] * deterministic
     if deterministic:
         torch.use_deterministic_algorithms(True)

@@ -197,7 +197,7 @@ class Engine(ABC):
         A collective for "auto", and for None on GPUs.
         """
         if asked is None:
-            asked = "off" if self.device.type == "cpu" else "auto"
+            asked = "auto" if self.device.type == "cuda" else "off"
         if asked != "auto":
             return asked
         if all(self.all_gather_object(computes_in_bf16(self.device), "amp")):
