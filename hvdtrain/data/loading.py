@@ -28,8 +28,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.data import fork_server, leftovers
 from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
-from hvdtrain.data.sharding import PlannedBatch, PlannedStep, epoch_order, mixed_seed, steps, steps_per_epoch
-from hvdtrain.engines.errors import Failure
+from hvdtrain.data.sharding import (
+    PlannedBatch,
+    PlannedStep,
+    batches_after,
+    epoch_order,
+    mixed_seed,
+    steps,
+    steps_of_batches,
+    steps_per_epoch,
+)
+from hvdtrain.engines.errors import Failure, UserError
 
 PREFETCH = 2  # batches that each worker keeps ready
 LARGEST_IMAGE = 2**26  # pixels; larger JPEG images are decoded at 1/2, 1/4 or 1/8 of their width and height
@@ -68,9 +77,20 @@ class Plan:
     shuffle: bool = True  # False: in the order of the data set
     device: str | torch.device = "cpu"  # of the indices; not an accelerator where workers get the plan
     order: Callable[[int, int], Tensor] | None = None  # (seed, epoch) -> int64 [total]; None: `epoch_order`
+    batches: Callable[[int, int], list[Tensor]] | None = (
+        None  # (seed, epoch) -> batches that stay whole; takes precedence
+    )
+    batches_per_step: int = 1  # of these, over all ranks
 
     def epoch(self, epoch: int) -> Iterator[PlannedStep]:
         """Return this rank's remaining steps of `epoch`."""
+        if self.batches is not None:
+            whole = self.batches(self.seed, epoch)
+            left = batches_after(whole, self.taken) if epoch == self.first_epoch else whole
+            if left is None:
+                done = f"{self.taken} samples of this epoch are done, where no batch ends: use the same batch_sampler"
+                raise UserError(f"the checkpoint does not match the batches: {done}", everywhere=True)
+            return steps_of_batches(left, self.rank, self.size, self.batches_per_step)
         if not self.shuffle:
             order = torch.arange(self.total)
         else:
@@ -81,6 +101,8 @@ class Plan:
 
     def steps_per_epoch(self) -> int:
         """Return the number of steps in a full epoch."""
+        if self.batches is not None:
+            return -(-len(self.batches(self.seed, self.first_epoch)) // self.batches_per_step)
         if self.global_batch is not None:
             return -(-self.per_epoch // self.global_batch)
         return steps_per_epoch(self.per_epoch, self.size, self.batch_size, self.accumulate)
@@ -172,11 +194,16 @@ def loader(
         timeout=timeout if workers else 0,
         prefetch_factor=prefetch_factor if workers else None,
         pin_memory=device.type != "cpu",
+        collate_fn=_as_it_is,  # by default, torch would make lists of tuples
         generator=torch.Generator(),  # otherwise each iteration advances the global generator, which dropout uses
         multiprocessing_context="forkserver" if workers else None,
         # The server may have been started while mpirun's binding to one core was in effect.
         worker_init_fn=functools.partial(_begin_worker, os.sched_getaffinity(0), worker_init) if workers else None,
     )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class _Batches(DataLoader[Any]):

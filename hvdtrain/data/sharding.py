@@ -10,7 +10,7 @@ samples, each rank's gradient is weighted, so that the mean over ranks is still 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ class PlannedBatch:
     #: factor for the mean loss of these samples, so that the sum over passes, averaged over ranks, is the step's mean loss
     weight: float
     local_count: int  #: number of samples that count: b, or 0 if there is no sample left for this rank
+    together: int = 0  #: number of samples of all ranks in this pass
+    first: int = 0  #: how many of them belong to lower ranks; 0 if there is no sample left for this rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +86,37 @@ def steps(
             local_count = len(indices)
             if local_count == 0:
                 indices = order[start : start + 1]
-            passes.append(PlannedBatch(indices, local_count * size / count, local_count))
+            before = rank * (len(together) // size) + min(rank, len(together) % size) if local_count else 0
+            passes.append(PlannedBatch(indices, local_count * size / count, local_count, len(together), before))
         yield PlannedStep(passes, count)
+
+
+def steps_of_batches(batches: Sequence[Tensor], rank: int, size: int, per_step: int) -> Iterator[PlannedStep]:
+    """Yield this rank's part of each step through `batches` of indices, each int64 [b]. A batch stays whole on one rank.
+
+    A step takes `per_step` batches, in as many passes as needed. In each, rank r takes the batch with number r. As with
+    `steps`, the weight of a batch follows from its samples, and a rank without one repeats a sample with weight 0.
+    """
+    for start in range(0, len(batches), per_step):
+        those = batches[start : start + per_step]
+        count = sum(map(len, those))
+        passes = []
+        for number in range(0, len(those), size):
+            together = those[number : number + size]
+            mine = together[rank] if rank < len(together) else together[0][:1]
+            local_count = len(mine) if rank < len(together) else 0
+            lengths = [len(batch) for batch in together]
+            weight = local_count * size / count
+            passes.append(
+                PlannedBatch(mine, weight, local_count, sum(lengths), sum(lengths[:rank]) if local_count else 0)
+            )
+        yield PlannedStep(passes, count)
+
+
+def batches_after(batches: Sequence[Tensor], taken: int) -> Sequence[Tensor] | None:
+    """Return the batches after the first `taken` samples; None if a batch would have to be divided."""
+    for number, batch in enumerate(batches):
+        if taken <= 0:
+            return batches[number:] if taken == 0 else None
+        taken -= len(batch)
+    return [] if taken == 0 else None

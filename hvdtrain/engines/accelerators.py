@@ -1,10 +1,12 @@
 """What a program needs of an accelerator besides tensors: streams, events and copies that do not stop the host."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 LARGEST_PINNED = 2**26  # bytes: not a whole data set, because torch keeps pinned memory for later copies
 CPU = torch.device("cpu")
@@ -16,7 +18,7 @@ def module_of(device: torch.device) -> Any:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Return `data` with all tensors in nested tuples, lists and dictionaries moved to `device`.
+    """Return `data` with all tensors in nested tuples, lists and mappings moved to `device`.
 
     To an accelerator, they are copied from pinned memory: from other memory, the host would wait for the copy.
     """
@@ -24,21 +26,28 @@ def to_device(data: Any, device: torch.device) -> Any:
         if device.type != "cpu" and data.device.type == "cpu" and data.nbytes <= LARGEST_PINNED:
             data = data.pin_memory()  # returns it if it is pinned
         return data.to(device, non_blocking=True)
+    if isinstance(data, PackedSequence):
+        return data.to(device)  # type: ignore[arg-type] # torch declares only the dtype
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(part, device) for part in data))
     if isinstance(data, (tuple, list)):
         return type(data)(to_device(part, device) for part in data)
-    if isinstance(data, dict):
+    if type(data) is dict:
         return {key: to_device(value, device) for key, value in data.items()}
+    if isinstance(data, MutableMapping):  # of the same kind, such as Hugging Face's BatchEncoding
+        moved = copy.copy(data)
+        for key, value in data.items():
+            moved[key] = to_device(value, device)
+        return moved
     return data
 
 
 def tensors_in(data: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and dictionaries."""
+    """Yield the tensors in nested tuples, lists and mappings."""
     if isinstance(data, Tensor):
         yield data
-    elif isinstance(data, (tuple, list, dict)):
-        for part in data.values() if isinstance(data, dict) else data:
+    elif isinstance(data, (tuple, list, Mapping)):
+        for part in data.values() if isinstance(data, Mapping) else data:
             yield from tensors_in(part)
 
 

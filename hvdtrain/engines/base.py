@@ -179,6 +179,10 @@ class Engine(ABC):
     def shutdown(self) -> None:
         """Disconnect from the other ranks. Idempotent."""
 
+    def leave(self) -> None:
+        """Call it instead of `shutdown` where no rank has failed. An engine may be started again in this process."""
+        self.shutdown()
+
     def choose_compression(self, asked: str) -> str:
         """Return "none", "fp16" or "bf16". For "auto", choose the faster one for this topology. A collective for "auto"."""
         if asked != "auto":
@@ -356,4 +360,7 @@ class Engine(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with leaving.disconnecting():
-            self.shutdown()
+            if error is None:
+                self.leave()
+            else:
+                self.shutdown()

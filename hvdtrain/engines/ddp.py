@@ -149,7 +149,9 @@ class DdpEngine(Engine):
         if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
             host, port = meeting_point(os.environ, launcher)
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store
-                return dist.PrefixStore("hvdtrain", dist.TCPStore(host, port, size, is_master=False))
+                # The store outlives this engine; its keys must not meet those of an earlier one in this process.
+                name = f"hvdtrain.{next(MEETINGS)}"
+                return dist.PrefixStore(name, dist.TCPStore(host, port, size, is_master=False))
         elif launcher.startswith("mpirun"):
             return DdpEngine._meet_over_mpi(rank, size)
         elif server := horovods_server(os.environ):

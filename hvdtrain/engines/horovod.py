@@ -9,12 +9,14 @@
 Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
 """
 
+import atexit
 import contextlib
 import os
 import re
 import resource
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, Setting, in_me
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import alone_in_pid_namespace
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, tuned_environment
+from hvdtrain.hangs import leaving
 from hvdtrain.hangs.activity import collective
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the default of DDP's bucket_cap_mb
@@ -155,6 +158,7 @@ class HorovodEngine(Engine):
     name = "horovod"
     reductions = ("sum", "average", "adasum", "min", "max", "product")
     tells_missing_gradients = True
+    _starts_mpi = False  # whether MPI was started by Horovod, in this process
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):
         super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
@@ -190,6 +194,8 @@ class HorovodEngine(Engine):
             self.notes.append(
                 "MPI over TCP: each rank has a PID namespace of its own, where MPI's shared memory crashes"
             )
+        # Else Horovod uses the MPI that is there, and leaves it running.
+        HorovodEngine._starts_mpi = HorovodEngine._starts_mpi or "mpi4py.MPI" not in sys.modules
         hvd.init()
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
@@ -334,3 +340,17 @@ class HorovodEngine(Engine):
 
     def shutdown(self) -> None:
         self.hvd.shutdown()
+
+    def leave(self) -> None:
+        if not (self.hvd.mpi_enabled() and self._starts_mpi):
+            self.shutdown()
+            return
+        # MPI cannot be started again in a process that has shut it down, and the program may train again, for instance on
+        # the next fold. `hvd.init` then does nothing. Trap: shutting MPI down waits for ranks that work on after training.
+        atexit.unregister(_shut_down_at_exit)
+        atexit.register(_shut_down_at_exit, self.hvd.shutdown)
+
+
+def _shut_down_at_exit(shutdown: Callable[[], None]) -> None:
+    with leaving.suspended():
+        shutdown()

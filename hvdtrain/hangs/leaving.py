@@ -120,6 +120,20 @@ def disconnecting() -> Iterator[None]:
             leaving.disconnects = False
 
 
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Context manager for waiting until other ranks are at their end, too: it has no time limit."""
+    limits = [(leaving, leaving.limit) for leaving in current]
+    for leaving, _ in limits:
+        leaving.limit = float("inf")
+    try:
+        yield
+    finally:
+        for leaving, limit in limits:
+            leaving.idle = leaving.exiting = 0.0
+            leaving.limit = limit
+
+
 def stop() -> None:
     """Watch this process no longer: another training begins in it."""
     while current:

@@ -104,7 +104,9 @@ class MetricsLogger:
         """Return the line that is printed after an epoch, with training and evaluation values."""
         state, parts = self._state, [self._epoch()]
         if "loss" in state.train:
-            parts.append(f"train loss {self.show('loss', state.train['loss'])}")
+            # Of the last logged step; of what is evaluated, too, only the evaluation.
+            names = ["loss", *(name for name in state.train if name != "loss" and name not in state.evaluation)]
+            parts.append("train " + ", ".join(f"{name} {self.show(name, state.train[name])}" for name in names))
         prefix = f"{state.prefix} " if state.prefix else ""
         evaluated = {name: value for name, value in state.evaluation.items() if name != "count"}
         parts += [f"{prefix}{name} {self.show(name, value)}" for name, value in evaluated.items()]

@@ -40,11 +40,11 @@ class Evaluation:
             return shard(self._data, self._engine.rank, self._engine.size)
         return self._batches()
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[Any]:
         for batch in self._loaded():
             self._heartbeat()
             self._samples += batch.count
-            yield batch
+            yield batch.data
 
     def _loaded(self) -> Iterator[Batch]:
         if isinstance(self._data, DataLoader):

@@ -9,8 +9,8 @@ import pickle
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from hvdtrain.data.sharding import PlannedBatch, mixed_seed, shard
 from hvdtrain.engines.accelerators import CPU, Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.training.samplers import Drawn
 from hvdtrain.training.state import Initial, TrainState
 
 
@@ -37,6 +38,7 @@ class Batch:
     count: int  # number of valid samples: b minus unreadable ones; 0 if there is no sample left for this rank
     # Factor for the mean loss of these samples, so that the sum over micro-batches, averaged over ranks, is the step's mean.
     weight: float = 1.0
+    first: int = 0  # of the samples of all ranks in this pass, those of lower ranks: see `Run.gather`
 
     def __iter__(self) -> Iterator[Any]:
         if self.data is None:
@@ -85,8 +87,12 @@ class Input(ABC):
         """Return the number of samples per epoch, over all ranks."""
         return min(self.per_epoch or self.samples, self.samples)
 
-    def begin(self, plan: Plan) -> None:  # noqa: B027 - not all inputs read ahead
-        """Prepare for loading. Called before the first micro-batch of `plan`."""
+    def steps_per_epoch(self, initial: Initial) -> int:
+        """Return the number of steps per epoch, over all ranks."""
+        return -(-self.epoch_samples() // initial.global_batch)
+
+    def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:  # noqa: B027 - not all inputs read ahead
+        """Prepare for loading. Called before the first micro-batch of `plan`: (epoch, batch) of all remaining epochs."""
 
     def settle(self) -> dict[str, object]:
         """Exchange events since the last call between ranks. Return fields for the record. A collective."""
@@ -106,7 +112,7 @@ class Indices(Input):
         self.samples = samples
 
     def load(self, planned: PlannedBatch) -> Batch:
-        return Batch(None, planned.indices, planned.local_count, planned.weight)
+        return Batch(None, planned.indices, planned.local_count, planned.weight, planned.first)
 
 
 class Tensors(Input):
@@ -127,19 +133,27 @@ class Tensors(Input):
             # Several times faster than tensor[indices], which copies value by value.
             data.append(tensor.index_select(0, planned.indices.to(tensor.device)))
         moved = tuple(data) if self._copies is None else self._copies.to_device(tuple(data))
-        return Batch(moved, planned.indices, planned.local_count, planned.weight)
+        return Batch(moved, planned.indices, planned.local_count, planned.weight, planned.first)
 
 
 class Loader(Input):
-    """A DataLoader over a map-style data set. Its collate function and workers are used; its sampler is replaced.
+    """A DataLoader over a map-style data set. Its collate function and workers are used, and the order of its sampler.
 
-    Raises UserError for a DataLoader whose order cannot be controlled.
+    Raises UserError for a DataLoader whose order cannot be controlled. A collective.
     """
 
     def __init__(self, engine: Engine, given: DataLoader[Any], seed: int, batch_size: int):
         self._engine, self._given, self._seed = engine, given, seed
         self._copies = Copies(engine.device)
-        require_ordinary(given)
+        require_map_style(given)
+        self._batches: Iterator[Any] | None = None
+        self.samples = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
+        self._drawn = drawn(engine, given, seed)
+        self._whole = given.batch_size is None
+        if self._drawn is not None:
+            self.per_epoch, self.order = self._drawn.samples, self._drawn.order
+        if self._whole:
+            return
         if given.batch_size != batch_size:
             raise UserError(
                 f"the DataLoader has batch_size={given.batch_size}, --batch-size is {batch_size}: "
@@ -147,11 +161,28 @@ class Loader(Input):
             )
         if given.drop_last:
             raise UserError("the DataLoader has drop_last=True: leave it out, an uneven last step is weighted instead")
-        self.samples = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
-        self.shuffle = isinstance(given.sampler, RandomSampler)
-        self._batches: Iterator[Any] | None = None
+        self.shuffle = not isinstance(given.sampler, SequentialSampler)
 
-    def begin(self, plan: Plan) -> None:
+    def epoch_samples(self) -> int:
+        return self.samples if self._drawn is None else self._drawn.samples
+
+    def steps_per_epoch(self, initial: Initial) -> int:
+        if not self._whole or self._drawn is None:
+            return super().steps_per_epoch(initial)
+        return -(-len(self._drawn.batches(self._seed, 0)) // (initial.ranks * initial.accumulate))
+
+    def plan(
+        self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int | None, steps: int | None
+    ) -> Plan:
+        if not self._whole or self._drawn is None:
+            return super().plan(engine, flags, initial, state, epochs, steps)
+        per_step = initial.ranks * initial.accumulate
+        if epochs is None and steps is not None:
+            epochs = state.epoch + 1 + steps  # at least a step in each
+        plan = super().plan(engine, flags, initial, state, epochs, steps)
+        return replace(plan, batches=self._drawn.batches, batches_per_step=per_step)
+
+    def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:
         jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
         self._batches = iterate(self._engine, self._given, self._seed, jobs)
 
@@ -159,7 +190,7 @@ class Loader(Input):
         assert self._batches is not None
         with own_randomness(self._given.num_workers):
             data = self._copies.to_device(next(self._batches))
-        return Batch(data, planned.indices, planned.local_count, planned.weight)
+        return Batch(data, planned.indices, planned.local_count, planned.weight, planned.first)
 
 
 class Images(Input):
@@ -170,7 +201,8 @@ class Images(Input):
         self.samples, self.per_epoch, self.order = source.train_count, source.per_epoch, source.order
         self._batches: Iterator[loading.Loaded] | None = None
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:
+        assert isinstance(plan, Plan)
         self._batches = iter(self._source.train(plan))
 
     def load(self, planned: PlannedBatch) -> Batch:
@@ -199,6 +231,10 @@ def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int
         return Images(engine, what, output)
     if isinstance(what, DataLoader):
         return Loader(engine, what, seed, batch_size)
+    if isinstance(what, Mapping) and what:
+        from hvdtrain.training.beside import Several
+
+        return Several(parts_of_step(engine, what, seed, batch_size))
     if data and all(isinstance(part, Tensor) and part.ndim > 0 for part in data):
         if len({len(part) for part in data}) > 1:
             raise UserError(
@@ -209,24 +245,65 @@ def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int
     raise UserError(f"run.steps got {kinds}: give it tensors, a number of samples, or a DataLoader")
 
 
+def parts_of_step(engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int) -> dict[str, tuple[Input, int]]:
+    """Return the inputs of several data sets, with the number of samples for each sample of the first. Raises UserError."""
+    parts: dict[str, tuple[Input, int]] = {}
+    for name, what in data.items():
+        given = what if isinstance(what, tuple) else (what,)
+        if isinstance(what, DataLoader):
+            if what.batch_size is None:
+                how = "give it a sampler, or batch_size"
+                raise UserError(f"run.steps: {name!r} has no batch_size, and goes with other data in a step: {how}")
+            if parts and what.batch_size % batch_size:
+                how = f"give it a multiple of --batch-size {batch_size}"
+                raise UserError(f"run.steps: {name!r} has batch_size={what.batch_size}: {how}")
+            ratio = what.batch_size // batch_size if parts else 1
+            part: Input = Loader(engine, what, seed, batch_size * ratio)
+        elif all(isinstance(one, Tensor) and one.ndim for one in given):
+            part, ratio = open_input(engine, given, seed, batch_size, None), 1  # of equal lengths
+        else:
+            raise UserError(
+                f"run.steps: {name!r} is a {type(what).__name__}: give it a DataLoader, or tensors in a tuple"
+            )
+        if not part.epoch_samples():
+            raise UserError(f"run.steps: {name!r} has no samples", everywhere=True)
+        parts[name] = part, ratio
+    return parts
+
+
 def same_data(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Return whether `run.steps` was given the same arguments again: the same objects, or the same number."""
     if len(one) != len(other):
         return False
-    return all(a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True))
+    return all(same(a, b) for a, b in zip(one, other, strict=True))
 
 
-def require_ordinary(given: DataLoader[Any]) -> None:
-    """Raise UserError if the DataLoader does not allow its sampler to be replaced."""
+def same(one: Any, other: Any) -> bool:
+    """Return whether both are the same object, the same number, or contain the same objects."""
+    if type(one) is dict and type(other) is dict:
+        return list(one) == list(other) and same_data(tuple(one.values()), tuple(other.values()))
+    if type(one) is tuple and type(other) is tuple:
+        return same_data(one, other)
+    return one is other or (isinstance(one, int) and one == other)
+
+
+def require_map_style(given: DataLoader[Any]) -> None:
+    """Raise UserError if the DataLoader does not load samples by index, in batches."""
     if isinstance(given.dataset, IterableDataset):
         raise UserError("a DataLoader over an IterableDataset has no fixed order: use a map-style Dataset")
+    if given.batch_size is None and given.batch_sampler is None:
+        raise UserError("the DataLoader has batch_size=None: give it batch_size=flags.batch_size, or a batch_sampler")
+
+
+def drawn(engine: Engine, given: DataLoader[Any], seed: int) -> Drawn | None:
+    """Return the order that the user's sampler or batch sampler draws; None for shuffle=True and False. A collective."""
     if given.batch_size is None:
-        raise UserError("the DataLoader has batch_size=None or a batch_sampler: give it batch_size=flags.batch_size")
-    if not isinstance(given.sampler, (RandomSampler, SequentialSampler)):
-        kind = type(given.sampler).__name__
-        raise UserError(
-            f"the DataLoader has a {kind}: leave it out and use shuffle=True, the samples are sharded for you"
-        )
+        return Drawn(engine, given.batch_sampler, seed, in_batches=True)
+    sampler, count = given.sampler, len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
+    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == count
+    if shuffles or isinstance(sampler, SequentialSampler):
+        return None
+    return Drawn(engine, sampler, seed, in_batches=False)
 
 
 class Samples(Dataset[Any]):
@@ -273,11 +350,16 @@ def iterate(engine: Engine, given: DataLoader[Any], seed: int, jobs: Iterator[tu
 
 def evaluation_batches(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Batch]:
     """Yield this rank's batches of a test set. Over all ranks, each sample is yielded once."""
-    require_ordinary(given)
-    assert given.batch_size is not None
-    count = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
-    mine = torch.arange(count)[shard(count, engine.rank, engine.size)]
-    parts = [part for part in mine.split(given.batch_size) if len(part)]
+    require_map_style(given)
+    order = drawn(engine, given, seed)
+    if given.batch_size is None and order is not None:
+        batches_of_all = order.batches(seed, 0)
+        parts = batches_of_all[shard(len(batches_of_all), engine.rank, engine.size)]
+    else:
+        count = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
+        whole = torch.arange(count) if order is None else order.order(seed, 0)
+        mine = whole[shard(len(whole), engine.rank, engine.size)]
+        parts = [part for part in mine.split(given.batch_size or 1) if len(part)]
     batches = iterate(engine, given, seed, ((0, part.tolist()) for part in parts))
     for part in parts:
         with own_randomness(given.num_workers):

@@ -42,9 +42,12 @@ def refuse_unsupported(
             how = "create it after run.prepare, from the optimizer that this returns"
             raise UserError(f"a learning rate scheduler was created before run.prepare(): {how}")
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter not in names:
+                how = "pass that model, too"
+                raise UserError(f"run.prepare(): an optimizer has parameters of a model that was not given: {how}")
             if taken.setdefault(parameter, number) != number:
                 how = "give each parameter to one optimizer, or several losses to one step.backward()"
-                raise UserError(f"run.prepare(): {names.get(parameter, 'a parameter')} is in two optimizers: {how}")
+                raise UserError(f"run.prepare(): {names[parameter]} is in two optimizers: {how}")
 
 
 class Prepared:
@@ -74,13 +77,8 @@ class Prepared:
                 if engine.rank == 0:
                     load_weights(models[0], flags.weights)
         named = named_parameters(models)
-        refuse_unsupported(models, optimizers, {parameter: name for name, parameter in named})
-        known = {parameter for _, parameter in named}
-        for optimizer in optimizers:
-            if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
-                raise UserError(
-                    "run.prepare(): an optimizer has parameters of a model that was not given: pass that model, too"
-                )
+        with engine.raising_together("prepare"):
+            refuse_unsupported(models, optimizers, {parameter: name for name, parameter in named})
         if engine.device.type != "cpu":
             for optimizer in optimizers:
                 fuse(optimizer, may_lack_gradients=find_unused_parameters)

@@ -20,15 +20,18 @@ from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.launching.exit_codes import TARGET_MISSED
+from hvdtrain.models import exporting
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.metrics_logger import MetricsLogger
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.evaluation import CutShort, Evaluation
+from hvdtrain.training.gather import gather
 from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators
 from hvdtrain.training.prepared import Prepared
+from hvdtrain.training.replicas import own_name
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.schedules import require_length, require_registered
 from hvdtrain.training.state import Initial, TrainState, require_free
@@ -62,6 +65,7 @@ class Run:
         self._step_limit: int | None = None
         self._goals: dict[str, float] = {}
         self._in_epoch = self._in_steps = self._had_steps = False
+        self._step: Step | None = None  # the current one
         self._evaluation: Evaluation | None = None  # the current one, inside `evaluating`
 
     # ---- before training
@@ -215,7 +219,18 @@ class Run:
         data: what `run.steps` gets; of several tensors, one.
         """
         opened = open_input(self.engine, (data,), self.seed, self.flags.batch_size, self.output)
-        return epochs * -(-opened.epoch_samples() // self.initial.global_batch)
+        return epochs * opened.steps_per_epoch(self.initial)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks' tensors, each [n, ...], in rank order, with their gradient. A collective.
+
+        For losses over the samples of all ranks, and queues of them. The numbers of rows may differ. Of a rank that has no
+        sample in this micro-batch (`step.batch.count` is 0), there is none. This rank's rows begin at `step.batch.first`.
+        """
+        batch = self._step.current if self._step is not None else None
+        if batch is not None and not batch.count:
+            rows = rows[:0]
+        return gather(self.engine, rows, alone=self._step is not None and self._step.inspected)
 
     def _is_left(self) -> bool:
         if self._step_limit is not None:
@@ -230,7 +245,8 @@ class Run:
     def steps(self, *data: Any) -> Iterator[Step]:
         """Yield the remaining steps of this epoch. Over all ranks, each sample is used once per epoch, also after a resume.
 
-        data: tensors of equal length; or a number of samples, to get their indices; or a DataLoader; or a `Source`.
+        data: tensors of equal length; or a number of samples, to get their indices; or a DataLoader; or a `Source`; or a
+        dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs.
         """
         self.prepared("run.steps()")
         if not self._in_epoch:
@@ -254,7 +270,8 @@ class Run:
             raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
         steps = self._step_limit or plan.epochs * plan.steps_per_epoch()
         if self._opened is None:
-            require_registered(self.prepared().optimizers, self._registered)
+            with self.raising_together("schedules"):
+                require_registered(self.prepared().optimizers, self._registered)
             for line in require_length(self._registered, steps, self._epochs):
                 self.say(f"warning: {line}")
         opened.begin(plan)
@@ -281,7 +298,9 @@ class Run:
             every = self.flags.checkpoint_steps
             at_once = logged or bool(every and number % every == 0)
             step = Step(shared, planned, opened, self._unread, logged=logged, at_once=at_once)
+            self._step = step
             yield step
+            self._step = None
             self._finish_step(step, opened)
         state.train_seconds += self.clock.lap()
         self.metrics_logger.ranks(self.clock)
@@ -374,9 +393,9 @@ class Run:
     def evaluating(self, data: Any, *, prefix: str = "") -> Iterator[Any]:
         """Context manager for an evaluation. Yields this rank's part of a test set. A collective.
 
-        Inside, models are in evaluation mode, without gradients; batch norm's running statistics are averaged over ranks.
-        data: a number of samples (yields a slice); or a DataLoader or a `Source` (yields an iterator over batches). prefix:
-        for the names in summary.json and in the output, such as "test".
+        Inside, models, also registered ones, are in evaluation mode, without gradients; batch norm's running statistics are
+        averaged over ranks. data: a number of samples (yields a slice); or a DataLoader or a `Source` (yields an iterator
+        over batches). prefix: for the names in summary.json and in the output, such as "test".
         """
         prepared = self.prepared("run.evaluating()")
         if self._evaluation is not None:
@@ -385,8 +404,9 @@ class Run:
         began = time.perf_counter()
         prepared.average_buffers((self.state.epoch, self.state.step, self._in_steps))
         self._evaluation = evaluation = Evaluation(self.engine, data, self.seed, self._go_on_evaluating)
-        modes = [(module, module.training) for model in prepared.replicas for module in model.modules()]
-        for model in prepared.replicas:
+        averaged = [what for what in self._registered.values() if isinstance(what, torch.nn.Module)]
+        modes = [(module, module.training) for model in (*prepared.replicas, *averaged) for module in model.modules()]
+        for model in (*prepared.replicas, *averaged):
             model.eval()
         seed_generators(mixed_seed(self.seed, "evaluate", self.state.step, self.rank), self.device)
         try:
@@ -437,6 +457,24 @@ class Run:
             )
 
     # ---- the end
+
+    def export(self, path: str | Path, model: torch.nn.Module | None = None, *example: Tensor) -> None:
+        """Write a model for use without hvdtrain, on rank 0. A collective.
+
+        path: the state_dict as weights.safetensors or weights.pt; or the program, as model.pt2 or model.onnx. model: as
+        created by the script, also averaged weights (default: the first of `prepare`). example: what a call of it gets,
+        with at least two samples; only for programs.
+        """
+        path, first = Path(path), self.prepared("run.export()").models[0]
+        chosen = getattr(model, "_orig_mod", model) if model is not None else first
+        kind = exporting.require_kind(path)
+        if kind in exporting.PROGRAMS and not example:
+            raise UserError(f"run.export({path.name!r}): a program needs an example: run.export(FILE, model, example)")
+        with self.raising_together("export"), self.alone():
+            if self.rank == 0 and kind in exporting.WEIGHTS:
+                exporting.write_weights({own_name(name): t for name, t in chosen.state_dict().items()}, path)
+            elif self.rank == 0:
+                exporting.write_program(chosen, example, path)
 
     def summary(self, **fields: object) -> None:
         """Add fields to summary.json."""

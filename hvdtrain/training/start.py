@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,9 @@ from hvdtrain.training.run import Run
 from hvdtrain.training.state import metrics_of
 
 _running: list[bool] = []  # one, inside `start`
+
+
+finished: set[Path | None] = set()  # output directories of earlier trainings in this process
 
 
 @contextlib.contextmanager
@@ -101,9 +105,13 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
         run = Run(engine, flags, asked, metrics, output, checkpoints, guard, profile, state)
         torch.manual_seed(flags.seed)
         seed_generators(flags.seed)
+        if flags.output_dir in finished and checkpoints.facts is not None:
+            how = "another training, such as the next fold, needs an --output-dir of its own"
+            run.say(f"warning: this process has trained into {flags.output_dir} before, and continues that run: {how}")
         try:
             yield run
             run.finish()
+            finished.add(flags.output_dir)
         except Stopped:
             run.exit_code = guard.leave(state, checkpoints)
         finally:

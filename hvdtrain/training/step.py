@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -114,12 +114,38 @@ class Step:
 
     # ---- micro-batches
 
-    def batches(self) -> Iterator[Batch]:
-        """Yield this rank's micro-batches. After the loop, the gradients are those of the global batch.
+    @property
+    def current(self) -> Batch | None:
+        """The current micro-batch; None outside of `batches`."""
+        return self._batch
 
-        Autocast is enabled inside according to --amp. If the gradients are not finite, the loop is run again to find the
-        rank and the layer. For another optimizer's update in the same step, call it again: it yields the same
-        micro-batches.
+    @property
+    def inspected(self) -> bool:
+        """Whether the micro-batches are computed again to find a tensor that is not finite."""
+        return self._inspection is not None
+
+    @property
+    def batch(self) -> Batch:
+        """The current micro-batch: `data` (as it is yielded), `indices`, `count`."""
+        if self._batch is None:
+            raise UserError("step.batch outside of step.batches(): use it inside the loop")
+        return self._batch
+
+    @property
+    def loss(self) -> float:
+        """The loss of this step: the mean over the samples of all ranks, after `step.batches`. A collective."""
+        if "loss" not in self.sums or self._batch is not None:
+            raise UserError(f"step {self.number}: step.loss before the end of step.batches(): use it after the loop")
+        mine = torch.tensor([float(self.sums["loss"]), float(self.counts["loss"])], dtype=torch.float64)
+        total, count = self._shared.engine.sum(mine, "step.loss").tolist()
+        return total / count if count else math.nan
+
+    def batches(self) -> Iterator[Any]:
+        """Yield this rank's micro-batches, as the DataLoader has collated them; of `run.steps(NUMBER)`, a Batch.
+
+        After the loop, the gradients are those of the global batch. Autocast is enabled inside according to --amp. If the
+        gradients are not finite, the loop is run again to find the rank and the layer. For another optimizer's update in the
+        same step, call it again: it yields the same micro-batches.
         """
         if self._batch is not None:
             raise UserError("step.batches() inside step.batches(): end the first loop before the next")
@@ -144,7 +170,7 @@ class Step:
             shared.clock.mark("loading")
             self._calls = 0
             with shared.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count), shared.autocast():
-                yield batch
+                yield batch if batch.data is None else batch.data
             self._batch = None
             if not self._calls:
                 raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
@@ -161,7 +187,7 @@ class Step:
                 yield from self._inspect(self, loop)
             shared.guard.restore_buffers(prepared.models)
 
-    def _look_back(self, before: "Step", loop: int) -> Iterator[Batch]:
+    def _look_back(self, before: "Step", loop: int) -> Iterator[Any]:
         """Read whether the gradients of this loop in the step before were finite. By now, the device has more to do."""
         verdict, activity = before.verdicts.pop(loop, None), self._shared.engine.activity
         if verdict is None:
@@ -183,7 +209,7 @@ class Step:
         parts = (self._shared.seed, self._samples, self._shared.engine.rank) + ((loop,) if loop else ())
         return mixed_seed(*parts)
 
-    def _inspect(self, of: "Step", loop: int) -> Iterator[Batch]:
+    def _inspect(self, of: "Step", loop: int) -> Iterator[Any]:
         """Yield the micro-batches of a step again, to find the first tensor that is not finite, and report it. A collective.
 
         of: this step, or the one before. The weights are still those with which it computed, unless the step before has
@@ -201,7 +227,7 @@ class Step:
                 self._inspection.micro_batch(number, len(of._loaded))
                 self._batch = batch
                 with shared.autocast():
-                    yield batch
+                    yield batch if batch.data is None else batch.data
                 self._batch = None
         culprit, self._inspection = self._inspection.result(), None
         prepared.raise_where_gradients_are_missing(of._missing)

@@ -29,6 +29,9 @@ RESUME = "tests/single/training/test_resume.py"
 CHECKPOINT = "tests/single/training/test_checkpoint.py"
 RUN = "tests/single/training/test_run.py"
 VERDICT = "tests/single/hangs/test_diagnosis.py"
+SAMPLERS = "tests/single/training/test_samplers.py"
+BATCHES = "tests/single/training/test_batches.py"
+PEOPLE = "tests/single/training/test_programs_people_have.py"
 STEP = "hvdtrain/training/step.py"
 LOOP_SOURCE = "hvdtrain/training/run.py"
 HOROVOD = "hvdtrain/engines/horovod.py"
@@ -62,8 +65,9 @@ MUTANTS = [
            '"sum": hvd.Average, "adasum": hvd.Adasum}[', f"{FLAGS}::test_reduction_sum_is_the_sum"),
     mutant("--epochs: one too few", LOOP_SOURCE, "return self.state.epoch < self._epochs",
            "return self.state.epoch < self._epochs - 1", f"{MNIST}::test_epochs_samples_batches_and_micro_batches"),
-    mutant("--accumulate: not weighted", "hvdtrain/data/sharding.py", "local_count * size / count, local_count)",
-           "1.0, local_count)", f"{RUN}::test_accumulation_is_the_large_batch"),
+    mutant("--accumulate: not weighted", "hvdtrain/data/sharding.py",
+           "local_count * size / count, local_count, len(together)", "1.0, local_count, len(together)",
+           f"{RUN}::test_accumulation_is_the_large_batch"),
     mutant("--weights: not loaded", "hvdtrain/training/prepared.py", "load_weights(models[0], flags.weights)", "pass",
            f"{MNIST}::test_weights_are_those_of_the_file"),
     mutant("--seed: of the weights", "hvdtrain/mnist.py", "torch.manual_seed(flags.seed)", "torch.manual_seed(1)",
@@ -220,4 +224,29 @@ MUTANTS = [
     mutant("a collective is named while it runs", "hvdtrain/hangs/activity.py",
            "activity.collective = name if isinstance(name, str) else method.__name__", "pass",
            "tests/single/hangs/test_collectives.py"),
+    # ---- guarantees: programs as people write them
+    mutant("a sampler's own generator is seeded", "hvdtrain/training/samplers.py", "reseed(value, mixed_seed(seed, number))",
+           "pass", f"{SAMPLERS}::test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before"),
+    mutant("a sampler is drawn under the epoch", "hvdtrain/training/samplers.py", '"sampler", epoch)', '"sampler")',
+           f"{SAMPLERS}::test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before"),
+    mutant("batches that stay whole go on where they stopped", "hvdtrain/data/sharding.py",
+           "taken -= len(batch)", "taken -= 1", f"{SAMPLERS}::test_a_run_uses_what_was_drawn_also_after_it_was_killed"),
+    mutant("a second data set goes on where it stopped", "hvdtrain/training/beside.py", "self._done = state.samples",
+           "self._done = 0", f"{BATCHES}::test_two_data_sets_each_keep_their_position"),
+    mutant("gathered rows: every rank's gradient", "hvdtrain/training/gather.py",
+           'ctx.engine.all_reduce_(total, "sum", "gather.gradient")', "pass",
+           f"{LOOP}::test_gathered_rows_have_the_gradient_of_the_whole_batch"),
+    mutant("one cycle of another length is refused", "hvdtrain/training/schedules.py",
+           "if length is None or length in (steps, epochs):", "if True:",
+           f"{PEOPLE}::test_one_cycle_of_another_length_than_the_run_is_refused"),
+    mutant("a schedule follows the new end", "hvdtrain/training/resume.py", "self.lengthened and redone(what, state)",
+           "False", f"{PEOPLE}::test_a_schedule_with_an_end_follows_the_new_end"),
+    mutant("a run by steps goes on within its epoch", LOOP_SOURCE,
+           "if self._opened is None or self.state.samples_of_epoch == self._opened[2].per_epoch:", "if True:",
+           f"{PEOPLE}::test_a_run_made_longer_ends_as_one_that_was_so_long_from_the_beginning"),
+    mutant("a compiled model has its own names", "hvdtrain/training/replicas.py",
+           'return name.replace("_orig_mod.", "")', "return name",
+           f"{PEOPLE}::test_a_compiled_model_is_saved_under_its_own_names"),
+    mutant("a kept output is noticed", "hvdtrain/training/reuse.py", "!= self._loop:", "!= self._loop and False:",
+           f"{PEOPLE}::test_what_would_be_wrong_in_silence_is_refused_in_one_line"),
 ]  # fmt: skip

@@ -95,6 +95,45 @@ def test_a_mean_over_tokens_weighs_every_token_alike(engine):
     same(net, plain)
 
 
+def test_gathered_rows_have_the_gradient_of_the_whole_batch(engine):
+    """Also in the last step, where ranks have unlike numbers of samples, or none."""
+
+    def contrast(z, everyone, first=0):
+        return F.cross_entropy(z @ everyone.T, torch.arange(len(z)) + first)
+
+    with a_run(engine) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(3, 4)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(2):
+            for step in run.steps(X):
+                for (x,) in step.batches():
+                    z = model(x)
+                    everyone = run.gather(z)
+                    assert len(everyone) == step.count
+                    step.backward(contrast(z, everyone, step.batch.first))
+                step.update()
+    torch.manual_seed(5)
+    plain = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    alone(plain, optimizer, 4 * engine.size, lambda net, i: contrast(net(X[i]), net(X[i])))
+    same(net, plain)
+
+
+@pytest.mark.parametrize("rank", [0, -1])
+def test_a_loss_over_all_ranks_that_is_not_finite_on_one_ends_every_rank(rank, engine):
+    with pytest.raises(Failure, match="gradients are not finite"), a_run(engine) as run:
+        net = nn.Linear(3, 4)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(X):
+                for (x,) in step.batches():
+                    z = model(x)
+                    bad = math.nan if run.rank == rank % run.size else 1.0
+                    step.backward((z * bad).mean() + run.gather(z).square().mean())
+                step.update()
+
+
 def test_two_models_with_an_update_each(engine):
     """The generator's backward goes through the critic, and reduces nothing of it."""
     with a_run(engine) as run:
@@ -200,10 +239,10 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
     chance = random.Random(7)
     ends, steps, save = [], [], Checkpoints.save
 
-    def noted(self, state, *parts, automatic, heartbeat):
+    def noted(self, state, *parts, automatic, **others):
         if automatic:
             steps.append(state.step)
-        save(self, state, *parts, automatic=automatic, heartbeat=heartbeat)
+        save(self, state, *parts, automatic=automatic, **others)
 
     monkeypatch.setattr(Checkpoints, "save", noted)
     for due in (lambda: False, lambda: engine.rank == 0 and chance.random() < 0.4):

@@ -1,8 +1,10 @@
 """The programs of docs/script.md: killed and resumed to the same bits, with any number of workers, under every engine."""
 
+import json
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,36 +16,74 @@ from tests.e2e.launchers import PYTHON, ROOT, events, launch, summary
 
 PROGRAMS = ROOT / "docs" / "programs"
 FLAGS = "--epochs 2 --checkpoint-steps 7 --no-progress --threads 1"
-MOST_LINES = 15  # that a program may have more than its plain version
+MOST_LINES = 20  # that a program may have more than its plain version
+NEAR_THE_MIDDLE = {  # of a program's training: the optimizer step at which it is killed
+    "gan": 30, "augment": 30, "tokens": 15, "weighted": 60, "distill": 60, "folds": 40, "records": 20, "semi": 10,
+    "buckets": 40, "contrast": 60, "reinforce": 30,
+}  # fmt: skip
+NAMES = sorted(NEAR_THE_MIDDLE)
 
 
-def run(name: str, directory: Path, flags: str = "", attack: dict | None = None, program: Path | None = None):
-    """Train on two ranks with at most one fault. program: default: NAME of docs/programs."""
+def run(
+    name: str, directory: Path, flags: str = "", attack: dict | None = None, program: Path | None = None, ranks: int = 2
+):
+    """Train with at most one fault. program: default: NAME of docs/programs."""
     attacked_one = Program(name, 0, {}, FLAGS, program or PROGRAMS / f"{name}.py")
-    # The starter's ranks: torch is imported once.
-    return attacked(
-        directory, launcher="starter", program=attacked_one, batch=None, flags=flags, attack=attack, timeout=240
-    )
+    return attacked(  # the starter's ranks: torch is imported once
+        directory, ranks=ranks, launcher="starter", program=attacked_one, batch=None, flags=flags, attack=attack,
+        timeout=240,
+    )  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.leaves("sem.hvdtrain-", "hvdtrain-")  # of the workers of a killed rank; the next start removes them
-@pytest.mark.parametrize(
-    ("name", "step"), [("gan", 30), ("augment", 30), ("tokens", 15)]
-)  # tokens: 11 steps in an epoch
-def test_a_killed_program_ends_with_the_same_bits(name, step, tmp_path):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_program_ends_with_the_same_bits(name, tmp_path):
     whole = run(name, tmp_path / "whole")
     assert whole.code == 0, whole
-    killed = run(name, tmp_path / "killed", attack=dict(rank=1, point="update", count=step, kind="kill"))
+    attack = dict(rank=1, point="update", count=NEAR_THE_MIDDLE[name], kind="kill")
+    killed = run(name, tmp_path / "killed", attack=attack)
     assert killed.code not in (0, 2, 75), killed
     assert struck_at(tmp_path / "killed"), killed
     done = run(name, tmp_path / "killed")
     assert done.code == 0, done
-    (resumed,) = events(tmp_path / "killed", "resume")
-    assert resumed["step"] > 0
-    one, other = (summary(tmp_path / which) for which in ("whole", "killed"))
-    assert one["parameters_sha256"] == other["parameters_sha256"]
-    assert (one["steps"], one["samples"]) == (other["steps"], other["samples"])
+    parts = ["fold-0", "fold-1", "fold-2"] if name == "folds" else ["."]
+    assert any(line["step"] > 0 for part in parts for line in events(tmp_path / "killed" / part, "resume"))
+    for part in parts:
+        one, other = (summary(tmp_path / which / part) for which in ("whole", "killed"))
+        assert one["parameters_sha256"] == other["parameters_sha256"]
+        assert (one["steps"], one["samples"]) == (other["steps"], other["samples"])
+
+
+def taken(directory: Path) -> dict[int, Counter]:
+    """Return how often each index was used in each epoch. Of steps that were repeated after a failure, the last attempt."""
+    last = {}  # (epoch, samples left) -> attempt, indices of all ranks
+    for path in (directory / "taken").iterdir():
+        attempt = int(path.name.partition(".")[0])
+        for line in path.read_text().splitlines():
+            epoch, left, indices = json.loads(line)
+            newest, known = last.get((epoch, left), (0, []))
+            if attempt >= newest:
+                last[epoch, left] = attempt, (known if attempt == newest else []) + indices
+    return {epoch: Counter(i for (e, _), (_, some) in last.items() if e == epoch for i in some) for epoch, _ in last}
+
+
+@pytest.mark.slow
+@pytest.mark.leaves("sem.hvdtrain-", "hvdtrain-")
+@pytest.mark.parametrize("name", ["weighted", "buckets"])
+def test_on_four_then_three_then_two_ranks_each_index_is_used_as_it_was_drawn(name, tmp_path):
+    whole = run(name, tmp_path / "whole")
+    assert whole.code == 0, whole
+    for ranks in (4, 3):
+        killed = run(name, tmp_path / "apart", attack=dict(rank=1, point="update", count=10, kind="kill"), ranks=ranks)
+        assert killed.code not in (0, 2, 75), killed
+    done = run(name, tmp_path / "apart")
+    assert done.code == 0, done
+    assert [line["world_size"] for line in events(tmp_path / "apart", "resume")] == [3, 2]
+    expected = taken(tmp_path / "whole")
+    assert len(expected) == 2
+    assert expected[0] != expected[1] or name == "buckets"  # these draw every line once
+    assert taken(tmp_path / "apart") == expected
 
 
 @pytest.mark.slow
@@ -57,7 +97,7 @@ def test_augmentation_gives_the_same_bits_with_any_number_of_workers(tmp_path):
     assert len(set(hashes.values())) == 1, hashes
 
 
-@pytest.mark.parametrize("name", ["augment", "gan", "tokens"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_program_has_few_lines_more_than_its_plain_version(name):
     diff = subprocess.run(
         ["diff", "-w", str(PROGRAMS / f"{name}_plain.py"), str(PROGRAMS / f"{name}.py")], text=True, capture_output=True
@@ -70,7 +110,7 @@ def test_a_program_has_few_lines_more_than_its_plain_version(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["augment", "gan", "tokens"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_plain_versions_run(name):
     done = launch(f"{shlex.quote(sys.executable)} {PROGRAMS / name}_plain.py --epochs 1", timeout=240)
     assert done.code == 0, done

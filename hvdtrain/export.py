@@ -1,0 +1,79 @@
+"""Export a trained model, for use without hvdtrain: weights alone (any program), or a program (hvdtrain's own scripts).
+
+python -m hvdtrain.export OUT --to weights.safetensors    or weights.pt: the state_dict, under the model's own names
+python -m hvdtrain.export OUT --to model.pt2              torch.export; also model.onnx (pip install 'hvdtrain[onnx]')
+
+OUT: the --output-dir of a run, whose newest checkpoint is taken, or a checkpoint. From a program of your own, write
+`run.export("model.pt2", model, example)`.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.cli import Parser
+from hvdtrain.engines.errors import UserError
+from hvdtrain.launching.exit_codes import run
+from hvdtrain.models import exporting, gpt
+from hvdtrain.models.classifiers import build_model, require_torchvision
+from hvdtrain.models.convnet import MODELS
+from hvdtrain.training import checkpoint, contents
+from hvdtrain.training.checkpoint import Facts
+from hvdtrain.training.replicas import own_name
+
+
+def parse(argv: Sequence[str] | None = None) -> Namespace:
+    """Return the command's flags. Raises UserError."""
+    parser = Parser("hvdtrain.export", __doc__)
+    parser.add_argument("run", type=Path, help="the --output-dir of a run, or a checkpoint")
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help=".safetensors, .pt, .pt2 or .onnx")
+    return parser.parse_args(argv)
+
+
+def weights_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model's weights in a checkpoint, under its own names; of several models, NUMBER.NAME."""
+    kinds = ("model.", "models.")
+    return {own_name(name).partition(".")[2]: t for name, t in tensors.items() if name.startswith(kinds)}
+
+
+def model_of(facts: Facts, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Tensor]:
+    """Return the untrained model of hvdtrain.mnist, .imagenet or .lm, and an example of its input. Raises UserError."""
+    config, name = facts["config"], facts["config"].get("model")
+    sizes = [field.name for field in fields(gpt.Sizes)]
+    if all(size in config for size in sizes):
+        vocabulary = len(next(tensor for tensor in weights.values() if tensor.ndim == 2))
+        chosen = gpt.Sizes(**{size: config[size] for size in sizes})
+        return gpt.GPT(chosen, vocabulary), torch.zeros(2, chosen.context, dtype=torch.int64)
+    if "image_size" in config:
+        require_torchvision()
+        side = config["image_size"]
+        return build_model(name, facts["data"]["classes"], side), torch.rand(2, 3, side, side)
+    if name in MODELS:
+        return MODELS[name](), torch.rand(2, 1, 28, 28)
+    how = "write run.export(FILE, model, example) in it, or export the weights (.safetensors)"
+    raise UserError(f"the checkpoint is of a program whose model is not known here: {how}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns its exit code. Raises UserError."""
+    flags = parse(argv)
+    kind = exporting.require_kind(flags.to)
+    facts, tensors = checkpoint.find(flags.run, str(flags.run), lambda line: print(f"warning: {line}", file=sys.stderr))
+    weights = weights_of(tensors)
+    if kind in exporting.WEIGHTS:
+        exporting.write_weights(weights, flags.to)
+    else:
+        model, example = model_of(facts, weights)
+        contents.load_model(model, weights)
+        exporting.write_program(model, [example], flags.to)
+    print(f"{flags.to}: {len(weights)} tensors, as after step {facts['state']['step']}")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,63 @@
+"""Writes a model for use without hvdtrain: its weights (.safetensors, .pt), or the program (.pt2: torch.export; .onnx)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engines import files
+from hvdtrain.engines.errors import UserError
+
+WEIGHTS = (".safetensors", ".pt")
+PROGRAMS = (".pt2", ".onnx")
+
+
+def require_kind(path: Path) -> str:
+    """Return the ending of `path`. Raises UserError for an unknown one."""
+    if path.suffix not in WEIGHTS + PROGRAMS:
+        known = "weights are .safetensors or .pt, programs .pt2 or .onnx"
+        raise UserError(f"{path}: its ending says what to write, and {path.suffix or 'none'} is unknown: {known}")
+    return path.suffix
+
+
+def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write a state_dict. Raises UserError if that fails."""
+    whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import save
+
+            with files.replacing(path, "wb") as file:
+                file.write(save(whole))
+        else:
+            with files.replacing(path, "wb") as file:
+                torch.save(whole, file)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror or error}): name another place") from error
+
+
+def write_program(model: nn.Module, example: Sequence[Tensor], path: Path) -> None:
+    """Write the model in evaluation mode, on the CPU, for batches of any size.
+
+    example: the arguments of a call, with at least two samples. Raises UserError if the model cannot be exported.
+    """
+    import copy
+
+    model = copy.deepcopy(model).cpu().eval()
+    inputs = tuple(tensor.detach().cpu() for tensor in example)
+    batch = torch.export.Dim("batch")
+    shapes = tuple({0: batch} for _ in inputs)
+    try:
+        if path.suffix == ".pt2":
+            torch.export.save(torch.export.export(model, inputs, dynamic_shapes=shapes), path)
+        else:
+            torch.onnx.export(model, inputs, path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    except ImportError as error:
+        raise UserError(f"{path}: {error}: pip install 'hvdtrain[onnx]'") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror or error}): name another place") from error
+    except Exception as error:  # of many kinds
+        first = (str(error) or type(error).__name__).strip().splitlines()[0]
+        how = "export the weights (.safetensors), or change the model as torch.export asks"
+        raise UserError(f"{path}: torch.export cannot follow the model ({first}): {how}") from error

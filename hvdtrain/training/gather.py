@@ -1,0 +1,41 @@
+"""Rows of all ranks with their gradient, for losses over the samples of all ranks, such as contrastive ones."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.engines.base import Engine
+
+
+class Gathered(torch.autograd.Function):
+    """The rows of every rank, in rank order. backward: each rank gets the sum of all ranks' gradients for its rows.
+
+    Every rank's loss is a mean over its own samples, weighted by their number, so that the mean over ranks is the loss. Its
+    gradient for a row is therefore the sum over ranks, divided by their number with all other gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, engine: Engine, lengths: list[int], alone: bool) -> Tensor:
+        ctx.engine, ctx.alone = engine, alone
+        ctx.first, ctx.length = sum(lengths[: engine.rank]), lengths[engine.rank]
+        padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        everyone = engine.all_gather(padded, "gather")
+        return torch.cat([theirs[:length] for theirs, length in zip(everyone, lengths, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        total = gradient.contiguous().clone()
+        if not ctx.alone:
+            ctx.engine.all_reduce_(total, "sum", "gather.gradient")
+        return total[ctx.first : ctx.first + ctx.length], None, None, None
+
+
+def gather(engine: Engine, rows: Tensor, *, alone: bool) -> Tensor:
+    """Return the rows ([n, ...]; n may differ) of all ranks. A collective, and so is its backward pass, unless `alone`."""
+    lengths = engine.all_gather(torch.tensor([len(rows)]), "gather.lengths")[:, 0].tolist()
+    if not max(lengths):
+        return rows
+    result: Tensor = Gathered.apply(rows, engine, lengths, alone)
+    return result

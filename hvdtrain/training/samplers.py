@@ -1,0 +1,115 @@
+"""The order of a user's sampler or batch sampler: drawn once per epoch, under the seed and the epoch, alike on all ranks."""
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler, Sampler
+
+from hvdtrain.data.sharding import mixed_seed
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+
+
+class Drawn:
+    """The batches of indices that a sampler draws in each epoch; of a plain sampler, one batch.
+
+    The constructor is a collective. Raises UserError for a sampler whose order differs between ranks, or could not be drawn
+    again after a restart.
+    """
+
+    def __init__(self, engine: Engine, sampler: Any, seed: int, *, in_batches: bool):
+        self._sampler, self._seed, self._in_batches = sampler, seed, in_batches
+        self._kind = type(sampler).__name__
+        self._drawn: dict[int, list[Tensor]] = {}
+        if isinstance(sampler, DistributedSampler):
+            raise UserError(f"the DataLoader has a {self._kind}: leave it out, the samples are sharded for you")
+        if not hasattr(sampler, "__len__"):
+            how = "give it __len__, the number of items that it yields per epoch"
+            raise UserError(f"the DataLoader's {self._kind} has no length: {how}")
+        first, again = self._draw(0), self._draw(0)
+        self.samples = sum(map(len, first))  # per epoch
+        if not all(map(torch.equal, first, again)) or len(first) != len(again):
+            raise UserError(
+                f"the DataLoader's {self._kind} draws another order each time, also with the same seed of torch, Python and "
+                "numpy: draw with these, or from a generator that set_epoch(epoch) seeds"
+            )
+        digest = mixed_seed([indices.tolist() for indices in first])
+        how = "draw with torch's, Python's or numpy's generators, and from data that are the same on all ranks"
+        engine.require_equal(f"the order that {self._kind} draws", digest, how)
+
+    def batches(self, seed: int, epoch: int) -> list[Tensor]:
+        """Return the batches of `epoch`, each int64 [b]. seed: ignored; the one given to the constructor is used."""
+        if epoch not in self._drawn:  # the epoch of the step, and the next one, for which workers read ahead
+            drawn = self._draw(epoch)
+            if (count := sum(map(len, drawn))) != self.samples:
+                said = f"draws {count} samples in epoch {epoch + 1}, and {self.samples} in the first"
+                raise UserError(f"the DataLoader's {self._kind} {said}: draw as many in each", everywhere=True)
+            self._drawn = {known: held for known, held in self._drawn.items() if known >= epoch - 1}
+            self._drawn[epoch] = drawn
+        return self._drawn[epoch]
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """Return the order of the samples in `epoch`, int64 [n]."""
+        return torch.cat(self.batches(seed, epoch)) if self.samples else torch.empty(0, dtype=torch.int64)
+
+    def _draw(self, epoch: int) -> list[Tensor]:
+        seed = mixed_seed(self._seed, "sampler", epoch)
+        with seeded(seed):
+            for number, part in enumerate(parts_of(self._sampler)):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+                for value in list(getattr(part, "__dict__", {}).values()):
+                    reseed(value, mixed_seed(seed, number))
+            drawn = list(self._sampler)
+        try:
+            batches = drawn if self._in_batches else [drawn]
+            return [torch.tensor([int(index) for index in batch], dtype=torch.int64) for batch in batches if len(batch)]
+        except (TypeError, ValueError) as error:
+            what = "lists of indices" if self._in_batches else "indices"
+            raise UserError(f"the DataLoader's {self._kind} draws something else than {what} ({error})") from error
+
+
+def parts_of(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler and those that it holds, such as the sampler of a BatchSampler."""
+    yield sampler
+    held = getattr(sampler, "__dict__", {}).values()
+    yield from chain.from_iterable(parts_of(value) for value in held if isinstance(value, Sampler))
+
+
+def reseed(generator: object, seed: int) -> None:
+    """Seed a generator of torch, Python or numpy. Does nothing for another object."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif numpy is not None and isinstance(generator, numpy.random.Generator):
+        kind = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    elif numpy is not None and isinstance(generator, numpy.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Context manager in which the global generators of torch (CPU), Python and numpy are seeded, and restored after."""
+    numpy = sys.modules.get("numpy")
+    state, python = torch.get_rng_state(), random.getstate()
+    numpys = numpy.random.get_state() if numpy is not None else None
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpys)

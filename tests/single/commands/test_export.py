@@ -1,0 +1,96 @@
+"""Weights and programs for use without hvdtrain: they compute what the trained model computes."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hvdtrain import export, mnist, training
+from hvdtrain.engines.errors import UserError
+from hvdtrain.models.convnet import MODELS
+from hvdtrain.training import checkpoint
+
+
+def program(directory, path=None, model_of=lambda net: net, *example):
+    """Train a small network of the author's own, and export it."""
+    argv = ["--engine", "serial", "--no-progress", "--threads", "1", "--output-dir", str(directory)]
+    flags = training.parser("test", None, epochs=1, batch_size=8).parse(argv)
+    x = torch.randn(16, 3)
+    with training.start(flags) as run:
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model, _ = run.prepare(torch.compile(net, backend="eager"), torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(x):
+                for (rows,) in step.batches():
+                    step.backward(model(rows).square().mean())
+                step.update()
+        if path is not None:
+            run.export(path, model_of(net), *example)
+    return net
+
+
+def test_weights_have_the_models_own_names(tmp_path):
+    net = program(tmp_path / "run", tmp_path / "own.safetensors")
+    assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "w.safetensors")]) == 0
+    assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "w.pt")]) == 0
+    held = [load_file(tmp_path / "own.safetensors"), load_file(tmp_path / "w.safetensors")]
+    held.append(torch.load(tmp_path / "w.pt", weights_only=True))
+    for state in held:
+        net.load_state_dict(state)  # strict: the names are the same
+        torch.testing.assert_close(state, dict(net.state_dict()))
+
+
+def test_a_program_computes_what_the_model_does_for_any_batch(tmp_path):
+    net = program(tmp_path / "run", tmp_path / "model.pt2", lambda net: net, torch.randn(4, 3)).eval()
+    exported = torch.export.load(tmp_path / "model.pt2").module()
+    for count in (2, 7):
+        x = torch.randn(count, 3)
+        torch.testing.assert_close(exported(x), net(x))
+
+
+@pytest.mark.slow
+def test_a_script_of_ours_is_exported_from_its_record(tmp_path):
+    flags = mnist.parse([
+        "--engine", "serial", "--dataset", "digits", "--train-samples", "64", "--epochs", "1", "--no-progress",
+        "--output-dir", str(tmp_path / "run"), "--threads", "1",
+    ])  # fmt: skip
+    with training.start(flags) as run:
+        mnist.train(flags, run, mnist.load(flags, run))
+    assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "model.pt2")]) == 0
+    net = MODELS[flags.model]().eval()
+    _, tensors = checkpoint.find(tmp_path / "run", "run", print)
+    net.load_state_dict(export.weights_of(tensors))
+    images = torch.rand(3, 1, 28, 28)
+    torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(images), net(images))
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+
+WRONG = {
+    "an unknown ending": (["--to", "w.txt"], "its ending says what to write, and .txt is unknown"),
+    "no run": (["--to", "w.pt"], "it has no valid checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_exported_is_refused_in_one_line(case, tmp_path):
+    argv, complaint = WRONG[case]
+    with pytest.raises(UserError, match=complaint) as caught:
+        export.main([str(tmp_path), *argv])
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_model_that_cannot_be_followed_and_one_that_is_not_known_are_refused_in_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"torch\.export cannot follow the model") as caught:
+        program(tmp_path / "run", tmp_path / "m.pt2", lambda net: Branching(), torch.randn(4, 3))
+    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(UserError, match="a program needs an example"):
+        program(tmp_path / "other", tmp_path / "m.pt2")
+    program(tmp_path / "mine")
+    with pytest.raises(UserError, match="of a program whose model is not known here"):
+        export.main([str(tmp_path / "mine"), "--to", str(tmp_path / "m.pt2")])
+    with pytest.raises(UserError, match="cannot be written"):
+        export.main([str(tmp_path / "mine"), "--to", str(tmp_path / "none" / "w.safetensors")])

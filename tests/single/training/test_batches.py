@@ -1,0 +1,218 @@
+"""Batches as the loader has collated them, and several data sets in one step, each with its position kept."""
+
+from collections import Counter, OrderedDict, UserDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+
+from hvdtrain import training
+from hvdtrain.data.loading import Plan
+from hvdtrain.engines.accelerators import to_device
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training.beside import Beside
+from hvdtrain.training.inputs import Indices
+
+N = 22
+X = torch.arange(N).float().unsqueeze(1)
+Pair = namedtuple("Pair", "x y")
+
+
+def flags_for(*argv, **defaults):
+    parser = training.parser("test", None, **{"epochs": 3, "batch_size": 4} | defaults)
+    return parser.parse(["--engine", "serial", "--no-progress", "--threads", "1", *argv])
+
+
+class Kept(UserDict):
+    """As Hugging Face's BatchEncoding: a mapping that is no dict, with an attribute of its own."""
+
+    encodings = None
+
+
+class Table(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return index
+
+
+COLLATED = {
+    "a dict": (lambda i: {"x": X[i], "y": X[i]}, lambda b: b["x"], dict),
+    "an ordered dict": (lambda i: OrderedDict(x=X[i]), lambda b: b["x"], OrderedDict),
+    "a mapping": (lambda i: Kept(x=X[i]), lambda b: b["x"], Kept),
+    "a named tuple": (lambda i: Pair(X[i], X[i]), lambda b: b.x, Pair),
+    "a tuple": (lambda i: (X[i], X[i]), lambda b: b[0], tuple),
+    "a nested list": (lambda i: [[X[i], [X[i]]], {"y": X[i]}], lambda b: b[0][1][0], list),
+    "a tensor": (lambda i: X[i], lambda b: b, torch.Tensor),
+    "words beside numbers": (lambda i: {"x": X[i], "names": ["a"] * len(i), "none": None}, lambda b: b["x"], dict),
+}
+
+
+def trained(flags, data, take, each=lambda step: None):
+    with training.start(flags) as run:
+        net = nn.Linear(1, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
+        for _ in run.epochs(flags.epochs):
+            for step in run.steps(data):
+                for batch in step.batches():
+                    step.backward(model(take(batch, step)).mean())
+                step.update()
+                each(step)
+
+
+@pytest.mark.parametrize("kind", COLLATED)
+def test_a_batch_is_what_the_loader_has_collated_in_training_and_evaluation(kind):
+    collate, rows, expected = COLLATED[kind]
+    loader = DataLoader(Table(), 4, shuffle=True, collate_fn=lambda indices: collate(torch.tensor(indices)))
+    seen = []
+
+    def take(batch, step):
+        assert type(batch) is expected
+        assert rows(batch)[:, 0].int().tolist() == step.batch.indices.tolist()
+        seen.extend(step.batch.indices.tolist())
+        return rows(batch)
+
+    trained(flags_for(), loader, take)
+    assert Counter(seen) == dict.fromkeys(range(N), 3)
+
+    with training.start(flags_for()) as run:
+        net = nn.Linear(1, 1)
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        evaluated = []
+        with run.evaluating(loader) as batches:
+            for batch in batches:
+                assert type(batch) is expected
+                evaluated.extend(rows(batch)[:, 0].int().tolist())
+                run.record(loss=rows(batch))
+        assert sorted(evaluated) == list(range(N))
+        assert run.evaluation["loss"] == pytest.approx(X.mean().item())
+
+
+def test_what_is_moved_keeps_its_kind_and_is_a_copy():
+    device = torch.device("meta")
+    kept = Kept(x=torch.zeros(2))
+    moved = to_device({"a": [kept, Pair(torch.zeros(1), 1)], "b": pack_sequence([torch.zeros(2, 1)])}, device)
+    assert isinstance(moved["a"][0], Kept)
+    assert moved["a"][0]["x"].device == device
+    assert kept["x"].device.type == "cpu"
+    assert moved["a"][1].x.device == device
+    assert moved["b"].data.device == device
+
+
+def test_the_loss_of_a_step_is_that_of_all_micro_batches():
+    losses = []
+    with training.start(flags_for("--accumulate", "2", "--log-steps", "1", epochs=1)) as run:
+        net = nn.Linear(1, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
+        for _ in run.epochs(1):
+            for step in run.steps(X):
+                with pytest.raises(UserError, match=r"step\.loss before the end"):
+                    _ = step.loss
+                for (x,) in step.batches():
+                    step.backward(model(x).square().mean())
+                losses.append(step.loss)
+                step.update()
+        assert losses[-1] == pytest.approx(run.state.train["loss"])
+        with pytest.raises(UserError, match=r"step\.batch outside"):
+            _ = step.batch
+
+
+# ---- two data sets
+
+FIRST, OTHER = TensorDataset(X), TensorDataset(torch.arange(31).float().unsqueeze(1))
+
+
+def two(**options):
+    first, other = DataLoader(FIRST, 4, shuffle=True), DataLoader(OTHER, 12, **options)
+    return {"labelled": first, "unlabelled": other}
+
+
+def used(flags, data, fail_at=None):
+    seen = {"labelled": [], "unlabelled": []}
+
+    def take(batch, step):
+        for name, (x,) in batch.items():
+            seen[name].extend(x[:, 0].int().tolist())
+        return torch.cat([x for (x,) in batch.values()])
+
+    def each(step):
+        if step.number == fail_at:
+            raise RuntimeError("killed")
+
+    trained(flags, data, take, each)
+    return seen
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {}, {"sampler": WeightedRandomSampler([1.0] * 31, 20)}])
+def test_two_data_sets_each_keep_their_position(options, tmp_path):
+    whole = used(flags_for(), two(**options))
+    assert Counter(whole["labelled"]) == dict.fromkeys(range(N), 3)
+    assert len(whole["unlabelled"]) == 3 * 3 * N  # three for each labelled one
+    if "sampler" not in options:
+        first = whole["unlabelled"][:31]
+        assert sorted(first) == list(range(31))  # an epoch of its own
+        assert (first == list(range(31))) == (not options)
+        assert (whole["unlabelled"][31:62] == first) == (not options)
+    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
+    with pytest.raises(RuntimeError):
+        used(flags, two(**options), fail_at=8)
+    rest = used(flags, two(**options))
+    for name, samples in rest.items():
+        assert 0 < len(samples) < len(whole[name])
+        assert samples == whole[name][-len(samples) :]
+
+
+def test_tensors_go_beside_a_loader_and_a_dictionary_may_be_written_anew_in_each_epoch():
+    shuffled = DataLoader(FIRST, 4, shuffle=True)
+    opened = []
+    with training.start(flags_for()) as run:
+        net = nn.Linear(1, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
+        for _ in run.epochs(3):
+            for step in run.steps({"a": shuffled, "b": (X, X)}):
+                opened.append(run._opened[1])
+                for batch in step.batches():
+                    assert [len(part[0]) for part in batch.values()] == [step.batch.count] * 2
+                    step.backward(model(batch["b"][1]).mean())
+                step.update()
+    assert len(set(map(id, opened))) == 1
+
+
+def test_over_any_number_of_ranks_a_step_takes_the_same_samples_of_both():
+    other = Indices(31)
+    taken = {}
+    for size in (1, 2, 3, 4):
+        of_ranks = []
+        for rank in range(size):
+            plan = Plan(N, N, 1, 2, rank, size, 12 // size)
+            for (_, mine), (_, beside) in zip(plan, Beside(plan, (other, 3), 0, 5), strict=True):
+                assert beside.local_count == 3 * mine.local_count
+                assert beside.weight == mine.weight
+                of_ranks += beside.indices[: beside.local_count].tolist()
+        taken[size] = Counter(of_ranks)
+    assert taken[1] == taken[2] == taken[3] == taken[4]
+    assert sum(taken[1].values()) == 2 * 3 * N
+
+
+WRONG = {
+    "another size": (lambda: {"a": DataLoader(FIRST, 4), "b": DataLoader(OTHER, 6)}, "'b' has batch_size=6: give it"),
+    "whole batches": (
+        lambda: {"a": DataLoader(FIRST, 4), "b": DataLoader(OTHER, batch_sampler=[[0, 1]])},
+        "'b' has no batch_size, and goes with other data",
+    ),
+    "a list": (lambda: {"a": DataLoader(FIRST, 4), "b": [1]}, "'b' is a list: give it a DataLoader, or tensors"),
+    "unlike lengths": (lambda: {"a": DataLoader(FIRST, 4), "b": (X, X[1:])}, "tensors of 22, 21 samples: give"),
+    "nothing": (lambda: {"a": DataLoader(FIRST, 4), "b": (X[:0],)}, "'b' has no samples"),
+    "another first size": (lambda: {"a": DataLoader(FIRST, 3)}, "batch_size=3, --batch-size is 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_data_that_cannot_go_together_is_refused_in_one_line(case):
+    make, complaint = WRONG[case]
+    with pytest.raises(UserError, match=complaint) as caught:
+        used(flags_for(), make())
+    assert len(str(caught.value).splitlines()) == 1

@@ -1,0 +1,249 @@
+"""Any sampler: an epoch's list is drawn once, alike everywhere; killed, on other ranks, each index is used as drawn."""
+
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import WeightedRandomSampler as Weighted
+
+from hvdtrain import training
+from hvdtrain.data.loading import Plan
+from hvdtrain.data.sharding import batches_after, steps_of_batches
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.single import SerialEngine
+from hvdtrain.training.samplers import Drawn
+
+N = 40
+DATA = TensorDataset(torch.arange(N).float().unsqueeze(1), torch.arange(N).float().unsqueeze(1))
+
+
+class Own(Sampler):
+    """Draws from the generator that it is given; `shuffle` is of random.Random and of numpy's."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        order = list(range(N))
+        self.generator.shuffle(order)
+        return iter(order)
+
+
+class Epochs(Own):
+    """As in the documentation of DistributedSampler: set_epoch decides."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([(i * 7 + self.epoch) % N for i in range(N)])
+
+
+class Buckets(Sampler):
+    """Batches of similar lengths, whose number of samples varies, shuffled."""
+
+    def __len__(self):
+        return N // 4
+
+    def __iter__(self):
+        order = torch.randperm(N).tolist()
+        sizes = itertools.cycle([3, 5, 4])
+        batches = []
+        while order:
+            size = next(sizes)
+            batches.append(sorted(order[:size]))
+            del order[:size]
+        random.shuffle(batches)
+        return iter(batches)
+
+
+WEIGHTS = [float(i % 3) for i in range(N)]
+PLAIN = {
+    "weights": lambda: Weighted(WEIGHTS, 30),
+    "weights, its own generator": lambda: Weighted(WEIGHTS, 60, generator=torch.Generator()),
+    "a subset": lambda: SubsetRandomSampler(range(0, N, 2)),
+    "with replacement": lambda: RandomSampler(DATA, replacement=True, num_samples=50),
+    "Python": lambda: Own(random),
+    "Python's own": lambda: Own(random.Random()),
+    "numpy": lambda: Own(np.random),
+    "numpy's own": lambda: Own(np.random.default_rng()),
+    "numpy's old own": lambda: Own(np.random.RandomState()),
+    "set_epoch": Epochs,
+}
+BATCHES = {
+    "buckets": Buckets,
+    "weights in batches": lambda: BatchSampler(Weighted(WEIGHTS, 30, generator=torch.Generator()), 4, drop_last=False),
+}
+
+
+def serial() -> SerialEngine:
+    return SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *BATCHES])
+def test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before(kind):
+    made = [Drawn(serial(), (PLAIN | BATCHES)[kind](), 1, in_batches=kind in BATCHES) for _ in range(2)]
+    torch.rand(5)
+    epochs = [
+        [one.order(1, epoch).tolist() for epoch in epochs]
+        for one, epochs in zip(made, ((0, 1, 2), (2, 1, 0)), strict=True)
+    ]
+    assert epochs[0] == epochs[1][::-1]
+    assert epochs[0][0] != epochs[0][1] != epochs[0][2]
+
+
+def test_a_list_is_a_batch_sampler_too():
+    loader = DataLoader(DATA, batch_sampler=[[3, 1], [2], [0, 5, 4]])
+    assert train(flags_for(), loader) == {epoch: [3, 1, 2, 0, 5, 4] for epoch in range(3)}
+
+
+def test_drawing_leaves_the_generators_alone():
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    Drawn(serial(), Buckets(), 1, in_batches=True)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+class Counting(Own):
+    def __init__(self):
+        self.count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return iter([(i + self.count) % N for i in range(N)])
+
+
+class Shrinking(Epochs):
+    def __iter__(self):
+        return iter(range(N - self.epoch))
+
+
+class NoLength:
+    def __iter__(self):
+        return itertools.count()
+
+
+class Words(Own):
+    def __iter__(self):
+        return iter(["a", "b"])
+
+
+def train(flags, loader, each=lambda step: None):
+    """Return, by epoch, what the model saw: the index of each sample."""
+    seen = {}
+    with training.start(flags) as run:
+        net = nn.Linear(1, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
+        for epoch in run.epochs(flags.epochs):
+            for step in run.steps(loader):
+                for x, y in step.batches():
+                    assert step.batch.count == len(x)
+                    assert step.batch.indices.tolist() == x[:, 0].tolist()
+                    seen.setdefault(epoch, []).extend(x[:, 0].int().tolist())
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+                each(step)
+    return seen
+
+
+def flags_for(*argv):
+    parser = training.parser("test", None, epochs=3, batch_size=4)
+    return parser.parse(["--engine", "serial", "--no-progress", "--threads", "1", *argv])
+
+
+WRONG = {
+    "one that counts": (Counting(), "Counting draws another order each time"),
+    "one that yields fewer later": (Shrinking(), "draws 39 samples in epoch 2, and 40 in the first"),
+    "one without a length": (NoLength(), "NoLength has no length: give it __len__"),
+    "one of words": (Words(None), "Words draws something else than indices"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_sampler_that_could_not_go_on_is_refused_in_one_line(case):
+    sampler, complaint = WRONG[case]
+    with pytest.raises(UserError, match=complaint) as caught:
+        train(flags_for(), DataLoader(DATA, 4, sampler=sampler))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *BATCHES])
+def test_a_run_uses_what_was_drawn_also_after_it_was_killed(kind, tmp_path):
+    def loader():
+        sampler = (PLAIN | BATCHES)[kind]()
+        return DataLoader(DATA, batch_sampler=sampler) if kind in BATCHES else DataLoader(DATA, 4, sampler=sampler)
+
+    expected = Drawn(serial(), (PLAIN | BATCHES)[kind](), 1, in_batches=kind in BATCHES)
+    whole = train(flags_for(), loader())
+    assert whole == {epoch: expected.order(1, epoch).tolist() for epoch in range(3)}
+
+    def killed(step):
+        if step.number == 9:
+            raise RuntimeError("killed")
+
+    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
+    with pytest.raises(RuntimeError):
+        train(flags, loader(), killed)
+    rest = train(flags, loader())
+    used = sum((len(samples) for samples in rest.values()), 0)
+    assert list(itertools.chain(*rest.values())) == list(itertools.chain(*whole.values()))[-used:]
+    assert 0 < used < 3 * expected.samples
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_on_four_then_three_then_two_ranks_each_index_is_used_as_drawn_and_batches_stay_whole(kind):
+    drawn = Drawn(serial(), BATCHES[kind](), 1, in_batches=True)
+    whole = drawn.batches(1, 0)
+    taken, used, weights = 0, [], []
+    for size, most in ((4, 1), (3, 1), (2, None)):  # steps of four batches, as the run began on four ranks
+        plans = [
+            Plan(N, drawn.samples, 1, 1, rank, size, 4, 1, 16, 0, taken, batches=drawn.batches, batches_per_step=4)
+            for rank in range(size)
+        ]
+        for steps in itertools.islice(zip(*(plan.epoch(0) for plan in plans), strict=True), most):
+            assert len({len(step.batches) for step in steps}) == 1
+            counted = [batch for step in steps for batch in step.batches if batch.local_count]
+            used += [batch.indices.tolist() for batch in counted]
+            assert sum(batch.local_count for batch in counted) == steps[0].count
+            weights.append(sum(batch.weight for step in steps for batch in step.batches) / size)
+            taken += steps[0].count
+    assert Counter(map(tuple, used)) == Counter(tuple(batch.tolist()) for batch in whole)
+    assert weights == pytest.approx([1.0] * len(weights))
+
+
+def test_the_position_in_batches_follows_from_the_samples():
+    batches = [torch.arange(3), torch.arange(2), torch.arange(4)]
+    lengths = [3, 5, 9]
+    for number, taken in enumerate((0, *lengths)):
+        left = batches_after(batches, taken)
+        assert left is not None
+        assert len(left) == 3 - number
+    assert batches_after(batches, 4) is None
+    assert batches_after(batches, 10) is None
+
+
+def test_a_batch_weighs_as_many_samples_as_it_has():
+    batches = [torch.arange(3), torch.arange(3, 4), torch.arange(4, 9)]
+    each = [next(steps_of_batches(batches, rank, 2, 3)) for rank in range(2)]
+    assert [step.count for step in each] == [9, 9]
+    assert [[batch.weight for batch in step.batches] for step in each] == [
+        pytest.approx([3 * 2 / 9, 5 * 2 / 9]),
+        pytest.approx([1 * 2 / 9, 0.0]),
+    ]
+    assert [[batch.first for batch in step.batches] for step in each] == [[0, 0], [3, 0]]
+    assert len(each[1].batches[1].indices) == 1  # a rank without a batch repeats a sample
