@@ -23,7 +23,7 @@ def to_device(data: Any, device: torch.device) -> Any:
     To an accelerator, they are copied from pinned memory: from other memory, the host would wait for the copy.
     """
     if isinstance(data, Tensor):
-        if device.type != "cpu" and data.device.type == "cpu" and data.nbytes <= LARGEST_PINNED:
+        if device.type not in ("cpu", "meta") and data.device.type == "cpu" and data.nbytes <= LARGEST_PINNED:
             data = data.pin_memory()  # returns it if it is pinned
         return data.to(device, non_blocking=True)
     if isinstance(data, PackedSequence):
