@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.cluster import SET_ENVIRONMENT
 from tests.e2e.launchers import ROOT, environment, launch
-from tests.hidden_gpus import HIDDEN, seeing
+from tests.hidden_gpus import HIDDEN
 
 SHOW = "import os; print([os.environ.get(name) for name in {!r}])"
 NONE = "['', '', '']"
@@ -33,7 +33,10 @@ def test_pytest_hides_them_before_the_tests_are_imported(tmp_path):
     """And the tests for GPUs are given those that were there, however pytest was started."""
     show = "import os, tests.conftest, tests.hidden_gpus as gpus; "
     show += "print(os.environ['CUDA_VISIBLE_DEVICES'] + '.', gpus.GIVEN)"
+    bare = {
+        name: value for name, value in os.environ.items() if name not in HIDDEN
+    }  # a worker of pytest-xdist has them
     shown = subprocess.check_output(
-        [sys.executable, "-c", show], text=True, cwd=ROOT, env=seeing(dict(os.environ)) | {"CUDA_VISIBLE_DEVICES": "3"}
+        [sys.executable, "-c", show], text=True, cwd=ROOT, env=bare | {"CUDA_VISIBLE_DEVICES": "3"}
     )
     assert shown.strip() == ". {'CUDA_VISIBLE_DEVICES': '3'}"

@@ -48,7 +48,7 @@ def test_the_gpu_recipe_installs_what_the_package_needs():
     """It installs without dependencies, so as not to touch the torch and numpy of NVIDIA's image: each is named."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = list(project["dependencies"])
-    for extra in ("mpi", "vision", "shards"):
+    for extra in ("mpi", "vision"):
         needed += project["optional-dependencies"][extra]
     words = (
         sections(ROOT / "containers" / "hvdtrain.def")["post"]
