@@ -19,7 +19,7 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 TRACKERS = ("mlflow",)
 # Flags that an engine does not support, with the values that it refuses; None: every value.
 UNSUPPORTED: dict[str, dict[str, tuple[str, ...] | None]] = {
-    "horovod": {"compression": ("bf16",)},
+    "horovod": {},
     "ddp": {"reduction": ("adasum",)},
     "dataparallel": {
         "compression": ("fp16", "bf16"),
@@ -111,6 +111,10 @@ class Parser(argparse.ArgumentParser):
         if (given.get("amp"), given.get("reduction")) == ("fp16", "adasum"):
             # Adasum steps inside backward(), on scaled gradients, and ranks would detect overflows independently.
             raise UserError("--amp fp16 cannot go with --reduction adasum: use --amp bf16", everywhere=True)
+        if (given.get("compression"), given.get("reduction")) == ("bf16", "adasum"):
+            raise UserError(
+                "--compression bf16 cannot go with --reduction adasum: use --compression fp16", everywhere=True
+            )
         if given.get("deterministic") and (given["engine"], given["tuning"]) == ("horovod", "off"):
             said = "--deterministic cannot go with --tuning off, with which Horovod sums gradients as they become ready"
             raise UserError(f"{said}: leave one of them out, or use --engine ddp", everywhere=True)
@@ -332,7 +336,7 @@ def add_compression(group: Parser) -> None:
         "--compression",
         choices=("none", "fp16", "bf16", "auto"),
         default="none",
-        help="of gradients on the network; bf16: --engine ddp only; auto: fp16 between hosts, none within a host",
+        help="of gradients on the network; auto: fp16 between hosts, none within a host (default: none)",
     )
     group.add_argument(
         "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"

@@ -152,6 +152,13 @@ class PredividedCompressor:
         return tensor.to(dtype).mul_(self.factor_after)
 
 
+def carries_bf16() -> bool:
+    """Return whether this build of Horovod takes bfloat16 tensors (launch/patches/25)."""
+    from horovod.torch.mpi_ops import mpi_lib
+
+    return hasattr(mpi_lib, "horovod_torch_allreduce_async_torch_BFloat16Tensor")
+
+
 class HorovodEngine(Engine):
     """Trains with Horovod over MPI, Gloo or NCCL. Raises UserError if Horovod cannot be imported."""
 
@@ -229,7 +236,7 @@ class HorovodEngine(Engine):
             self._refuse_adasum()
         op = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[how.reduction]
         compressor = hvd.Compression.fp16 if how.compression == "fp16" else hvd.Compression.none
-        if how.reduction != "adasum" and (how.compression == "fp16" or how.predivide != 1.0):
+        if how.reduction != "adasum" and (how.compression != "none" or how.predivide != 1.0):
             op = hvd.Sum
             factor_after = how.predivide / self.size if how.reduction == "average" else how.predivide
             wire_dtype = WIRE_DTYPES[how.compression]
@@ -252,6 +259,12 @@ class HorovodEngine(Engine):
         if how.reduction == "adasum" and self.size > 1:
             self._adasum.add(distributed)
         return distributed
+
+    def choose_compression(self, asked: str) -> str:
+        if asked == "bf16" and not carries_bf16():
+            how = "run `make setup`, or use --compression fp16"
+            raise UserError(f"--compression bf16: this Horovod was built without bfloat16: {how}", everywhere=True)
+        return super().choose_compression(asked)
 
     def _refuse_adasum(self) -> None:
         if not self.hvd.mpi_enabled():

@@ -15,6 +15,7 @@ from torch import nn
 from hvdtrain import training
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.horovod import carries_bf16
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.contents import flatten
 from hvdtrain.training.guard import Stopped
@@ -132,6 +133,25 @@ def test_a_loss_over_all_ranks_that_is_not_finite_on_one_ends_every_rank(rank, e
                     bad = math.nan if run.rank == rank % run.size else 1.0
                     step.backward((z * bad).mean() + run.gather(z).square().mean())
                 step.update()
+
+
+def test_a_model_in_bfloat16_trains_and_stays_alike_on_all_ranks(engine):
+    if engine.name == "horovod" and not carries_bf16():
+        pytest.skip("this Horovod was built without launch/patches/25")
+    with a_run(engine) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(3, 2).bfloat16()
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        begun = net.weight.detach().clone()
+        for _ in run.epochs(2):
+            for step in run.steps(X):
+                for (x,) in step.batches():
+                    step.backward(model(x.bfloat16()).float().square().mean())
+                step.update()
+        ends = engine.all_gather_object(net.weight.tolist(), "ends")
+    assert net.weight.dtype == torch.bfloat16
+    assert not torch.equal(net.weight, begun)
+    assert all(end == ends[0] for end in ends)
 
 
 def test_two_models_with_an_update_each(engine):
