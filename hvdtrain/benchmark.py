@@ -329,7 +329,6 @@ def main() -> int:
             if not small and sizes is None:
                 require_torchvision()
             torch.manual_seed(flags.seed)
-            # The weights stay contiguous, whatever the memory format of the images: Horovod refuses channels_last gradients.
             model: torch.nn.Module
             if sizes is not None:
                 model = gpt.GPT(sizes, classes)
@@ -337,6 +336,8 @@ def main() -> int:
                 model = convnet.MODELS[flags.model]() if small else build_model(flags.model, classes, flags.image_size)
             flops = count_flops(model, shape, torch.float32 if sizes is None else torch.int64)
             model = model.to(engine.device)
+            if flags.channels_last and engine.device.type != "cpu":  # as hvdtrain.imagenet has its weights
+                model = model.to(memory_format=torch.channels_last)
         batches = random_batches(flags, engine, classes, shape)
         found = measure(Trainer(flags, engine, model, batches))
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -70,6 +70,15 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride()[axis], -tensor.shape[axis])))
 
 
+def lay_state_as_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer's state the memory format of the weights. State that was loaded or received is contiguous, and fused
+    kernels take no two formats at once."""
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
 class Setting(str):
     """A note about a setting that only affects speed. It is printed only with --verbose."""
 
@@ -328,6 +337,7 @@ class Engine(ABC):
         if self.rank != 0:
             groups = [mine | theirs for mine, theirs in zip(local["param_groups"], plan["groups"], strict=True)]
             optimizer.load_state_dict({"state": received, "param_groups": groups})
+            lay_state_as_weights(optimizer)
 
     def require_equal(self, what: str, value: object, remedy: str) -> None:
         """Raise UserError on every rank if `value` (JSON-serializable) differs between ranks. A collective."""

@@ -152,6 +152,25 @@ class PredividedCompressor:
         return tensor.to(dtype).mul_(self.factor_after)
 
 
+class MemoryOrderCompressor:
+    """A Horovod compressor around another one: sends each gradient in the order of its memory. Gradients of weights in
+    channels_last are not contiguous, and Horovod takes no others."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, tuple[Any, torch.Size, tuple[int, ...]]]:
+        """Return the tensor to send, and what restores it: the other compressor's context, shape and strides."""
+        sent, context = self.inner.compress(in_memory_order(tensor))
+        return sent, (context, tensor.shape, tensor.stride())
+
+    def decompress(self, tensor: Tensor, context: tuple[Any, torch.Size, tuple[int, ...]]) -> Tensor:
+        """Return the reduced tensor with the shape and strides of the gradient."""
+        inner, shape, strides = context
+        restored: Tensor = self.inner.decompress(tensor, inner)
+        return restored.as_strided(shape, strides)
+
+
 def carries_bf16() -> bool:
     """Return whether this build of Horovod takes bfloat16 tensors (launch/patches/25)."""
     from horovod.torch.mpi_ops import mpi_lib
@@ -235,7 +254,7 @@ class HorovodEngine(Engine):
         if how.reduction == "adasum":
             self._refuse_adasum()
         op = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[how.reduction]
-        compressor = hvd.Compression.fp16 if how.compression == "fp16" else hvd.Compression.none
+        compressor: Any = hvd.Compression.fp16 if how.compression == "fp16" else hvd.Compression.none
         if how.reduction != "adasum" and (how.compression != "none" or how.predivide != 1.0):
             op = hvd.Sum
             factor_after = how.predivide / self.size if how.reduction == "average" else how.predivide
@@ -243,6 +262,8 @@ class HorovodEngine(Engine):
             compressor = PredividedCompressor(wire_dtype, how.predivide, factor_after)
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in named if parameter in own]
+        if not all(parameter.is_contiguous() for _, parameter in named):
+            compressor = MemoryOrderCompressor(compressor)
         # The wrapped optimizer starts with empty state: load a checkpoint and broadcast after this line, not before.
         distributed: torch.optim.Optimizer = hvd.DistributedOptimizer(
             optimizer,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.accelerators import module_of
-from hvdtrain.engines.base import Engine
+from hvdtrain.engines.base import Engine, lay_state_as_weights
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.replicas import own_name
@@ -255,6 +255,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
         # How to compute is this run's choice: the checkpoint may come from another kind of device.
         groups.append({**mine, **theirs, **{name: mine[name] for name in IMPLEMENTATION if name in mine}})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    lay_state_as_weights(optimizer)
 
 
 def kind_of(setting: object) -> str:

@@ -135,6 +135,39 @@ def test_a_loss_over_all_ranks_that_is_not_finite_on_one_ends_every_rank(rank, e
                 step.update()
 
 
+@pytest.mark.parametrize("flags", ["--compression none", "--compression fp16", "--accumulate 2"])
+def test_weights_in_channels_last_train_as_contiguous_ones_and_resume(engine, flags):
+    images = torch.randn(N, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    directory = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None, "directory")
+
+    def trained(memory_format: torch.memory_format, epochs: int, *more: str) -> list[torch.Tensor]:
+        with a_run(engine, *flags.split(), *more, epochs=epochs) as run:
+            torch.manual_seed(5)
+            net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1)).to(memory_format=memory_format)
+            model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
+            for _ in run.epochs(epochs):
+                for step in run.steps(images):
+                    for (x,) in step.batches():
+                        step.backward(model(x.contiguous(memory_format=memory_format)).square().mean())
+                    step.update()
+            weight = net[0].weight
+            assert optimizer.state[weight]["exp_avg"].stride() == weight.grad.stride() == weight.stride()
+        return [parameter.detach().clone() for parameter in net.parameters()]
+
+    try:
+        plain = trained(torch.contiguous_format, 3)
+        whole = trained(torch.channels_last, 3)
+        trained(torch.channels_last, 2, "--output-dir", directory)
+        resumed = trained(torch.channels_last, 3, "--output-dir", directory)
+    finally:
+        engine.barrier()
+        if engine.rank == 0:
+            shutil.rmtree(directory)
+    assert not whole[0].is_contiguous()
+    assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-4) for a, b in zip(plain, whole, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
 def test_a_model_in_bfloat16_trains_and_stays_alike_on_all_ranks(engine):
     if engine.name == "horovod" and not carries_bf16():
         pytest.skip("this Horovod was built without launch/patches/25")
