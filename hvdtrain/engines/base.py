@@ -71,7 +71,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def lay_state_as_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer's state the memory format of the weights. State that was loaded or received is contiguous, and fused
+    """Give the state the memory format of the weights. State that was loaded or received is contiguous, and fused
     kernels take no two formats at once."""
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
