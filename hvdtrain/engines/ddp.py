@@ -146,6 +146,9 @@ class DdpEngine(Engine):
         dist = torch.distributed
         if size == 1:
             return dist.HashStore()
+        if launcher == "horovodrun" and (server := horovods_server(os.environ)):  # also of hvdtrain.starter
+            # First: MASTER_PORT, by which starters meet on several hosts, is taken by this server.
+            return DdpEngine._meet_over_rendezvous(rank, size, server)
         if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
             host, port = meeting_point(os.environ, launcher)
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store
@@ -154,8 +157,6 @@ class DdpEngine(Engine):
                 return dist.PrefixStore(name, dist.TCPStore(host, port, size, is_master=False))
         elif launcher.startswith("mpirun"):
             return DdpEngine._meet_over_mpi(rank, size)
-        elif server := horovods_server(os.environ):
-            return DdpEngine._meet_over_rendezvous(rank, size, server)
         else:
             host, port = meeting_point(os.environ, launcher)
         if rank == 0:

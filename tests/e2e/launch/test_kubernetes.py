@@ -140,8 +140,8 @@ def test_pods_run(command, tmp_path):
                 "PYTHONPATH": str(ROOT),
                 "KUBERNETES_SERVICE_HOST": "10.96.0.1",
             }
-            command = [*container["command"][:-1], "2", "--oversubscribe", *container["args"]]
-            words = [str(out) if word == "/out" else word for word in command]
+            typed = [*container["command"][:-1], "2", "--oversubscribe", *container["args"]]
+            words = [str(out) if word == "/out" else word for word in typed]
             clean = ["env", "-i", *(f"{key}={value}" for key, value in variables.items())]
             started[host] = cluster.start(host, [*as_pod_user(), *clean, *words])
         done = cluster.finish(started, 90)
@@ -150,10 +150,10 @@ def test_pods_run(command, tmp_path):
     first = done[hosts[0]].stdout
     if command == "reduce":
         assert [line for line in first.splitlines() if line.startswith("before")] == [
-            f"before {r} data {r + 1}" for r in range(2)
+            f"before {r} data {r + 1}" for r in range(4)
         ]
         assert [line for line in first.splitlines() if line.startswith("after")] == [
-            f"after {r} data 10" for r in range(2)
+            f"after {r} data 10" for r in range(4)
         ]
     else:
         assert "4 ranks on 2 hosts" in first, first
