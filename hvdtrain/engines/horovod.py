@@ -282,9 +282,11 @@ class HorovodEngine(Engine):
         return distributed
 
     def choose_compression(self, asked: str) -> str:
-        if asked == "bf16" and not carries_bf16():
-            how = "run `make setup`, or use --compression fp16"
-            raise UserError(f"--compression bf16: this Horovod was built without bfloat16: {how}", everywhere=True)
+        if asked == "bf16":
+            with self.raising_together("compression"):  # hosts may have different builds
+                if not carries_bf16():
+                    how = "run `make setup`, or use --compression fp16"
+                    raise UserError(f"--compression bf16: this Horovod was built without bfloat16: {how}")
         return super().choose_compression(asked)
 
     def _refuse_adasum(self) -> None:

@@ -6,8 +6,6 @@ of ranks nor on the number of input workers.
 
 import contextlib
 import pickle
-import random
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from hvdtrain.data.sharding import PlannedBatch, mixed_seed, shard
 from hvdtrain.engines.accelerators import CPU, Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.training.generators import kept, seed_generators
 from hvdtrain.training.samplers import Drawn
 from hvdtrain.training.state import Initial, TrainState
 
@@ -367,32 +366,6 @@ def evaluation_batches(engine: Engine, given: DataLoader[Any], seed: int) -> Ite
         yield Batch(data, part, len(part))
 
 
-def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the global generators of torch (CPU and `device`), Python and numpy."""
-    # Not torch.manual_seed, which queries every accelerator backend: hundreds of microseconds, and this runs in every step.
-    torch.default_generator.manual_seed(seed)
-    if device is not None and device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-        for index, generator in enumerate(torch.cuda.default_generators):  # DataParallel computes on the others, too
-            if index != (device.index or 0):
-                generator.manual_seed((seed + 1 + index) % 2**64)
-    random.seed(seed)
-    if "numpy" in sys.modules:  # otherwise it is not used
-        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
-
-
-@contextlib.contextmanager
-def own_randomness(workers: int) -> Iterator[None]:
-    """Restore the global generators after the block. Without workers, loading samples in this process reseeds them."""
-    if workers:
-        yield
-        return
-    state, python = torch.get_rng_state(), random.getstate()
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        random.setstate(python)
-        if numpy is not None:
-            sys.modules["numpy"].random.set_state(numpy)
+def own_randomness(workers: int) -> contextlib.AbstractContextManager[None]:
+    """Context manager for loading samples: without workers, that reseeds the global generators of this process."""
+    return contextlib.nullcontext() if workers else kept()

@@ -28,8 +28,9 @@ from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.gather import gather
+from hvdtrain.training.generators import seed_generators
 from hvdtrain.training.guard import Guard, Stopped
-from hvdtrain.training.inputs import Input, open_input, same_data, seed_generators
+from hvdtrain.training.inputs import Input, open_input, same_data
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.replicas import own_name
 from hvdtrain.training.resume import Checkpoints
@@ -214,7 +215,8 @@ class Run:
             raise UserError(f"run.epochs() for {wanted} {unit}s, but {begun}", everywhere=True)
 
     def total_steps(self, data: Any, epochs: int) -> int:
-        """Return the number of steps of `epochs` epochs over all ranks, for a scheduler: OneCycleLR(total_steps=...).
+        """Return the number of steps of `epochs` epochs over all ranks, for a scheduler: OneCycleLR(total_steps=...). A
+        collective.
 
         data: what `run.steps` gets; of several tensors, one.
         """

@@ -1,6 +1,5 @@
 """The order of a user's sampler or batch sampler: drawn once per epoch, under the seed and the epoch, alike on all ranks."""
 
-import contextlib
 import random
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from torch.utils.data import DistributedSampler, Sampler
 from hvdtrain.data.sharding import mixed_seed
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.training.generators import kept, seed_generators
 
 
 class Drawn:
@@ -27,21 +27,27 @@ class Drawn:
         self._sampler, self._seed, self._in_batches = sampler, seed, in_batches
         self._kind = type(sampler).__name__
         self._drawn: dict[int, list[Tensor]] = {}
-        if isinstance(sampler, DistributedSampler):
+        with engine.raising_together("sampler"):  # else ranks would wait for one whose sampler alone is refused
+            first = self._checked()
+        self.samples = sum(map(len, first))  # per epoch
+        digest = mixed_seed([indices.tolist() for indices in first])
+        how = "draw with torch's, Python's or numpy's generators, and from data that are the same on all ranks"
+        engine.require_equal(f"the order that {self._kind} draws", digest, how)
+
+    def _checked(self) -> list[Tensor]:
+        """Return the batches of the first epoch. Raises UserError for a sampler that cannot be used."""
+        if isinstance(self._sampler, DistributedSampler):
             raise UserError(f"the DataLoader has a {self._kind}: leave it out, the samples are sharded for you")
-        if not hasattr(sampler, "__len__"):
+        if not hasattr(self._sampler, "__len__"):
             how = "give it __len__, the number of items that it yields per epoch"
             raise UserError(f"the DataLoader's {self._kind} has no length: {how}")
         first, again = self._draw(0), self._draw(0)
-        self.samples = sum(map(len, first))  # per epoch
-        if not all(map(torch.equal, first, again)) or len(first) != len(again):
+        if len(first) != len(again) or not all(map(torch.equal, first, again)):
             raise UserError(
                 f"the DataLoader's {self._kind} draws another order each time, also with the same seed of torch, Python and "
                 "numpy: draw with these, or from a generator that set_epoch(epoch) seeds"
             )
-        digest = mixed_seed([indices.tolist() for indices in first])
-        how = "draw with torch's, Python's or numpy's generators, and from data that are the same on all ranks"
-        engine.require_equal(f"the order that {self._kind} draws", digest, how)
+        return first
 
     def batches(self, seed: int, epoch: int) -> list[Tensor]:
         """Return the batches of `epoch`, each int64 [b]. seed: ignored; the one given to the constructor is used."""
@@ -60,7 +66,8 @@ class Drawn:
 
     def _draw(self, epoch: int) -> list[Tensor]:
         seed = mixed_seed(self._seed, "sampler", epoch)
-        with seeded(seed):
+        with kept():
+            seed_generators(seed)
             for number, part in enumerate(parts_of(self._sampler)):
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
@@ -94,22 +101,3 @@ def reseed(generator: object, seed: int) -> None:
         generator.bit_generator.state = kind(seed).state
     elif numpy is not None and isinstance(generator, numpy.random.RandomState):
         generator.seed(seed & 0xFFFFFFFF)
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Context manager in which the global generators of torch (CPU), Python and numpy are seeded, and restored after."""
-    numpy = sys.modules.get("numpy")
-    state, python = torch.get_rng_state(), random.getstate()
-    numpys = numpy.random.get_state() if numpy is not None else None
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed & 0xFFFFFFFF)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(numpys)

@@ -19,8 +19,8 @@ from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
+from hvdtrain.training.generators import seed_generators
 from hvdtrain.training.guard import Guard, Stopped
-from hvdtrain.training.inputs import seed_generators
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
 from hvdtrain.training.state import metrics_of

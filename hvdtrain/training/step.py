@@ -13,8 +13,9 @@ from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.clock import Clock
+from hvdtrain.training.generators import seed_generators
 from hvdtrain.training.guard import Guard
-from hvdtrain.training.inputs import Batch, Input, seed_generators
+from hvdtrain.training.inputs import Batch, Input
 from hvdtrain.training.non_finite import Inspection
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.reuse import Outputs

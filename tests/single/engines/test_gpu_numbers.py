@@ -21,7 +21,7 @@ from hvdtrain.engines.start import start
 from hvdtrain.hangs import leaving
 from hvdtrain.hangs.activity import Activity
 from hvdtrain.training import replicas
-from hvdtrain.training.inputs import seed_generators
+from hvdtrain.training.generators import seed_generators
 
 # ---- gradients on the wire
 

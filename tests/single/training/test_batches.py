@@ -14,15 +14,15 @@ from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.beside import Beside
 from hvdtrain.training.inputs import Indices
+from tests.single.training import small
 
 N = 22
 X = torch.arange(N).float().unsqueeze(1)
 Pair = namedtuple("Pair", "x y")
 
 
-def flags_for(*argv, **defaults):
-    parser = training.parser("test", None, **{"epochs": 3, "batch_size": 4} | defaults)
-    return parser.parse(["--engine", "serial", "--no-progress", "--threads", "1", *argv])
+def flags_for(*argv, epochs=3):
+    return small.flags_for(*argv, epochs=epochs, batch_size=4)
 
 
 class Kept(UserDict):

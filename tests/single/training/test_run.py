@@ -17,19 +17,7 @@ from hvdtrain.data import leftovers
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training import checkpoint
-
-N = 40
-X = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
-Y = X.sum(1, keepdim=True).sin()
-
-
-def flags_for(*argv: str, **defaults):
-    parser = training.parser("test", None, **{"epochs": 2, "batch_size": 8} | defaults)
-    return parser.parse(["--engine", "serial", "--no-progress", "--threads", "1", *argv])
-
-
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1))
+from tests.single.training.small import N, X, Y, flags_for, network
 
 
 def prepared(run):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from collections import Counter
 
 import numpy as np
@@ -18,6 +19,7 @@ from hvdtrain.data.sharding import batches_after, steps_of_batches
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.training.samplers import Drawn
+from tests.single.training import small
 
 N = 40
 DATA = TensorDataset(torch.arange(N).float().unsqueeze(1), torch.arange(N).float().unsqueeze(1))
@@ -161,9 +163,8 @@ def train(flags, loader, each=lambda step: None):
     return seen
 
 
-def flags_for(*argv):
-    parser = training.parser("test", None, epochs=3, batch_size=4)
-    return parser.parse(["--engine", "serial", "--no-progress", "--threads", "1", *argv])
+def flags_for(*argv, epochs=3):
+    return small.flags_for(*argv, epochs=epochs, batch_size=4)
 
 
 WRONG = {
@@ -194,10 +195,12 @@ def test_a_run_uses_what_was_drawn_also_after_it_was_killed(kind, tmp_path):
 
     def killed(step):
         if step.number == 9:
+            while not list((tmp_path / "checkpoints").glob("*.safetensors")):  # written in the background
+                time.sleep(0.01)
             raise RuntimeError("killed")
 
     flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="killed"):
         train(flags, loader(), killed)
     rest = train(flags, loader())
     used = sum((len(samples) for samples in rest.values()), 0)
