@@ -12,6 +12,7 @@ from hvdtrain.engines.accelerators import CPU, module_of
 from hvdtrain.engines.base import Engine
 from hvdtrain.launching.processes import seconds_without_core
 
+MOST_EVENTS = 1000  # that are kept until a window ends: with --log-steps 100000 there would be a million
 PHASES = ("loading", "compute", "communication")
 
 
@@ -48,6 +49,7 @@ class DeviceTimes:
     def __init__(self, device: torch.device):
         self._device, self._backend = device, module_of(device)
         self._spans: deque[tuple[str, Any, Any]] = deque()  # (phase, event at its start, event at its end)
+        self._seconds: dict[str, float] = defaultdict(float)
         self._marked = self._now()
 
     def _now(self) -> Any:
@@ -58,6 +60,7 @@ class DeviceTimes:
     def restart(self) -> None:
         """Forget what has not been taken."""
         self._spans.clear()
+        self._seconds.clear()
         self.leave_out()
 
     def leave_out(self) -> None:
@@ -70,14 +73,19 @@ class DeviceTimes:
         event = self._now()
         self._spans.append((phase, self._marked, event))
         self._marked = event
+        if len(self._spans) > MOST_EVENTS:
+            self._collect()
 
     def take(self) -> dict[str, float]:
         """Return the seconds of the spans that the device has completed since the last call, by phase."""
-        seconds: dict[str, float] = defaultdict(float)
+        self._collect()
+        taken, self._seconds = self._seconds, defaultdict(float)
+        return taken
+
+    def _collect(self) -> None:
         while self._spans and self._spans[0][2].query():
             phase, start, end = self._spans.popleft()
-            seconds[phase] += start.elapsed_time(end) / 1000
-        return seconds
+            self._seconds[phase] += start.elapsed_time(end) / 1000
 
 
 class Clock:

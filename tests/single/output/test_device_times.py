@@ -134,3 +134,14 @@ def test_a_matrix_product_is_timed_without_the_time_to_start_it_and_to_learn_of_
     gpu.host = 1.0
     assert seconds_of(GPU, product) == pytest.approx(0.002)
     assert gpu.host == pytest.approx(1.002)
+
+
+def test_events_do_not_pile_up_in_a_long_window(gpu):
+    times = clock.DeviceTimes(GPU)
+    for _ in range(5 * clock.MOST_EVENTS):
+        gpu.run(0.5)
+        gpu.wait()
+        times.mark("compute")
+        assert len(times._spans) <= clock.MOST_EVENTS
+    assert times.take() == {"compute": pytest.approx(2.5 * clock.MOST_EVENTS)}
+    assert times.take() == {}
