@@ -2,6 +2,7 @@
 
 import io
 import os
+import pickle
 import random
 import shutil
 import struct
@@ -25,6 +26,8 @@ from hvdtrain.models import classifiers as models
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import optim
 from hvdtrain.training.evaluation import Evaluation
+from hvdtrain.training.inputs import Images
+from hvdtrain.training.state import Initial, TrainState
 from tests import image_set
 
 SIDE = 32
@@ -87,6 +90,35 @@ def test_images_do_not_depend_on_workers_and_change_with_the_epoch(kind, folder,
     assert all(torch.equal(a, b) for a, b in zip(alone, batches(0), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(alone, batches(2), strict=True))
     assert not pictures(alone[:6]) & pictures(alone[6:])  # the second epoch cuts other parts
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards"])
+def test_an_input_worker_of_a_rank_with_a_gpu_does_not_start_cuda(kind, folder, tars, engine, monkeypatch):
+    """What is sent to the workers names no device: CUDA would take 0.5 GB of GPU memory in each."""
+    engine.device = torch.device("cuda", 0)
+    sent = []
+
+    def noted(dataset, workers, device, jobs, **options):
+        sent.append(pickle.dumps((dataset, next(iter(jobs)))))
+        return []
+
+    def start() -> None:
+        raise AssertionError("CUDA started in an input worker")
+
+    if kind == "folder":
+        source = images.open_folder(engine, folder, side=SIDE, seed=1, workers=2)
+    else:
+        source = shards.open_shards(engine, tars, (None, None), side=SIDE, seed=1, workers=2, classes=None)
+    monkeypatch.setattr(images, "loader", noted)
+    monkeypatch.setattr(shards, "loader", noted)
+    flags = SimpleNamespace(seed=1, batch_size=8, accumulate=1)
+    source.train(Images(engine, source, None).plan(engine, flags, Initial(1, 8, 1), TrainState(), 1, None))
+    source.test()
+    monkeypatch.setattr(torch.cuda, "_lazy_init", start)
+    for bundle in sent:
+        dataset, job = pickle.loads(bundle)
+        assert dataset[job].samples > 0
+    assert len(sent) == 2
 
 
 def jpeg(mode: str = "RGB", kind: str = "JPEG", **options) -> bytes:
