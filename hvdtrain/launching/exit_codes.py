@@ -35,11 +35,22 @@ def run(main: Callable[[], int]) -> NoReturn:
     except (UserError, Failure) as error:
         end_with(error)
     except RuntimeError as error:
-        if "can't start new thread" not in str(error):
+        if (told := of_the_user(str(error))) is None:
             raise
-        how = "end some, raise `ulimit -u`, or use fewer ranks"
-        end_with(UserError(f"this user may have no more processes and threads: {how}"))
+        end_with(told)
     sys.exit(code)
+
+
+def of_the_user(said: str) -> UserError | None:
+    """Return the error with its remedy, if what a RuntimeError `said` is not a fault of the program."""
+    if "can't start new thread" in said:
+        how = "end some, raise `ulimit -u`, or use fewer ranks"
+        return UserError(f"this user may have no more processes and threads: {how}")
+    operation, _, rest = said.partition(" does not have a deterministic implementation")
+    if rest:  # with --deterministic on a GPU
+        how = "leave --deterministic out, or use another layer"
+        return UserError(f"{operation} has no algorithm whose bits repeat: {how}", everywhere=True)
+    return None
 
 
 def end_with(error: UserError | Failure) -> NoReturn:

@@ -93,6 +93,16 @@ def test_a_limit_on_threads_is_one_line_and_other_errors_keep_their_traceback():
     assert (done.returncode, "Traceback" in done.stderr) == (1, True)
 
 
+def test_an_operation_without_a_deterministic_algorithm_is_one_line():
+    """With the message of torch 2.15 for a kernel that only GPUs have."""
+    said = "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set"
+    done = run_main(f"def main(): raise RuntimeError({said!r})\nrun(main)")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert (
+        "adaptive_avg_pool2d_backward_cuda has no algorithm whose bits repeat: leave --deterministic out" in done.stderr
+    )
+
+
 def test_user_error_is_one_line_and_code_two():
     done = run_main("def main(): raise UserError('no such thing: do this')\nrun(main)")
     assert (done.returncode, done.stdout) == (2, "")
