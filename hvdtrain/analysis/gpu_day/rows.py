@@ -100,7 +100,7 @@ def one_rank(day: Day) -> Showed:
 def sums(day: Day) -> Showed:
     text = []
     for count in day.counts:
-        for dtype in ("float32",) if day.quick else ("float32", "float16", "float64", "int64", "uint8"):
+        for dtype in ("float32",) if day.quick else ("float32", "float16", "bfloat16", "float64", "int64", "uint8"):
             done = day.ranks(f"{count}-{dtype}", count, "hvdtrain.reduce", "--dtype", dtype)
             got = re.findall(r"after \d+ data (\S+)", done.log)
             if got != [str(count * (count + 1) // 2)] * count:
@@ -398,15 +398,15 @@ ROWS = (
     row("build", build, "docs/installing.md: a build with NCCL", "Horovod with NCCL; torch has kernels for this GPU"),
     row("doctor", doctor, "docs/launching.md: the doctor", "no problem, on one rank and on several"),
     row("one-rank", one_rank, f"{LIMITS}: training over NCCL", "learns the digits, over NCCL"),
-    row("sums", sums, "docs/horovod.md: the all-reduce", "1 + ... + N on each of N ranks, in five types"),
+    row("sums", sums, "docs/horovod.md: the all-reduce", "1 + ... + N on each of N ranks, in six types"),
     row("ranks", ranks, f"{LIMITS}: training over NCCL", "2 to 8 ranks learn the digits; replicas stay equal"),
     row("ddp", ddp, "docs/leaving.md: both engines use NCCL", "two ranks learn the digits with --engine ddp"),
     row("dataparallel", data_parallel, f"{LIMITS}: dataparallel over several GPUs", "learns the digits", gpus=2),
     row("amp", mixed, f"{LIMITS}: fp16 with a loss scaler on a GPU", "bf16 and fp16 learn the digits"),
     row("bits", bits, f"{LIMITS}: on GPUs, do not expect the same bits", "two runs differ by less than 0.1 in loss"),
-    row("deterministic", deterministic, f"{LIMITS}: --deterministic", "two runs have the same bits"),
+    row("deterministic", deterministic, "docs/choosing.md: the same bits on GPUs", "two runs have the same bits"),
     row("cpu-loss", cpu_loss, "docs/results.md: one loss curve", f"the CPU's test loss within {CLOSE:g}, in float32"),
-    row("host-reads", host_reads, f"{LIMITS}: no read of the host on a quiet step",
+    row("host-reads", host_reads, "docs/gpus.md: what the host waits for",
         "no line waits for the GPU at each step"),
     row("input-workers", input_workers, "docs/imagenet.md: input workers", "CUDA starts in the rank only"),
     row("killed", killed, f"{SURVIVING}: a rank that is killed",
