@@ -1,4 +1,4 @@
-"""Index arithmetic: which samples a rank takes in each step of each epoch. Pure functions.
+"""Which samples a rank takes in each step of each epoch: index arithmetic, in pure functions. And what seeds follow from it.
 
 The order is that of `torch.utils.data.DistributedSampler`, without padding. In epoch e (from 0), it is a permutation of
 all n samples from a generator seeded with `seed + e`. With s ranks and batch size B, rank r takes positions r, r + s, r +
@@ -9,7 +9,10 @@ No samples are added or dropped: the shards of the ranks are disjoint and cover 
 samples, each rank's gradient is weighted, so that the mean over ranks is still the mean over samples.
 """
 
+import contextlib
 import hashlib
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -60,6 +63,34 @@ def shard(n: int, rank: int, size: int) -> slice:
 def mixed_seed(*parts: object) -> int:
     """Return a 63-bit seed that depends only on `parts`, and not on the process or Python's hash seed."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seed the global generators of torch (CPU and `device`), Python and numpy."""
+    # Not torch.manual_seed, which queries every accelerator backend: hundreds of microseconds, and this runs in every step.
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+        for index, generator in enumerate(torch.cuda.default_generators):  # DataParallel computes on the others, too
+            if index != (device.index or 0):
+                generator.manual_seed((seed + 1 + index) % 2**64)
+    random.seed(seed)
+    if "numpy" in sys.modules:  # otherwise it is not used
+        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Context manager that restores the global generators (of torch: the CPU's) after the block."""
+    state, python = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy"].random.set_state(numpy)
 
 
 def steps(

@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from hvdtrain.cli import Flags
 from hvdtrain.data import loading
 from hvdtrain.data.loading import Plan, Source
-from hvdtrain.data.sharding import PlannedBatch, mixed_seed, shard
+from hvdtrain.data.sharding import PlannedBatch, kept, mixed_seed, seed_generators, shard
 from hvdtrain.engines.accelerators import CPU, Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.generators import kept, seed_generators
 from hvdtrain.training.samplers import Drawn
 from hvdtrain.training.state import Initial, TrainState
 

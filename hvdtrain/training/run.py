@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hvdtrain.cli import Flags
 from hvdtrain.data.loading import Plan
-from hvdtrain.data.sharding import mixed_seed, passes_per_step
+from hvdtrain.data.sharding import mixed_seed, passes_per_step, seed_generators
 from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
@@ -28,7 +28,6 @@ from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.gather import gather
-from hvdtrain.training.generators import seed_generators
 from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import Input, open_input, same_data
 from hvdtrain.training.prepared import Prepared

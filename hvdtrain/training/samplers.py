@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, Sampler
 
-from hvdtrain.data.sharding import mixed_seed
+from hvdtrain.data.sharding import kept, mixed_seed, seed_generators
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.generators import kept, seed_generators
 
 
 class Drawn:

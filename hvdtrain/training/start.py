@@ -9,6 +9,7 @@ import torch
 
 from hvdtrain.cli import Flags
 from hvdtrain.data import leftovers
+from hvdtrain.data.sharding import seed_generators
 from hvdtrain.engines.base import Engine, default_predivision
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import require_same_flags
@@ -19,7 +20,6 @@ from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training.generators import seed_generators
 from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run

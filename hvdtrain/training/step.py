@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.data.sharding import PlannedStep, mixed_seed
+from hvdtrain.data.sharding import PlannedStep, mixed_seed, seed_generators
 from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.clock import Clock
-from hvdtrain.training.generators import seed_generators
 from hvdtrain.training.guard import Guard
 from hvdtrain.training.inputs import Batch, Input
 from hvdtrain.training.non_finite import Inspection

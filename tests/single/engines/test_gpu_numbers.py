@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hvdtrain.data.sharding import seed_generators
 from hvdtrain.engines import arithmetic
 from hvdtrain.engines.base import default_predivision, in_memory_order
 from hvdtrain.engines.ddp import DdpEngine, GradientHook
@@ -21,7 +22,6 @@ from hvdtrain.engines.start import start
 from hvdtrain.hangs import leaving
 from hvdtrain.hangs.activity import Activity
 from hvdtrain.training import replicas
-from hvdtrain.training.generators import seed_generators
 
 # ---- gradients on the wire
 
