@@ -8,7 +8,8 @@ torchrun --nproc-per-node 2 -m hvdtrain.benchmark --engine ddp --no-communicatio
 The input is random: uint8 images on the device, gathered and scaled for each batch as in mnist.py; for --model gpt-small,
 windows of 256 tokens. What training costs with your data, its own record says (metrics.jsonl).
 
-Samples per second: the samples of all ranks over the time of the slowest rank. docs/benchmarks.md describes the method.
+Samples per second: the samples of all ranks over the time of the slowest rank.
+docs/evidence/measuring.md describes the method.
 """
 
 from hvdtrain.launching import startup

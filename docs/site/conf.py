@@ -19,28 +19,31 @@ sys.path.insert(0, str(ROOT))  # for the docstrings
 
 from hvdtrain import __version__  # noqa: E402
 
-# The navigation, and with it every page of the site (paths without their ending). A page that is missing here fails a test.
+# The navigation, and with it the pages of the site (paths without their ending). A page that is missing here fails a test.
 NAVIGATION = {
-    "Start": [
-        "docs/tutorial",
-        "docs/ladder",
-        "docs/installing",
-        "docs/launching",
-        "containers/README",
-        "docs/gpus",
-        "docs/limits",
-    ],
-    "Train": ["docs/imagenet", "docs/lm", "docs/tuned", "docs/choosing", "docs/surviving", "docs/errors"],
-    "Your own program": ["docs/script", "docs/site/api", "docs/horovod", "docs/leaving"],
+    "Start": ["docs/tutorial", "docs/ladder", "docs/installing", "docs/launching", "containers/README", "docs/gpus"],
+    "Train": ["docs/imagenet", "docs/lm", "docs/tuned", "docs/choosing", "docs/surviving"],
+    "Your own program": ["docs/script", "docs/horovod", "docs/leaving"],
     "Watch and compare": ["docs/watching", "docs/report"],
-    "Measure": ["docs/benchmarks", "docs/results", "docs/speed", "docs/network"],
+    "Reference": [
+        "docs/reference/api",
+        "docs/reference/flags",
+        "docs/reference/metrics",
+        "docs/reference/environment",
+        "docs/reference/exit-codes",
+        "docs/reference/errors",
+        "docs/reference/limits",
+        "docs/reference/security",
+    ],
     "Project": ["CONTRIBUTING", "CHANGELOG"],
 }
+EVIDENCE = "docs/evidence/"  # pages that others link to, and no navigation lists
 
 project, version, release = "hvdtrain", __version__, __version__
 html_title = f"hvdtrain {__version__}"
 root_doc = "README"
-include_patterns = [f"{page}.*" for pages in NAVIGATION.values() for page in pages] + ["README.md"]
+include_patterns = [f"{page}.*" for pages in NAVIGATION.values() for page in pages]
+include_patterns += ["README.md", f"{EVIDENCE}*.md"]
 exclude_patterns = [".*", "data", "runs", "site", "**/ladder-runs", "**/__pycache__"]  # not even searched
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
@@ -74,6 +77,8 @@ class NotebookParser(MystParser):
 
 def add_navigation(app, page: str, source: list[str]) -> None:
     """README has no table of contents of its own: it must read well without Sphinx."""
+    if page.startswith(EVIDENCE):
+        source[0] = f"---\norphan: true\n---\n{source[0]}"
     if page == root_doc:
         for caption, pages in NAVIGATION.items():
             listed = "".join(f"/{each}\n" for each in pages)

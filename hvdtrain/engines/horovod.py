@@ -47,7 +47,7 @@ def bucket_bytes(total: int) -> int:
     """Return the bucket size in bytes for `total` bytes of gradients: a sixteenth, between 1 and 25 MiB.
 
     The reduction of the last bucket cannot overlap with the backward pass, which has ended by then, so buckets should be
-    small (docs/results.md). Below 1 MiB, the time of an all-reduce hardly depends on its size.
+    small (docs/evidence/tuning.md). Below 1 MiB, the time of an all-reduce hardly depends on its size.
     """
     return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, total // 16))
 

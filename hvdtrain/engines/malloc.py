@@ -14,7 +14,7 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
 
     By default, malloc returns the memory of a step's activations to the kernel, which must then allocate, clear and map
     every page again in the next step: for the ConvNet with a batch of 64, 2,900 page faults and a third of the time
-    (docs/results.md). With this setting, the process keeps the memory of its largest step.
+    (docs/evidence/tuning.md). With this setting, the process keeps the memory of its largest step.
     """
     if any(name in environment for name in OWN_CHOICE):
         return False

@@ -7,7 +7,7 @@ from hvdtrain.engines.launchers import bound_by_default
 
 # With the defaults, each rank has three threads that spin or poll: MPI's progress engine, Horovod's background thread, and
 # the thread that waits for a result. On a host with as many ranks as cores, they take CPU time from the threads that
-# compute (measured in docs/speed.md).
+# compute (measured in docs/evidence/speed.md).
 FAST = {
     # MPI yields the core while it polls. Open MPI reads this in MPI_Init; other MPIs ignore it.
     "OMPI_MCA_mpi_yield_when_idle": "1",

@@ -20,7 +20,7 @@ def begin() -> None:
     require_directory()
     import_timeout.report_start()
     if "torch" not in sys.modules:
-        # Garbage collection would take a sixth of the time of the imports and free nothing (docs/network.md).
+        # Garbage collection would take a sixth of the time of the imports and free nothing (docs/evidence/start-up.md).
         paused = gc.isenabled()
         gc.disable()
         import_timeout.import_torch()
@@ -44,7 +44,7 @@ def end_of_imports() -> None:
     """Enable the garbage collector again, if `begin` has disabled it, and keep it from examining what is imported by now."""
     global paused
     # What is imported stays until the end. Without this, a last collection over torch's objects takes 0.6 s of CPU time
-    # (docs/network.md).
+    # (docs/evidence/start-up.md).
     gc.freeze()
     if paused:
         paused = False

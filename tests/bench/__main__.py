@@ -1,7 +1,7 @@
-"""Measure hvdtrain against its bounds and its peers, and print the rows; on request, write them into docs/speed.md.
+"""Measure hvdtrain against its bounds and its peers, and print the rows; on request, write them into docs/evidence/speed.md.
 
 make bench BENCH="--data-dir DIR"                                    all rows, 7 repeats: hours on two cores
-make bench BENCH="--rows none --docs docs"                           write what was measured into docs/speed.md
+make bench BENCH="--rows none --docs docs/evidence"                  write what was measured into docs/evidence/speed.md
 python -m tests.bench --rows throughput-2,start-2 --repeats 3        some of them
 python -m tests.bench --rows whole --add --data-dir DIR --peers PEERS
 
@@ -63,7 +63,7 @@ def main() -> int:
         found = collect(list(known.values()), flags.results, flags.docs / "speed.md")
         write(list(known.values()), found, flags.results, flags.docs)
     shown = [known[name] for name in wanted] or list(known.values())
-    print(table(shown, collect(shown, flags.results, ROOT / "docs" / "speed.md")))
+    print(table(shown, collect(shown, flags.results, ROOT / "docs" / "evidence" / "speed.md")))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Search for the network and the recipe that reach 99 % on MNIST in the least time (docs/network.md has the table).
+"""Search for the network and the recipe that reach 99 % on MNIST in the least time (docs/evidence/network.md has the table).
 
 python -m tests.bench.networks --data-dir DIR 5x16s2-3x32s2-3x64s2 5x16p-5x32p:lr=0.02,batch=128
 python -m tests.bench.networks --data-dir DIR --seeds 1,2,3,4,5 5x16s2-3x32s2-3x64s2

@@ -30,7 +30,7 @@ from tests.commit import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "matrix" / "results.jsonl"
-PAGE = ROOT / "docs" / "installing.md"
+PAGE = ROOT / "docs" / "evidence" / "installing.md"
 BEGIN, END = "<!-- matrix: made by `make matrix MATRIX=--write` -->", "<!-- end of matrix -->"
 PYTHONS, TORCHES = ("3.11", "3.12", "3.13"), ("2.15.0", "2.13.0", "2.9.1", "2.6.0", "2.3.1")
 MPIS = ("wheel:4.1.8", "wheel:5.0.11", "system", "mpich", "none")

@@ -380,7 +380,7 @@ def scaling(day: Day) -> Showed:
     return Showed(enough, f"of ranks that never communicate: {text}", {"efficiency": shares})
 
 
-LIMITS, SURVIVING, SPEED = "docs/limits.md", "docs/surviving.md", "docs/speed.md"
+LIMITS, SURVIVING, SPEED = "docs/reference/limits.md", "docs/surviving.md", "docs/evidence/speed.md"
 AMP = ("--amp", "bf16", "--channels-last")
 LARGE = (*AMP, "--batch-size", "256")
 
@@ -405,7 +405,8 @@ ROWS = (
     row("amp", mixed, f"{LIMITS}: fp16 with a loss scaler on a GPU", "bf16 and fp16 learn the digits"),
     row("bits", bits, f"{LIMITS}: on GPUs, do not expect the same bits", "two runs differ by less than 0.1 in loss"),
     row("deterministic", deterministic, "docs/choosing.md: the same bits on GPUs", "two runs have the same bits"),
-    row("cpu-loss", cpu_loss, "docs/results.md: one loss curve", f"the CPU's test loss within {CLOSE:g}, in float32"),
+    row("cpu-loss", cpu_loss, "docs/evidence/accuracy.md: one loss curve",
+        f"the CPU's test loss within {CLOSE:g}, in float32"),
     row("host-reads", host_reads, "docs/gpus.md: what the host waits for",
         "no line waits for the GPU at each step"),
     row("input-workers", input_workers, "docs/imagenet.md: input workers", "CUDA starts in the rank only"),

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.launchers import ROOT, launch
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\S*) ?(\S*)\n(.*?)^```\n", re.M | re.S)
 OF_THIS_MACHINE = re.compile(r"automatic: |\d+ ranks? on ")  # cores, MPI, GPUs
 

@@ -1,4 +1,4 @@
-"""The table of docs/speed.md: what a part of the rows leaves of the others."""
+"""The table of docs/evidence/speed.md: what a part of the rows leaves of the others."""
 
 import json
 import sys

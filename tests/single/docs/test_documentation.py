@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "containers" / "README.md", ROOT / "docs" / "site" / "api.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "containers" / "README.md"]
 LINKING += [ROOT / "docs" / "ladder.ipynb"]  # its JSON leaves links as they are
 SCRIPTS = [path for path in sorted((ROOT / "hvdtrain").glob("*.py")) if "\ndef parse(" in path.read_text()]
 COMMAND = re.compile(r"(?:python|torchrun[^#\n`|]*?) -m (hvdtrain(?:\.\w+)+)([^#\n`|]*)")
@@ -61,7 +61,7 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors, target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_wrappers_and_make_take_what_is_shown(page, tmp_path):
     (tmp_path / "launch").symlink_to(ROOT / "launch")  # wrappers refuse some names of the directory that they start in
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -75,7 +75,7 @@ def test_wrappers_and_make_take_what_is_shown(page, tmp_path):
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_tests_that_are_named_exist(page):
     text = page.read_text()
     for name in re.findall(
@@ -87,7 +87,7 @@ def test_files_and_tests_that_are_named_exist(page):
         assert f"def {name}(" in known, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_shown_runs(page):
     for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
         exec(compile(code, str(page), "exec"), {})

@@ -1,4 +1,4 @@
-"""docs/errors.md has every message with which hvdtrain and launch/ end, refuse or warn, and no page quotes one that is gone.
+"""docs/reference/errors.md has every message with which hvdtrain and launch/ end or warn, and no page quotes one that is gone.
 
 A message is compared by its fixed words: where the source has a value in braces, the page has any placeholder.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "errors.md").read_text().replace("`", "").replace("\\|", "|")
+PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text().replace("`", "").replace("\\|", "|")
 # What is raised with a message for users, and what says one without raising.
 KINDS = {"UserError", "Failure", "ArgumentTypeError", "Refusal", "BuildFailure", "BadFile", "DownloadFailed", "Damaged"}
 KINDS |= {"NotThere", "error", "_warn", "warn", "_end", "Diagnosis"}
@@ -116,7 +116,7 @@ def test_the_search_finds_messages_and_misses_no_new_one():
 
 # ------------------------------------------------------------------------------ and each quoted message is in the source
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPENING = re.compile(r"(hvdtrain[.\w]*|horovodrun|warning|hint): |stopped by ")
 
 
@@ -199,7 +199,7 @@ def stale(quote: str, said: list[list[str]] = SAID) -> list[str]:
     return [" ".join(run) for run in runs if len(run) > 2 or unknown > len(words) / 2]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_message_that_a_page_quotes_is_in_the_source(page):
     gone = {quote: found for quote in quotes(page.read_text()) if (found := stale(quote))}
     assert gone == {}

@@ -15,6 +15,7 @@ from hvdtrain.training.step import Step
 
 ROOT = Path(__file__).resolve().parents[3]
 SITE = ROOT / "docs" / "site"
+API = ROOT / "docs" / "reference" / "api.md"
 MISSING = [name for name in ("sphinx", "myst_parser", "furo", "nbconvert") if importlib.util.find_spec(name) is None]
 built = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: launch/setup --with docs")
 
@@ -37,7 +38,7 @@ def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
 def test_the_navigation_lists_every_page_once():
     pages = navigation()
     assert len(pages) == len(set(pages))
-    found = [path for kind in ("*.md", "*.ipynb") for path in (ROOT / "docs").glob(kind)]
+    found = [path for kind in ("*.md", "reference/*.md", "*.ipynb") for path in (ROOT / "docs").glob(kind)]
     there = {str(path.relative_to(ROOT).with_suffix("")) for path in found}
     assert there <= set(pages)
     for page in pages:
@@ -45,13 +46,13 @@ def test_the_navigation_lists_every_page_once():
 
 
 def test_the_api_page_has_what_programs_import():
-    named = set(re.findall(r"hvdtrain\.training\.(\w+)", (SITE / "api.md").read_text()))
+    named = set(re.findall(r"hvdtrain\.training\.(\w+)", API.read_text()))
     assert set(training.__all__) <= named
 
 
 def test_the_api_page_has_the_batch_of_a_step():
     yielded = typing.get_type_hints(Step.batch.fget)["return"]
-    assert f"autoclass:: {yielded.__module__}.{yielded.__qualname__}()" in (SITE / "api.md").read_text()
+    assert f"autoclass:: {yielded.__module__}.{yielded.__qualname__}()" in API.read_text()
 
 
 @built
@@ -66,7 +67,7 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     assert not re.search(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", styles)
     assert "launcher" in (site / "searchindex.js").read_text()
-    api = (site / "docs" / "site" / "api.html").read_text()
+    api = (site / "docs" / "reference" / "api.html").read_text()
     for name in ("hvdtrain.training.Run.steps", "hvdtrain.training.step.Step.backward", "hvdtrain.training.positive"):
         assert f'id="{name}"' in api, name
     assert (site / "docs" / "ladder.html").read_text().count("data:image/svg+xml;base64,") > 3
