@@ -1,6 +1,7 @@
 """The documentation's commands, run in order as a reader would type them, and what is said to come out of them.
 
-A block marked ```sh is run; one marked ```sh slow only by `make test-all`. One marked ```python NAME becomes the file NAME.
+A block marked ```sh is run; one marked ```sh slow only by `make test-all`. One marked ```python NAME becomes the file NAME
+(```python DIR/NAME shows a file that is there).
 A block marked ```text right after commands is what they print: the same words, line for line, but not the same numbers,
 and without samples/s at the end of a line;
 `...` alone on a line stands for any lines.
@@ -33,7 +34,7 @@ def blocks(text: str) -> list[Block]:
         language, mark, inside = match.groups()
         if language == "sh":
             found.append(Block(inside, mark == "slow", None))
-        elif language == "python" and mark:  # a file of that name
+        elif language == "python" and mark and "/" not in mark:  # a file of that name
             found.append(Block(f"cat > {mark} << 'END_OF_FILE'\n{inside}END_OF_FILE\n", False, None))
         elif language == "text" and end >= 0 and not text[end : match.start()].strip():
             found[-1] = found[-1]._replace(output=inside)

@@ -1,4 +1,4 @@
-"""docs/reference/errors.md has every message with which hvdtrain and launch/ end or warn, and no page quotes one that is gone.
+"""docs/reference/errors.md has every message of hvdtrain and launch/ to a user, and no page quotes one that is gone.
 
 A message is compared by its fixed words: where the source has a value in braces, the page has any placeholder.
 """
