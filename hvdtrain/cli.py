@@ -189,15 +189,13 @@ def add_run(group: Parser) -> None:
     group.add_argument(
         "--amp",
         choices=AMP,
-        help="compute in this type where it is safe; fp16 scales the loss; auto: bf16 if every rank's device supports it "
-        "(default: auto on GPUs, off on CPUs)",
+        help="compute in this type where it is safe; auto: bf16 where possible (default: auto on GPUs, else off)",
     )
     add_compression(group)
     group.add_argument(
         "--gradient-predivide-factor",
         type=positive,
-        help="divide gradients by this before summing them over ranks (default: 1; with --compression fp16 the "
-        "number of ranks, above 8 ranks about its root)",
+        help="divide gradients by this before the sum over ranks (default: 1; more with --compression fp16)",
     )
     group.add_argument(
         "--reduction",
@@ -213,7 +211,7 @@ def add_run(group: Parser) -> None:
     group.add_argument(
         "--deterministic",
         action="store_true",
-        help="on GPUs: the same bits in each run on the same GPUs (slower); runs on CPUs repeat their bits without it",
+        help="on GPUs: the same bits in each run, slower (on CPUs: without it, too)",
     )
     group.add_argument(
         "--output-dir",
@@ -252,8 +250,7 @@ def add_fault_tolerance(group: Parser) -> None:
         "--checkpoint-steps",
         type=count,
         metavar="N",
-        help="save a checkpoint every N steps, in addition to the end of each epoch (default: as often as that takes at "
-        "most 1 %% of the time; of these, the newest two are kept; 0: only at the end of each epoch)",
+        help="save every N steps, and after each epoch (default: as often as costs 1 %%; 0: epochs only)",
     )
     group.add_argument(
         "--keep",
@@ -283,9 +280,7 @@ def add_fault_tolerance(group: Parser) -> None:
         "--step-timeout",
         type=non_negative,
         metavar="SECONDS",
-        help="seconds without progress before the hung rank is named and the job ends (default: 30, or 20 times the longest "
-        "step so far if that is more; a given value: at least 3 times the longest step; 10 minutes or 10 times as long for "
-        "the first step; time without a free core does not count; 0: wait forever)",
+        help="end the job after so long without progress (default: 30, or 20 times the longest step; 0: never)",
     )
 
 
@@ -293,13 +288,15 @@ def add_optimization(group: Parser) -> None:
     """Add the optimization flags of classifiers. Those not given are set from the recipe."""
     group.add_argument("--lr", type=positive, help="peak learning rate, before scaling")
     group.add_argument(
-        "--lr-scaling", choices=("none", "linear"), help="linear: multiply the rate by the number of ranks"
+        "--lr-scaling", choices=("none", "linear"), help="linear: multiply the learning rate by the number of ranks"
     )
     group.add_argument(
-        "--lr-schedule", choices=SCHEDULES, help="how the rate changes during training (docs/choosing.md)"
+        "--lr-schedule", choices=SCHEDULES, help="how the learning rate changes during training (docs/choosing.md)"
     )
     group.add_argument("--warmup-epochs", type=non_negative, help="linear warm-up, in epochs (fractions allowed)")
-    group.add_argument("--optimizer", choices=OPTIMIZERS, help="default: that of the recipe")
+    group.add_argument(
+        "--optimizer", choices=OPTIMIZERS, help="what applies the gradients (default: that of the recipe)"
+    )
     group.add_argument("--momentum", type=fraction, help="sgd: momentum; adam, adamw: beta 1")
     group.add_argument("--weight-decay", type=non_negative, help="L2 penalty; adamw: decoupled weight decay")
     group.add_argument("--label-smoothing", type=fraction, help="share of each label that is spread over all classes")
@@ -317,7 +314,10 @@ def add_engine(group: Parser) -> None:
         "--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)"
     )
     group.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute (default: a GPU if there is one)",
     )
     group.add_argument(
         "--threads", type=threads, help="torch threads per rank (default: this rank's share of the cores)"

@@ -55,7 +55,12 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--nccl-tests", type=Path, metavar="PROGRAM", help="nccl-tests' all_reduce_perf (default: from PATH, if there)"
     )
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/gpu-day"), help="default: runs/gpu-day")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=Path("runs/gpu-day"),
+        help="for the page and the logs (default: runs/gpu-day)",
+    )
     return parser.parse(argv)
 
 

@@ -60,7 +60,10 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.imagenet", __doc__, epochs=None, batch_size=None)
     parser.add_argument(
-        "--dataset", choices=("folder", "shards", "synthetic"), default="folder", help="default: folder"
+        "--dataset",
+        choices=("folder", "shards", "synthetic"),
+        default="folder",
+        help="form of the images (default: folder)",
     )
     parser.add_argument("--data-dir", type=Path, help="directory with train/ and val/, of folders or of shards")
     parser.add_argument("--train-shards", help="a path or a glob of tar files, instead of --data-dir")

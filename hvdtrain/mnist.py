@@ -7,7 +7,7 @@ mpirun -np 4 python -m hvdtrain.mnist                     the same, started by M
 launch/horovodrun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.mnist   two hosts (hvdtrain.unpack writes launch/)
 
 --dataset mnist --data-dir DIR      the IDX files in DIR, compressed or not
---recipe classic --epochs 10        plain SGD at a constant rate, as tutorials do
+--recipe classic --epochs 10        plain SGD at a constant learning rate, as tutorials do
 --output-dir OUT                    metrics.jsonl, summary.json, checkpoints; the same command again resumes
 """
 
@@ -60,14 +60,19 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.mnist", __doc__, epochs=None, batch_size=None)
     parser.add_argument(
-        "--dataset", choices=idx.NAMES, default="auto", help="default: MNIST if present or downloadable, else digits"
+        "--dataset",
+        choices=idx.NAMES,
+        default="auto",
+        help="what to train on (default: MNIST if present or downloadable, else digits)",
     )
     parser.add_argument("--data-dir", type=Path, help="where the data files are, or are downloaded to")
     parser.add_argument("--train-samples", type=training.positive_int, help="train only on the first N samples")
     parser.add_argument(
         "--recipe", choices=tuple(RECIPES), default="fast", help="a set of values for the flags not given"
     )
-    parser.add_argument("--model", choices=tuple(MODELS), help="default: cosinenet; with --recipe classic convnet")
+    parser.add_argument(
+        "--model", choices=tuple(MODELS), help="the network (default: cosinenet; with --recipe classic convnet)"
+    )
     add_optimization(parser)
     # On resume, the resulting data set and number of samples are compared instead of these flags.
     parser.may_change_on_resume("dataset", "data_dir", "train_samples")

@@ -47,11 +47,17 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.reduce", __doc__)
     # dest: `refuse_foreign` has other rules for a `reduction` of gradients.
-    parser.add_argument("--reduction", dest="op", choices=REDUCTIONS, default="sum", help="default: sum")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: float32; with --sweep float32 and float16")
+    parser.add_argument(
+        "--reduction", dest="op", choices=REDUCTIONS, default="sum", help="how values are combined (default: sum)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="type of the values (default: float32; with --sweep float32 and float16)"
+    )
     parser.add_argument("--sweep", action="store_true", help="measure its speed by size, in powers of two")
-    parser.add_argument("--min-bytes", type=cli.byte_count, default=4, help="default: 4")
-    parser.add_argument("--max-bytes", type=cli.byte_count, default=256 * 2**20, help="default: 268435456 (256 MiB)")
+    parser.add_argument("--min-bytes", type=cli.byte_count, default=4, help="smallest size of --sweep (default: 4)")
+    parser.add_argument(
+        "--max-bytes", type=cli.byte_count, default=256 * 2**20, help="largest size of --sweep (default: 268435456)"
+    )
     parser.add_argument("--seconds-per-size", type=cli.positive, default=0.5, help="about (default: 0.5)")
     parser.add_argument("--output-dir", type=Path, help="with --sweep: write reduce.json to this directory")
     cli.add_engine(parser)

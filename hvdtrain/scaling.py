@@ -50,7 +50,9 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser = cli.Parser("hvdtrain.scaling", __doc__)
     engines = f"of {','.join(VARIANTS)} (default: horovod,ddp)"
     parser.add_argument("--engines", type=cli.some_of(VARIANTS), default=["horovod", "ddp"], help=engines)
-    parser.add_argument("--ranks", type=rank_counts, help="default: 1, 2, 4, ... up to the cores or GPUs, at least 2")
+    parser.add_argument(
+        "--ranks", type=rank_counts, help="numbers of ranks (default: 1, 2, 4, ... up to the cores or GPUs, at least 2)"
+    )
     parser.add_argument("--rounds", type=cli.positive_int, default=3, help="runs of every configuration (default: 3)")
     parser.add_argument("--hosts", help="NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
     parser.add_argument(
@@ -59,7 +61,12 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--threads", type=cli.threads, help="per rank (default: cores / most ranks on a host)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="of a run, in seconds (default: 600)")
     parser.add_argument("--seed", type=cli.seed, default=1, help="seed for the order within rounds (default: 1)")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/scaling"), help="default: runs/scaling")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=Path("runs/scaling"),
+        help="for tables, plots and logs (default: runs/scaling)",
+    )
     parser.add_argument("benchmark", nargs="*", metavar="-- FLAGS", help="flags of hvdtrain.benchmark")
     flags = parser.parse_args(argv)
     cores = len(os.sched_getaffinity(0))

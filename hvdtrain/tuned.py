@@ -54,8 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         end += 1 if "=" in argv[end] or argv[end] in VALUELESS else 2
     parser.add_argument(
         "--watch", type=seconds, metavar="SECONDS",
-        help="seconds without progress before the hung rank is named and the job ends; `auto`: 30, or more if steps take "
-        "long (default: wait forever)",
+        help="end the job after so long without progress; auto: 30, or more if steps take long (default: never)",
     )  # fmt: skip
     parser.add_argument(
         "--output-dir",

@@ -31,6 +31,8 @@ NAVIGATION = {
         "docs/reference/metrics",
         "docs/reference/environment",
         "docs/reference/exit-codes",
+        "docs/reference/launchers",
+        "docs/reference/patches",
         "docs/reference/errors",
         "docs/reference/limits",
         "docs/reference/security",

@@ -1,7 +1,7 @@
 """Check that the pages for users read well: python docs/site/readability.py [FILE...]. `make docs` fails if one does not.
 
-Without files: README.md and docs/*.md, and the number of words in all of them. What was measured is in docs/evidence, what is
-generated in docs/reference; neither is checked. Code does not count: blocks are left out, code spans are a word.
+Without files: README.md and docs/*.md, and the number of words in all of them. docs/evidence and docs/reference are not
+checked. Code does not count: blocks are left out, code spans are a word.
 """
 
 import re
@@ -30,8 +30,8 @@ BANNED = {
 # What is measured, not chosen: a share, a ratio, a throughput, how long something took.
 NUMBER = r"\d[\d,.]*"
 FIGURE = re.compile(
-    rf"{NUMBER} ?%|{NUMBER} times (?:as|faster|slower|more|less|longer)|{NUMBER} (?:samples|images|tokens|windows)/s|{NUMBER} ms\b"
-    rf"|\b(?:took|takes|needs|needed|in|within|about) {NUMBER} (?:s|seconds|minutes|GB|GiB|MB)\b"
+    rf"{NUMBER} ?%|{NUMBER} times (?:as|faster|slower|more|less|longer)|{NUMBER} (?:samples|images|tokens|windows)/s"
+    rf"|{NUMBER} ms\b|\b(?:took|takes|needs|needed|in|within|about) {NUMBER} (?:s|seconds|minutes|GB|GiB|MB)\b"
 )
 COMMAND = re.compile(
     r"\b(?:python|make|horovodrun|mpirun|torchrun|srun|sbatch|podman|apptainer|pip|git) |launch/|\]\([^)]*evidence/"
@@ -51,7 +51,7 @@ def sections(text: str) -> Iterator[tuple[int, str]]:
 
 
 def chunks(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line number and text of each paragraph, list item, table cell and heading, without code, markup and addresses."""
+    """Yield line number and text of each paragraph, list item, table cell and heading, without code and addresses."""
     text = re.sub(r"^ *```.*?^ *```", lambda code: "\n" * code[0].count("\n"), text, flags=re.M | re.S)
     text = re.sub(r"<!--.*?-->", lambda said: "\n" * said[0].count("\n"), text, flags=re.S)
     text = re.sub(r"`[^`\n]*(?:\n[^`\n]+)?`", lambda code: "Code" + "\n" * code[0].count("\n"), text)

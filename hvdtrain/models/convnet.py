@@ -29,8 +29,8 @@ class CosineNet(nn.Sequential):
     Input float32 [b, 1, 28, 28] in [0, 1], output logits [b, 10]; 1.5 million floating-point operations forward, per
     sample. Designed to reach 99 % on MNIST in the shortest time (docs/evidence/network.md describes the search). The first
     layer computes the lowest frequencies of the discrete cosine transform of 5 x 5 pixels, with both signs, at every second
-    pixel. It is not trained, so it has no backward pass, and the next layer needs no gradient of its input. A fixed first layer
-    with both signs is known from the whitening layer of arXiv:2404.00498; here it does not depend on the data.
+    pixel. It is not trained, so it has no backward pass, and the next layer needs no gradient of its input. A fixed first
+    layer with both signs is known from the whitening layer of arXiv:2404.00498; here it does not depend on the data.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""docs/site/readability.py finds what it is for, in bad samples, and nothing in good ones. (`make docs` runs it on the pages.)"""
+"""docs/site/readability.py finds what it is for in bad samples, and nothing in good ones. (`make docs` runs it.)"""
 
 import importlib.util
 from pathlib import Path

@@ -130,7 +130,8 @@ def test_each_patch_says_why_is_documented_and_in_the_key(
     for field in ("Reason: ", "Upstream: ") + ("Safe: ",) * (patch.parent == horovod_source.PATCHES):
         assert header.count(f"\n{field}") == 1
     name = str(patch.relative_to(horovod_source.PATCHES.parents[1]))
-    listed = dict(re.findall(r"^\| \[(\S+)\]\(\.\./(\S+)\)", (LAUNCH.parent / "docs" / "horovod.md").read_text(), re.M))
+    page = (LAUNCH.parent / "docs" / "reference" / "patches.md").read_text()
+    listed = dict(re.findall(r"^\| \[(\S+)\]\(\.\./\.\./(\S+)\)", page, re.M))
     assert listed.get(patch.stem) == name
     before = horovod_source.fingerprint()
     copy = shutil.copytree(horovod_source.PATCHES, tmp_path / "patches")

@@ -1,0 +1,105 @@
+"""Write docs/reference/flags.md and metrics.md from the source: python docs/site/reference.py. A test compares them."""
+
+import argparse
+import importlib
+import re
+import sys
+from pathlib import Path
+from unittest import mock
+
+from hvdtrain import cli
+from hvdtrain.output.events import EVENTS, EVERY_EVENT
+
+PAGES = Path(__file__).resolve().parents[1] / "reference"
+COMMANDS = ("mnist", "imagenet", "lm", "benchmark", "reduce", "scaling", "report", "doctor", "gpu_day", "export")
+COMMANDS += ("starter", "tuned", "unpack", "data.make_shards", "training.verify")
+MADE = "Made from the source by `python docs/site/reference.py`.\n"
+
+
+class Reached(Exception):
+    """The parser has all its flags."""
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Return the parser that `parse` of the command's module makes, as it is when it parses."""
+    found: list[argparse.ArgumentParser] = []
+
+    def stop(parser: argparse.ArgumentParser, *_: object) -> None:
+        found.append(parser)
+        raise Reached
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
+        try:
+            importlib.import_module(f"hvdtrain.{command}").parse([])
+        except Reached:
+            return found[0]
+    raise AssertionError(f"{command} parses nothing")
+
+
+def flags_of(parser: argparse.ArgumentParser, recipes: cli.Recipes | None = None) -> dict[str, tuple[str, str]]:
+    """Return the default and the help text of each flag, by how it is written. recipes: give some of the defaults."""
+    flags = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        name = ", ".join(action.option_strings) or action.metavar or action.dest
+        if action.choices:
+            name += f" {{{','.join(map(str, action.choices))}}}"
+        elif action.option_strings and action.nargs != 0:
+            name += f" {action.metavar or action.dest.upper()}"
+        text = (action.help or "").replace("%%", "%")
+        said = re.search(r" ?\(?default: ([^()]*(?:\([^()]*\))?[^()]*)\)?", text)
+        text = text.replace(said[0], "") if said else text
+        default = "" if action.default in (None, False, argparse.SUPPRESS) else str(action.default)
+        by_recipe = [
+            f"{recipe}: {values[action.dest]}" for recipe, values in (recipes or {}).items() if action.dest in values
+        ]
+        default = said[1].strip() if said else default or "; ".join(by_recipe)
+        flags[str(name)] = (default, text.strip().removesuffix(";"))
+    return flags
+
+
+def table(flags: dict[str, tuple[str, str]]) -> str:
+    escaped = {name.replace("|", "\\|"): said for name, said in flags.items()}
+    rows = [f"| `{name}` | {default} | {text} |" for name, (default, text) in escaped.items()]
+    return "\n".join(["| flag | default | |", "|---|---|---|", *rows]) + "\n"
+
+
+def flags_page() -> str:
+    common = flags_of(cli.training_parser("program", None))
+    parts = ["# Flags\n", MADE, "`--help` prints the same. Paths may begin with `~`.\n", "## Every training run\n"]
+    parts += ["Of `mnist`, `imagenet`, `lm` and of programs with `training.parser`.\n", table(common)]
+    for command in COMMANDS:
+        flags = flags_of(parser_of(command), getattr(importlib.import_module(f"hvdtrain.{command}"), "RECIPES", None))
+        own = {name: said for name, said in flags.items() if common.get(name) != said}
+        parts.append(f"## hvdtrain.{command}\n")
+        if "--accumulate" in " ".join(flags):
+            parts.append("Beside those of [every training run](#every-training-run):\n")
+        parts.append(table(own))
+    return "\n".join(parts)
+
+
+def metrics_page() -> str:
+    parts = ["# metrics.jsonl\n", MADE]
+    parts.append(
+        "A run with `--output-dir OUT` appends to `OUT/metrics.jsonl`: one event a line, as JSON. `summary.json` has the "
+        "fields of the last event, `end`.\nFields that do not apply are left out.\n"
+    )
+    parts += ["## Every event\n", fields(EVERY_EVENT)]
+    for event, (when, of_it) in EVENTS.items():
+        parts += [f"## {event}\n", f"Written {when}.\n", fields(of_it)]
+    return "\n".join(parts)
+
+
+def fields(of_it: dict[str, str]) -> str:
+    return "\n".join(["| field | |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in of_it.items())]) + "\n"
+
+
+def main() -> int:
+    (PAGES / "flags.md").write_text(flags_page())
+    (PAGES / "metrics.md").write_text(metrics_page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
