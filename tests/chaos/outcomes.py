@@ -112,6 +112,9 @@ def table(outcomes: list[Outcome]) -> str:
 def report(outcomes: list[Outcome], failed_before: list[Outcome]) -> int:
     """Print the table and every outcome that failed. Return the exit code: 1 if the last one of an attack failed."""
     print(table(outcomes))
+    again = len({(o.attack, o.program, o.launcher, o.ranks) for o in failed_before})
+    passed = sum(outcome.good for outcome in outcomes)
+    print(f"\n{passed} of {len(outcomes)} passed; {again} are recorded as failed at first, and were made again")
     failed = [outcome for outcome in outcomes if not outcome.good]
     for title, some in (("failed", failed), ("failed at first, and made again", failed_before)):
         if some:

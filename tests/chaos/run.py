@@ -7,8 +7,8 @@ make chaos CHAOS="--attacks 30 --kinds slow,stranger,launcher"    what must not 
 make chaos CHAOS="--attacks 30 --launchers starter"           ranks that one process has forked
 make chaos CHAOS="--attacks 30 --launchers mpirun.sh"         restarts by the wrapper, whose start-up is struck, too
 make chaos CHAOS="--attacks 30 --kinds refill"                a disk that is full and free again (root only: mounts one)
-make chaos CHAOS="--attacks 500 --results FILE"               collects outcomes in FILE, in several sittings
-make chaos CHAOS="--attacks 0 --results FILE"                 only the table of them
+make chaos CHAOS="--attacks 250 --seed 1,2 --results FILE"    collects outcomes of 500 in FILE, in several sessions
+make chaos CHAOS="--results FILE"                             only the table of them, and which failed at first
 make chaos CHAOS="--attacks 50 --programs imagenet,augment"   on shards, and a user's own program, with input workers
 make chaos CHAOS="--attacks 0 --schedule ''"                  only the checkpoints: seconds
 make chaos CHAOS="--attacks 0 --damages 0 --schedule 2,1,2"   only the change of ranks
@@ -16,6 +16,7 @@ make chaos CHAOS="--attacks 0 --damages 0 --schedule 2,1,2"   only the change of
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import subprocess
@@ -232,11 +233,15 @@ def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def some_numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tests.chaos.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--attacks", type=int, default=20, help="on processes (default: 20)")
+    parser.add_argument("--attacks", type=int, help="on processes, for each seed (default: 20; with --results: none)")
     parser.add_argument("--damages", type=int, help="to a checkpoint (default: 1000; with --results: none)")
     parser.add_argument(
         "--schedule", help="ranks of the parts of one run (default: 4,3,2,4; with --results: none; '': none)"
@@ -244,7 +249,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--results", type=Path, metavar="FILE", help="collect outcomes there; what passed is not repeated"
     )
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=some_numbers, default=[1], help="of the attacks; several: 1,2 (default: 1)")
     parser.add_argument("--kinds", type=some_of(KINDS), help=f"of attacks (default: {','.join(KINDS)})")
     parser.add_argument("--launchers", type=some_of(LAUNCHED), default=list(LAUNCHED), help="default: all")
     parser.add_argument("--programs", type=some_of(PROGRAMS), default=["mnist"], help=f"of {', '.join(PROGRAMS)}")
@@ -257,6 +262,8 @@ def parse() -> argparse.Namespace:
         flags.outcomes = Outcomes(flags.results)
     except (OSError, ValueError) as error:
         parser.error(f"--results {flags.results}: {error}")
+    if flags.attacks is None:
+        flags.attacks = 0 if flags.results else 20
     if flags.damages is None:
         flags.damages = 0 if flags.results else 1000
     if flags.schedule is None:
@@ -271,18 +278,18 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     flags = parse()
-    collected, chance, more = flags.outcomes, random.Random(flags.seed), list[Outcome]()
+    collected, chance, more = flags.outcomes, random.Random(flags.seed[0]), list[Outcome]()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         known = {"mnist": MNIST} if flags.programs == ["mnist"] else programs(scratch)
         undisturbed, sizes = Undisturbed(scratch), list(map(int, flags.ranks))
-        for number in range(1, flags.attacks + 1):
-            if collected.survived(flags.seed, number):
+        for seed, number in itertools.product(flags.seed, range(1, flags.attacks + 1)):
+            if collected.survived(seed, number):
                 continue
             program = known[flags.programs[number % len(flags.programs)]]
-            own = random.Random(f"{flags.seed} {number}")  # the same attack in whichever sitting
+            own = random.Random(f"{seed} {number}")  # the same attack in whichever session
             outcome = strike(own, flags.kinds, flags.launchers, program, sizes, scratch / str(number), undisturbed)
-            collected.add(flags.seed, number, outcome)
+            collected.add(seed, number, outcome)
             print(f"{number:4} {outcome}", flush=True)
         if flags.schedule:
             more.append(schedule([int(ranks) for ranks in flags.schedule.split(",")], scratch, chance))

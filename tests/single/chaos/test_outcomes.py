@@ -35,12 +35,31 @@ def test_a_failed_outcome_is_said_stays_in_the_file_and_its_attack_is_made_again
     with file.open("a") as interrupted:
         interrupted.write('{"seed": 7, "number": 3, "outc')
     assert attacked(monkeypatch, file, outcome("stop")) == 0  # of the two, only the one that failed
-    assert "failed at first, and made again: 1\n    Outcome(kind='stop'" in capsys.readouterr().out
+    assert "2 of 2 passed; 1 are recorded as failed at first" in (said := capsys.readouterr().out)
+    assert "failed at first, and made again: 1\n    Outcome(kind='stop'" in said
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["number"], line["outcome"]["survived"]) for line in lines] == [(1, True), (2, False), (2, True)]
     assert set(lines[0]) == {"seed", "number", "date", "commit", "outcome"}
     assert attacked(monkeypatch, file) == 0
     assert "| all | 2 | 2 | 2 |" in capsys.readouterr().out
+
+
+def test_results_alone_are_only_shown_and_attacks_of_several_seeds_are_made_by_one_command(
+    tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "results.jsonl"
+    left = [outcome(), outcome(good=False), outcome(), outcome()]
+    monkeypatch.setattr(run, "strike", lambda *_: left.pop(0))
+    monkeypatch.setattr(
+        sys, "argv", ["run", "--attacks", "2", "--seed", "1,2", "--kinds", "kill", "--results", str(file)]
+    )
+    assert run.main() == 1
+    assert left == []
+    made = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["seed"], line["number"]) for line in made] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    monkeypatch.setattr(sys, "argv", ["run", "--results", str(file)])
+    assert run.main() == 1
+    assert "3 of 4 passed; 0 are recorded as failed at first" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", ["{}", "[1]", '{"seed": 1, "number": 1, "outcome": {"kind": "kill"}}', "no JSON"])
