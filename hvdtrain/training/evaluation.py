@@ -12,7 +12,7 @@ from hvdtrain.data.sharding import shard
 from hvdtrain.engines.accelerators import read, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.inputs import Batch, evaluation_batches
+from hvdtrain.training.inputs import Batch, evaluation_batches, is_stream
 
 
 class CutShort(BaseException):
@@ -26,7 +26,7 @@ class Evaluation:
     """
 
     def __init__(self, engine: Engine, data: Any, seed: int, heartbeat: Callable[[], None]):
-        if isinstance(data, bool) or not isinstance(data, (int, DataLoader, Source)):
+        if isinstance(data, bool) or not (isinstance(data, (int, DataLoader, Source)) or is_stream(data)):
             kind = type(data).__name__
             raise UserError(f"run.evaluating() got a {kind}: give it a number of samples, or a DataLoader")
         self._engine, self._data, self._seed, self._heartbeat = engine, data, seed, heartbeat
@@ -47,10 +47,9 @@ class Evaluation:
             yield batch.data
 
     def _loaded(self) -> Iterator[Batch]:
-        if isinstance(self._data, DataLoader):
+        if not isinstance(self._data, Source):
             yield from evaluation_batches(self._engine, self._data, self._seed)
             return
-        assert isinstance(self._data, Source)
         for loaded in self._data.test():
             self._data.corrupt.note(loaded.corrupt)
             if loaded.samples:

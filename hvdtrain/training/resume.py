@@ -232,6 +232,15 @@ class Checkpoints:
                 for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
                     group.update(values)
 
+    def positions(self) -> list[Any] | None:
+        """Return each rank's position in its stream, on every rank; None if there is none. A collective."""
+        held: list[Any] | None = None
+        with self.engine.raising_together("checkpoint"):
+            if self._found is not None:
+                held = contents.unpack_positions(self._found[1])
+        held = self.engine.broadcast_object(held, "checkpoint.positions")
+        return held
+
     def forget(self) -> None:
         """Free the loaded checkpoint. Called when training begins."""
         self._found = None
@@ -246,17 +255,19 @@ class Checkpoints:
         *,
         automatic: bool = False,
         ends_epoch: bool = False,
+        position: Any = None,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a snapshot and return. Rank 0 writes it in the background. A collective.
 
         automatic: not requested by the user; the next automatic checkpoint replaces it. ends_epoch: it follows the
-        evaluation of an epoch, whose value decides whether it is the best. heartbeat: called for each tensor
-        and each registered object.
+        evaluation of an epoch, whose value decides whether it is the best. position: `Input.position` of this rank.
+        heartbeat: called for each tensor and each registered object.
         """
         if not self.writes:
             return
         buffers = self.engine.all_gather(contents.flatten(models), "checkpoint.buffers")
+        positions = [] if position is None else self.engine.all_gather_object(position, "checkpoint.positions")
         if self._writer is None:
             return
         facts, tensors = contents.collect(models, optimizers, registered, heartbeat)
@@ -273,7 +284,8 @@ class Checkpoints:
             "scaler": scaler.state_dict(),
             "buffers": list(buffers.shape),
         }
-        self._writer.put(facts, {**contents.snapshot(tensors, heartbeat), "buffers": buffers})
+        snapshot = contents.snapshot(tensors, heartbeat)
+        self._writer.put(facts, {**snapshot, **contents.pack_positions(positions), "buffers": buffers})
 
     def _score(self, state: TrainState) -> Facts | None:
         """Return metric, direction and value of this checkpoint, if there was an evaluation."""

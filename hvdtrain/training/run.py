@@ -29,7 +29,7 @@ from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.gather import gather
 from hvdtrain.training.guard import Guard, Stopped
-from hvdtrain.training.inputs import Input, open_input, same_data
+from hvdtrain.training.inputs import Input, is_stream, open_input, same_data
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.replicas import own_name
 from hvdtrain.training.resume import Checkpoints
@@ -174,7 +174,7 @@ class Run:
     @property
     def epochs_done(self) -> float:
         """The number of epochs done, including the fraction of the current one."""
-        if self._opened is None:
+        if self._opened is None or not self._opened[2].per_epoch:  # of a stream, the length is not known
             return float(self.state.epoch)
         return self.state.samples / self._opened[2].per_epoch
 
@@ -220,6 +220,9 @@ class Run:
         data: what `run.steps` gets; of several tensors, one.
         """
         opened = open_input(self.engine, (data,), self.seed, self.flags.batch_size, self.output)
+        if not opened.epoch_samples():
+            how = "write run.epochs(steps=NUMBER), and give the scheduler this number"
+            raise UserError(f"run.total_steps(): the length of a stream is not known: {how}", everywhere=True)
         return epochs * opened.steps_per_epoch(self.initial)
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -247,7 +250,8 @@ class Run:
         """Yield the remaining steps of this epoch. Over all ranks, each sample is used once per epoch, also after a resume.
 
         data: tensors of equal length; or a number of samples, to get their indices; or a DataLoader; or a `Source`; or a
-        dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs.
+        dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs. Of a stream (a
+        DataLoader over an IterableDataset, or a loader with a state_dict), each rank gives its part.
         """
         self.prepared("run.steps()")
         if not self._in_epoch:
@@ -265,15 +269,21 @@ class Run:
             raise UserError(
                 f"run.steps() got {opened.samples} samples, and {self._opened[2].total} in the epoch before"
             )
+        if self._opened is None and is_stream(data[0]):
+            from hvdtrain.training.streams import Stream
+
+            assert isinstance(opened, Stream)
+            if line := opened.restore(self.checkpoints.positions(), self.state):
+                self.say(line)
         plan = opened.plan(self.engine, self.flags, self.initial, self.state, self._epochs, self._step_limit)
-        if self.state.samples_of_epoch > plan.per_epoch:
+        if self.state.samples_of_epoch > plan.per_epoch > 0:
             done = f"{self.state.samples_of_epoch} samples of this epoch are done, and it has {plan.per_epoch}"
             raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
         steps = self._step_limit or plan.epochs * plan.steps_per_epoch()
         if self._opened is None:
             with self.raising_together("schedules"):
                 require_registered(self.prepared().optimizers, self._registered)
-            for line in require_length(self._registered, steps, self._epochs):
+            for line in require_length(self._registered, steps, self._epochs) if steps else ():
                 self.say(f"warning: {line}")
         opened.begin(plan)
         self._opened = data, opened, plan
@@ -285,9 +295,8 @@ class Run:
     def _steps(self, opened: Input, plan: Plan) -> Iterator[Step]:
         state, prepared, guard = self.state, self.prepared(), self.guard
         shared = Shared(self.engine, prepared, guard, self.clock, state, self.seed, self.flags.reduction, self.autocast)
-        for planned in plan.epoch(state.epoch):
-            if state.step == self._step_limit:
-                break
+        ahead = plan.epoch(state.epoch)
+        while state.step != self._step_limit and (planned := next(ahead, None)) is not None:
             self.engine.activity.begin_step(state.step)
             if guard.max_skipped or (guard.check_steps and state.step % guard.check_steps == 0):
                 guard.begin_step(state, prepared.models)
@@ -367,15 +376,21 @@ class Run:
                 "checkpoint", 0.0
             ):  # the limit of a step: each tensor that is copied is progress
                 self.checkpoints.save(
-                    self.state, *parts, automatic=automatic, ends_epoch=ends_epoch, heartbeat=self.guard.heartbeat
+                    self.state,
+                    *parts,
+                    automatic=automatic,
+                    ends_epoch=ends_epoch,
+                    position=self._opened[1].position() if self._opened is not None else None,
+                    heartbeat=self.guard.heartbeat,
                 )
 
     def _close_epoch(self) -> None:
         number = self.state.epoch + 1
         if self._in_steps:
             taken, count = self.state.samples_of_epoch, self._opened[2].per_epoch if self._opened else 0
+            part = f"{taken} of {count}" if count else f"{taken}"
             raise UserError(
-                f"epoch {number} was left after {taken} of {count} samples: let `for step in run.steps(...)` run to its end "
+                f"epoch {number} was left after {part} samples: let `for step in run.steps(...)` run to its end "
                 "(run.epochs(steps=N) ends after N steps)"
             )
         if not self._had_steps:
@@ -383,7 +398,7 @@ class Run:
         self._in_epoch = False
         self.metrics_logger.evaluation(self._opened and self._opened[1])
         line = self.metrics_logger.epoch()
-        if self._opened is None or self.state.samples_of_epoch == self._opened[2].per_epoch:
+        if self._opened is None or self._opened[1].at_end(self.state.samples_of_epoch):
             self.state.end_epoch()  # else the limit of steps was reached: with a higher one, this epoch continues
         self._save(ends_epoch=True)
         self.say(line)
