@@ -57,6 +57,7 @@ class Loaded(NamedTuple):
     labels: Tensor  # int64 [b]
     samples: int  # number of valid samples: b, or 0
     corrupt: list[CorruptSample]
+    indices: list[int]  # of the valid samples; empty where they are made up
 
 
 @dataclass(frozen=True)
@@ -386,10 +387,14 @@ def fast_decoder() -> ModuleType | None:
         return None
 
 
-def collate(samples: list[tuple[Tensor, int]], corrupt: list[CorruptSample], side: int) -> Loaded:
-    """Return a batch of the valid samples. If there are none: one black image that does not count, because an empty batch
-    would fail in batch norm."""
+def collate(samples: list[tuple[Tensor, int, int]], corrupt: list[CorruptSample], side: int) -> Loaded:
+    """Return a batch of the valid samples: image, label, index.
+
+    If there are none: one black image that does not count, because an empty batch would fail in batch norm.
+    """
     if not samples:
-        return Loaded(torch.zeros(1, 3, side, side, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), 0, corrupt)
-    images, labels = zip(*samples, strict=True)
-    return Loaded(torch.stack(images), torch.tensor(labels), len(samples), corrupt)
+        return Loaded(
+            torch.zeros(1, 3, side, side, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), 0, corrupt, []
+        )
+    images, labels, indices = zip(*samples, strict=True)
+    return Loaded(torch.stack(images), torch.tensor(labels), len(samples), corrupt, list(indices))

@@ -30,6 +30,7 @@ from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.gather import gather
 from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import Input, is_stream, open_input, same_data
+from hvdtrain.training.predictions import Predictions, write_predictions
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.replicas import own_name
 from hvdtrain.training.resume import Checkpoints
@@ -65,8 +66,10 @@ class Run:
         self._step_limit: int | None = None
         self._goals: dict[str, float] = {}
         self._in_epoch = self._in_steps = self._had_steps = False
+        self._evaluated = False  # with --evaluate: whether there was an evaluation
         self._step: Step | None = None  # the current one
         self._evaluation: Evaluation | None = None  # the current one, inside `evaluating`
+        self._predictions: Predictions | None = None  # of the last evaluation, with --predict
 
     # ---- before training
 
@@ -187,6 +190,9 @@ class Run:
         reached all of these values (None: no target). If they are not reached by the end, the exit code is 3.
         """
         self.prepared("run.epochs()")
+        if self.flags.evaluate is not None:
+            yield from self._epoch_to_evaluate()
+            return
         if (count is None) == (steps is None):
             raise UserError("run.epochs() takes a number of epochs, or steps=NUMBER")
         if not isinstance(number := steps if count is None else count, int) or number < 0:
@@ -203,6 +209,15 @@ class Run:
             self.clock.restart()
             yield self.state.epoch
             self._close_epoch()
+
+    def _epoch_to_evaluate(self) -> Iterator[int]:
+        """Yield the epoch of the checkpoint once, without steps: its evaluations are repeated."""
+        self.metrics_logger.only_evaluates = self._in_epoch = True
+        self._had_steps = False
+        yield self.metrics_logger.number() - 1
+        self._in_epoch = False
+        self.metrics_logger.evaluation(None)
+        self.say(self.metrics_logger.epoch())
 
     def _require_enough(self, epochs: int | None, steps: int | None) -> None:
         """Raise UserError if a resumed run has done more than it should do in all. 0: no training is wanted."""
@@ -258,6 +273,9 @@ class Run:
             raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
         if self._in_steps or self._had_steps:
             raise UserError("run.steps() was called twice in one epoch: use one loop of steps per epoch")
+        if self.flags.evaluate is not None:
+            self._had_steps = True
+            return iter(())
         self._in_steps = True
         return self._steps(*self._open(data))
 
@@ -418,8 +436,11 @@ class Run:
             raise UserError("run.evaluating() inside of run.evaluating(): end the first block before the next")
         self.metrics_logger.evaluation(self._opened and self._opened[1])
         began = time.perf_counter()
-        prepared.average_buffers((self.state.epoch, self.state.step, self._in_steps))
+        if self.flags.evaluate is None:  # else the same on all ranks
+            prepared.average_buffers((self.state.epoch, self.state.step, self._in_steps))
         self._evaluation = evaluation = Evaluation(self.engine, data, self.seed, self._go_on_evaluating)
+        if self.flags.predict is not None:
+            self._predictions = Predictions(whole=isinstance(data, int))
         averaged = [what for what in self._registered.values() if isinstance(what, torch.nn.Module)]
         modes = [(module, module.training) for model in (*prepared.replicas, *averaged) for module in model.modules()]
         for model in (*prepared.replicas, *averaged):
@@ -440,8 +461,30 @@ class Run:
             prepared.restore_own_buffers()
             self._save()
             raise Stopped
+        self._evaluated = True
+        if self._predictions is not None:
+            self._write_predictions(self._predictions)
         self.metrics_logger.evaluated(evaluation.means(), prefix)
         self.clock.leave_out(time.perf_counter() - began)
+
+    def predict(self, **values: Tensor) -> None:
+        """Give what the model says about each sample of this batch, inside `evaluating`: with --predict, it is written.
+
+        values: a tensor for each name, with a row for each sample in the order of the batch. The file has them in the order
+        of the data set.
+        """
+        if self._evaluation is None:
+            raise UserError("run.predict() outside of run.evaluating(): write `with run.evaluating(...):` around it")
+        if self._predictions is not None:
+            self._predictions.add(self._evaluation.rows(), values)
+
+    def _write_predictions(self, predictions: Predictions) -> None:
+        """Write the predictions of all ranks. A collective."""
+        rows = predictions.of_all(self.engine)
+        with self.raising_together("predictions"), self.alone():
+            if self.rank == 0:
+                write_predictions(self.flags.predict, *rows)
+        self.say(f"{self.flags.predict}: {len(rows[0]):,} samples")
 
     def _go_on_evaluating(self) -> None:
         """Called for each batch. After a stop request, ranks leave an evaluation at any batch, except inside a step."""
@@ -498,7 +541,12 @@ class Run:
 
     def finish(self) -> None:
         """Wait for the last checkpoint and write the summary. Called at the end of `training.start`."""
-        if self._in_epoch:  # the script left the loop over `run.epochs` early
+        if self.flags.evaluate is not None:
+            if not self._evaluated:
+                how = "write `with run.evaluating(...):` in the loop over run.epochs, or after it"
+                raise UserError(f"--evaluate: this program has evaluated nothing: {how}", everywhere=True)
+            self.metrics_logger.evaluation(None)
+        elif self._in_epoch:  # the script left the loop over `run.epochs` early
             self._close_epoch()
         with self.engine.activity.during("checkpoint", 0.0):
             unsaved = self.checkpoints.close(self.guard.heartbeat)
