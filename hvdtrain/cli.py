@@ -17,7 +17,7 @@ ENGINES = ("horovod", "ddp", "dataparallel", "serial")
 AMP = ("off", "fp16", "bf16", "auto")
 SCHEDULES = ("constant", "onecycle", "cosine", "step")  # optim.schedule_factor
 OPTIMIZERS = ("sgd", "adam", "adamw")
-TRACKERS = ("mlflow",)
+TRACKERS = ("mlflow", "wandb")
 # Flags that an engine does not support, with the values that it refuses; None: every value.
 UNSUPPORTED: dict[str, dict[str, tuple[str, ...] | None]] = {
     "horovod": {},
@@ -297,7 +297,8 @@ def add_run(group: Parser) -> None:
     group.add_argument(
         "--track",
         choices=TRACKERS,
-        help="also record the run with MLflow, where MLFLOW_TRACKING_URI says (default: in --output-dir/mlflow)",
+        help="also record the run with MLflow, where MLFLOW_TRACKING_URI says (default: in --output-dir/mlflow), or with "
+        "Weights & Biases (in --output-dir/wandb; with WANDB_API_KEY online)",
     )
     group.add_argument(
         "--profile",

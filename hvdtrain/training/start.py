@@ -76,7 +76,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
         flags.output_dir,
         progress=not flags.no_progress,
         tensorboard=flags.tensorboard,
-        track_as=flags.program if flags.track else None,
+        track_as=(flags.track, flags.program) if flags.track else None,
     )
     with engine.raising_together("start"):
         checkpoints = Checkpoints(engine, flags, metrics, output)

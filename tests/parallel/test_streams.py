@@ -112,6 +112,6 @@ def test_a_killed_run_continues_at_the_sample_of_each_rank(engine, late):
 def test_ranks_that_read_the_same_are_refused_on_all(engine):
     if engine.size == 1:
         pytest.skip("one rank")
-    with pytest.raises(UserError, match="^ranks 0 and 1 read the same samples of the stream") as caught:
+    with pytest.raises(UserError, match=r"^ranks 0 and 1 read the same samples of the stream") as caught:
         train(engine, mine=False)
     assert caught.value.everywhere
