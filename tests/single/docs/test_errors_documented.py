@@ -21,7 +21,7 @@ PYTHON = [
     *sorted((ROOT / "launch").glob("*.py")),
     ROOT / "launch" / "setup",
 ]
-SHELL = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "launch" / "slurm.sbatch"]
+SHELL = [path for suffix in ("sh", "sbatch", "pbs", "flux") for path in sorted((ROOT / "launch").glob(f"*.{suffix}"))]
 VALUE = "…"
 
 
