@@ -245,7 +245,7 @@ def add_run(group: Parser) -> None:
 
 
 def add_fault_tolerance(group: Parser) -> None:
-    """Add the flags for checkpoints, restarts and failures (docs/surviving.md)."""
+    """Add the flags for checkpoints, restarts and failures (docs/restarts.md)."""
     group.add_argument(
         "--checkpoint-steps",
         type=count,
