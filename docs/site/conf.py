@@ -37,7 +37,7 @@ NAVIGATION = {
         "docs/reference/limits",
         "docs/reference/security",
     ],
-    "Project": ["CONTRIBUTING", "CHANGELOG"],
+    "Project": ["CONTRIBUTING", "docs/reference/extending", "CHANGELOG"],
 }
 EVIDENCE = "docs/evidence/"  # pages that others link to, and no navigation lists
 
