@@ -103,6 +103,7 @@ def test_a_program_has_few_lines_more_than_its_plain_version(name):
         ["diff", "-w", str(PROGRAMS / f"{name}_plain.py"), str(PROGRAMS / f"{name}.py")], text=True, capture_output=True
     )
     added = sum(line.startswith(">") for line in diff.stdout.splitlines())
+
     assert 0 < added <= MOST_LINES
 
 
