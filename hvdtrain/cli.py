@@ -5,10 +5,11 @@ Does not import torch, so that a command line with a mistake fails at once.
 
 import argparse
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hvdtrain.engines.errors import UserError
 
@@ -16,7 +17,7 @@ ENGINES = ("horovod", "ddp", "dataparallel", "serial")
 AMP = ("off", "fp16", "bf16", "auto")
 SCHEDULES = ("constant", "onecycle", "cosine", "step")  # optim.schedule_factor
 OPTIMIZERS = ("sgd", "adam", "adamw")
-TRACKERS = ("mlflow",)
+TRACKERS = ("mlflow", "wandb")
 # Flags that an engine does not support, with the values that it refuses; None: every value.
 UNSUPPORTED: dict[str, dict[str, tuple[str, ...] | None]] = {
     "horovod": {},
@@ -32,8 +33,10 @@ UNSUPPORTED: dict[str, dict[str, tuple[str, ...] | None]] = {
 MAY_CHANGE = frozenset({
     *("check_steps", "checkpoint_steps", "compression", "deterministic", "device", "engine", "gradient_predivide_factor"),
     *("keep", "log_steps", "max_skipped", "no_progress", "output_dir", "profile", "resume", "step_timeout", "tensorboard"),
-    *("threads", "track", "tuning", "verbose", "weights"),
+    *("threads", "track", "tuning", "verbose", "weights", "evaluate", "predict"),
 })  # fmt: skip
+OF_TRAINING = frozenset({"compile", "recipe", "target_accuracy"})  # flags that --evaluate does not take from the run
+PREDICTIONS = (".csv", ".safetensors")  # endings of --predict
 LARGEST = 1e38  # upper limit of floating-point flags: they are combined with float32 weights, whose maximum is 3.4e38
 Recipes = Mapping[str, Mapping[str, object]]
 
@@ -48,6 +51,7 @@ class Flags(argparse.Namespace):
     def __init__(self, program: str):
         super().__init__()
         self._program, self._may_change, self._derived = program, MAY_CHANGE, frozenset[str]()
+        self._not_given: dict[str, argparse.Action] = {}  # with --evaluate: the flags that were not given
 
     @property
     def program(self) -> str:
@@ -65,6 +69,19 @@ class Flags(argparse.Namespace):
         """Set a flag that was not given, from the number of ranks."""
         setattr(self, name, value)
         self._derived |= {name}
+
+    def adopt(self, config: Mapping[str, object]) -> None:
+        """With --evaluate: set each flag that was not given to the value that it had in the run. Raises UserError.
+
+        config: of its checkpoint. Where and how to compute is this command's choice.
+        """
+        for name, action in self._not_given.items():
+            if name in config and name not in MAY_CHANGE | OF_TRAINING:
+                try:
+                    setattr(self, name, as_parsed(action, config[name]))
+                except (argparse.ArgumentTypeError, ValueError, TypeError) as error:
+                    said = f"the checkpoint to evaluate has a --{name.replace('_', '-')} that is not valid ({error})"
+                    raise UserError(f"{said}: give this flag", everywhere=True) from error
 
     def given(self) -> dict[str, object]:
         """Return the flags by name, as stored in records and checkpoints."""
@@ -105,6 +122,10 @@ class Parser(argparse.ArgumentParser):
             if getattr(flags, name) is None:
                 setattr(flags, name, value)
         given = flags.given()
+        if given.get("evaluate") is not None:
+            flags._not_given = self._actions_not_in(argv)
+        elif given.get("predict") is not None:
+            raise UserError("--predict needs --evaluate, the run whose model predicts", everywhere=True)
         if "engine" in given:
             absolute(flags)
             refuse_unsupported(flags.engine, given)
@@ -123,6 +144,36 @@ class Parser(argparse.ArgumentParser):
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag} needs --output-dir, to write there", everywhere=True)
         return flags
+
+    def _actions_not_in(self, argv: Sequence[str] | None) -> dict[str, argparse.Action]:
+        """Return the flags that are not in `argv`, by their names in the result."""
+        nothing = object()
+        found = argparse.Namespace(**{action.dest: nothing for action in self._actions})
+        super().parse_args(argv, found)
+        return {action.dest: action for action in self._actions if getattr(found, action.dest) is nothing}
+
+
+def as_parsed(action: argparse.Action, value: object) -> Any:
+    """Return `value`, which was stored as JSON, as the parser would return it. Raises what a type or int() raises."""
+    if value is None or (action.nargs == 0 and isinstance(value, bool)):
+        return value
+    if isinstance(action, argparse.BooleanOptionalAction) and isinstance(value, bool):
+        return value
+    if isinstance(value, list) and action.nargs in ("*", "+"):
+        return [as_parsed(one_of(action), item) for item in value]
+    if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+        raise TypeError(f"{value!r:.80}")
+    parsed = action.type(str(value)) if callable(action.type) else str(value)
+    if action.choices is not None and parsed not in action.choices:
+        raise ValueError(f"{value!r:.80}")
+    return parsed
+
+
+def one_of(action: argparse.Action) -> argparse.Action:
+    """Return an action like `action` that takes one value."""
+    single = copy.copy(action)
+    single.nargs = None
+    return single
 
 
 def absolute(flags: argparse.Namespace) -> None:
@@ -204,6 +255,18 @@ def add_run(group: Parser) -> None:
         help="how gradients are reduced over ranks (default: average)",
     )
     group.add_argument("--weights", type=Path, help="start from the state_dict in this file (.pt or .safetensors)")
+    group.add_argument(
+        "--evaluate",
+        type=Path,
+        metavar="PATH",
+        help="do not train: evaluate this checkpoint, or the newest of a run; flags not given are the run's",
+    )
+    group.add_argument(
+        "--predict",
+        type=prediction_file,
+        metavar="FILE",
+        help="with --evaluate: also write what the model says about each sample (.csv or .safetensors)",
+    )
     add_engine(group)
     group.add_argument(
         "--seed", type=seed, default=1, help="seed of the weights and of the order of the samples (default: 1)"
@@ -234,7 +297,7 @@ def add_run(group: Parser) -> None:
     group.add_argument(
         "--track",
         choices=TRACKERS,
-        help="also record the run with MLflow, where MLFLOW_TRACKING_URI says (default: in --output-dir/mlflow)",
+        help="also record the run: MLFLOW_TRACKING_URI and WANDB_API_KEY say where (default: in --output-dir, nothing is sent)",
     )
     group.add_argument(
         "--profile",
@@ -382,6 +445,13 @@ def seed(text: str) -> int:
 def threads(text: str) -> int:
     """Return `text` as a number of threads from 1 to 1024. Raises ArgumentTypeError."""
     return _whole(text, 1, 1024)  # torch itself has no limit
+
+
+def prediction_file(text: str) -> Path:
+    """Return `text` as the path of a file for predictions. Raises ArgumentTypeError."""
+    if Path(text).suffix not in PREDICTIONS:
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in {' or '.join(PREDICTIONS)}")
+    return Path(text)
 
 
 def non_negative(text: str) -> float:

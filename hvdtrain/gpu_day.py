@@ -27,9 +27,9 @@ from typing import Any
 
 from hvdtrain import cli
 from hvdtrain.analysis import measuring
-from hvdtrain.analysis.gpu_day import page
+from hvdtrain.analysis.gpu_day import results
 from hvdtrain.analysis.gpu_day.day import Day, Failed, NotRun
-from hvdtrain.analysis.gpu_day.page import NOT_OK, NOT_RUN, OK, Outcome
+from hvdtrain.analysis.gpu_day.results import NOT_OK, NOT_RUN, OK, Outcome
 from hvdtrain.analysis.gpu_day.rows import ROWS, Row
 from hvdtrain.analysis.launching import INTERRUPTED, interrupt
 from hvdtrain.engines.errors import UserError
@@ -108,7 +108,7 @@ def run_rows(flags: Namespace, day: Day, facts: dict[str, Any], outcomes: dict[s
             continue
         outcome = outcomes[name] = outcome_of(row, day)
         print(f"{outcome.verdict:7}  {name}: {outcome.showed}  ({outcome.seconds:.0f} s)", flush=True)
-        page.write(flags.output_dir, LINES, outcomes, facts)
+        results.write(flags.output_dir, LINES, outcomes, facts)
 
 
 def main() -> int:
@@ -129,7 +129,7 @@ def main() -> int:
     outcomes: dict[str, Outcome] = {}
     try:
         facts = look(day)
-        earlier, outcomes = page.read(flags.output_dir)
+        earlier, outcomes = results.read(flags.output_dir)
         if earlier and earlier != facts:
             how = "name another --output-dir"
             raise UserError(f"{flags.output_dir} has a page of something else ({earlier.get('on')}): {how}")
@@ -138,10 +138,10 @@ def main() -> int:
         code = INTERRUPTED
         print("interrupted: ended the running job, kept the rows so far", file=sys.stderr, flush=True)
     except (OSError, ValueError) as error:
-        why = error.strerror or error if isinstance(error, OSError) else f"{page.RECORD} is damaged: {error}"
+        why = error.strerror or error if isinstance(error, OSError) else f"{results.RECORD} is damaged: {error}"
         how = "free some space, or name another directory; the rows so far are kept"
         raise UserError(f"--output-dir {flags.output_dir} cannot be used ({why}): {how}") from error
-    print(flags.output_dir / page.PAGE, flush=True)
+    print(flags.output_dir / results.PAGE, flush=True)
     return code or int(any(outcome.verdict == NOT_OK for outcome in outcomes.values()))
 
 

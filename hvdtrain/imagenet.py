@@ -10,6 +10,7 @@ torchrun --nproc-per-node 8 -m hvdtrain.imagenet --engine ddp --data-dir DIR
 --amp bf16 --compile                mixed precision, torch.compile
 --recipe goyal                      the schedule of arXiv:1706.02677
 --output-dir OUT                    metrics.jsonl, summary.json, checkpoints; the same command again resumes
+--evaluate OUT                      do not train: the test set under the newest model there; --predict FILE.csv
 """
 
 from hvdtrain.launching import startup
@@ -172,9 +173,11 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
         with run.evaluating(source, prefix="test") as batches:
             for images, labels in batches:
                 logits = net(scaled(images, pixels, memory_format)).float()
-                hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-                loss = F.cross_entropy(logits, labels, reduction="sum")
+                probability, predicted = logits.softmax(1).topk(min(5, logits.shape[1]))
+                hits = predicted == labels[:, None]
+                loss = F.cross_entropy(logits, labels, reduction="none")
                 run.record(loss=loss, accuracy=hits[:, 0], accuracy_top5=hits)
+                run.predict(label=labels, predicted=predicted, probability=probability)
 
 
 def main() -> int:

@@ -108,7 +108,8 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         flags.steps = None
     if flags.width % flags.heads:
         raise UserError(f"--width {flags.width} is not a multiple of --heads {flags.heads}", everywhere=True)
-    share_batch(flags, announced().size)
+    if flags.evaluate is None:
+        share_batch(flags, announced().size)
     return flags
 
 
@@ -223,10 +224,12 @@ def train(flags: Flags, run: training.Run, data: text.Text) -> None:
         with run.evaluating(count, prefix="validation") as mine:
             for indices in torch.arange(count)[mine].split(flags.batch_size):
                 inputs, targets = run.to_device(*text.windows(data.validation, indices, context))
-                run.record(loss=loss_of(net(inputs), targets, "sum"), count=(targets != text.IGNORED).sum())
+                run.record(loss=loss_of(net(inputs), targets, "none"), count=(targets != text.IGNORED).sum())
         loss, tokens = run.evaluation["loss"], run.evaluation["count"]
         bits = loss / math.log(2) * tokens / data.validation_characters
         run.record(perplexity=math.exp(min(loss, 700.0)), bits_per_character=bits)
+        if flags.evaluate is not None:
+            continue
 
         rate = (state.samples - samples) * context / max(state.train_seconds - seconds, 1e-9)
         flops = rate * net.flops_per_token()

@@ -9,6 +9,7 @@ launch/horovodrun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.mnist   two 
 --dataset mnist --data-dir DIR      the IDX files in DIR, compressed or not
 --recipe classic --epochs 10        plain SGD at a constant learning rate, as tutorials do
 --output-dir OUT                    metrics.jsonl, summary.json, checkpoints; the same command again resumes
+--evaluate OUT                      do not train: the test set under the newest model there; --predict FILE.csv
 """
 
 from hvdtrain.launching import startup
@@ -146,7 +147,8 @@ def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
             batches = zip(*(part[mine].split(EVALUATION_BATCH) for part in (test_images, test_labels)), strict=True)
             for images, labels in batches:
                 logits = net(scaled(images))
-                run.record(loss=F.cross_entropy(logits, labels, reduction="sum"), accuracy=logits.argmax(1) == labels)
+                run.record(loss=F.cross_entropy(logits, labels, reduction="none"), accuracy=logits.argmax(1) == labels)
+                run.predict(label=labels, predicted=logits.argmax(1), probability=logits.softmax(1))
 
 
 def main() -> int:

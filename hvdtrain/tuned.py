@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         end += 1 if "=" in argv[end] or argv[end] in VALUELESS else 2
     parser.add_argument(
         "--watch", type=seconds, metavar="SECONDS",
-        help="end the job after so long without progress; auto: 30, or more if steps take long (default: never)",
+        help="end the job after so long without progress; auto: 30 or more, an hour if a rank works (default: never)",
     )  # fmt: skip
     parser.add_argument(
         "--output-dir",

@@ -42,7 +42,7 @@ class Spread(NamedTuple):
         return f"{self.median:{pattern}} ({self.least:{pattern}} to {self.most:{pattern}})"
 
 
-class Row(NamedTuple):
+class ScalingRow(NamedTuple):
     """The results of one configuration. A ratio is taken within a round, and None if no round has both sides."""
 
     name: str
@@ -60,7 +60,7 @@ def rate(result: Benchmark) -> float:
     return float(result["samples_per_second"]["mean"])
 
 
-def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[Row]:
+def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[ScalingRow]:
     """Return one row per configuration that succeeded at least once."""
 
     def spread(values: Sequence[float | None]) -> Spread | None:
@@ -78,7 +78,7 @@ def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[Row]:
         beside = [rate(results[which]) / rate(results[apart]) for results in here if apart in results]
         each = [results[which]["seconds_per_sample"] for results in here]
         rows.append(
-            Row(
+            ScalingRow(
                 which.name, which.ranks, len(here), rates, spread(speed_up),
                 spread([value / which.ranks for value in speed_up]), spread(beside),
                 {phase: statistics.median(seconds[phase] for seconds in each) for phase in PHASES},
@@ -87,7 +87,7 @@ def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[Row]:
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ScalingRow]) -> str:
     """Return the rows as a Markdown table: median (minimum to maximum)."""
     lines = [
         "| | ranks | samples/s | speed-up | of one alone x N | of N apart | communication |",
@@ -104,7 +104,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def write(flags: Namespace, rows: Sequence[Row], rounds: Rounds, failed: dict[Configuration, str]) -> None:
+def write(flags: Namespace, rows: Sequence[ScalingRow], rounds: Rounds, failed: dict[Configuration, str]) -> None:
     """Write scaling.json and its plots, scaling.png, to --output-dir."""
     named = [
         {key: value._asdict() if isinstance(value, Spread) else value for key, value in row._asdict().items()}
@@ -127,13 +127,13 @@ def write(flags: Namespace, rows: Sequence[Row], rounds: Rounds, failed: dict[Co
     draw(rows, title, flags.output_dir / "scaling.png")
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw(rows: Sequence[ScalingRow], title: str, path: Path) -> None:
     """Draw throughput and efficiency over ranks. Bars go from minimum to maximum."""
     counts = sorted({row.ranks for row in rows})
     names = [name for name in dict.fromkeys(row.name for row in rows) if name not in (ALONE, APART)]
     bounds = [row for row in rows if row.name in (ALONE, APART)]
 
-    def bars(axes: "Axes", chosen: Sequence[Row], key: str, **style: Any) -> None:
+    def bars(axes: "Axes", chosen: Sequence[ScalingRow], key: str, **style: Any) -> None:
         found: list[tuple[int, Spread]] = [(row.ranks, value) for row in chosen if (value := getattr(row, key))]
         middle = [value.median for _, value in found]
         ends = [[v.median - v.least for _, v in found], [v.most - v.median for _, v in found]]

@@ -88,7 +88,7 @@ class FolderBatches(Dataset[Loaded]):
             name = self.listing.name(index)
             try:
                 image = self.prepare(files.read_bytes(self.root / name), epoch, name)
-                samples.append((image, int(self.listing.labels[index])))
+                samples.append((image, int(self.listing.labels[index]), index))
             except Exception as error:  # any exception of a decoder
                 corrupt.append(CorruptSample(str(self.root / name), why(error)))
         return collate(samples, corrupt, self.prepare.side)

@@ -57,6 +57,7 @@ class Loaded(NamedTuple):
     labels: Tensor  # int64 [b]
     samples: int  # number of valid samples: b, or 0
     corrupt: list[CorruptSample]
+    indices: list[int]  # of the valid samples; empty where they are made up
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,15 @@ def loader(
         pin_memory=device.type != "cpu",
         collate_fn=_as_it_is,  # by default, torch would make lists of tuples
         generator=torch.Generator(),  # otherwise each iteration advances the global generator, which dropout uses
-        multiprocessing_context="forkserver" if workers else None,
-        # The server may have been started while mpirun's binding to one core was in effect.
-        worker_init_fn=functools.partial(_begin_worker, os.sched_getaffinity(0), worker_init) if workers else None,
+        **(worker_options(worker_init) if workers else {}),
     )
+
+
+def worker_options(worker_init: Callable[[int], None] | None) -> dict[str, Any]:
+    """Return options of a DataLoader for workers that the fork server starts, and that end with their rank."""
+    # The server may have been started while mpirun's binding to one core was in effect.
+    init = functools.partial(_begin_worker, os.sched_getaffinity(0), worker_init)
+    return {"multiprocessing_context": "forkserver", "worker_init_fn": init}
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -209,10 +215,11 @@ def _as_it_is(batch: Any) -> Any:
 class _Batches(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch names its own class
         batches = super().__iter__()
-        return _while_workers_live(batches) if self.num_workers else batches
+        return while_workers_live(batches) if self.num_workers else batches
 
 
-def _while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
+def while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield from an iterator of a DataLoader. Raises Failure if a worker ends."""
     try:
         yield from batches
     except (RuntimeError, EOFError, ConnectionError) as error:
@@ -380,10 +387,14 @@ def fast_decoder() -> ModuleType | None:
         return None
 
 
-def collate(samples: list[tuple[Tensor, int]], corrupt: list[CorruptSample], side: int) -> Loaded:
-    """Return a batch of the valid samples. If there are none: one black image that does not count, because an empty batch
-    would fail in batch norm."""
+def collate(samples: list[tuple[Tensor, int, int]], corrupt: list[CorruptSample], side: int) -> Loaded:
+    """Return a batch of the valid samples: image, label, index.
+
+    If there are none: one black image that does not count, because an empty batch would fail in batch norm.
+    """
     if not samples:
-        return Loaded(torch.zeros(1, 3, side, side, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), 0, corrupt)
-    images, labels = zip(*samples, strict=True)
-    return Loaded(torch.stack(images), torch.tensor(labels), len(samples), corrupt)
+        return Loaded(
+            torch.zeros(1, 3, side, side, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), 0, corrupt, []
+        )
+    images, labels, indices = zip(*samples, strict=True)
+    return Loaded(torch.stack(images), torch.tensor(labels), len(samples), corrupt, list(indices))

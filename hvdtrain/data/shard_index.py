@@ -170,7 +170,7 @@ def scan(path: Path) -> ShardIndex:
         if file.read(6).startswith(COMPRESSED):
             raise UserError(f"{path} is compressed: unpack it")
         file.seek(0)
-        samples = Samples()
+        samples = TarSamples()
         problem = samples.read(Bounded(file, stat.st_size))
     return ShardIndex(stat.st_size, stat.st_mtime_ns, problem, table_of(samples.rows))
 
@@ -187,7 +187,7 @@ class Bounded:
         return self.file.read(max(0, min(count, self.size - self.file.tell())))
 
 
-class Samples:
+class TarSamples:
     """Groups the members of a tar file like webdataset: consecutive members whose names are equal up to the first dot."""
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ class ShardBatches(Dataset[Loaded]):
                         else "no class (.cls) next to it"
                     )
                     raise ValueError(said)
-                samples.append((self.prepare(content, job.epoch, str(index)), label))
+                samples.append((self.prepare(content, job.epoch, str(index)), label, index))
             except Exception as error:  # any exception of a decoder
                 corrupt.append(CorruptSample(self._reader.name(index), why(error)))
         return collate(samples, corrupt, self.prepare.side)

@@ -19,15 +19,16 @@ def open_synthetic(
     )
     labels = torch.randint(0, classes, (batch_size,), generator=generator).to(engine.device)
 
-    def some(count: int) -> Loaded:
-        return Loaded(images[:count], labels[:count], count, [])
+    def some(count: int, indices: range = range(0)) -> Loaded:
+        return Loaded(images[:count], labels[:count], count, [], list(indices))
 
     def train(plan: Plan) -> Iterator[Loaded]:
         return (some(len(batch.indices)) for _, batch in plan)
 
     def test() -> Iterator[Loaded]:
-        mine = len(range(test_count)[shard(test_count, engine.rank, engine.size)])
-        return (some(min(batch_size, mine - start)) for start in range(0, mine, batch_size))
+        mine = range(test_count)[shard(test_count, engine.rank, engine.size)]
+        parts = (mine[start : start + batch_size] for start in range(0, len(mine), batch_size))
+        return (some(len(part), part) for part in parts)
 
     reason = f"synthetic: {batch_size} random images per rank, repeated, {train_count:,} per epoch"
     return Source("synthetic", reason, classes, train_count, train, test)

@@ -236,7 +236,7 @@ class Engine(ABC):
         if self.size == 1:
             return
         shared = gpu.ranks_share_gpus(os.environ)
-        places = [gpu.Place(*row) for row in self.all_gather_object(gpu.place(self.device), "gpus")]
+        places = [gpu.RankDevice(*row) for row in self.all_gather_object(gpu.rank_device(self.device), "gpus")]
         if said := gpu.conflict(places, shared):
             raise UserError(said, everywhere=True)
         if shared and gpu.conflict(places, False):

@@ -123,7 +123,7 @@ def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
 # ---- one GPU for each rank
 
 
-class Place(NamedTuple):
+class RankDevice(NamedTuple):
     """What a rank computes on. uuid, bus: of its GPU; empty if not known. mig: whether it was given slices of GPUs."""
 
     host: str
@@ -133,14 +133,14 @@ class Place(NamedTuple):
     mig: bool = False
 
 
-def place(device: torch.device) -> Place:
-    """Return this rank's place."""
+def rank_device(device: torch.device) -> RankDevice:
+    """Return what this rank computes on."""
     if device.type != "cuda":
-        return Place(socket.gethostname(), device.type)
+        return RankDevice(socket.gethostname(), device.type)
     about = torch.cuda.get_device_properties(device)
     bus = ":".join(str(getattr(about, f"pci_{part}_id", "")) for part in ("domain", "bus", "device")).strip(":")
     mig = "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return Place(socket.gethostname(), device.type, str(getattr(about, "uuid", "")), bus, mig)
+    return RankDevice(socket.gethostname(), device.type, str(getattr(about, "uuid", "")), bus, mig)
 
 
 def ranks_share_gpus(environment: Mapping[str, str]) -> bool:
@@ -148,7 +148,7 @@ def ranks_share_gpus(environment: Mapping[str, str]) -> bool:
     return environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
-def conflict(places: Sequence[Place], shared: bool) -> str | None:
+def conflict(places: Sequence[RankDevice], shared: bool) -> str | None:
     """Return a line that names ranks which cannot reduce with each other over NCCL; None: all can. places: by rank.
 
     shared: ranks may have the same GPU.

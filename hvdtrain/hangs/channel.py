@@ -98,7 +98,7 @@ def allow_open_files(more: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
-class Caller:
+class Handshake:
     """A connection to rank 0 that is not authenticated yet."""
 
     def __init__(self, connection: socket.socket):
@@ -134,7 +134,7 @@ def accept(
     Raises TimeoutError with the missing ranks after `seconds`.
     """
     channels: dict[int, Channel] = {}
-    callers: dict[socket.socket, Caller] = {}  # the oldest first
+    callers: dict[socket.socket, Handshake] = {}  # the oldest first
     until = time.monotonic() + seconds
 
     def drop(connection: socket.socket) -> None:
@@ -158,7 +158,7 @@ def accept(
                     with contextlib.suppress(OSError):
                         if connection not in callers:
                             new, _ = connection.accept()
-                            callers[new] = Caller(new)
+                            callers[new] = Handshake(new)
                             selector.register(new, selectors.EVENT_READ)
                             continue
                     if connection not in callers:

@@ -7,10 +7,11 @@ others decide only if rank 0 does not answer. Called by the monitor's thread.
 import os
 import select
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from hvdtrain.hangs.activity import BETWEEN, READING, STEP, UNREAD, UPDATED, Activity
-from hvdtrain.hangs.diagnosis import MOST_STARVED, Report, diagnose_hang
+from hvdtrain.engines.lines import say_within
+from hvdtrain.hangs.activity import BETWEEN, READING, STEP, UNREAD, UPDATED, Activity, Phase
+from hvdtrain.hangs.diagnosis import MOST_STARVED, TO_ANNOUNCE, TO_WATCH_LONGER, Report, diagnose_hang
 from hvdtrain.hangs.messages import Stand
 from hvdtrain.hangs.stacks import stack_of, where, worth_printing
 from hvdtrain.hangs.timeouts import TIMES_STEP, HangTimeouts
@@ -38,7 +39,8 @@ class Detector:
         self._ask_again = 0.0
         self._seen, self._stalled = 0, 0.0  # `activity.moves` at the last look; seconds since it changed
         self._phase = activity.phase  # phase in which the main thread made its last progress
-        self._idle = 0.0  # seconds since this rank was last seen at work; counted in UPDATED only
+        self._idle = 0.0  # seconds without progress in which this rank was not at work, less those in which it was
+        self._told = False  # the user knows of the rank that works while the others wait
         self._excused = 0.0  # seconds without progress that a lack of CPU cores on any rank explains
         self.work, self.starvation = Work(), Starvation()
 
@@ -52,17 +54,22 @@ class Detector:
             took = self._stalled - max(starved, self._excused)
             if self._phase == STEP and took < self.timeouts.step(self.longest):
                 self.longest = max(self.longest, took)
-            self._seen, self._stalled, self._idle = moves, 0.0, 0.0
+            self._seen, self._stalled, self._idle, self._told = moves, 0.0, 0.0, False
             self.asked_at, self._ask_again, self._excused, self.reports = None, 0.0, 0.0, {}
             self.starvation.reset()
         else:
             self._stalled += elapsed
-            if phase is UPDATED:
-                self._idle = 0.0 if self.work.seen() else self._idle + elapsed
+            if self._may_work(phase):
+                # Not 0 at once: a thread or child process that writes a line every ten seconds is no evidence.
+                self._idle = max(0.0, self._idle - elapsed) if self.work.seen() else self._idle + elapsed
         self._phase = phase
         if connected and not moved and not self.timeouts.off:
             self._ask(now, starved)
         return moved
+
+    def _may_work(self, phase: Phase) -> bool:
+        """Return whether work that is seen extends the limit of this phase."""
+        return phase is UPDATED or (self.timeouts.patient and self.activity.collective is None)
 
     def _ask(self, now: float, starved: float) -> None:
         limit = self.timeouts.step(self.longest)
@@ -92,13 +99,29 @@ class Detector:
         self.reports[self.rank] = self.report()
         reports = {rank: stand.report for rank, stand in self.reports.items()}
         stopped = [rank for rank in range(len(self.names)) if rank not in reports and self._is_stopped(rank)]
-        announce = None if self.guest else "`with run.alone():`"
-        diagnosis = diagnose_hang(reports, self.names, self.rank, stopped, announce)
+        remedy = TO_WATCH_LONGER if self.guest else TO_ANNOUNCE
+        diagnosis = diagnose_hang(reports, self.names, self.rank, stopped, remedy)
         if diagnosis.headline is not None:
             self._end(diagnosis.headline)
+        elif self.timeouts.patient and not self._told:
+            self._tell_of_work(reports)
         self._excused = diagnosis.excused
         # At the latest after the limit of a step: a rank in a long phase may hang in a step by then.
         self.asked_at, self._ask_again = None, now + max(min(diagnosis.wait, self.timeouts.step(self.longest)), 0.05)
+
+    def _tell_of_work(self, reports: Mapping[int, Report]) -> None:
+        """Print a line, once, if a rank has worked for longer than its phase may take, and than ten steps."""
+        for rank, report in reports.items():
+            known = self.timeouts.phase(Phase(report.phase), self.longest)
+            if report.collective is None and report.stalled >= max(
+                known, TIMES_STEP * self.timeouts.step(self.longest)
+            ):
+                self._told = True
+                limit = self.timeouts.working(self.longest)
+                say_within(
+                    f"warning: {self.names[rank]} works alone for {report.stalled:.0f} s, at {report.at}; the others wait. "
+                    f"It is ended after {limit:.0f} s: a longer limit is --watch {2 * limit:.0f}\n"
+                )
 
     def report(self) -> Stand:
         """Return a report about the main thread, and the innermost frames of its stack."""
@@ -106,8 +129,9 @@ class Detector:
         phase, stalled, at = activity.phase, 0.0 if activity.moves != self._seen else self._stalled, where(stack)
         step = self.timeouts.step(self.longest)
         allowed = self.timeouts.phase(phase, self.longest)
-        if phase is UPDATED:
-            allowed = stalled + min(step - self._idle, TIMES_STEP * step - stalled)
+        if self._may_work(phase):
+            least = step if phase is UPDATED else allowed
+            allowed = max(least, stalled + min(step - self._idle, self.timeouts.working(self.longest) - stalled))
         if phase.name == READING.name and (stopped := stopped_child()):
             allowed = step
             at += f" (its input worker, process {stopped}, is stopped by a signal: `kill -CONT {stopped}` continues it)"

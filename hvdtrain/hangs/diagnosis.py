@@ -12,6 +12,9 @@ from hvdtrain.hangs.activity import BETWEEN, STEP, UPDATED
 from hvdtrain.hangs.timeouts import TIMES_STEP
 
 MAY_BE_ALONE = (UPDATED.name, BETWEEN.name)  # phases in which programs let one rank work
+# What the user can do if a rank that was ended was sound, as `str.format` takes it. seconds: twice the time that it had.
+TO_ANNOUNCE = " (if it was at work: announce that by `with run.alone():`)"  # only in phases in which it counts
+TO_WATCH_LONGER = " (if it was at work, and not hung: start with --watch {seconds:.0f})"
 MOST_STARVED = 9.0  # time without a core extends a limit by at most 9 times the limit
 
 
@@ -40,13 +43,12 @@ class Diagnosis(NamedTuple):
 
 def diagnose_hang(
     reports: Mapping[int, Report], names: Sequence[str], asker: int = 0, stopped: Collection[int] = (),
-    announce: str | None = None,
+    remedy: str = "",
 ) -> Diagnosis:  # fmt: skip
     """Decide from the `reports` (by rank) whether to end the job. A rank without a report did not answer in time.
 
     names: name of each rank. asker: the rank that asked; it must have a report. stopped: ranks without a report that are
-    known to be stopped (SIGSTOP); the job is ended without waiting for them. announce: how a program announces that a rank
-    works alone, if it can.
+    known to be stopped (SIGSTOP); the job is ended without waiting for them. remedy: one of the above, or nothing.
     """
     reports = dict(sorted(reports.items()))  # who comes first is named first
     starved = sum(report.starved for report in reports.values())  # ranks may have waited for each other
@@ -68,8 +70,11 @@ def diagnose_hang(
     # Between epochs, only a rank that answers has the longer limit.
     asker_limit = mine.limit / TIMES_STEP if mine.phase == BETWEEN.name else mine.limit
     if silent and (set(silent) & set(stopped) or left(mine._replace(limit=asker_limit)) <= 0):
-        deaf = [rank for rank in silent if rank in stopped] or silent
-        return Diagnosis(f"{named(deaf)} does not answer (stopped, spinning outside Python, or cut off){since}")
+        deaf = [rank for rank in silent if rank in stopped]
+        how = "" if deaf or remedy == TO_ANNOUNCE else remedy.format(seconds=2 * mine.stalled)
+        return Diagnosis(
+            f"{named(deaf or silent)} does not answer (stopped, spinning outside Python, or cut off){since}{how}"
+        )
     # On a GPU, collectives are only queued. A rank that is ahead of another has queued that one's collective, and waits for
     # its GPU at some later line: to read a value, or because the queue is full.
     behind = min(report.step for report in reports.values())
@@ -81,8 +86,11 @@ def diagnose_hang(
     late = [rank for rank, report in outside.items() if left(report) <= 0]
     if late:
         blamed = reports[late[0]]
-        alone = announce is not None and blamed.phase in MAY_BE_ALONE
-        how = f" (if it was at work: announce that by {announce})" if alone else ""
+        how = (
+            ""
+            if remedy == TO_ANNOUNCE and blamed.phase not in MAY_BE_ALONE
+            else remedy.format(seconds=2 * blamed.stalled)
+        )
         return Diagnosis(f"{named(late)} keeps the others waiting, at {blamed.at}{since}{how}")
     if silent:
         return Diagnosis(None, min(left(report) for report in [mine, *outside.values()]), excused)

@@ -14,10 +14,11 @@ class ScriptWatchdog(Listener):
     """Ends the job if a rank hangs. seconds: see `HangTimeouts`.
 
     Collectives and batches count as progress. Until the first step of an optimizer, the longer limit of start-up applies.
+    Without `seconds`, a rank at work has an hour: nothing tells us of an evaluation, a checkpoint or a download.
     """
 
     def __init__(self, seconds: float | None, listeners: list[Listener]):
-        self._timeouts, self._listeners = HangTimeouts(seconds), listeners
+        self._timeouts, self._listeners = HangTimeouts(seconds, patient=seconds is None), listeners
         self.monitor: Monitor | None = None
         self.steps = 0
 

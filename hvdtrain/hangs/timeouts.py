@@ -9,7 +9,7 @@ LEAST_SECONDS, TIMES_LONGEST = (
     20.0,
 )  # automatic limit of a step: at least 30 s, and 20 times the longest step so far
 TIMES_LONGEST_ASKED = 3.0  # a limit that was asked for is raised to 3 times the longest step so far
-TIMES_STEP = 10.0  # limit of long phases: 10 times the limit of a step,
+TIMES_STEP = 10.0  # limit of long phases, and of a rank at work: 10 times the limit of a step,
 # or this number of seconds, if that is more:
 PHASE_SECONDS = {
     "start-up": 600.0,
@@ -21,10 +21,17 @@ PHASE_SECONDS = {
 }
 
 
+WORKING_SECONDS = 3600.0  # or this, for a rank at work in a script that cannot say what it is doing
+
+
 class HangTimeouts(NamedTuple):
-    """Time limits in seconds. asked: of a step, as given by --step-timeout; None: derived from the longest step; 0: none."""
+    """Time limits in seconds. asked: of a step, as given by --step-timeout; None: derived from the longest step; 0: none.
+
+    patient: a rank at work has WORKING_SECONDS in any phase.
+    """
 
     asked: float | None = None
+    patient: bool = False
 
     @property
     def off(self) -> bool:
@@ -48,6 +55,10 @@ class HangTimeouts(NamedTuple):
         if phase.seconds is not None:
             return max(phase.seconds, step)
         return max(PHASE_SECONDS.get(phase.name, 0.0), TIMES_STEP * step)
+
+    def working(self, longest: float) -> float:
+        """Return the limit without progress of a rank that is seen at work."""
+        return max(TIMES_STEP * self.step(longest), WORKING_SECONDS if self.patient else 0.0)
 
     def leaving(self, longest: float) -> float:
         """Return the limit of a rank's end, after training."""

@@ -23,7 +23,8 @@ class Work:
         self._at = time.monotonic()
 
     def seen(self) -> bool:
-        """Return whether anything used at least a twentieth of a core, read or wrote."""
+        """Return whether anything used at least a twentieth of a core, read or wrote, or the main thread waits for a
+        disk."""
         now, at = {which: used(which) for which in workers()}, time.monotonic()
         seconds, transferred = 0.0, False
         for which, (cpu, count) in now.items():
@@ -32,7 +33,13 @@ class Work:
             transferred = transferred or count > count_before
         enough = seconds >= LEAST_SHARE * (at - self._at)
         self._before, self._at = now, at
-        return transferred or (enough and seconds > 0)
+        return transferred or (enough and seconds > 0) or waits_for_disk()
+
+
+def waits_for_disk() -> bool:
+    """Return whether the main thread is in a call that only a device can end, such as fsync."""
+    found = processes.stat(f"self/task/{os.getpid()}")
+    return found is not None and found.state == "D"
 
 
 def workers() -> Iterator[str]:

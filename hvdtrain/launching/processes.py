@@ -75,10 +75,11 @@ def stat(which: int | str, proc: Path = PROC) -> Stat | None:
 
 
 def bytes_transferred(which: int | str) -> int:
-    """Return the bytes that a process or thread has read and written; 0 if that is not known."""
+    """Return the bytes that a process or thread has read and written; 0 if that is not known. Those on a disk count twice:
+    by its calls, at their ends, and by the kernel, meanwhile."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = (PROC / str(which) / "io").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines[:2])  # rchar, wchar
+        return sum(int(line.split()[1]) for line in lines[:2] + lines[4:6])  # rchar, wchar; read_bytes, write_bytes
     return 0
 
 

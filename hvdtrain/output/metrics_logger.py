@@ -25,6 +25,9 @@ class MetricsLogger:
         self._engine, self._output, self._metrics, self._state = engine, output, metrics, state
         self.epochs: int | None = None  # planned epochs; None: determined by `steps`
         self.steps = 0  # planned steps
+        self.only_evaluates = (
+            False  # --evaluate: the position is that of the checkpoint, at the end of an epoch or within it
+        )
         self.unwritten = False  # whether there is an evaluation that is not recorded yet
 
     def start(self, dataset: str, reason: str, config: dict[str, object]) -> None:
@@ -35,8 +38,14 @@ class MetricsLogger:
         """Return the value of metric `name`, formatted for display."""
         return self._metrics.get(name, Metric("min")).show(value)
 
+    def number(self) -> int:
+        """Return the number of the current epoch, from 1."""
+        if self.only_evaluates:
+            return max(1, self._state.epoch + (self._state.samples_of_epoch > 0))
+        return self._state.epoch + 1
+
     def _epoch(self) -> str:
-        return f"epoch {self._state.epoch + 1}" + (f"/{self.epochs}" if self.epochs is not None else "")
+        return f"epoch {self.number()}" + (f"/{self.epochs}" if self.epochs is not None else "")
 
     def step(self, step: "Step", source: "Input", clock: Clock) -> None:
         """Record a finished step. A collective."""
@@ -98,12 +107,12 @@ class MetricsLogger:
             fields["prefix"] = state.prefix
         if source is not None:
             fields |= source.settle()
-        self._output.event("evaluate", epoch=state.epoch + 1, step=state.step, **fields)
+        self._output.event("evaluate", epoch=self.number(), step=state.step, **fields)
 
     def epoch(self) -> str:
         """Return the line that is printed after an epoch, with training and evaluation values."""
         state, parts = self._state, [self._epoch()]
-        if "loss" in state.train:
+        if "loss" in state.train and not self.only_evaluates:
             # Of the last logged step; of what is evaluated, too, only the evaluation.
             names = ["loss", *(name for name in state.train if name != "loss" and name not in state.evaluation)]
             parts.append("train " + ", ".join(f"{name} {self.show(name, state.train[name])}" for name in names))
@@ -112,6 +121,8 @@ class MetricsLogger:
         parts += [f"{prefix}{name} {self.show(name, value)}" for name, value in evaluated.items()]
         if evaluated:
             parts[-1] += f" of {state.evaluation['count']:,.0f}"
+        if self.only_evaluates:
+            return "  ".join(parts)
         return "  ".join([*parts, f"{state.samples / max(state.train_seconds, 1e-9):,.0f} samples/s"])
 
     def end(self, dataset: str | None, models: Sequence[nn.Module], extra: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""The output of a run: metrics.jsonl, summary.json, TensorBoard, MLflow and the progress line.
+"""The output of a run: metrics.jsonl, summary.json, TensorBoard, trackers and the progress line.
 
 Only rank 0 writes and prints. On the other ranks the methods do nothing.
 """
@@ -33,7 +33,7 @@ from hvdtrain.output.progress import Display, remedies
 
 if TYPE_CHECKING:
     from hvdtrain.output.tensorboard import Board
-    from hvdtrain.output.tracking import Tracker
+    from hvdtrain.output.tracking import Sender
 
 
 class RunOutput:
@@ -46,9 +46,9 @@ class RunOutput:
         *,
         progress: bool,
         tensorboard: bool = False,
-        track_as: str | None = None,
+        track_as: tuple[str, str] | None = None,
     ):
-        """track_as: name of the MLflow experiment in which to record the run; None: do not use MLflow."""
+        """track_as: --track, and the name of the experiment or project in which to record the run."""
         self.speaks = engine.rank == 0
         self.output_dir = output_dir if self.speaks else None
         self._launched = engine.size > 1
@@ -58,7 +58,7 @@ class RunOutput:
         self._missing = 0  # lines that could not be written since the last successful write
         self._wants_board, self._track_as = tensorboard, track_as
         self._board: Board | None = None
-        self._tracker: Tracker | None = None
+        self._tracker: Sender | None = None
         self._display = Display(self.say) if progress and self.speaks else None
 
     def open(self, *, continued: bool) -> None:
@@ -84,9 +84,9 @@ class RunOutput:
 
             self._board = Board(directory / "tensorboard", continued)
         if self._track_as is not None:
-            from hvdtrain.output.tracking import Tracker
+            from hvdtrain.output.tracking import tracker
 
-            self._tracker = Tracker(directory, self._track_as, continued)
+            self._tracker = tracker(*self._track_as, directory, continued)
 
     # ---- lines
 

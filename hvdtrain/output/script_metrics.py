@@ -18,7 +18,7 @@ from hvdtrain.output.run_output import RunOutput, versions
 STEPS, FIRST_STEPS = 50, 10  # steps between two reports of all ranks; steps until the first report
 
 
-class Report(NamedTuple):
+class PendingTimes(NamedTuple):
     """A report of all ranks on its way."""
 
     handle: int  # Horovod's
@@ -42,7 +42,7 @@ class Recorder(Listener):
         self.steps = 0
         self._main = threading.get_ident()
         self._samples = 0  # over all ranks, reported so far
-        self._pending: Report | None = None
+        self._pending: PendingTimes | None = None
         self._totals: list[RankTimes] = []
         self._began = time.perf_counter()
         self._open_window()
@@ -99,7 +99,7 @@ class Recorder(Listener):
         rows = torch.zeros(engine.size, len(times) + 1, dtype=torch.float64)
         rows[engine.rank] = torch.tensor([*times, self._own_samples], dtype=torch.float64)
         handle = engine.hvd.allreduce_async_(rows, op=engine.hvd.Sum, name=f"tuned.times.{self.steps}")
-        self._pending = Report(handle, rows, self.steps, self.steps - self._window_step, elapsed)
+        self._pending = PendingTimes(handle, rows, self.steps, self.steps - self._window_step, elapsed)
         self._open_window()
 
     def _collect(self) -> None:

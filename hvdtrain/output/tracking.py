@@ -1,4 +1,4 @@
-"""--track mlflow: records a run's flags, metrics and summary with MLflow.
+"""--track: records a run's flags, metrics and summary with MLflow; `wandb_tracking.py` has the same for Weights & Biases.
 
 A thread sends the data to the server from a queue, so that steps are never blocked. A resumed run continues its MLflow run,
 whose ID is in --output-dir/mlflow-run.json. Nothing is sent over the network unless MLFLOW_TRACKING_URI names a server.
@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,42 +46,37 @@ class Event(NamedTuple):
     fields: dict[str, Any]
 
 
-class Tracker:
-    """Receives the events of metrics.jsonl on rank 0. The constructor raises UserError if the package is missing.
+class Sender(ABC):
+    """Receives the events of metrics.jsonl on rank 0, and sends them from a thread.
 
-    Everything but the constructor, `event` and `close` runs in the tracker's thread. Errors of MLflow's client are printed
-    as one line, and unsent events are kept.
+    Everything but the constructor, `event` and `close` runs in that thread. Errors of the client are printed as one line,
+    and unsent events are kept.
     """
 
-    def __init__(self, directory: Path, experiment: str, continued: bool):
-        """directory: --output-dir. experiment: default if MLFLOW_EXPERIMENT_NAME is not set. continued: whether the run in
-        `directory` is resumed."""
-        for name, value in SETTINGS.items():
-            os.environ.setdefault(name, value)
-        try:
-            import mlflow  # takes 2 s with MlflowClient
-        except ImportError as error:
-            raise UserError(f"--track needs a package: pip install 'hvdtrain[track]' ({error})") from error
-        self._mlflow, self._directory, self._continued = mlflow, directory, continued
-        self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
-        self._uri = os.environ.get("MLFLOW_TRACKING_URI") or (directory / "mlflow").absolute().as_uri()
-        if self._uri.startswith("file:"):
-            # MLflow requires this for the file store, because it prefers a database, whose first use takes 7 s.
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        self._place = without_password(self._uri)
-        self._client: Any = None
-        self._run = ""
+    ID_FILE: str  # in --output-dir: which record is that of this run
+
+    def __init__(self, directory: Path, place: str, continued: bool):
+        """directory: --output-dir. place: of the record, for messages. continued: the run in `directory` is resumed."""
+        self._directory, self._place, self._continued = directory, place, continued
+        self._run = ""  # ID of the record
         self._metrics: dict[str, Metric] = {}
         self._step = 0
-        self._sent_to: dict[str, int] = {}  # last step of each metric in the MLflow run
         self._queue: queue.Queue[Event] = queue.Queue(QUEUE_EVENTS)
         self._waiting: list[Event] = []  # taken from the queue, not sent yet
         self._dropped = 0
         self._warned = False
         self._last = ""  # the last event in STATUS
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
         self._thread.start()
+
+    @abstractmethod
+    def _record(self, events: Sequence[Event]) -> None:
+        """Send events. Called again with the same ones, and more, after an exception."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Set the state of the record after the last event."""
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Queue an event. Does not block."""
@@ -125,6 +121,44 @@ class Tracker:
         self._warned = False
         return True
 
+    def _told(self) -> str | None:
+        """Return the ID of the record to continue; None if there is none at this place."""
+        try:
+            told = json.loads(files.read_text(self._directory / self.ID_FILE))
+            return str(told["run_id"]) if told["tracking_uri"] == self._place else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _note(self) -> None:
+        """Write down which record is that of this run."""
+        with files.replacing(self._directory / self.ID_FILE) as file:
+            file.write(json.dumps({"run_id": self._run, "tracking_uri": self._place}) + "\n")
+
+
+class Tracker(Sender):
+    """Records with MLflow. The constructor raises UserError if the package is missing."""
+
+    ID_FILE = ID_FILE
+
+    def __init__(self, directory: Path, experiment: str, continued: bool):
+        """directory: --output-dir. experiment: default if MLFLOW_EXPERIMENT_NAME is not set. continued: whether the run in
+        `directory` is resumed."""
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+        try:
+            import mlflow  # takes 2 s with MlflowClient
+        except ImportError as error:
+            raise UserError(f"--track needs a package: pip install 'hvdtrain[track]' ({error})") from error
+        self._mlflow = mlflow
+        self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
+        self._uri = os.environ.get("MLFLOW_TRACKING_URI") or (directory / "mlflow").absolute().as_uri()
+        if self._uri.startswith("file:"):
+            # MLflow requires this for the file store, because it prefers a database, whose first use takes 7 s.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._client: Any = None
+        self._sent_to: dict[str, int] = {}  # last step of each metric in the MLflow run
+        super().__init__(directory, without_password(self._uri), continued)
+
     def _record(self, events: Sequence[Event]) -> None:
         if not self._run:
             self._open()
@@ -166,16 +200,7 @@ class Tracker:
         experiment = found.experiment_id if found is not None else client.create_experiment(self._experiment)
         self._run = client.create_run(experiment, run_name=self._directory.absolute().name).info.run_id
         self._continued = False
-        with files.replacing(self._directory / ID_FILE) as file:
-            file.write(json.dumps({"run_id": self._run, "tracking_uri": self._place}) + "\n")
-
-    def _told(self) -> str | None:
-        """Return the ID of the MLflow run to resume; None if there is none at this tracking URI."""
-        try:
-            told = json.loads(files.read_text(self._directory / ID_FILE))
-            return str(told["run_id"]) if told["tracking_uri"] == self._place else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        self._note()
 
     def _describe(self, start: Mapping[str, Any]) -> None:
         """Record flags as parameters, and the environment as tags. MLflow's parameters are immutable, so changed flags are
@@ -214,3 +239,12 @@ def without_password(text: str) -> str:
     start, *urls = re.split(r"(?<=://)", text)
     # In each part but the last, the next URL's scheme is at the end.
     return start + "".join(url.rpartition("@")[2] for url in urls)
+
+
+def tracker(kind: str, experiment: str, directory: Path, continued: bool) -> Sender:
+    """Return the tracker for --track KIND. Raises UserError if its package is missing."""
+    if kind == "wandb":
+        from hvdtrain.output.wandb_tracking import WandbTracker
+
+        return WandbTracker(directory, experiment, continued)
+    return Tracker(directory, experiment, continued)

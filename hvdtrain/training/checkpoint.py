@@ -126,8 +126,11 @@ def listed(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def newest(directory: Path, warn: Callable[[str], None]) -> tuple[Facts, dict[str, Tensor]] | None:
-    """Return facts and tensors of the newest valid checkpoint, or None. Damaged files are renamed and reported to `warn`."""
+def newest(
+    directory: Path, warn: Callable[[str], None], *, keep_names: bool = False
+) -> tuple[Facts, dict[str, Tensor]] | None:
+    """Return facts and tensors of the newest valid checkpoint, or None. Damaged files are renamed, unless `keep_names`, and
+    reported to `warn`."""
     failed = 0
 
     def tell(line: str) -> None:
@@ -145,6 +148,9 @@ def newest(directory: Path, warn: Callable[[str], None]) -> tuple[Facts, dict[st
             tell(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
         except Damaged as error:
             aside = path.with_name(path.name + ".damaged")
+            if keep_names:
+                tell(f"checkpoint {path} is damaged ({error}); trying the previous one")
+                continue
             try:
                 path.rename(aside)
                 where = f"kept as {aside.name}"
@@ -156,14 +162,16 @@ def newest(directory: Path, warn: Callable[[str], None]) -> tuple[Facts, dict[st
     return found
 
 
-def find(path: Path, label: str, warn: Callable[[str], None]) -> tuple[Facts, dict[str, Tensor]]:
+def find(
+    path: Path, label: str, warn: Callable[[str], None], *, keep_names: bool = False
+) -> tuple[Facts, dict[str, Tensor]]:
     """Return facts and tensors of the checkpoint `path`, or of the newest valid one if `path` is a directory or a run.
 
-    label: the user's input, for messages. Raises UserError if there is no valid checkpoint.
+    label: the user's input, for messages. keep_names: see `newest`. Raises UserError if there is no valid checkpoint.
     """
     if os.path.isdir(path):  # noqa: PTH112 (Path's own raises where the name is too long)
         inner = path / "checkpoints"
-        found = newest(inner if os.path.isdir(inner) else path, warn)  # noqa: PTH112
+        found = newest(inner if os.path.isdir(inner) else path, warn, keep_names=keep_names)  # noqa: PTH112
         if found is None:
             raise UserError(f"{label}: it has no valid checkpoint: name a step-*.safetensors, auto or never")
         return found

@@ -3,9 +3,11 @@
 model.NAME, or models.K.NAME               parameters and buffers of the single model, or of model K of several
 optimizer.I.NAME, or optimizers.K.I.NAME   the optimizer's tensors for parameter I
 registered.NAME.N                          tensor N of the object registered under NAME (`Run.register`)
+position.RANK                              the position in the stream of a rank, JSON as uint8
 """
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from hvdtrain.training.replicas import own_name
 from hvdtrain.training.state import Initial, TrainState
 
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # settings of torch's optimizers
+OTHER_VERSION = "the checkpoint was written by another version of hvdtrain: use that, or --resume never"
 TENSOR = "__tensor__"  # key of a JSON object that describes a tensor: number, shape and dtype
 
 
@@ -50,7 +53,7 @@ def require_whole(facts: Facts, tensors: Mapping[str, Tensor]) -> None:
     except (KeyError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:
-        raise UserError("the checkpoint was written by another version of hvdtrain: use that, or --resume never")
+        raise UserError(OTHER_VERSION)
 
 
 def is_packed(value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> bool:
@@ -170,6 +173,21 @@ def unpack(engine: Engine, value: Any, prefix: str, tensors: Mapping[str, Tensor
     if isinstance(value, list):
         return [unpack(engine, item, prefix, tensors) for item in value]
     return value
+
+
+def pack_positions(positions: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the positions of all ranks (JSON) as tensors. A header has room for only a small part of a data set's state."""
+    texts = [bytearray(json.dumps(position).encode()) for position in positions]
+    return {f"position.{rank}": torch.frombuffer(text, dtype=torch.uint8) for rank, text in enumerate(texts)}
+
+
+def unpack_positions(tensors: Mapping[str, Tensor]) -> list[Any] | None:
+    """Return what was given to `pack_positions`; None if there is nothing. Raises UserError."""
+    count = sum(name.startswith("position.") for name in tensors)
+    try:
+        return [json.loads(bytes(tensors[f"position.{rank}"].numpy())) for rank in range(count)] or None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(OTHER_VERSION) from error
 
 
 def flatten(models: Sequence[nn.Module]) -> Tensor:

@@ -12,7 +12,7 @@ from hvdtrain.data.sharding import shard
 from hvdtrain.engines.accelerators import read, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.inputs import Batch, evaluation_batches
+from hvdtrain.training.inputs import Batch, evaluation_batches, is_stream
 
 
 class CutShort(BaseException):
@@ -26,13 +26,14 @@ class Evaluation:
     """
 
     def __init__(self, engine: Engine, data: Any, seed: int, heartbeat: Callable[[], None]):
-        if isinstance(data, bool) or not isinstance(data, (int, DataLoader, Source)):
+        if isinstance(data, bool) or not (isinstance(data, (int, DataLoader, Source)) or is_stream(data)):
             kind = type(data).__name__
             raise UserError(f"run.evaluating() got a {kind}: give it a number of samples, or a DataLoader")
         self._engine, self._data, self._seed, self._heartbeat = engine, data, seed, heartbeat
         self._sums: dict[str, Tensor] = {}
         self._counts: Tensor | float | None = None  # sum of `count`, if given
         self._samples = 0  # of this rank, in the batches yielded so far
+        self._indices: Tensor | None = None  # of the current batch, if there is one
 
     def mine(self) -> Any:
         """Return this rank's part of the data: a slice, or an iterator over batches."""
@@ -44,18 +45,26 @@ class Evaluation:
         for batch in self._loaded():
             self._heartbeat()
             self._samples += batch.count
+            self._indices = batch.indices
             yield batch.data
 
     def _loaded(self) -> Iterator[Batch]:
-        if isinstance(self._data, DataLoader):
+        if not isinstance(self._data, Source):
             yield from evaluation_batches(self._engine, self._data, self._seed)
             return
-        assert isinstance(self._data, Source)
         for loaded in self._data.test():
             self._data.corrupt.note(loaded.corrupt)
             if loaded.samples:
                 data = to_device((loaded.images, loaded.labels), self._engine.device)
-                yield Batch(data, torch.empty(0, dtype=torch.int64), loaded.samples)
+                yield Batch(data, torch.tensor(loaded.indices, dtype=torch.int64), loaded.samples)
+
+    def rows(self) -> Tensor:
+        """Return the indices of the samples of the current batch, int64 [b]; of a number of samples, all of this rank's."""
+        if isinstance(self._data, int):
+            return torch.arange(self._data)[self.mine()]
+        if self._indices is None:
+            raise UserError("run.predict() before the first batch: call it in the loop over the batches")
+        return self._indices
 
     def add(self, values: Mapping[str, Tensor | float], count: Tensor | float | None) -> None:
         """Add values: sums over samples, or one value per sample."""

@@ -92,6 +92,14 @@ class Input(ABC):
     def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:  # noqa: B027 - not all inputs read ahead
         """Prepare for loading. Called before the first micro-batch of `plan`: (epoch, batch) of all remaining epochs."""
 
+    def at_end(self, samples_of_epoch: int) -> bool:
+        """Return whether the epoch has ended with this number of samples, over all ranks."""
+        return samples_of_epoch == self.epoch_samples()
+
+    def position(self) -> Any:
+        """Return what this rank needs besides the number of samples to continue here, as JSON; None: nothing."""
+        return None
+
     def settle(self) -> dict[str, object]:
         """Exchange events since the last call between ranks. Return fields for the record. A collective."""
         return {}
@@ -143,7 +151,7 @@ class Loader(Input):
     def __init__(self, engine: Engine, given: DataLoader[Any], seed: int, batch_size: int):
         self._engine, self._given, self._seed = engine, given, seed
         self._copies = Copies(engine.device)
-        require_map_style(given)
+        require_batches(given)
         self._batches: Iterator[Any] | None = None
         self.samples = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
         self._drawn = drawn(engine, given, seed)
@@ -152,13 +160,7 @@ class Loader(Input):
             self.per_epoch, self.order = self._drawn.samples, self._drawn.order
         if self._whole:
             return
-        if given.batch_size != batch_size:
-            raise UserError(
-                f"the DataLoader has batch_size={given.batch_size}, --batch-size is {batch_size}: "
-                "write DataLoader(..., batch_size=flags.batch_size)"
-            )
-        if given.drop_last:
-            raise UserError("the DataLoader has drop_last=True: leave it out, an uneven last step is weighted instead")
+        require_batch_size(given, batch_size)
         self.shuffle = not isinstance(given.sampler, SequentialSampler)
 
     def epoch_samples(self) -> int:
@@ -182,7 +184,7 @@ class Loader(Input):
 
     def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:
         jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
-        self._batches = iterate(self._engine, self._given, self._seed, jobs)
+        self._batches = iterate(self._engine, self._given, Samples(self._given, self._seed), jobs)
 
     def load(self, planned: PlannedBatch) -> Batch:
         assert self._batches is not None
@@ -227,6 +229,10 @@ def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int
         return Indices(what)
     if isinstance(what, Source):
         return Images(engine, what, output)
+    if is_stream(what):
+        from hvdtrain.training.streams import Stream
+
+        return Stream(engine, what, seed, batch_size, output)
     if isinstance(what, DataLoader):
         return Loader(engine, what, seed, batch_size)
     if isinstance(what, Mapping) and what:
@@ -248,6 +254,10 @@ def parts_of_step(engine: Engine, data: Mapping[str, Any], seed: int, batch_size
     parts: dict[str, tuple[Input, int]] = {}
     for name, what in data.items():
         given = what if isinstance(what, tuple) else (what,)
+        if is_stream(what):
+            raise UserError(
+                f"run.steps: {name!r} is a stream, and goes with other data in a step: make one stream of both"
+            )
         if isinstance(what, DataLoader):
             if what.batch_size is None:
                 how = "give it a sampler, or batch_size"
@@ -285,12 +295,33 @@ def same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, int) and one == other)
 
 
-def require_map_style(given: DataLoader[Any]) -> None:
-    """Raise UserError if the DataLoader does not load samples by index, in batches."""
-    if isinstance(given.dataset, IterableDataset):
-        raise UserError("a DataLoader over an IterableDataset has no fixed order: use a map-style Dataset")
+def is_stateful(what: object) -> bool:
+    """Return whether the position of `what` can be saved and restored."""
+    return hasattr(what, "state_dict") and hasattr(what, "load_state_dict")
+
+
+def is_stream(what: object) -> bool:
+    """Return whether `what` is a loader whose samples have no index."""
+    if isinstance(what, DataLoader):
+        return isinstance(what.dataset, IterableDataset)
+    return hasattr(what, "__iter__") and is_stateful(what)
+
+
+def require_batches(given: DataLoader[Any]) -> None:
+    """Raise UserError if the DataLoader loads samples by index, and not in batches."""
     if given.batch_size is None and given.batch_sampler is None:
         raise UserError("the DataLoader has batch_size=None: give it batch_size=flags.batch_size, or a batch_sampler")
+
+
+def require_batch_size(given: DataLoader[Any], batch_size: int) -> None:
+    """Raise UserError if the DataLoader has another batch size than --batch-size, or drops samples."""
+    if given.batch_size != batch_size:
+        raise UserError(
+            f"the DataLoader has batch_size={given.batch_size}, --batch-size is {batch_size}: "
+            "write DataLoader(..., batch_size=flags.batch_size)"
+        )
+    if given.drop_last:
+        raise UserError("the DataLoader has drop_last=True: leave it out, an uneven last step is weighted instead")
 
 
 def drawn(engine: Engine, given: DataLoader[Any], seed: int) -> Drawn | None:
@@ -323,14 +354,23 @@ class Samples(Dataset[Any]):
         return self.collate(samples)
 
 
-def iterate(engine: Engine, given: DataLoader[Any], seed: int, jobs: Iterator[tuple[int, list[int]]]) -> Iterator[Any]:
-    """Return an iterator over the batches of `jobs` (epoch, indices), with the workers of `given`. Raises UserError."""
+def iterate(
+    engine: Engine,
+    given: DataLoader[Any],
+    batches: Dataset[Any],
+    jobs: Iterator[Any] | None,
+    worker_init: Callable[[int], None] | None = None,
+) -> Iterator[Any]:
+    """Return an iterator over `batches`, with the workers of `given`. Raises UserError.
+
+    batches: by the items of `jobs`, or iterable. worker_init: default: that of `given`.
+    """
     options: dict[str, Any] = {"timeout": given.timeout}
     if given.num_workers:
         loading.start_workers_early([])
-        options |= {"prefetch_factor": given.prefetch_factor, "worker_init": given.worker_init_fn}
+        options |= {"prefetch_factor": given.prefetch_factor, "worker_init": worker_init or given.worker_init_fn}
     try:
-        return iter(loading.loader(Samples(given, seed), given.num_workers, engine.device, jobs, **options))
+        return iter(loading.loader(batches, given.num_workers, engine.device, jobs, **options))
     except BrokenPipeError as error:
         how = "use num_workers=0 to see the error in the rank"
         raise UserError(f"an input worker has ended while it started (what it printed is above): {how}") from error
@@ -348,7 +388,12 @@ def iterate(engine: Engine, given: DataLoader[Any], seed: int, jobs: Iterator[tu
 
 def evaluation_batches(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Batch]:
     """Yield this rank's batches of a test set. Over all ranks, each sample is yielded once."""
-    require_map_style(given)
+    if is_stream(given):
+        from hvdtrain.training.streams import evaluated
+
+        yield from evaluated(engine, given, seed)
+        return
+    require_batches(given)
     order = drawn(engine, given, seed)
     if given.batch_size is None and order is not None:
         batches_of_all = order.batches(seed, 0)
@@ -358,7 +403,7 @@ def evaluation_batches(engine: Engine, given: DataLoader[Any], seed: int) -> Ite
         whole = torch.arange(count) if order is None else order.order(seed, 0)
         mine = whole[shard(len(whole), engine.rank, engine.size)]
         parts = [part for part in mine.split(given.batch_size or 1) if len(part)]
-    batches = iterate(engine, given, seed, ((0, part.tolist()) for part in parts))
+    batches = iterate(engine, given, Samples(given, seed), ((0, part.tolist()) for part in parts))
     for part in parts:
         with own_randomness(given.num_workers):
             data = to_device(next(batches), engine.device)

@@ -39,7 +39,7 @@ class Checkpoints:
     def __init__(self, engine: Engine, flags: Flags, metrics: Mapping[str, Metric], output: RunOutput):
         self.engine, self.output, self._flags = engine, output, flags
         self._metrics = dict(metrics)
-        self.writes = flags.output_dir is not None
+        self.writes = flags.output_dir is not None and flags.evaluate is None
         self.directory: Path | None = flags.output_dir / "checkpoints" if self.writes else None
         self.initial = Initial(engine.size, flags.batch_size, flags.accumulate)
         self.interval = CheckpointInterval(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
@@ -64,6 +64,9 @@ class Checkpoints:
 
     def _open(self) -> None:
         resume = self._flags.resume
+        if self._flags.evaluate is not None:
+            self._open_to_evaluate(self._flags.evaluate, self._flags.output_dir)
+            return
         if self.directory is not None and os.path.islink(self.directory):  # noqa: PTH114 (see `checkpoint.find`)
             how = "give the real directory with --output-dir"
             raise UserError(f"{self.directory} is a symbolic link, which is not followed: {how}")
@@ -79,6 +82,14 @@ class Checkpoints:
             contents.require_whole(*self._found)
         elif self._warnings:
             self._warn("no checkpoint is valid: training starts from the beginning")
+
+    def _open_to_evaluate(self, path: Path, output_dir: Path | None) -> None:
+        """Read the checkpoint of --evaluate. The run may still be training, and nothing of it is changed."""
+        if output_dir is not None and (output_dir / "checkpoints").exists():
+            how = "name another one for the record of the evaluation, or leave it out"
+            raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {how}")
+        self._found = checkpoint.find(path, f"--evaluate {path}", self._warn, keep_names=True)
+        contents.require_whole(*self._found)
 
     def _take(self, directory: Path) -> None:
         """Create the directory of the checkpoints and lock the one above it, so that no other run writes there."""
@@ -128,6 +139,11 @@ class Checkpoints:
         unlike = []
         if self.facts is not None:
             unlike = differences(self.facts, self._flags, self._config, self._data, self.engine.size)
+        if self._flags.evaluate is not None:
+            unlike = [one for one in unlike if one.name in self._data]
+            if unlike:
+                self._warn(f"the model was trained with other data ({in_words(unlike)}): evaluated on those given now")
+            return
         if unlike and self.continues:
             self.release()
             how = "give the same, or another --output-dir, or --resume never"
@@ -156,6 +172,10 @@ class Checkpoints:
         for warning in self._warnings:
             self.output.event("error", kind="checkpoint", message=warning)
         if self.facts is None:
+            return
+        if self._flags.evaluate is not None:
+            epoch = state.epoch + (state.samples_of_epoch > 0)
+            self.output.say(f"the model after step {state.step} and {state.samples:,} samples, in epoch {epoch}")
             return
         began, now = self.initial, Initial(self.engine.size, self._flags.batch_size, self._flags.accumulate)
         if began.global_batch != now.global_batch:
@@ -199,6 +219,8 @@ class Checkpoints:
             self.engine.broadcast_(rows, "checkpoint.buffers")
             # Each rank's own batch statistics; with a different number of ranks, their mean.
             mine = rows[self.engine.rank] if len(rows) == self.engine.size else rows.mean(0)
+            if self._flags.evaluate is not None:  # the same on each rank; the mean of equal rows may be rounded
+                mine = rows[0] if bool((rows == rows[0]).all()) else rows.mean(0)
             contents.unflatten(mine, models)
         if self.facts["scaler"]:
             scaler.load_state_dict(self.facts["scaler"])
@@ -232,6 +254,15 @@ class Checkpoints:
                 for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
                     group.update(values)
 
+    def positions(self) -> list[Any] | None:
+        """Return each rank's position in its stream, on every rank; None if there is none. A collective."""
+        held: list[Any] | None = None
+        with self.engine.raising_together("checkpoint"):
+            if self._found is not None:
+                held = contents.unpack_positions(self._found[1])
+        held = self.engine.broadcast_object(held, "checkpoint.positions")
+        return held
+
     def forget(self) -> None:
         """Free the loaded checkpoint. Called when training begins."""
         self._found = None
@@ -246,17 +277,19 @@ class Checkpoints:
         *,
         automatic: bool = False,
         ends_epoch: bool = False,
+        position: Any = None,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a snapshot and return. Rank 0 writes it in the background. A collective.
 
         automatic: not requested by the user; the next automatic checkpoint replaces it. ends_epoch: it follows the
-        evaluation of an epoch, whose value decides whether it is the best. heartbeat: called for each tensor
-        and each registered object.
+        evaluation of an epoch, whose value decides whether it is the best. position: `Input.position` of this rank.
+        heartbeat: called for each tensor and each registered object.
         """
         if not self.writes:
             return
         buffers = self.engine.all_gather(contents.flatten(models), "checkpoint.buffers")
+        positions = [] if position is None else self.engine.all_gather_object(position, "checkpoint.positions")
         if self._writer is None:
             return
         facts, tensors = contents.collect(models, optimizers, registered, heartbeat)
@@ -273,7 +306,8 @@ class Checkpoints:
             "scaler": scaler.state_dict(),
             "buffers": list(buffers.shape),
         }
-        self._writer.put(facts, {**contents.snapshot(tensors, heartbeat), "buffers": buffers})
+        snapshot = contents.snapshot(tensors, heartbeat)
+        self._writer.put(facts, {**snapshot, **contents.pack_positions(positions), "buffers": buffers})
 
     def _score(self, state: TrainState) -> Facts | None:
         """Return metric, direction and value of this checkpoint, if there was an evaluation."""

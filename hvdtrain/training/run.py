@@ -29,7 +29,8 @@ from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.gather import gather
 from hvdtrain.training.guard import Guard, Stopped
-from hvdtrain.training.inputs import Input, open_input, same_data
+from hvdtrain.training.inputs import Input, is_stream, open_input, same_data
+from hvdtrain.training.predictions import Predictions, write_predictions
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.replicas import own_name
 from hvdtrain.training.resume import Checkpoints
@@ -65,8 +66,10 @@ class Run:
         self._step_limit: int | None = None
         self._goals: dict[str, float] = {}
         self._in_epoch = self._in_steps = self._had_steps = False
+        self._evaluated = False  # with --evaluate: whether there was an evaluation
         self._step: Step | None = None  # the current one
         self._evaluation: Evaluation | None = None  # the current one, inside `evaluating`
+        self._predictions: Predictions | None = None  # of the last evaluation, with --predict
 
     # ---- before training
 
@@ -174,7 +177,7 @@ class Run:
     @property
     def epochs_done(self) -> float:
         """The number of epochs done, including the fraction of the current one."""
-        if self._opened is None:
+        if self._opened is None or not self._opened[2].per_epoch:  # of a stream, the length is not known
             return float(self.state.epoch)
         return self.state.samples / self._opened[2].per_epoch
 
@@ -187,6 +190,9 @@ class Run:
         reached all of these values (None: no target). If they are not reached by the end, the exit code is 3.
         """
         self.prepared("run.epochs()")
+        if self.flags.evaluate is not None:
+            yield from self._epoch_to_evaluate()
+            return
         if (count is None) == (steps is None):
             raise UserError("run.epochs() takes a number of epochs, or steps=NUMBER")
         if not isinstance(number := steps if count is None else count, int) or number < 0:
@@ -204,6 +210,15 @@ class Run:
             yield self.state.epoch
             self._close_epoch()
 
+    def _epoch_to_evaluate(self) -> Iterator[int]:
+        """Yield the epoch of the checkpoint once, without steps: its evaluations are repeated."""
+        self.metrics_logger.only_evaluates = self._in_epoch = True
+        self._had_steps = False
+        yield self.metrics_logger.number() - 1
+        self._in_epoch = False
+        self.metrics_logger.evaluation(None)
+        self.say(self.metrics_logger.epoch())
+
     def _require_enough(self, epochs: int | None, steps: int | None) -> None:
         """Raise UserError if a resumed run has done more than it should do in all. 0: no training is wanted."""
         wanted, done, unit = (steps, self.state.step, "step") if epochs is None else (epochs, self.state.epoch, "epoch")
@@ -220,6 +235,9 @@ class Run:
         data: what `run.steps` gets; of several tensors, one.
         """
         opened = open_input(self.engine, (data,), self.seed, self.flags.batch_size, self.output)
+        if not opened.epoch_samples():
+            how = "write run.epochs(steps=NUMBER), and give the scheduler this number"
+            raise UserError(f"run.total_steps(): the length of a stream is not known: {how}", everywhere=True)
         return epochs * opened.steps_per_epoch(self.initial)
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -247,13 +265,17 @@ class Run:
         """Yield the remaining steps of this epoch. Over all ranks, each sample is used once per epoch, also after a resume.
 
         data: tensors of equal length; or a number of samples, to get their indices; or a DataLoader; or a `Source`; or a
-        dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs.
+        dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs. Of a stream (a
+        DataLoader over an IterableDataset, or a loader with a state_dict), each rank gives its part.
         """
         self.prepared("run.steps()")
         if not self._in_epoch:
             raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
         if self._in_steps or self._had_steps:
             raise UserError("run.steps() was called twice in one epoch: use one loop of steps per epoch")
+        if self.flags.evaluate is not None:
+            self._had_steps = True
+            return iter(())
         self._in_steps = True
         return self._steps(*self._open(data))
 
@@ -265,15 +287,21 @@ class Run:
             raise UserError(
                 f"run.steps() got {opened.samples} samples, and {self._opened[2].total} in the epoch before"
             )
+        if self._opened is None and is_stream(data[0]):
+            from hvdtrain.training.streams import Stream
+
+            assert isinstance(opened, Stream)
+            if line := opened.restore(self.checkpoints.positions(), self.state):
+                self.say(line)
         plan = opened.plan(self.engine, self.flags, self.initial, self.state, self._epochs, self._step_limit)
-        if self.state.samples_of_epoch > plan.per_epoch:
+        if self.state.samples_of_epoch > plan.per_epoch > 0:
             done = f"{self.state.samples_of_epoch} samples of this epoch are done, and it has {plan.per_epoch}"
             raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
         steps = self._step_limit or plan.epochs * plan.steps_per_epoch()
         if self._opened is None:
             with self.raising_together("schedules"):
                 require_registered(self.prepared().optimizers, self._registered)
-            for line in require_length(self._registered, steps, self._epochs):
+            for line in require_length(self._registered, steps, self._epochs) if steps else ():
                 self.say(f"warning: {line}")
         opened.begin(plan)
         self._opened = data, opened, plan
@@ -285,9 +313,8 @@ class Run:
     def _steps(self, opened: Input, plan: Plan) -> Iterator[Step]:
         state, prepared, guard = self.state, self.prepared(), self.guard
         shared = Shared(self.engine, prepared, guard, self.clock, state, self.seed, self.flags.reduction, self.autocast)
-        for planned in plan.epoch(state.epoch):
-            if state.step == self._step_limit:
-                break
+        ahead = plan.epoch(state.epoch)
+        while state.step != self._step_limit and (planned := next(ahead, None)) is not None:
             self.engine.activity.begin_step(state.step)
             if guard.max_skipped or (guard.check_steps and state.step % guard.check_steps == 0):
                 guard.begin_step(state, prepared.models)
@@ -367,15 +394,21 @@ class Run:
                 "checkpoint", 0.0
             ):  # the limit of a step: each tensor that is copied is progress
                 self.checkpoints.save(
-                    self.state, *parts, automatic=automatic, ends_epoch=ends_epoch, heartbeat=self.guard.heartbeat
+                    self.state,
+                    *parts,
+                    automatic=automatic,
+                    ends_epoch=ends_epoch,
+                    position=self._opened[1].position() if self._opened is not None else None,
+                    heartbeat=self.guard.heartbeat,
                 )
 
     def _close_epoch(self) -> None:
         number = self.state.epoch + 1
         if self._in_steps:
             taken, count = self.state.samples_of_epoch, self._opened[2].per_epoch if self._opened else 0
+            part = f"{taken} of {count}" if count else f"{taken}"
             raise UserError(
-                f"epoch {number} was left after {taken} of {count} samples: let `for step in run.steps(...)` run to its end "
+                f"epoch {number} was left after {part} samples: let `for step in run.steps(...)` run to its end "
                 "(run.epochs(steps=N) ends after N steps)"
             )
         if not self._had_steps:
@@ -383,7 +416,7 @@ class Run:
         self._in_epoch = False
         self.metrics_logger.evaluation(self._opened and self._opened[1])
         line = self.metrics_logger.epoch()
-        if self._opened is None or self.state.samples_of_epoch == self._opened[2].per_epoch:
+        if self._opened is None or self._opened[1].at_end(self.state.samples_of_epoch):
             self.state.end_epoch()  # else the limit of steps was reached: with a higher one, this epoch continues
         self._save(ends_epoch=True)
         self.say(line)
@@ -403,8 +436,11 @@ class Run:
             raise UserError("run.evaluating() inside of run.evaluating(): end the first block before the next")
         self.metrics_logger.evaluation(self._opened and self._opened[1])
         began = time.perf_counter()
-        prepared.average_buffers((self.state.epoch, self.state.step, self._in_steps))
+        if self.flags.evaluate is None:  # else the same on all ranks
+            prepared.average_buffers((self.state.epoch, self.state.step, self._in_steps))
         self._evaluation = evaluation = Evaluation(self.engine, data, self.seed, self._go_on_evaluating)
+        if self.flags.predict is not None:
+            self._predictions = Predictions(whole=isinstance(data, int))
         averaged = [what for what in self._registered.values() if isinstance(what, torch.nn.Module)]
         modes = [(module, module.training) for model in (*prepared.replicas, *averaged) for module in model.modules()]
         for model in (*prepared.replicas, *averaged):
@@ -425,8 +461,30 @@ class Run:
             prepared.restore_own_buffers()
             self._save()
             raise Stopped
+        self._evaluated = True
+        if self._predictions is not None:
+            self._write_predictions(self._predictions)
         self.metrics_logger.evaluated(evaluation.means(), prefix)
         self.clock.leave_out(time.perf_counter() - began)
+
+    def predict(self, **values: Tensor) -> None:
+        """Give what the model says about each sample of this batch, inside `evaluating`: with --predict, it is written.
+
+        values: a tensor for each name, with a row for each sample in the order of the batch. The file has them in the order
+        of the data set.
+        """
+        if self._evaluation is None:
+            raise UserError("run.predict() outside of run.evaluating(): write `with run.evaluating(...):` around it")
+        if self._predictions is not None:
+            self._predictions.add(self._evaluation.rows(), values)
+
+    def _write_predictions(self, predictions: Predictions) -> None:
+        """Write the predictions of all ranks. A collective."""
+        rows = predictions.of_all(self.engine)
+        with self.raising_together("predictions"), self.alone():
+            if self.rank == 0:
+                write_predictions(self.flags.predict, *rows)
+        self.say(f"{self.flags.predict}: {len(rows[0]):,} samples")
 
     def _go_on_evaluating(self) -> None:
         """Called for each batch. After a stop request, ranks leave an evaluation at any batch, except inside a step."""
@@ -483,7 +541,12 @@ class Run:
 
     def finish(self) -> None:
         """Wait for the last checkpoint and write the summary. Called at the end of `training.start`."""
-        if self._in_epoch:  # the script left the loop over `run.epochs` early
+        if self.flags.evaluate is not None:
+            if not self._evaluated:
+                how = "write `with run.evaluating(...):` in the loop over run.epochs, or after it"
+                raise UserError(f"--evaluate: this program has evaluated nothing: {how}", everywhere=True)
+            self.metrics_logger.evaluation(None)
+        elif self._in_epoch:  # the script left the loop over `run.epochs` early
             self._close_epoch()
         with self.engine.activity.during("checkpoint", 0.0):
             unsaved = self.checkpoints.close(self.guard.heartbeat)

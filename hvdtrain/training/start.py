@@ -71,22 +71,25 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
     """Do the same as `start`, with an engine that is already running."""
     asked = flags.given()
     require_same_flags(engine, asked)
-    flags.compression = engine.choose_compression(flags.compression)
-    flags.amp = engine.choose_amp(flags.amp)
-    if flags.gradient_predivide_factor is None:
-        flags.gradient_predivide_factor = default_predivision(flags.compression, engine.size)
     output = RunOutput(
         engine,
         flags.output_dir,
         progress=not flags.no_progress,
         tensorboard=flags.tensorboard,
-        track_as=flags.program if flags.track else None,
+        track_as=(flags.track, flags.program) if flags.track else None,
     )
     with engine.raising_together("start"):
         checkpoints = Checkpoints(engine, flags, metrics, output)
     with contextlib.suppress(OSError):  # there is no directory for temporary files
         leftovers.sweep()  # of the attempts before; also where no sample is left, and no input worker starts
     state = checkpoints.begin()
+    if flags.evaluate is not None and checkpoints.facts is not None:
+        flags.adopt(checkpoints.facts["config"])
+        asked = flags.given()
+    flags.compression = engine.choose_compression(flags.compression)
+    flags.amp = engine.choose_amp(flags.amp)
+    if flags.gradient_predivide_factor is None:
+        flags.gradient_predivide_factor = default_predivision(flags.compression, engine.size)
 
     def hung(headline: str) -> None:
         output.event("error", kind="watchdog", message=headline)
@@ -105,7 +108,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
         run = Run(engine, flags, asked, metrics, output, checkpoints, guard, profile, state)
         torch.manual_seed(flags.seed)
         seed_generators(flags.seed)
-        if flags.output_dir in finished and checkpoints.facts is not None:
+        if flags.evaluate is None and flags.output_dir in finished and checkpoints.facts is not None:
             how = "another training, such as the next fold, needs an --output-dir of its own"
             run.say(f"warning: this process has trained into {flags.output_dir} before, and continues that run: {how}")
         try:

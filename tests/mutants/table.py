@@ -242,7 +242,7 @@ MUTANTS = [
     mutant("a schedule follows the new end", "hvdtrain/training/resume.py", "self.lengthened and redone(what, state)",
            "False", f"{PEOPLE}::test_a_schedule_with_an_end_follows_the_new_end"),
     mutant("a run by steps goes on within its epoch", LOOP_SOURCE,
-           "if self._opened is None or self.state.samples_of_epoch == self._opened[2].per_epoch:", "if True:",
+           "if self._opened is None or self._opened[1].at_end(self.state.samples_of_epoch):", "if True:",
            f"{PEOPLE}::test_a_run_made_longer_ends_as_one_that_was_so_long_from_the_beginning"),
     mutant("a compiled model has its own names", "hvdtrain/training/replicas.py",
            'return name.replace("_orig_mod.", "")', "return name",

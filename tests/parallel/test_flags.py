@@ -161,14 +161,14 @@ def test_replicas_that_differ_end_the_run_on_every_rank(engine):
 @pytest.mark.parametrize(
     ("last", "expected"),
     [
-        (gpu.Place("x", "cuda", "GPU-a"), "ranks 0 and 1 on x have the same GPU"),
-        (gpu.Place("x", "cpu"), "has no GPU, rank 0 on x has one: give every rank a GPU"),
+        (gpu.RankDevice("x", "cuda", "GPU-a"), "ranks 0 and 1 on x have the same GPU"),
+        (gpu.RankDevice("x", "cpu"), "has no GPU, rank 0 on x has one: give every rank a GPU"),
     ],
 )
 def test_ranks_that_cannot_reduce_on_gpus_are_told_so_together(engine, monkeypatch, last, expected):
     if engine.size == 1:
         pytest.skip("one rank has its GPU")
-    mine = gpu.Place("x", "cuda", "GPU-a") if engine.rank < engine.size - 1 else last
+    mine = gpu.RankDevice("x", "cuda", "GPU-a") if engine.rank < engine.size - 1 else last
     monkeypatch.setattr(gpu, "place", lambda device: mine)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     with pytest.raises(UserError, match=expected):

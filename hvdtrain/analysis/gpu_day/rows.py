@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.analysis import nvidia_smi
 from hvdtrain.analysis.gpu_day.day import Day, Done, Failed, NotRun, SignalRank, left_on_gpus, on_gpus
-from hvdtrain.analysis.gpu_day.page import Line
+from hvdtrain.analysis.gpu_day.results import Line
 from hvdtrain.analysis.launching import members
 
 MNIST = ["--dataset", "digits", "--model", "convnet", "--no-progress"]

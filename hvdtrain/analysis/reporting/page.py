@@ -123,7 +123,7 @@ def throughput(run: RecordedRun) -> str:
 # ---- tables
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One row of a table. best: whether each cell is the best of the row."""
 
     name: str
@@ -131,7 +131,7 @@ class Row(NamedTuple):
     best: Sequence[bool] = ()
 
 
-def table(columns: Sequence[str], rows: Sequence[Row]) -> str:
+def table(columns: Sequence[str], rows: Sequence[TableRow]) -> str:
     """Return a table as HTML. columns: their heads, as HTML."""
     body = ""
     for row in rows:
@@ -154,16 +154,16 @@ def heads(runs: Sequence[RecordedRun]) -> list[str]:
 
 def comparison(runs: Sequence[RecordedRun]) -> str:
     """Return a table as HTML: the differences between the runs, then the results, with the best ones marked."""
-    rows = [Row(name, [run.config.get(name, "-") for run in runs]) for name in differing(runs)]
+    rows = [TableRow(name, [run.config.get(name, "-") for run in runs]) for name in differing(runs)]
     if len(runs) == 1:
-        rows = [Row(name, [runs[0].config[name]]) for name in ("ranks", "engine")]
+        rows = [TableRow(name, [runs[0].config[name]]) for name in ("ranks", "engine")]
     found = [{result.label: result for result in results(run)} for run in runs]
     told = [figures(run) for run in runs]
     for label in dict.fromkeys(label for each in told for label in each):
         values = [each.get(label.removeprefix("best ")) for each in found]
         numbers = [None if v is None else v.best if label.startswith("best ") else v.value for v in values]
         metric = next((value.metric for value in values if value is not None and value.metric is not None), None)
-        rows.append(Row(label, [each.get(label, "-") for each in told], first_of(numbers, metric)))
+        rows.append(TableRow(label, [each.get(label, "-") for each in told], first_of(numbers, metric)))
     return table(heads(runs), rows)
 
 
@@ -179,7 +179,7 @@ def first_of(values: Sequence[float | None], metric: Metric | None) -> list[bool
 def configuration(runs: Sequence[RecordedRun]) -> str:
     """Return a table of all flags and facts as HTML."""
     names = dict.fromkeys(name for run in runs for name in run.config)
-    rows = [Row(name, [run.config.get(name, "-") for run in runs]) for name in names]
+    rows = [TableRow(name, [run.config.get(name, "-") for run in runs]) for name in names]
     return f"<details><summary>Configuration</summary>{table(heads(runs), rows)}</details>"
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hvdtrain.analysis.gpu_day.page import PAGE, RECORD
+from hvdtrain.analysis.gpu_day.results import PAGE, RECORD
 from hvdtrain.analysis.gpu_day.rows import ROWS
 from tests.e2e.launchers import BIN, environment, launch
 from tests.single.analysis.nvidia_smi import GPU, put

@@ -65,7 +65,10 @@ def two(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
     return root, several("mpirun", 2, root, runs)
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=pytest.mark.slow), "horovodrun", "gloo", "starter"])
+SLOWLY = [pytest.param(launcher, marks=pytest.mark.slow) for launcher in ("mpirun", "gloo")]
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "starter", *SLOWLY])
 def test_two_ranks_learn_the_digits_under_every_launcher(launcher, learned):
     directory, done = learned(launcher)
     assert done.code == 0, done

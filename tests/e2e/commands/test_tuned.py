@@ -31,6 +31,25 @@ for number in range(20):
     if number == 9 and hvd.rank() == 1:
         sleepy()
 """,
+    # Rank 1 has no batch and no collective for fourteen times the limit: computing, then writing.
+    "works alone": """
+import hvdtrain.hangs.timeouts
+hvdtrain.hangs.timeouts.LEAST_SECONDS = 1.0
+from pathlib import Path
+for number in range(20):
+    step()
+    if number == 9 and hvd.rank() == 1:
+        until = time.monotonic() + 7
+        while time.monotonic() < until:
+            model(torch.ones(2000, 4))
+        until = time.monotonic() + 7
+        with open("/dev/null", "wb", buffering=0) as file:
+            while time.monotonic() < until:
+                file.write(bytes(100))
+                time.sleep(0.05)
+    hvd.allreduce(torch.ones(1))
+print("done", flush=True)
+""",
     "joins": """
 for number in range(9 + 9 * hvd.rank()):  # rank 0 has left when our own sum travels
     step()
@@ -110,6 +129,14 @@ def test_the_rank_that_does_not_come_is_named_with_its_place(launcher, tmp_path)
     assert "time.sleep(1000)" in done.stderr
     assert "hvdtrain/" not in done.stderr  # none of our frames
     assert [event["kind"] for event in events(tmp_path, "error")] == ["watchdog"]
+
+
+@pytest.mark.slow
+def test_a_rank_at_work_alone_is_not_ended(tmp_path):
+    done = run("works alone", tmp_path, "gloo", flags="--watch auto")
+    assert (done.code, done.stdout.count("done")) == (0, 2), done
+    assert "warning: rank 1 on" in done.stderr, done
+    assert ", at script.py:" in done.stderr, done
 
 
 @pytest.mark.slow

@@ -38,9 +38,6 @@ def test_what_horovod_began_ddp_continues_with_the_same_numbers(tmp_path, withou
     assert began.code == 0, began
     *_, last = sorted((directory / "checkpoints").glob("step-*.safetensors"))
     last.unlink()
-    refused = train("starter", f"--output-dir {directory}", PYTHONPATH=without_horovod)
-    assert refused.code == 2, refused
-    assert "Horovod cannot be imported (No module named 'horovod')" in refused.stderr
     done = train("starter", f"--engine ddp --output-dir {directory}", PYTHONPATH=without_horovod)
     assert done.code == 0, done
     assert [event["epoch"] for event in events(directory, "resume")] == [2]

@@ -10,11 +10,17 @@ import warnings
 import pytest
 import yaml
 
+from hvdtrain.engines.launchers import announced
+from hvdtrain.launching.rendezvous import meeting_point
 from tests.e2e.cluster import Cluster, needs_hosts, needs_ssh
 from tests.e2e.launchers import BIN, ROOT
 
 MANIFESTS = ROOT / "launch" / "kubernetes"
 COMMANDS = ("horovod", "reduce", "ddp")  # of horovod.yaml: as it is, and what its comments name
+# What Kubeflow's operator sets in a container (kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go), by pod.
+PET = (
+    "PET_NNODES={nodes} PET_NPROC_PER_NODE={ranks} PET_NODE_RANK={index} PET_MASTER_ADDR={first} PET_MASTER_PORT=29400"
+)
 
 
 def documents(name: str) -> dict[str, dict]:
@@ -91,6 +97,44 @@ def test_the_mpijob_is_valid():
     assert resources["limits"]["nvidia.com/gpu"] == spec["slotsPerWorker"]
 
 
+def trainjob() -> tuple[dict, dict]:
+    """Return the TrainJob's trainer, and its patch of the pods."""
+    spec = yaml.safe_load((MANIFESTS / "trainjob.yaml").read_text())["spec"]
+    (replicated,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["name"] == "node"  # of the runtime torch-distributed
+    return spec["trainer"], replicated["template"]["spec"]["template"]["spec"]
+
+
+def test_the_trainjob_is_valid():
+    """Its pods by the published schema; its own fields as kubeflow/trainer's v1alpha1 defines them."""
+    job = yaml.safe_load((MANIFESTS / "trainjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert set(job["spec"]) == {"runtimeRef", "trainer", "runtimePatches"}
+    trainer, pod = trainjob()
+    assert set(trainer) <= {"image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"}
+    assert not [
+        entry["name"] for entry in trainer["env"] if entry["name"].startswith("PET_")
+    ]  # refused by the operator
+    ranks = trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    assert trainer["command"][-2:] == ["--local-ranks", str(ranks)]
+    assert trainer["numProcPerNode"] == ranks
+    (patched,) = pod["containers"]
+    assert set(patched) <= {"name", "env", "volumeMounts", "securityContext"}  # all that a patch may have
+    whole = patched | {key: trainer[key] for key in ("image", "command", "args", "env")}
+    spec = pod | {"containers": [whole | {"resources": trainer["resourcesPerNode"]}]}
+    validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec})
+
+
+def test_the_trainjobs_pods_find_their_place():
+    trainer, _ = trainjob()
+    first = "hvdtrain-node-0-0.hvdtrain"
+    for index in range(trainer["numNodes"]):
+        text = PET.format(nodes=trainer["numNodes"], ranks=trainer["numProcPerNode"], index=index, first=first)
+        environment = dict(word.split("=") for word in text.split())
+        assert announced(environment) == ("Kubeflow", index, 2)
+        assert meeting_point(environment, "Kubeflow") == (first, 29400)
+
+
 @pytest.mark.parametrize("name", ["horovod.yaml", "mpijob.yaml"])
 def test_no_pod_is_root_or_may_become_it(name):
     found = documents(name)
@@ -122,15 +166,19 @@ def as_pod_user() -> list[str]:
 
 @needs_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "trainjob"])
 def test_pods_run(command, tmp_path):
     """Each pod's command, with two ranks, and only the environment that the manifest, the image and Kubernetes give."""
-    spec = job(command)["spec"]
-    title, container = "hvdtrain", spec["template"]["spec"]["containers"][0]
+    title = "hvdtrain"
+    if command == "trainjob":
+        container, nodes, pods = trainjob()[0], trainjob()[0]["numNodes"], "hvdtrain-node-0"
+    else:
+        spec = job(command)["spec"]
+        container, nodes, pods = spec["template"]["spec"]["containers"][0], spec["completions"], title
     out = tmp_path / "out"
     out.mkdir(mode=0o777)
     out.chmod(0o777)
-    hosts = [f"{title}-{index}" for index in range(spec["completions"])]
+    hosts = [f"{pods}-{index}" for index in range(nodes)]
     with Cluster(tmp_path, hosts, domain=title) as cluster:
         started = {}
         for index, host in enumerate(hosts):
@@ -140,6 +188,9 @@ def test_pods_run(command, tmp_path):
                 "PYTHONPATH": str(ROOT),
                 "KUBERNETES_SERVICE_HOST": "10.96.0.1",
             }
+            if command == "trainjob":
+                told = PET.format(nodes=nodes, ranks=2, index=index, first=f"{hosts[0]}.{title}")
+                variables |= dict(word.split("=") for word in told.split())
             typed = [*container["command"][:-1], "2", "--oversubscribe", *container["args"]]
             words = [str(out) if word == "/out" else word for word in typed]
             clean = ["env", "-i", *(f"{key}={value}" for key, value in variables.items())]

@@ -74,12 +74,45 @@ def test_trains_on_two_nodes(cluster, how, transport, tmp_path):
     assert summary(tmp_path / "out")["world_size"] == 2
 
 
-def test_srun_without_pmix_and_without_the_starter_trains_nothing(cluster):
+@pytest.mark.parametrize("kind", ["none", "pmi2"])
+def test_srun_without_pmix_and_without_the_starter_trains_nothing(cluster, kind):
     """Else it would be two jobs of one rank that train side by side and say nothing."""
-    command = ["srun", "--mpi=none", "-N2", sys.executable, "-m", "hvdtrain.mnist", "--dataset", "digits"]
+    command = ["srun", f"--mpi={kind}", "-N2", sys.executable, "-m", "hvdtrain.mnist", "--dataset", "digits"]
     done = cluster("a", *command)
     assert done.code != 0, done
     assert "accuracy" not in done.stdout, done
+
+
+MNIST = "-m hvdtrain.mnist --dataset digits --epochs 1 --threads 1 --no-progress --output-dir OUT"
+SUMS = """
+import horovod.torch as hvd, torch
+hvd.init()
+total = int(hvd.allreduce(torch.tensor([hvd.rank() + 1]), op=hvd.Sum))
+print(f"rank {hvd.rank()} of {hvd.size()}: sum {total}, {'Gloo' if hvd.gloo_enabled() else 'MPI'}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "lines"),
+    [
+        (f"-m hvdtrain.starter {MNIST}", ["2 ranks on 2 hosts, horovod over Gloo"]),
+        (f"{MNIST} --engine ddp", ["2 ranks on 2 hosts, ddp"]),
+        ("-m hvdtrain.starter SUMS", [f"rank {rank} of 2: sum 3, Gloo" for rank in (0, 1)]),
+        (
+            "-m hvdtrain.starter -m hvdtrain.tuned SUMS",
+            [f"rank {rank} of 2: sum 3, Gloo" for rank in (0, 1)] + ["hvdtrain.tuned: 2 ranks, on this host 1 x"],
+        ),
+    ],
+    ids=["Horovod", "ddp", "a script", "a script, tuned"],
+)
+def test_srun_with_pmi2(cluster, program, lines, tmp_path):
+    """It also sets PMI_RANK and PMI_SIZE, as mpirun of MPICH does, which names no host to meet at."""
+    (tmp_path / "sums.py").write_text(SUMS)
+    words = program.replace("OUT", f"{tmp_path}/out").replace("SUMS", f"{tmp_path}/sums.py").split()
+    done = cluster("a", "srun", "--mpi=pmi2", "-N2", sys.executable, *words, timeout=120)
+    assert done.code == 0, done
+    for line in lines:
+        assert line in done.stdout + done.stderr, done
 
 
 def test_signal_before_the_limit_requeues_until_done(cluster, tmp_path):

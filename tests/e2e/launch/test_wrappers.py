@@ -289,6 +289,96 @@ def test_other_mpis_start_ranks_with_these_options(place):
     assert sorted(done.stdout.split("\n")) == ["", "0 0.3 None", "1 0.3 None"]
 
 
+ONE_FORKER = "python -m hvdtrain.starter --local-ranks"
+SITE_SCRIPTS = {  # by name: the file, what is edited, variables; the beginning and the end of the printed command
+    "slurm, pyxis": (
+        "slurm.sbatch", {"how=starter": "how=forked", "image=''": "image=/images/hvdtrain.sqsh"},
+        {"SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8", "SCRATCH": "/scratch/me"},
+        "srun --mpi=none --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --wait=60 --kill-on-bad-exit=0 "
+        "--container-image=/images/hvdtrain.sqsh "
+        "--container-mounts=/scratch/me:/scratch/me,{home}/hvdtrain/runs/0:{home}/hvdtrain/runs/0 "
+        f"{ONE_FORKER} 4 -m hvdtrain.mnist --output-dir {{home}}/hvdtrain/runs/0 --no-progress",
+    ),
+    "slurm, an image of a registry": (
+        "slurm.sbatch", {"image=''": "image='registry.example.org#hvdtrain:1'"}, {},
+        "srun --mpi=none --wait=60 --kill-on-bad-exit=0 '--container-image=registry.example.org#hvdtrain:1' "
+        "--container-mounts=/scratch:/scratch,{home}/hvdtrain/runs/0:{home}/hvdtrain/runs/0 "
+        "python -m hvdtrain.starter -m hvdtrain.mnist --output-dir {home}/hvdtrain/runs/0 --no-progress",
+    ),
+    "pbs, unedited": (
+        "job.pbs", {}, {},
+        "mpiexec -n 1 --ppn 1 --depth 32 --cpu-bind depth --env MASTER_ADDR=localhost --env MASTER_PORT=20000 "
+        f"{ONE_FORKER} 4 -m hvdtrain.mnist --output-dir {{home}}/hvdtrain/runs/0 --no-progress",
+    ),
+    "pbs, two hosts": (  # PBS names a host once for each rank, and has a name behind the number
+        "job.pbs", {"image=''": "image=/images/hvdtrain.sif"},
+        {"PBS_NODEFILE": "{home}/nodes", "PBS_JOBID": "1234567.polaris-pbs-01"},
+        "mpiexec -n 2 --ppn 1 --depth 32 --cpu-bind depth --env MASTER_ADDR=x3004c0s7b0n0 --env MASTER_PORT=24567 "
+        f"apptainer exec --nv --bind /tmp /images/hvdtrain.sif {ONE_FORKER} 4 -m hvdtrain.mnist "
+        "--output-dir {home}/hvdtrain/runs/1234567.polaris-pbs-01 --no-progress",
+    ),
+    "pbs, the site's MPI": (
+        "job.pbs", {"how=forked": "how=mpi"}, {"PBS_NODEFILE": "{home}/nodes", "PBS_JOBID": "0000009.a"},
+        "mpiexec -n 8 --ppn 4 --depth 8 --cpu-bind depth "
+        "python -m hvdtrain.mnist --output-dir {home}/hvdtrain/runs/0000009.a --no-progress",
+    ),
+    "flux, unedited": (
+        "job.flux", {}, {},
+        "flux run --nodes=1 --ntasks=1 --exclusive --env=MASTER_ADDR=localhost --env=MASTER_PORT=20123 "
+        f"{ONE_FORKER} 4 -m hvdtrain.mnist --output-dir {{home}}/hvdtrain/runs/hvdtrain --no-progress",
+    ),
+    "flux, two hosts": (
+        "job.flux", {"ranks=4": "ranks=8"}, {"PATH": "{home}/bin:/usr/bin:/bin"},
+        "flux run --nodes=2 --ntasks=2 --exclusive --env=MASTER_ADDR=tuolumne7 --env=MASTER_PORT=20123 "
+        f"{ONE_FORKER} 8 -m hvdtrain.mnist --output-dir {{home}}/hvdtrain/runs/hvdtrain --no-progress",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SITE_SCRIPTS)
+def test_a_sites_script_prints_its_command(case, tmp_path):
+    """Only lines that are marked EDIT are edited."""
+    name, edits, variables, expected = SITE_SCRIPTS[case]
+    (tmp_path / "nodes").write_text("x3004c0s7b0n0\n" * 2 + "x3004c0s7b1n0\n" * 2)
+    (tmp_path / "bin").mkdir()
+    program(
+        tmp_path / "bin" / "flux", 'case $* in *--count*) echo 2 ;; "hostlist --nth=0 local") echo tuolumne7 ;; esac'
+    )
+    lines = (ROOT / "launch" / name).read_text().splitlines(keepends=True)
+    for before, after in edits.items():
+        (number,) = [number for number, line in enumerate(lines) if line.startswith(before)]
+        assert "EDIT" in lines[number]
+        lines[number] = lines[number].replace(before, after)
+    (tmp_path / name).write_text("".join(lines))
+    env = {"PATH": "/usr/bin:/bin", "HOME": "{home}", "DRY_RUN": "1"} | variables
+    env = {key: value.format(home=tmp_path) for key, value in env.items()}
+    done = subprocess.run(["bash", tmp_path / name], cwd="/", env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert shlex.split(done.stdout) == shlex.split(expected.format(home=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "edits", "line"),
+    [
+        ("slurm.sbatch", {"how=starter": "how=x"}, "slurm.sbatch: error: how=x: choose starter, forked, pmix or mpirun"),
+        (
+            "slurm.sbatch", {"how=starter": "how=mpirun", "image=''": "image=/a.sqsh"},
+            "slurm.sbatch: error: pyxis starts containers from srun: choose how=starter, forked or pmix",
+        ),
+        ("job.pbs", {"how=forked": "how=x"}, "job.pbs: error: how=x: choose forked or mpi"),
+        ("job.flux", {}, "job.flux: error: no flux on PATH: submit this file with flux batch"),
+    ],
+)  # fmt: skip
+def test_a_sites_script_refuses_in_one_line(name, edits, line, tmp_path):
+    text = (ROOT / "launch" / name).read_text()
+    for before, after in edits.items():
+        text = text.replace(f"\n{before} ", f"\n{after} ")
+    (tmp_path / name).write_text(text)
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)} | ({"DRY_RUN": "1"} if edits else {})
+    done = subprocess.run(["bash", tmp_path / name], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line + "\n")
+
+
 @pytest.mark.parametrize(
     ("how", "start"),
     [

@@ -1,4 +1,4 @@
-"""--track mlflow under a real launcher, with MLflow's client and a store of its own."""
+"""--track mlflow and wandb under a real launcher, with the real clients and a store of their own."""
 
 import importlib.util
 import shlex
@@ -8,10 +8,13 @@ import pytest
 
 from tests.e2e.launchers import events, launch, several
 
-pytestmark = [
-    pytest.mark.slow,  # tests/single/output/test_tracking.py has the logic
-    pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="no mlflow: launch/setup --with track"),
-]
+pytestmark = pytest.mark.slow  # tests/single/output/test_tracking.py has the logic
+without_mlflow = pytest.mark.skipif(
+    importlib.util.find_spec("mlflow") is None, reason="no mlflow: launch/setup --with track"
+)
+without_wandb = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="no wandb: launch/setup --with wandb"
+)
 
 
 @pytest.fixture
@@ -21,6 +24,7 @@ def store(tmp_path, monkeypatch) -> str:
     return (tmp_path / "store").as_uri()
 
 
+@without_mlflow
 def test_a_run_that_was_stopped_goes_on_in_its_record(store, tmp_path):
     flags = "--dataset digits --epochs 2 --train-samples 640 --log-steps 1 --batch-size 32 --no-progress --track mlflow"
     flags += f" --checkpoint-steps 5 --output-dir {tmp_path / 'out'}"
@@ -54,6 +58,7 @@ def test_a_run_that_was_stopped_goes_on_in_its_record(store, tmp_path):
     assert losses == {event["step"]: event["loss"] for event in events(tmp_path / "out", "train")}
 
 
+@without_mlflow
 def test_without_a_server_the_record_is_in_the_output_folder_or_the_run_goes_on_without(tmp_path):
     flags = "--dataset digits --epochs 1 --train-samples 320 --no-progress --track mlflow"
     runs = {
@@ -65,3 +70,17 @@ def test_without_a_server_the_record_is_in_the_output_folder_or_the_run_goes_on_
     assert "warning" not in done["local"].stderr
     assert "warning: --track: http://127.0.0.1:9 does not accept this run at the moment" in done["down"].stderr
     assert len(list((tmp_path / "local" / "mlflow").glob("*/*/artifacts/summary.json"))) == 1
+
+
+@without_wandb
+def test_wandb_offline_is_in_the_output_folder_under_one_id(tmp_path):
+    flags = "--dataset digits --train-samples 320 --no-progress --track wandb"
+    flags += f" --output-dir {tmp_path / 'out'}"
+    for epochs in (1, 2):
+        run = f"mpirun --oversubscribe -np 2 {shlex.quote(sys.executable)} -m hvdtrain.mnist {flags} --epochs {epochs}"
+        done = launch(run, WANDB_MODE="offline")
+        assert done.code == 0, done
+        assert "warning" not in done.stderr
+    records = sorted((tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(records) == 2  # of rank 0 alone, one for each start
+    assert len({record.name for record in records}) == 1  # `wandb sync` makes one run of them

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import gpu_day
-from hvdtrain.analysis.gpu_day import page, probes, rows
+from hvdtrain.analysis.gpu_day import probes, results, rows
 from hvdtrain.analysis.gpu_day.day import Day, Failed, NotRun, OnGpus, SignalRank, left_on_gpus
-from hvdtrain.analysis.gpu_day.page import NOT_OK, NOT_RUN, OK, Line, Outcome
+from hvdtrain.analysis.gpu_day.results import NOT_OK, NOT_RUN, OK, Line, Outcome
 from hvdtrain.analysis.gpu_day.rows import Showed
 from hvdtrain.engines.errors import UserError
 
@@ -53,19 +53,19 @@ def test_the_page_has_every_row_and_is_read_again(tmp_path):
         "a": Outcome(OK, "8\nimages/s", 61.4, ("python -m a",), {"per_second": 8.0}),
         "b": Outcome(NOT_OK, "exit code 1", 2.0, ("A=1 python -m b", "python -m c")),
     }
-    page.write(tmp_path, lines, outcomes, FACTS)
-    text = (tmp_path / page.PAGE).read_text()
+    results.write(tmp_path, lines, outcomes, FACTS)
+    text = (tmp_path / results.PAGE).read_text()
     assert "1 ok, 1 not ok, 1 not run. On: 1 x H100." in text
     assert "| a | docs/x.md: it \\| works | works | 8 images/s | 9 images/s | ok |" in text
     assert "| b | README: b | b | exit code 1 |   | **not ok** |" in text
     assert "| c | d | e | not come to |   | **not run** |" in text
     assert "**a**, 61 s\n\n```\npython -m a\n```" in text
     assert "processor" not in text
-    facts, again = page.read(tmp_path)
+    facts, again = results.read(tmp_path)
     assert facts == FACTS
     assert (again["a"], again["b"], again["c"].verdict) == (outcomes["a"], outcomes["b"], NOT_RUN)
-    assert "A rehearsal on the processor" in page.markdown(lines, outcomes, FACTS | {"device": "cpu"})
-    assert page.read(tmp_path / "nowhere") == ({}, {})
+    assert "A rehearsal on the processor" in results.markdown(lines, outcomes, FACTS | {"device": "cpu"})
+    assert results.read(tmp_path / "nowhere") == ({}, {})
 
 
 # ---- a day
@@ -84,7 +84,7 @@ def started(tmp_path, monkeypatch):
             sys, "argv", ["gpu_day.py", "--output-dir", str(tmp_path / "out"), "--device", "cpu", *flags]
         )
         code = gpu_day.main()
-        written = json.loads((tmp_path / "out" / page.RECORD).read_text())["rows"]
+        written = json.loads((tmp_path / "out" / results.RECORD).read_text())["rows"]
         return code, {row["name"]: (row["verdict"], row["showed"]) for row in written}
 
     before = signal.getsignal(signal.SIGTERM)
@@ -159,8 +159,8 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_written(started, tmp_path, m
     full = raising(OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(UserError, match=r"cannot be used \(No space left on device\): free some space"):
         started({"a": full, "b": full})
-    assert page.read(tmp_path / "out")[1]["a"].verdict == OK
-    (tmp_path / "out" / page.RECORD).write_text("{")
+    assert results.read(tmp_path / "out")[1]["a"].verdict == OK
+    (tmp_path / "out" / results.RECORD).write_text("{")
     with pytest.raises(UserError, match=r"gpu-day.json is damaged"):
         started({"a": full})
 
@@ -170,7 +170,7 @@ def test_without_a_gpu_it_says_so_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--output-dir", str(tmp_path)])
     with pytest.raises(UserError, match=r"torch 2\S+ sees no GPU here: start it on a GPU node"):
         gpu_day.main()
-    assert not (tmp_path / page.PAGE).exists()
+    assert not (tmp_path / results.PAGE).exists()
 
 
 def test_the_list_needs_nothing(monkeypatch, capsys):

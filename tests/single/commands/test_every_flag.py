@@ -17,6 +17,7 @@ IMAGENET = "single/commands/test_flags_of_imagenet.py::test_"
 LM = "single/commands/test_flags_of_lm.py::test_"
 BENCHMARK = "single/commands/test_flags_of_benchmark.py::test_"
 GPU_DAY = "single/analysis/test_gpu_day.py::test_"
+EVALUATE = "single/commands/test_evaluate.py::test_"
 OTHERS = "single/commands/test_flags_of_others.py::test_"
 PARALLEL = "parallel/test_flags.py::test_"
 WATCHING = "e2e/training/test_watching.py::test_"
@@ -52,6 +53,8 @@ TRAINING: Tests = {
     PARALLEL + "replicas_are_compared_at_check_steps": "--check-steps",
     WATCHING + "tensorboard_has_what_metrics_has": "--tensorboard",
     WATCHING + "each_rank_has_a_profile_of_the_steps_that_were_asked_for": "--profile",
+    EVALUATE + "evaluate_gives_the_metrics_of_the_end_of_training_without_any_other_flag": "--evaluate",
+    EVALUATE + "predictions_are_in_the_order_of_the_data_set": "--predict",
     TRACKING + "without_a_server_the_record_is_in_the_output_folder_or_the_run_goes_on_without": "--track",
     "single/training/test_run.py::test_a_step_left_out_changes_nothing_and_training_goes_on": "--max-skipped",
     "e2e/training/test_guard.py::test_a_hung_rank_is_named_and_ends_the_job": "--step-timeout",

@@ -1,5 +1,6 @@
 """Image folders, shards and synthetic images in one process: who gets which sample, and what of corrupt ones."""
 
+import functools
 import io
 import os
 import pickle
@@ -181,7 +182,8 @@ def test_an_image_that_would_fill_the_memory_is_refused(monkeypatch):
         loading.decode(bytes(content))
 
 
-def photograph(height: int, width: int) -> bytes:
+@functools.cache
+def photograph(height: int = 901, width: int = 1203) -> bytes:
     """Return a JPEG image with about a photograph's spectrum: the amplitude falls with the frequency; colours vary less."""
     generator = torch.Generator().manual_seed(1)
     frequency = torch.hypot(torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)).clamp_min(1 / width)
@@ -198,16 +200,13 @@ def photograph(height: int, width: int) -> bytes:
     return file.getvalue()
 
 
-PHOTOGRAPH = photograph(901, 1203)
-
-
 @pytest.mark.parametrize("decoder", ["simplejpeg", "Pillow"])
 @pytest.mark.parametrize("scale", [2, 4, 8])
 def test_an_image_is_decoded_at_a_fraction_of_its_size_rounded_up(scale, decoder, monkeypatch):
     if decoder == "Pillow":
         monkeypatch.setattr(loading, "fast_decoder", lambda: None)
-    assert loading.jpeg_size(PHOTOGRAPH) == (901, 1203)
-    assert loading.decode(PHOTOGRAPH, scale).shape == (3, -(-901 // scale), -(-1203 // scale))
+    assert loading.jpeg_size(photograph()) == (901, 1203)
+    assert loading.decode(photograph(), scale).shape == (3, -(-901 // scale), -(-1203 // scale))
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -231,7 +230,7 @@ def test_a_reduced_decode_prepares_the_same_image_within_a_grey_level(train, mon
 
 
 def test_an_image_too_small_to_be_reduced_keeps_its_pixels():
-    for content in (PHOTOGRAPH, jpeg(kind="PNG")):
+    for content in (photograph(), jpeg(kind="PNG")):
         for number in range(5):
             whole, reduced = (
                 loading.Prepare(224, 1, train=True, reduced=reduced)(content, 0, f"{number}")

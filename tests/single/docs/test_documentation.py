@@ -109,7 +109,8 @@ def test_wrappers_and_make_take_what_is_shown(page, tmp_path):
 def test_files_and_tests_that_are_named_exist(page):
     text = page.read_text()
     for name in re.findall(
-        r"(?<![\w/.*-])(?:launch|containers|tests|docs|hvdtrain)/[\w/-]+\.(?:py|sh|md|yaml|sbatch|def|txt)\b", text
+        r"(?<![\w/.*-])(?:launch|containers|tests|docs|hvdtrain)/[\w/-]+\.(?:py|sh|md|yaml|sbatch|pbs|flux|def|txt)\b",
+        text,
     ):
         assert (ROOT / name).exists(), name
     known = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))

@@ -4,6 +4,7 @@ A message is compared by its fixed words: where the source has a value in braces
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ PYTHON = [
     *sorted((ROOT / "launch").glob("*.py")),
     ROOT / "launch" / "setup",
 ]
-SHELL = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "launch" / "slurm.sbatch"]
+SHELL = [path for suffix in ("sh", "sbatch", "pbs", "flux") for path in sorted((ROOT / "launch").glob(f"*.{suffix}"))]
 VALUE = "…"
 
 
@@ -89,7 +90,7 @@ def undocumented(messages: Iterator[tuple[int, str]]) -> list[str]:
         if (
             " " in said.strip()
             and len(re.findall(r"[a-z]{3}", said)) > 1
-            and not re.search(".*?".join(map(re.escape, parts)), PAGE)
+            and not re.search(".*?".join(map(re.escape, filter(None, parts))), PAGE)
         ):
             missing.append(f"line {line}: {said}")
     return missing
@@ -140,13 +141,11 @@ def fixed_parts(said: str) -> list[str]:
     return [plain(part) for part in re.split(f"{VALUE}|\n", said) if part.strip()]
 
 
+@functools.cache
 def everything_said() -> list[list[str]]:
     said = [text for path in PYTHON for text in strings(path.read_text())]
     said += [text for path in SHELL for _, text in shell_messages(path)]
     return [parts for text in dict.fromkeys(said) if len(re.findall(r"\w+", " ".join(parts := fixed_parts(text)))) > 1]
-
-
-SAID = everything_said()
 
 
 def quotes(page: str) -> Iterator[str]:
@@ -164,12 +163,13 @@ def quotes(page: str) -> Iterator[str]:
             yield line.strip(" `|")
 
 
-def stale(quote: str, said: list[list[str]] = SAID) -> list[str]:
+def stale(quote: str, said: list[list[str]] | None = None) -> list[str]:
     """Return runs of words of `quote` that no message has, if they are too many for values.
 
     A string of the source fits if all its fixed parts stand in the quote, in their order. Where the source has a value, the
     quote may have other words: two in a row, and no more than half. Capitals, numbers and file names are values.
     """
+    said = everything_said() if said is None else said
     line = plain(quote).strip()
     known = [False] * len(line)
     if "..." in line:  # a message in part: each piece of it is somewhere

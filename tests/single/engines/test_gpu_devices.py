@@ -240,7 +240,7 @@ class Rank(SerialEngine):
 @pytest.mark.parametrize("shared", [False, True])
 def test_ranks_with_one_gpu_or_with_and_without_are_named(places, expected, shared, monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", str(int(shared)))
-    monkeypatch.setattr(gpu, "place", lambda device: gpu.Place("x", "cpu"))
+    monkeypatch.setattr(gpu, "rank_device", lambda device: gpu.RankDevice("x", "cpu"))
     engine = Rank(places)
     if expected is None or (shared and "no GPU" not in expected):
         engine.require_own_gpu()
@@ -258,5 +258,5 @@ def test_a_place_has_the_uuid_and_the_address(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
     host = socket.gethostname()
-    assert gpu.place(torch.device("cuda", 0)) == (host, "cuda", "4a", "0:65:0", True)
-    assert gpu.place(torch.device("cpu")) == (host, "cpu", "", "", False)
+    assert gpu.rank_device(torch.device("cuda", 0)) == (host, "cuda", "4a", "0:65:0", True)
+    assert gpu.rank_device(torch.device("cpu")) == (host, "cpu", "", "", False)

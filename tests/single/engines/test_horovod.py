@@ -3,6 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.horovod import HorovodEngine
+
 FILES = """
 import resource
 from hvdtrain.engines.errors import UserError
@@ -16,6 +21,13 @@ for soft, hard in ((900, 1000), (36, 900), (36, 36)):
     else:
         print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
+
+
+def test_where_horovod_cannot_be_imported_one_line_says_how_to_build_it(monkeypatch):
+    for name in ("horovod", "horovod.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=r"^Horovod cannot be imported \(.*horovod.*\): run `make setup`"):
+        HorovodEngine(tuning=False, rank=0, size=1, launcher="none")
 
 
 def test_gloo_has_the_open_files_that_it_needs_or_the_rank_says_how_many():

@@ -81,7 +81,7 @@ ENVIRONMENTS = [
     ),
     ("srun --mpi=none", "run", SLURM, "Slurm 5 8 4"),
     ("srun --mpi=pmix", "run", SLURM + " PMIX_RANK=5 PMIX_NAMESPACE=slurm.pmix.31.0", "Slurm 5 8 4"),
-    ("srun --mpi=pmi2", "read: mpi_pmi2.c", SLURM + " PMI_RANK=5 PMI_SIZE=8 PMI_FD=10 PMI_JOBID=31.0", "Slurm 5 8 4"),
+    ("srun --mpi=pmi2", "run", SLURM + " PMI_RANK=5 PMI_SIZE=8 PMI_FD=10 PMI_JOBID=31.0", "Slurm 5 8 4"),
     ("torchrun", "run", "RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none", "torchrun 1 4 2"),
     (
         "torchrun in a rank of another job, or in a shell with the variables of one", "run",

@@ -24,13 +24,16 @@ class Job:
     deaf: ranks that do not answer, and do not look either. All have finished their first step, whose limit is 30 s.
     """
 
-    def __init__(self, size: int, deaf: Collection[int] = (), stopped: Collection[int] = (), guest: bool = False):
+    def __init__(
+        self, size: int, deaf: Collection[int] = (), stopped: Collection[int] = (), guest: bool = False,
+        timeouts: HangTimeouts = HangTimeouts(30.0),  # noqa: B008 # immutable
+    ):  # fmt: skip
         self.deaf, self.ended, self.now = deaf, [], 0.0
         self.phases = contextlib.ExitStack()
         self.activities = [Activity() for _ in range(size)]
         self.detectors = [
             Detector(
-                rank, [f"rank {other}" for other in range(size)], activity, HangTimeouts(30.0), threading.get_ident(), 3.0,
+                rank, [f"rank {other}" for other in range(size)], activity, timeouts, threading.get_ident(), 3.0,
                 partial(self._ask, rank), partial(self._end, rank), stopped.__contains__, guest,
             )
             for rank, activity in enumerate(self.activities)
@@ -118,6 +121,62 @@ def test_the_rank_that_others_wait_for_has_the_time_of_what_it_does(what):
     assert seconds <= at - 1 <= seconds + 6
     alone = what.startswith(("between", "after the update")) and "again" not in what
     assert headline.endswith(" (if it was at work: announce that by `with run.alone():`)") == alone
+
+
+def works(*pattern: bool):
+    """Whether rank 1 is seen at work, second by second; the last one stays."""
+
+    def enter(job: Job) -> None:
+        left = list(pattern)
+        job.detectors[1].work.seen = lambda: left.pop(0) if len(left) > 1 else left[0]
+
+    return enter
+
+
+def starts(job: Job) -> None:
+    job.activities[1].__init__()
+
+
+ASKED, AUTO = HangTimeouts(30.0), HangTimeouts(None, patient=True)
+# By name: a script's limits; what rank 1 does while rank 0 waits for it; the seconds after which the job ends.
+SCRIPTS = {
+    "sleeps": (AUTO, [works(False)], 30),
+    "works": (AUTO, [works(True)], 3600),
+    "works after the update": (AUTO, [updates(works=True)], 3600),
+    "works for 100 s, then sleeps": (AUTO, [works(*[True] * 100, False)], 130),
+    "writes a line every 15 s": (AUTO, [works(*([True] + [False] * 14) * 9, False)], 35),
+    "works two seconds of three": (AUTO, [works(*[True, True, False] * 2000)], 3600),
+    "starts, and sleeps": (AUTO, [starts, works(False)], 600),
+    "starts, and downloads": (AUTO, [starts, works(True)], 3600),
+    "works, with a limit that was asked for": (ASKED, [works(True)], 30),
+}
+
+
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_a_rank_of_a_script_is_not_ended_while_it_works_unless_a_limit_was_asked_for(what, capfd):
+    timeouts, enters, seconds = SCRIPTS[what]
+    job = Job(2, guest=True, timeouts=timeouts)
+    for enter in enters:
+        enter(job)
+    job.run(1)
+    job.wait([0])
+    job.run(8000)
+    ((rank, headline, at),) = job.ended
+    assert rank == 0
+    assert headline.startswith("rank 1 keeps the others waiting, at ")
+    assert seconds <= at - 1 <= seconds + 6
+    longer = int(headline.rpartition("(if it was at work, and not hung: start with --watch ")[2].rstrip(")"))
+    assert 2 * seconds <= longer <= 2 * seconds + 12
+    told = capfd.readouterr().err
+    assert told.count("warning: rank 1 works alone for ") == (seconds == 3600), told
+
+
+def test_a_script_of_which_no_rank_works_outside_of_a_collective_is_ended():
+    """Ranks that wait in MPI use all of a core."""
+    job = Job(2, guest=True, timeouts=AUTO)
+    job.wait([0, 1])
+    job.run(100)
+    assert job.ended[0][1].startswith("all ranks wait in a collective")
 
 
 def test_the_first_step_has_its_own_limit_and_heartbeats_do_not_end_it():

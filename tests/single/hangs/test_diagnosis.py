@@ -6,7 +6,7 @@ import random
 import pytest
 
 from hvdtrain.hangs.activity import Activity
-from hvdtrain.hangs.diagnosis import MOST_STARVED, Report, diagnose_hang
+from hvdtrain.hangs.diagnosis import MOST_STARVED, TO_ANNOUNCE, TO_WATCH_LONGER, Report, diagnose_hang
 
 LIMITS = {"step": 30.0, "evaluation": 300.0, "first step": 600.0}
 
@@ -166,8 +166,16 @@ def test_how_to_announce_work_of_one_rank_is_said_where_programs_do_it(phase, an
     assert ("no step for" in diagnose_hang({0: waiting(phase=phase), 1: outside()}, names(2)).headline) == (
         phase in ("step", "the end of a step")
     )
-    assert ("run.alone()" in diagnose_hang(reports, names(2), announce="run.alone()").headline) == announced
+    assert ("run.alone()" in diagnose_hang(reports, names(2), remedy=TO_ANNOUNCE).headline) == announced
     assert "announce" not in diagnose_hang(reports, names(2)).headline
+
+
+@pytest.mark.parametrize("reports", [{0: waiting(), 1: outside()}, {0: waiting()}], ids=["answers", "does not answer"])
+def test_a_script_whose_rank_was_sound_is_told_a_longer_limit(reports):
+    """Twice the 31 s for which it made no progress. A rank that is stopped by a signal was not at work."""
+    hint = " (if it was at work, and not hung: start with --watch 62)"
+    assert diagnose_hang(reports, names(2), remedy=TO_WATCH_LONGER).headline.endswith("after step 7" + hint)
+    assert "--watch" not in diagnose_hang({0: waiting()}, names(2), stopped=[1], remedy=TO_WATCH_LONGER).headline
 
 
 def test_between_epochs_a_rank_that_does_not_answer_has_the_limit_of_a_step():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.hangs.work import Work
+from hvdtrain.launching import processes
 
 
 def seen_within(work: Work, seconds: float) -> bool:
@@ -64,3 +65,17 @@ def test_so_do_child_processes_of_child_processes(body, sees):
             assert seen_within(Work(), 20.0 if sees else 1.0) == sees
         finally:
             os.killpg(child.pid, signal.SIGKILL)
+
+
+def test_a_call_that_writes_for_long_is_work_before_it_ends(monkeypatch, tmp_path):
+    """The kernel counts what a call wrote at its end, and what goes to the disk meanwhile. fsync counts nothing."""
+    (tmp_path / "self").mkdir()
+    counts = dict(zip(["rchar", "wchar", "syscr", "syscw", "read_bytes", "write_bytes"], range(1, 7), strict=True))
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    (tmp_path / "self" / "io").write_text("".join(f"{name}: {count}\n" for name, count in counts.items()))
+    assert processes.bytes_transferred("self") == 1 + 2 + 5 + 6
+    assert processes.bytes_transferred("gone") == 0
+    for state in "SD":
+        monkeypatch.setattr(processes, "stat", lambda *_, state=state: processes.Stat(state, 1, 0.0, 0))
+        work = Work()
+        assert work.seen() == (state == "D")

@@ -199,6 +199,96 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
         tracking.Tracker(tmp_path, "sine", False)
 
 
+# ---- Weights & Biases
+
+
+class Wandb(types.ModuleType):
+    """A wandb package that remembers. `down`: `init` fails."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.__spec__ = types.SimpleNamespace()
+        self.inits, self.logged, self.config, self.summary, self.ended, self.down = [], [], {}, {}, [], False
+
+    def Settings(self, **settings):
+        return settings
+
+    def init(self, **named):
+        if self.down:
+            raise ConnectionError("https://me:secret@host/ said nothing")
+        self.inits.append(named)
+        config = types.SimpleNamespace(update=lambda values, allow_val_change: self.config.update(values))
+        return types.SimpleNamespace(
+            config=config, summary=self.summary, log=lambda values, step: self.logged.append((step, values)),
+            finish=lambda exit_code: self.ended.append(exit_code),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(tracking, "BATCH_SECONDS", 0.01)
+    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.01)
+    monkeypatch.setitem(sys.modules, "wandb", made := Wandb())
+    return made
+
+
+def track_with_wandb(directory, *events, continued=False):
+    tracker = tracking.tracker("wandb", "sine", directory, continued)
+    for name, fields in events:
+        tracker.event(name, fields)
+    tracker.close()
+
+
+def test_wandb_gets_flags_metrics_and_summary_and_a_resumed_run_continues_its_record(wandb, tmp_path):
+    track_with_wandb(tmp_path, ("start", START), *TRAIN[:2])
+    end = ("end", dict(test_error=0.25, parameters_sha256="ab"))
+    track_with_wandb(
+        tmp_path, ("start", START), TRAIN[2], ("evaluate", dict(step=3, error=0.25, prefix="test")), end, continued=True
+    )
+    track_with_wandb(tmp_path, ("start", START))
+    first, second, another = wandb.inits
+    assert first["id"] == second["id"] != another["id"]
+    assert (first["mode"], first["project"], first["resume"]) == (
+        "offline",
+        "sine",
+        "allow",
+    )  # nothing leaves the machine
+    assert wandb.config["epochs"] == 2
+    assert wandb.config["run"]["world_size"] == 2
+    assert wandb.logged[0] == (1, {"train/loss": 1.0, "run/learning_rate": 0.1})
+    assert wandb.logged[-1] == (3, {"test/error": 0.25})
+    assert wandb.summary["parameters_sha256"] == "ab"
+    assert wandb.ended == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "mode"),
+    [({"WANDB_API_KEY": "k"}, "online"), ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline")],
+)
+def test_wandb_is_asked_for_a_network_only_where_the_environment_says_so(wandb, tmp_path, monkeypatch, variables, mode):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    track_with_wandb(tmp_path, ("start", START))
+    assert wandb.inits[0]["mode"] == mode
+
+
+def test_wandb_that_does_not_answer_is_one_line(wandb, tmp_path, capsys):
+    wandb.down = True
+    track_with_wandb(tmp_path, ("start", START), *TRAIN)
+    said = capsys.readouterr().err
+    assert said.count("does not accept this run at the moment") == 1
+    assert "secret" not in said
+    assert "is incomplete; metrics.jsonl has all of it" in said
+
+
+def test_a_missing_wandb_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"--track needs a package: pip install 'hvdtrain\[wandb\]'"):
+        tracking.tracker("wandb", "sine", tmp_path, False)
+
+
 @pytest.mark.parametrize(
     ("url", "shown"),
     [

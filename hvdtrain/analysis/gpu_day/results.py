@@ -1,4 +1,4 @@
-"""The page of a first day on GPUs: each claim, what it must show, what it showed. As Markdown, and as JSON beside it."""
+"""The outcomes of a first day on GPUs, as a page of Markdown and as JSON: each claim, what it must show, what it showed."""
 
 import json
 from collections import Counter

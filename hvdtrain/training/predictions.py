@@ -1,0 +1,112 @@
+"""What the model says about each sample of a test set (`--predict FILE`), in the order of the data set."""
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hvdtrain.engines import files
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+
+Rows = tuple[Tensor, dict[str, Tensor]]  # indices, int64 [n]; by name, the samples' values, [n, ...]
+
+
+class Predictions:
+    """This rank's predictions in one evaluation. whole: the script has one part of a number of samples, not batches."""
+
+    def __init__(self, *, whole: bool):
+        self._whole, self._indices = whole, list[Tensor]()
+        self._values: dict[str, list[Tensor]] = {}
+
+    def add(self, indices: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Add a row for each of `indices`; of a whole part, the next rows of it. Raises UserError."""
+        if not values:
+            raise UserError("run.predict() got nothing: write run.predict(predicted=...)")
+        count = 0
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or not value.ndim:
+                raise UserError(f"run.predict({name}=...): give a tensor with a row for each sample")
+            count = len(value)
+        if self._whole:
+            done = sum(map(len, self._indices))
+            indices = indices[done : done + count]
+        for name, value in values.items():
+            if len(value) != len(indices):
+                said = f"has {len(value)} rows for {len(indices)} samples"
+                raise UserError(f"run.predict({name}=...) {said}: give a row for each sample of the batch")
+            own = value.detach().cpu()
+            own = (
+                own.float()
+                if own.dtype in (torch.float16, torch.bfloat16)
+                else own.byte()
+                if own.dtype is torch.bool
+                else own
+            )
+            self._values.setdefault(name, []).append(own)
+        self._indices.append(indices)
+
+    def of_all(self, engine: Engine) -> Rows:
+        """Return the predictions of all ranks, in the order of the data set. A collective."""
+        mine = {name: torch.cat(parts) for name, parts in self._values.items()}
+        shapes = {
+            name: [list(value.shape[1:]), str(value.dtype).removeprefix("torch.")] for name, value in mine.items()
+        }
+        everyone = engine.all_gather_object([sum(map(len, self._indices)), shapes], "predict.shapes")
+        known = next((theirs for _, theirs in everyone if theirs), None)
+        if known is None:
+            how = "write run.predict(predicted=...) beside run.record in its evaluation"
+            raise UserError(f"--predict: this program has predicted nothing: {how}", everywhere=True)
+        if any(theirs not in ({}, known) for _, theirs in everyone):
+            raise UserError(
+                "run.predict() got other names, shapes or types on another rank: give the same", everywhere=True
+            )
+        counts = [count for count, _ in everyone]
+        indices = torch.cat(self._indices) if self._indices else torch.zeros(0, dtype=torch.int64)
+        order = together(engine, indices, counts, "indices")
+        place = order.argsort(stable=True)
+        values = {}
+        for name, (shape, dtype) in known.items():
+            own = mine.get(name, torch.zeros(0, *shape, dtype=getattr(torch, dtype)))
+            values[name] = together(engine, own, counts, name)[place]
+        return order[place], values
+
+
+def together(engine: Engine, rows: Tensor, counts: list[int], name: str) -> Tensor:
+    """Return the rows of all ranks. A collective. counts: of each rank."""
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    everyone = engine.all_gather(padded, f"predict.{name}")
+    return torch.cat([theirs[:count] for theirs, count in zip(everyone, counts, strict=True)])
+
+
+def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor]) -> None:
+    """Write them: .safetensors has `index` and a tensor for each name; .csv a line for each sample. Raises UserError."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import save
+
+            whole = {"index": indices, **values}
+            with files.replacing(path, "wb") as file:
+                file.write(save({name: value.contiguous() for name, value in whole.items()}))
+            return
+        flat = {name: value.reshape(len(value), -1) for name, value in values.items()}
+        head = [
+            name if values[name].ndim == 1 else f"{name}_{i}" for name, v in flat.items() for i in range(v.shape[1])
+        ]
+        with files.replacing(path) as text:
+            writer = csv.writer(text, lineterminator="\n")
+            writer.writerow(["index", *head])
+            for row, index in enumerate(indices.tolist()):
+                writer.writerow([index, *(shown(item) for value in flat.values() for item in value[row].tolist())])
+    except OSError as error:
+        raise UserError(
+            f"--predict {path} cannot be written ({error.strerror or error}): name another place"
+        ) from error
+
+
+def shown(item: float) -> float | str:
+    """Return a float with as many digits as float32 has."""
+    return f"{item:.9g}" if isinstance(item, float) else item

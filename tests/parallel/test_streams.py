@@ -1,0 +1,117 @@
+"""Streams of unequal lengths on all ranks: each sample once, the gradient of all, resumed to the bit; equal ones refused."""
+
+import copy
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from hvdtrain.engines.errors import UserError
+from tests.parallel.test_loop import a_run
+
+N = 45
+
+
+class Share(IterableDataset):
+    """Of N numbers, rank 0 has the first ten more than the others."""
+
+    def __init__(self, rank, size, mine=True):
+        rest = range(10, N)[rank::size] if mine else range(10, N)
+        self.numbers, self.at = [*(range(10) if rank == 0 or not mine else ()), *rest], 0
+
+    def __iter__(self):
+        while self.at < len(self.numbers):
+            self.at += 1
+            yield torch.tensor([self.numbers[self.at - 1] / N])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Killed(Exception):
+    pass
+
+
+def descend(net, inputs):
+    """One step of plain torch with the samples of all ranks."""
+    x = torch.tensor(inputs)
+    net.zero_grad()
+    (net(x) - x).square().mean().backward()
+    torch.optim.SGD(net.parameters(), lr=0.5).step()
+
+
+def train(engine, directory=None, kill=None, mine=True, epochs=2):
+    """Return the numbers by epoch that this rank saw, of each step the samples of all ranks, and the weights."""
+    seen, counts, reference = {}, [], None
+    flags = ("--output-dir", directory, "--checkpoint-steps", "1") if directory else ()
+    with a_run(engine, *flags, epochs=epochs) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(1, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
+        reference = copy.deepcopy(net)
+        loader = DataLoader(Share(engine.rank, engine.size, mine), run.flags.batch_size)
+        for epoch in run.epochs(epochs):
+            for step in run.steps(loader):
+                mine = []
+                for x in step.batches():
+                    if step.batch.count:
+                        assert step.batch.count == len(x)
+                        seen.setdefault(epoch, []).extend((x[:, 0] * N).round().int().tolist())
+                        mine += x.tolist()
+                    step.backward((model(x) - x).square().mean())
+                step.update()
+                counts.append(step.count)
+                descend(reference, [x for rank in engine.all_gather_object(mine, "mine") for x in rank])
+                torch.testing.assert_close(net.weight, reference.weight)
+                if step.number == kill:
+                    while engine.rank == 0 and not list(Path(directory, "checkpoints").glob("step-*")):
+                        time.sleep(0.01)  # written in the background
+                    engine.barrier()
+                    raise Killed
+    return seen, counts, [p.tolist() for p in net.parameters()]
+
+
+def test_each_sample_is_used_once_where_streams_end_at_different_times(engine):
+    seen, counts, _ = train(engine, epochs=1)
+    everyone = engine.all_gather_object(seen.get(0, []), "seen")
+    assert sorted(number for numbers in everyone for number in numbers) == list(range(N))
+    assert sum(counts) == N
+    assert engine.all_gather_object(counts, "counts") == [counts] * engine.size
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["amid", "where some streams have ended"])
+def test_a_killed_run_continues_at_the_sample_of_each_rank(engine, late):
+    directory = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None, "directory")
+    try:
+        seen, counts, weights = train(engine)
+        per_epoch = len(counts) // 2
+        kill = per_epoch if late else 2  # the last step saved is the one before
+        with pytest.raises(Killed):
+            train(engine, directory, kill)
+        rest, after, resumed = train(engine, directory)
+        assert resumed == weights
+        assert after == counts[-len(after) :]
+        assert len(after) < len(counts)
+        assert rest[1] == seen[1]
+        assert rest.get(0, []) == seen[0][len(seen[0]) - len(rest.get(0, [])) :]
+    finally:
+        engine.barrier()
+        if engine.rank == 0:
+            shutil.rmtree(directory)
+
+
+def test_ranks_that_read_the_same_are_refused_on_all(engine):
+    if engine.size == 1:
+        pytest.skip("one rank")
+    with pytest.raises(UserError, match=r"^ranks 0 and 1 read the same samples of the stream") as caught:
+        train(engine, mine=False)
+    assert caught.value.everywhere

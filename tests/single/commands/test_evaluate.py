@@ -1,0 +1,169 @@
+"""`--evaluate` repeats the evaluation of a run's newest model, and `--predict` writes what it says about each sample."""
+
+import csv
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hvdtrain import imagenet, lm, mnist, training
+from hvdtrain.engines.errors import UserError
+from tests import image_set
+from tests.single.trained import trained
+from tests.single.training.small import N, X, Y, flags_for, network
+
+SCRIPTS = {
+    "mnist": (mnist, "--dataset digits --model convnet --train-samples 128 --epochs 2 --batch-size 32"),
+    "imagenet": (
+        imagenet,
+        "--data-dir {folder} --model shufflenet_v2_x0_5 --image-size 32 --batch-size 8 --epochs 2 --workers 0",
+    ),
+    "lm": (
+        lm,
+        "--text {text} --layers 1 --heads 1 --width 8 --context 8 --steps 3 --batch-size 4 --sample-tokens 0",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    text = directory / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 30)
+    return {"folder": image_set.write(directory / "folder", train=16, test=11), "text": text}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_evaluate_gives_the_metrics_of_the_end_of_training_without_any_other_flag(name, data, tmp_path, capsys):
+    script, flags = SCRIPTS[name]
+    whole = trained(script, flags.format(**data), tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    again = trained(script, f"--evaluate {tmp_path / 'run'}", tmp_path / "record")
+    assert again.code == 0
+    assert again.losses == []  # no step
+    last = whole.events("evaluate")[-1]
+    (repeated,) = again.events("evaluate")
+    own = {"time", "elapsed", "corrupt"}
+    assert {k: v for k, v in repeated.items() if k not in own} == {k: v for k, v in last.items() if k not in own}
+    assert again.summary["parameters_sha256"] == whole.summary["parameters_sha256"]
+    assert re.search(
+        rf"^epoch {last['epoch']}  (test|validation) .* of {last['count']}$", capsys.readouterr().out, re.M
+    )
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_predictions_are_in_the_order_of_the_data_set(tmp_path, data):
+    script, flags = SCRIPTS["imagenet"]
+    run = tmp_path / "run"
+    whole = trained(script, flags.format(**data), run)
+    trained(script, f"--evaluate {run} --predict {tmp_path}/p.csv")
+    trained(script, f"--evaluate {run} --predict {tmp_path}/p.safetensors")
+    rows = list(csv.DictReader((tmp_path / "p.csv").open()))
+    held = load_file(tmp_path / "p.safetensors")
+    assert [int(row["index"]) for row in rows] == held["index"].tolist() == list(range(11))
+    assert [int(row["label"]) for row in rows] == sorted(int(row["label"]) for row in rows)  # of a folder: by class
+    hits = [row["label"] == row["predicted_0"] for row in rows]
+    assert sum(hits) / 11 == pytest.approx(whole.summary["test_accuracy"])
+    assert [float(row["probability_0"]) for row in rows] == pytest.approx(held["probability"][:, 0].tolist())
+
+
+def own_program(directory, *argv, predict=True, evaluates=True, shuffled=False, rows=lambda x: x):
+    """A program of a user: its evaluation takes a loader, in batches."""
+    flags = flags_for(*argv, *(["--output-dir", str(directory)] if directory else []))
+    with training.start(flags) as run:
+        net = network()
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(flags.epochs):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(nn.functional.mse_loss(model(x), y))
+                step.update()
+            if evaluates:
+                with run.evaluating(DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=shuffled)) as batches:
+                    for x, y in batches:
+                        run.record(loss=(model(x) - y).square())
+                        if predict:
+                            run.predict(given=rows(x), wanted=y[:, 0])
+    return run
+
+
+def test_a_program_of_ones_own_predicts_in_the_order_of_its_data(tmp_path):
+    run = own_program(tmp_path / "run")
+    again = own_program(None, "--evaluate", str(tmp_path / "run"), "--predict", str(tmp_path / "p.safetensors"))
+    assert again.evaluation == run.evaluation
+    held = load_file(tmp_path / "p.safetensors")
+    assert torch.equal(held["given"], X)
+    assert torch.equal(held["wanted"], Y[:, 0])
+    assert held["index"].tolist() == list(range(N))
+
+
+def test_flags_that_are_given_win_over_those_of_the_run(tmp_path):
+    trained(mnist, SCRIPTS["mnist"][1], tmp_path / "run")
+    flags = mnist.parse(["--engine", "serial", "--evaluate", str(tmp_path / "run"), "--seed", "5", "--no-progress"])
+    flags.adopt({"seed": 9, "model": "convnet", "dataset": "digits", "keep": 99, "target_accuracy": 0.9})
+    assert (flags.seed, flags.model, flags.dataset, flags.keep, flags.target_accuracy) == (
+        5,
+        "convnet",
+        "digits",
+        3,
+        None,
+    )
+    for bad in ({"model": "ResNet"}, {"epochs": "many"}, {"lr": [1]}, {"epochs": True}, {"data_dir": {}}):
+        with pytest.raises(UserError, match=r"^the checkpoint to evaluate has a --.* that is not valid"):
+            flags.adopt(bad)
+
+
+EVALUATE = ("--evaluate", "{tmp}/run")
+PREDICT = (*EVALUATE, "--predict", "{tmp}/p.csv")
+REFUSED = {
+    "no run": (("--evaluate", "{tmp}/none"), {}, "--evaluate .*none: No such file"),
+    "the record would be in the run": (
+        (*EVALUATE, "--output-dir", "{tmp}/run"),
+        {},
+        "--evaluate: the --output-dir .* has",
+    ),
+    "no evaluation": (EVALUATE, {"evaluates": False}, "--evaluate: this program has evaluated nothing"),
+    "no prediction": (PREDICT, {"predict": False}, "--predict: this program has predicted nothing"),
+    "a row for each sample": (
+        PREDICT,
+        {"rows": lambda x: x[:1]},
+        r"run.predict\(given=...\) has 1 rows for 16 samples",
+    ),
+    "a number": (PREDICT, {"rows": lambda x: 1.0}, r"run.predict\(given=...\): give a tensor"),
+    "the file's directory": ((*EVALUATE, "--predict", "{tmp}/none/p.csv"), {}, "--predict .*p.csv cannot be written"),
+    "the file's ending": ((*EVALUATE, "--predict", "p.txt"), {}, "'p.txt' does not end in .csv or .safetensors"),
+    "only --predict": (("--predict", "p.csv"), {}, "--predict needs --evaluate"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_evaluated_is_refused_in_one_line(case, tmp_path):
+    argv, options, complaint = REFUSED[case]
+    own_program(tmp_path / "run")
+    with pytest.raises(UserError, match=complaint) as caught:
+        own_program(None, *(part.format(tmp=tmp_path) for part in argv), **options)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_run_predict_needs_an_evaluation_and_other_data_are_reported(tmp_path, capsys):
+    trained(mnist, SCRIPTS["mnist"][1], tmp_path / "run")
+    done = trained(mnist, f"--evaluate {tmp_path / 'run'} --train-samples 64")
+    assert done.code == 0
+    assert "train_samples: 128 in the checkpoint, 64 now): evaluated on those given now" in capsys.readouterr().err
+    with (
+        pytest.raises(UserError, match=r"^run.predict\(\) outside of run.evaluating"),
+        training.start(flags_for()) as run,
+    ):
+        run.predict(a=X)
+
+
+def test_the_record_of_an_evaluation_says_so(tmp_path):
+    own_program(tmp_path / "run")
+    own_program(tmp_path / "record", "--evaluate", str(tmp_path / "run"))
+    assert json.loads((tmp_path / "record" / "metrics.jsonl").read_text().splitlines()[0])["config"]["evaluate"]
+    assert not (tmp_path / "record" / "checkpoints").exists()

@@ -1,0 +1,319 @@
+"""Streams: killed and resumed to the sample and the bit, with workers and without; what is lost without a state."""
+
+import json
+import random
+import time
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from hvdtrain import training
+from hvdtrain.data import loading
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training import portable
+from tests.single.training import small
+
+N = 50  # not a multiple of batches and workers: the workers' streams end at different times
+
+
+class Numbers(IterableDataset):
+    """This worker's share of 0 to N - 1 in another order each epoch, with noise of the global generators."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def share(self):
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        info = get_worker_info()
+        return order if info is None else order[info.id :: info.num_workers]
+
+    def __iter__(self):
+        return map(noisy, self.share())
+
+
+def noisy(index):
+    return torch.tensor([float(index)]), torch.rand(1) + random.random() + np.random.rand()
+
+
+class Stateful(Numbers):
+    """Its position is its own, as that of Hugging Face's. It keeps a tensor and a tuple, as JSON does not."""
+
+    at = 0
+
+    def __iter__(self):
+        share = self.share()
+        while self.at < len(share):
+            self.at += 1
+            yield noisy(share[self.at - 1])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": (torch.tensor(self.at), 1)}
+
+    def load_state_dict(self, state):
+        at, one = state["at"]
+        assert one == 1
+        self.at = int(at)
+
+
+class Iterator:
+    def __init__(self, share):
+        self.share, self.at = share, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == len(self.share):
+            raise StopIteration
+        self.at += 1
+        return noisy(self.share[self.at - 1])
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class OfIterator(Numbers):
+    """Its iterator has the state, as torchdata allows."""
+
+    def __iter__(self):
+        return Iterator(self.share())
+
+
+class Batched(Stateful):
+    """Yields batches, as webdataset's `batched` does."""
+
+    def __iter__(self):
+        while self.at < N:
+            some = self.share()[self.at : self.at + 4]
+            self.at += len(some)
+            yield {"x": torch.tensor(some).float().unsqueeze(1), "noise": torch.rand(len(some), 1)}
+        self.at = 0
+
+
+class StatefulLoader:
+    """A loader that is no DataLoader, with a state of its own."""
+
+    def __init__(self):
+        self.dataset, self.at, self.begin = Numbers(), 0, 0
+
+    def __iter__(self):
+        share = self.dataset.share()
+        self.at, self.begin = self.begin, 0
+        while self.at < N:
+            some = [noisy(index) for index in share[self.at : self.at + 4]]
+            self.at += 4
+            yield [torch.stack(part) for part in zip(*some, strict=True)]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.begin = state["at"]
+
+
+LOADERS = {
+    "stateful": lambda: DataLoader(Stateful(), 4),
+    "stateful, 2 workers": lambda: DataLoader(Stateful(), 4, num_workers=2),
+    "a stateful iterator": lambda: DataLoader(OfIterator(), 4),
+    "a stateful iterator, 3 workers": lambda: DataLoader(OfIterator(), 4, num_workers=3),
+    "complete batches": lambda: DataLoader(Batched(), None),
+    "a stateful loader": StatefulLoader,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_have_imported_torch():
+    loading.start_workers_early([__name__])
+
+
+def flags_for(*argv, epochs=2):
+    return small.flags_for(*argv, epochs=epochs, batch_size=4)
+
+
+def train(flags, loader, each=lambda step: None, steps=None):
+    """Return the samples by epoch, and the weights."""
+    seen = {}
+    with training.start(flags) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(1, 1)
+        model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+        for epoch in run.epochs(None if steps else flags.epochs, steps=steps):
+            for step in run.steps(loader):
+                for batch in step.batches():
+                    x, noise = batch.values() if isinstance(batch, dict) else batch
+                    assert step.batch.count == len(x)
+                    seen.setdefault(epoch, []).extend(x[:, 0].int().tolist())
+                    step.backward((model(x / N) - noise).square().mean())
+                step.update()
+                each(step)
+    return seen, [p.tolist() for p in net.parameters()]
+
+
+def killed_at(number, directory):
+    def each(step):
+        if step.number == number:
+            while not list((directory / "checkpoints").glob(f"step-*{number - 1}.safetensors")):
+                time.sleep(0.01)  # written in the background
+            raise RuntimeError("killed")
+
+    return each
+
+
+def resumed_at(directory):
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return next(line["taken"] for line in lines if line["event"] == "resume")
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_killed_run_continues_at_the_very_sample(kind, tmp_path):
+    seen, weights = train(flags_for(), LOADERS[kind]())
+    assert [sorted(seen[epoch]) for epoch in (0, 1)] == [list(range(N))] * 2
+    assert seen[0] != seen[1]
+    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
+    with pytest.raises(RuntimeError, match="killed"):
+        train(flags, LOADERS[kind](), killed_at(19, tmp_path))  # of 26 steps
+    rest, after = train(flags, LOADERS[kind]())
+    taken = resumed_at(tmp_path)
+    assert 0 < taken < N
+    assert rest == {1: seen[1][taken:]}
+    assert after == weights
+
+
+def test_more_steps_continue_at_the_very_sample(tmp_path):
+    seen, weights = train(flags_for(), LOADERS["stateful"](), steps=20)
+    directory = ["--output-dir", str(tmp_path)]
+    parts = [train(flags_for(*directory), LOADERS["stateful"](), steps=steps) for steps in (5, 13, 20)]
+    assert [[i for part, _ in parts for i in part.get(epoch, [])] for epoch in (0, 1)] == [seen[0], seen[1]]
+    assert parts[-1][1] == weights
+
+
+ANEW = {
+    "no state": (lambda: DataLoader(Numbers(), 4), None, "Numbers has no state_dict"),
+    "no state, workers": (lambda: DataLoader(Numbers(), 4, num_workers=2), None, "Numbers has no state_dict"),
+    "other workers": (
+        LOADERS["stateful, 2 workers"], LOADERS["stateful"], "it was saved with num_workers=2, which is 0 now",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ANEW)
+def test_without_a_position_the_epoch_begins_anew_and_says_so(kind, tmp_path, capsys):
+    make, make_again, why = ANEW[kind]
+    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
+    with pytest.raises(RuntimeError, match="killed"):
+        train(flags, make(), killed_at(5, tmp_path))
+    said = capsys.readouterr().out
+    lost = "Numbers has no state_dict and load_state_dict: a resumed run begins the epoch of this stream anew"
+    assert (lost in said) == (make_again is None)
+    rest, _ = train(flags, (make_again or make)())
+    assert sorted(rest[0]) == list(range(N))
+    taken = resumed_at(tmp_path)
+    assert f"epoch 1 of the stream begins anew, after {taken} samples: {why}" in capsys.readouterr().out
+
+
+class Odd(Stateful):
+    def state_dict(self):
+        return {"at": object()}
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.ones(1), torch.ones(1)
+
+
+class Empty(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+class Quiet(IterableDataset):
+    def __iter__(self):
+        return ((torch.tensor([float(i)]), torch.zeros(1)) for i in range(N))
+
+
+def with_another(run):
+    net = small.network()
+    run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in run.epochs(1):
+        next(run.steps({"a": small.X, "b": DataLoader(Numbers(), 4)}))
+
+
+REFUSED = {
+    "workers that read the same": (lambda: DataLoader(Quiet(), 4, num_workers=2), "the workers of rank 0 read"),
+    "workers that read the same, without an end": (lambda: DataLoader(Endless(), 4, num_workers=2), "the workers of rank 0"),
+    "no samples": (lambda: DataLoader(Empty(), 4), "the stream of rank 0 has no samples in epoch 1"),
+    "a state of objects": (lambda: DataLoader(Odd(), 4), "the state_dict of Odd cannot be saved .it holds a object"),
+    "a state of objects, of workers": (lambda: DataLoader(Odd(), 4, num_workers=1), "the state_dict of Odd cannot be saved"),
+    "another batch": (lambda: DataLoader(Numbers(), 5), "batch_size=5, --batch-size is 4"),
+    "drop_last": (lambda: DataLoader(Numbers(), 4, drop_last=True), "drop_last=True: leave it out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_wrong_is_refused_in_one_line(case, tmp_path):
+    make, complaint = REFUSED[case]
+    with pytest.raises(UserError, match=f"^.{{0,20}}{complaint}") as caught:
+        train(flags_for("--output-dir", str(tmp_path)), make())
+    assert len(str(caught.value)) < 200
+
+
+def test_a_stream_has_no_length_and_no_other_beside_it():
+    with pytest.raises(UserError, match="the length of a stream is not known"), training.start(flags_for()) as run:
+        run.total_steps(DataLoader(Numbers(), 4), 2)
+    with pytest.raises(UserError, match="'b' is a stream, and goes with other"), training.start(flags_for()) as run:
+        with_another(run)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_stream_is_evaluated(kind):
+    with training.start(flags_for()) as run:
+        net = nn.Linear(1, 1)
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        with run.evaluating(LOADERS[kind]()) as batches:
+            for batch in batches:
+                run.record(x=(batch["x"] if isinstance(batch, dict) else batch[0]).sum())
+        assert run.evaluation == {"x": (N - 1) / 2, "count": N}
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, 2.5, None, True, "x"], "b": {"c": []}}, (1, (2,), b"\0\xff"), {1: "x", (2, 3): [4]}, {portable.KIND: "x"},
+        random.Random(1).getstate(), 2**200, [float("inf")],
+    ],
+)  # fmt: skip
+def test_a_state_comes_back_as_it_was(value):
+    back = portable.from_json(json.loads(json.dumps(portable.to_json(value))))
+    assert back == value
+    assert repr(back) == repr(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_a_tensor_comes_back_as_it_was(dtype, shape):
+    tensor = torch.ones(shape).to(dtype)
+    back = portable.from_json(json.loads(json.dumps(portable.to_json(tensor))))
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+
+
+def test_numpy_arrays_and_scalars():
+    state = np.random.RandomState(1).get_state()
+    back = portable.from_json(json.loads(json.dumps(portable.to_json(state))))
+    assert np.array_equal(back[1], state[1])
+    assert back[0] == "MT19937"
+    assert portable.to_json(np.int64(3)) == 3
