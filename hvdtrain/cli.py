@@ -297,7 +297,7 @@ def add_run(group: Parser) -> None:
     group.add_argument(
         "--track",
         choices=TRACKERS,
-        help="also record the run: MLFLOW_TRACKING_URI and WANDB_API_KEY say where (default: in --output-dir, nothing is sent)",
+        help="also record the run; MLFLOW_TRACKING_URI and WANDB_API_KEY say where (default: in --output-dir)",
     )
     group.add_argument(
         "--profile",
