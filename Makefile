@@ -37,9 +37,11 @@ test-all: setup
 lint: setup
 	. .venv/bin/activate && ruff check . && ruff format --check . && mypy && MYPYPATH=launch mypy launch/*.py launch/setup
 
-# With what pyproject.toml calls docs, which is no part of a plain set-up. A warning, such as a broken anchor, ends it.
+# With what pyproject.toml calls docs, which is no part of a plain set-up. A warning, such as a broken
+# anchor, ends it, and so does what docs/site/readability.py finds.
 docs:
 	@$(PYTHON) launch/setup $(SETUP) --with docs
+	. .venv/bin/activate && python docs/site/reference.py && python docs/site/readability.py
 	. .venv/bin/activate && python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c docs/site . site
 	@echo "site/index.html: open it in a browser"
 

@@ -297,8 +297,7 @@ def add_run(group: Parser) -> None:
     group.add_argument(
         "--track",
         choices=TRACKERS,
-        help="also record the run with MLflow, where MLFLOW_TRACKING_URI says (default: in --output-dir/mlflow), or with "
-        "Weights & Biases (in --output-dir/wandb; with WANDB_API_KEY online)",
+        help="also record the run; MLFLOW_TRACKING_URI and WANDB_API_KEY say where (default: in --output-dir)",
     )
     group.add_argument(
         "--profile",
@@ -309,7 +308,7 @@ def add_run(group: Parser) -> None:
 
 
 def add_fault_tolerance(group: Parser) -> None:
-    """Add the flags for checkpoints, restarts and failures (docs/surviving.md)."""
+    """Add the flags for checkpoints, restarts and failures (docs/restarts.md)."""
     group.add_argument(
         "--checkpoint-steps",
         type=count,

@@ -47,7 +47,7 @@ def main() -> int:
     except OSError as error:  # shutil.Error is one
         why = error.strerror or str(error)[:200]
         raise UserError(f"{error.filename or flags.directory} cannot be written ({why}): name another DIR") from error
-    print(f"written to {flags.directory}: start with {flags.directory}/docs/launching.md")
+    print(f"written to {flags.directory}: start with {flags.directory}/docs/run.md")
     return 0
 
 

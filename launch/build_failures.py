@@ -22,7 +22,7 @@ REMEDIES = (
     (r"Could NOT find MPI", "this MPI has no working mpicxx: try --mpi wheel, or --mpi none"),
     (r"Could NOT find NCCL", "pip install the nvidia-nccl wheel of your CUDA, or set HOROVOD_NCCL_HOME"),
     (r"unsupported (GNU|clang) version", "this nvcc is older than your compiler: CXX=g++-12, or a newer CUDA"),
-    (r"(need|requires?|compiled with) C\+\+\D*\d\d", "this torch needs another C++ standard: see docs/installing.md"),
+    (r"(need|requires?|compiled with) C\+\+\D*\d\d", "this torch needs another C++ standard: see docs/install.md"),
 )
 
 
@@ -38,7 +38,7 @@ def explain_failure(log: Path) -> str:
         shown += [f"    {line[:300]}" for line in lines[index : index + following] if line.strip()]
     remedy = next(
         (cure for pattern, cure in REMEDIES if re.search(pattern, text)),
-        "docs/installing.md lists what was built and run",
+        "docs/install.md lists what was built and run",
     )
     kept = Path(tempfile.gettempdir()) / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     shutil.copyfile(log, kept)

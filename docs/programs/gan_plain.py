@@ -13,6 +13,12 @@ def ring(count: int, seed: int) -> Tensor:
     return torch.stack([angle.cos(), angle.sin()], 1) + 0.05 * torch.randn(count, 2, generator=generator)
 
 
+def distance(points: Tensor) -> Tensor:
+    """Return the distance of each point to the center of the nearest cloud."""
+    angle = torch.arange(8, device=points.device) * torch.pi / 4
+    return torch.cdist(points, torch.stack([angle.cos(), angle.sin()], 1)).amin(1)
+
+
 def network(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs))
 
@@ -23,7 +29,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=64)
     flags = parser.parse_args()
     torch.manual_seed(1)
-    data = ring(4_000, 1)
+    data, noise = ring(4_000, 1), torch.randn(1_000, 8)
     generator, critic = network(8, 2), network(2, 1)
     g_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
     c_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
@@ -41,7 +47,8 @@ def main():
             loss = softplus(-critic(fake)).mean()
             loss.backward()
             g_optimizer.step()
-        print(f"epoch {epoch + 1}  loss {loss.item():.4f}")
+        with torch.no_grad():
+            print(f"epoch {epoch + 1}  distance {distance(generator(noise)).mean():.4f}")
 
 
 if __name__ == "__main__":

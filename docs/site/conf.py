@@ -21,10 +21,10 @@ from hvdtrain import __version__  # noqa: E402
 
 # The navigation, and with it the pages of the site (paths without their ending). A page that is missing here fails a test.
 NAVIGATION = {
-    "Start": ["docs/tutorial", "docs/ladder", "docs/installing", "docs/launching", "containers/README", "docs/gpus"],
-    "Train": ["docs/imagenet", "docs/lm", "docs/tuned", "docs/choosing", "docs/surviving"],
-    "Your own program": ["docs/script", "docs/horovod", "docs/leaving"],
-    "Watch and compare": ["docs/watching", "docs/report"],
+    "Start": ["docs/index", "docs/install", "docs/quickstart", "docs/ladder", "docs/convert", "docs/examples"],
+    "Train": ["docs/training", "docs/choosing", "docs/restarts", "docs/watching", "docs/troubleshooting"],
+    "Run": ["docs/run", "docs/slurm", "containers/README", "docs/gpus"],
+    "Horovod": ["docs/tuned", "docs/migrate", "docs/how-it-works", "docs/compared"],
     "Reference": [
         "docs/reference/api",
         "docs/reference/flags",
@@ -37,7 +37,7 @@ NAVIGATION = {
         "docs/reference/limits",
         "docs/reference/security",
     ],
-    "Project": ["CONTRIBUTING", "CHANGELOG"],
+    "Project": ["CONTRIBUTING", "docs/reference/extending", "CHANGELOG"],
 }
 EVIDENCE = "docs/evidence/"  # pages that others link to, and no navigation lists
 

@@ -1,6 +1,6 @@
 """How GPUs compute: fast, or with the same bits in each run (--deterministic).
 
-On CPUs nothing is set: the same command on the same machine has the same bits there (docs/surviving.md).
+On CPUs nothing is set: the same command on the same machine has the same bits there (docs/restarts.md).
 """
 
 from collections.abc import Mapping

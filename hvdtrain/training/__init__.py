@@ -1,4 +1,4 @@
-"""The library for your own training programs: `from hvdtrain import training`. See docs/script.md."""
+"""The library for your own training programs: `from hvdtrain import training`. See docs/training.md."""
 # ruff: noqa: E402
 
 from hvdtrain.launching import import_timeout

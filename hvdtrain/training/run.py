@@ -1,6 +1,6 @@
 """`Run`, the object that a training script uses. The script writes the loop; `Run` handles distribution and restarts.
 
-A call that is missing, repeated or in the wrong place raises a UserError with the correct call. docs/script.md has complete
+A call that is missing, repeated or in the wrong place raises a UserError with the correct call. docs/training.md shows
 programs.
 """
 

@@ -1,6 +1,6 @@
 """How long N ranks take from the command to its end, by what starts them, and how much memory they take together.
 
-python -m tests.bench.starting                                                   all of docs/launching.md's table: an hour
+python -m tests.bench.starting                                                   all of docs/run.md's table: an hour
 python -m tests.bench.starting --ways mpirun,starter --ranks 2,8 --rounds 3      some of it
 python -m tests.bench.starting --init --ways gloo,processes,starter --ranks 8    `hvd.init()` alone
 

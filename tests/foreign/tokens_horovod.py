@@ -1,6 +1,7 @@
 """tokens_plain.py of docs/programs with plain Horovod: mpirun -np 2 python tokens_horovod.py"""
 
 import argparse
+from random import Random
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +9,18 @@ import horovod.torch as hvd
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-TEXT = (__doc__ + "".join(open(argparse.__file__).readlines()[:400])).replace(" " * 4, "\t")
-SENTENCES = [line for line in TEXT.splitlines() if line.strip()]
-CHARACTERS = sorted({character for line in SENTENCES for character in line})
+WORDS = ["the old dog", "a small bird", "the cat", "a child on a bicycle", "sees", "follows", "waits for", "runs to"]
+
+
+def sentence(random: Random) -> str:
+    """Return a sentence such as "the cat sees a small bird, follows the old dog"."""
+    parts = [f"{random.choice(WORDS[4:])} {random.choice(WORDS[:4])}" for _ in range(random.randint(1, 3))]
+    return f"{random.choice(WORDS[:4])} {', '.join(parts)}"[:LONGEST]
+
+
 LONGEST = 80
+SENTENCES = [sentence(Random(seed)) for seed in range(400)]
+CHARACTERS = sorted({character for line in SENTENCES for character in line})
 
 
 def encode(lines: list[str]) -> Tensor:

@@ -380,7 +380,7 @@ def scaling(day: Day) -> Showed:
     return Showed(enough, f"of ranks that never communicate: {text}", {"efficiency": shares})
 
 
-LIMITS, SURVIVING, SPEED = "docs/reference/limits.md", "docs/surviving.md", "docs/evidence/speed.md"
+LIMITS, SURVIVING, SPEED = "docs/reference/limits.md", "docs/restarts.md", "docs/evidence/speed.md"
 AMP = ("--amp", "bf16", "--channels-last")
 LARGE = (*AMP, "--batch-size", "256")
 
@@ -393,14 +393,14 @@ def row(
 
 # Of every row: claim, what it must show, what was predicted.
 ROWS = (
-    row("device", device, "docs/installing.md: only the driver is needed",
+    row("device", device, "docs/install.md: only the driver is needed",
         "a driver for this CUDA; no MIG; compute mode Default"),
-    row("build", build, "docs/installing.md: a build with NCCL", "Horovod with NCCL; torch has kernels for this GPU"),
-    row("doctor", doctor, "docs/launching.md: the doctor", "no problem, on one rank and on several"),
+    row("build", build, "docs/install.md: a build with NCCL", "Horovod with NCCL; torch has kernels for this GPU"),
+    row("doctor", doctor, "docs/run.md: the doctor", "no problem, on one rank and on several"),
     row("one-rank", one_rank, f"{LIMITS}: training over NCCL", "learns the digits, over NCCL"),
-    row("sums", sums, "docs/horovod.md: the all-reduce", "1 + ... + N on each of N ranks, in six types"),
+    row("sums", sums, "docs/how-it-works.md: the all-reduce", "1 + ... + N on each of N ranks, in six types"),
     row("ranks", ranks, f"{LIMITS}: training over NCCL", "2 to 8 ranks learn the digits; replicas stay equal"),
-    row("ddp", ddp, "docs/leaving.md: both engines use NCCL", "two ranks learn the digits with --engine ddp"),
+    row("ddp", ddp, "docs/migrate.md: both engines use NCCL", "two ranks learn the digits with --engine ddp"),
     row("dataparallel", data_parallel, f"{LIMITS}: dataparallel over several GPUs", "learns the digits", gpus=2),
     row("amp", mixed, f"{LIMITS}: fp16 with a loss scaler on a GPU", "bf16 and fp16 learn the digits"),
     row("bits", bits, f"{LIMITS}: on GPUs, do not expect the same bits", "two runs differ by less than 0.1 in loss"),
@@ -409,7 +409,7 @@ ROWS = (
         f"the CPU's test loss within {CLOSE:g}, in float32"),
     row("host-reads", host_reads, "docs/gpus.md: what the host waits for",
         "no line waits for the GPU at each step"),
-    row("input-workers", input_workers, "docs/imagenet.md: input workers", "CUDA starts in the rank only"),
+    row("input-workers", input_workers, "docs/examples.md: input workers", "CUDA starts in the rank only"),
     row("killed", killed, f"{SURVIVING}: a rank that is killed",
         "the job ends, nothing is left; continued, the same bits (with --deterministic)"),
     row("terminated", terminated, f"{SURVIVING}: SIGTERM to any rank",
@@ -420,8 +420,8 @@ ROWS = (
     row("resnet50-batch", resnet(*LARGE), f"{SPEED}: ResNet-50 on one GPU", predicted="2,400 to 2,600 images/s"),
     row("resnet50-compile", resnet(*LARGE, "--compile"), f"{SPEED}: ResNet-50 on one GPU",
         predicted="2,700 to 3,000 images/s"),
-    row("gpt2", language(), "docs/lm.md: GPT-2", predicted="55,000 tokens/s"),
-    row("gpt2-compile", language("--amp", "bf16", "--compile"), "docs/lm.md: GPT-2",
+    row("gpt2", language(), "docs/examples.md: GPT-2", predicted="55,000 tokens/s"),
+    row("gpt2-compile", language("--amp", "bf16", "--compile"), "docs/examples.md: GPT-2",
         predicted="220,000 to 275,000 tokens/s"),
     row("all-reduce", all_reduce, f"{SPEED}: the all-reduce",
         f"{OF_NCCL_TESTS} of nccl-tests' bus bandwidth, if it is there"),

@@ -14,7 +14,7 @@ STARTS = {
 }
 
 
-@pytest.mark.slow  # docs/tutorial.md has it, too
+@pytest.mark.slow  # docs/quickstart.md has it, too
 @pytest.mark.parametrize("start", ["horovod", "ddp"])
 def test_before_and_after_in_the_order_of_ranks(start):
     done = launch(STARTS[start].format(ranks=4))

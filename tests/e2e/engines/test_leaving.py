@@ -1,4 +1,4 @@
-"""From Horovod to ddp in one word (docs/leaving.md), also where Horovod cannot be imported."""
+"""From Horovod to ddp in one word (docs/migrate.md), also where Horovod cannot be imported."""
 
 import os
 

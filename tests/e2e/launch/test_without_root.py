@@ -1,7 +1,7 @@
 """An ordinary user: few processes, a umask, a /proc that hides others or is missing, a checkout that belongs to root.
 
 Root starts these tests and becomes `nobody` in the jobs. Set-up as such a user, and file systems without links and locks
-or with a quota: docs/installing.md#without-root has what was run by hand.
+or with a quota: docs/install.md#without-root has what was run by hand.
 """
 
 import os

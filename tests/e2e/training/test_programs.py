@@ -1,4 +1,4 @@
-"""The programs of docs/script.md: killed and resumed to the same bits, with any number of workers, under every engine."""
+"""The programs in docs/programs: killed and resumed to the same bits, with any number of workers, under every engine."""
 
 import json
 import shlex
@@ -103,10 +103,8 @@ def test_a_program_has_few_lines_more_than_its_plain_version(name):
         ["diff", "-w", str(PROGRAMS / f"{name}_plain.py"), str(PROGRAMS / f"{name}.py")], text=True, capture_output=True
     )
     added = sum(line.startswith(">") for line in diff.stdout.splitlines())
-    removed = sum(line.startswith("<") for line in diff.stdout.splitlines())
+
     assert 0 < added <= MOST_LINES
-    row = next(line for line in (ROOT / "docs" / "script.md").read_text().splitlines() if f"programs/{name}.py" in line)
-    assert [int(cell) for cell in row.split("|")[3:5]] == [added, removed]  # as docs/script.md says
 
 
 @pytest.mark.slow

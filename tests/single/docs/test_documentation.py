@@ -1,7 +1,7 @@
 """What the documentation shows can be typed, and what it links to is there. (tests/e2e/docs runs it.)"""
 
 import ast
-import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.rows import groups
+
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "containers" / "README.md"]
 LINKING += [ROOT / "docs" / "ladder.ipynb"]  # its JSON leaves links as they are
 SCRIPTS = [path for path in sorted((ROOT / "hvdtrain").glob("*.py")) if "\ndef parse(" in path.read_text()]
+PYTHON = [path for folder in ("hvdtrain", "tests") for path in (ROOT / folder).rglob("*.py")]
+FLAGS = {flag for path in PYTHON for flag in re.findall(r'"(--[a-z][a-z-]*)"', path.read_text())}
 COMMAND = re.compile(r"(?:python|torchrun[^#\n`|]*?) -m (hvdtrain(?:\.\w+)+)([^#\n`|]*)")
 
 
@@ -42,8 +46,34 @@ def test_commands_that_a_help_text_names_exist(path):
         assert callable(importlib.import_module(name).main), name
 
 
-def test_the_readme_shows_commands():
-    assert len(commands((ROOT / "README.md").read_text())) >= 6
+def of_the_tests(text: str) -> list[tuple[str, list[str]]]:
+    """Return module and flags of every `python -m tests.NAME`, and of `make bench` and `make chaos`, in `text`."""
+    text = re.sub(r'make bench BENCH="([^"]*)"', r"python -m tests.bench \1", text.replace("\\\n", " "))
+    text = re.sub(r'make chaos CHAOS="([^"]*)"', r"python -m tests.chaos.run \1", text)
+    text = re.sub(r'--script\s+"[^"]*"', "--script X", text)  # what it measures
+    found = re.findall(r"python -m (tests(?:\.\w+)+)([^#\n`|]*)", text)
+    return [(module, re.findall(r"(?<!\S)--[a-z][a-z-]*(?:[ =][\w,.-]+)?", tail)) for module, tail in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_measurements_shown_can_be_made(page):
+    """Their modules exist, and their flags do: in the module, in another of tests, or in the program that it starts."""
+    rows = {group.name for group in groups()}
+    for module, flags in of_the_tests(page.read_text()):
+        assert importlib.util.find_spec(module) is not None, module
+        for name, _, value in (flag.replace("=", " ").partition(" ") for flag in flags):
+            assert name in FLAGS, f"{module} {name}"
+            if name == "--rows":
+                assert set(value.split(",")) <= rows | {"none"}, value
+
+
+def test_a_measurement_that_cannot_be_made_is_found():
+    assert of_the_tests('make bench BENCH="--rows jpeg,dali --x 1"') == [("tests.bench", ["--rows jpeg,dali", "--x 1"])]
+    assert of_the_tests("`python -m tests.chaos.soak --y`") == [("tests.chaos.soak", ["--y"])]
+
+
+def test_commands_are_found_in_the_pages():
+    assert len(commands((ROOT / "docs" / "run.md").read_text())) >= 6
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda path: str(path.relative_to(ROOT)))
@@ -95,8 +125,8 @@ def test_python_shown_runs(page):
 
 
 def test_quoted_lines_are_in_the_source():
-    """docs/horovod.md explains lines of the training script, the run and the engine: the ones that are there."""
+    """docs/how-it-works.md explains lines of the training script, the run and the engine: the ones that are there."""
     source = "".join(path.read_text() for path in (ROOT / "hvdtrain").rglob("*.py"))
-    quoted = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "horovod.md").read_text(), re.M)
+    quoted = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "how-it-works.md").read_text(), re.M)
     assert len(quoted) > 15
     assert [line for line in quoted if line not in source] == []

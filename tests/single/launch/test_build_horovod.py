@@ -81,7 +81,7 @@ def test_patches_apply_to_the_release(released: Path, mpi: bool) -> None:
     "tool", [["patch", "-p1", "--fuzz=0", "--batch"], ["git", "apply", "-p1"]], ids=lambda tool: tool[0]
 )
 def test_patches_apply_with_the_usual_tools_to_the_same_result(released: Path, tmp_path: Path, tool: list[str]) -> None:
-    """A site that builds its own Horovod applies the same files with one of these (docs/horovod.md)."""
+    """A site that builds its own Horovod applies the same files with one of these (docs/how-it-works.md)."""
     if not shutil.which(tool[0]):
         pytest.skip(f"no {tool[0]} here")
     theirs = tmp_path / "theirs"
@@ -268,7 +268,7 @@ def test_offline_asks_no_configured_index(tmp_path: Path, monkeypatch: pytest.Mo
         (
             "[ 10%] x\na.cc:1:2: error: no member 'x'\n|\nb.cc:1: error: later\n",
             "a.cc:1:2: error",
-            "docs/installing.md",
+            "docs/install.md",
         ),
         ("c++: fatal error: Killed signal terminated program cc1plus\n", "Killed signal", "--jobs 1"),
         ("fatal error: Python.h: No such file or directory\n", "Python.h", "python3-dev"),
@@ -278,7 +278,7 @@ def test_offline_asks_no_configured_index(tmp_path: Path, monkeypatch: pytest.Mo
             "--mpi wheel",
         ),
         ("/usr/bin/ld: final link failed: No space left on device\n", "No space left", "TMPDIR"),
-        ("nothing telling\n", "nothing telling", "docs/installing.md"),
+        ("nothing telling\n", "nothing telling", "docs/install.md"),
     ],
 )
 def test_failed_build_ends_with_the_first_error_and_a_remedy(tmp_path: Path, log: str, shown: str, remedy: str) -> None:
