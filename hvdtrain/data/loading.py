@@ -57,7 +57,7 @@ class Loaded(NamedTuple):
     labels: Tensor  # int64 [b]
     samples: int  # number of valid samples: b, or 0
     corrupt: list[CorruptSample]
-    indices: list[int]  # of the valid samples; empty where they are made up
+    indices: Sequence[int] = ()  # of the valid samples
 
 
 @dataclass(frozen=True)
