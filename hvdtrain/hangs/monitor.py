@@ -42,6 +42,7 @@ _ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
 MOST_TRACEBACKS = 3  # printed for internal errors of the thread
 LOST = "died: its connection closed unexpectedly"
 LEFT = "left"
+USER_ERROR = "UserError: "  # what the reason of a rank begins with whose input or program is wrong
 
 
 class Timing(NamedTuple):
@@ -220,8 +221,10 @@ class Monitor:
             return
         self.activity.heartbeat()  # a forked child that leaves the rank's code this way ends here
         if failure is not None:
+            if failure.startswith(USER_ERROR):  # the others may have made the same mistake: say it once
+                self.send_all(Fail(failure))
             time.sleep(0.2)  # another rank that has just died may be the cause
-            for rank in list(self.gone):
+            for rank in [rank for rank in self.gone if not self.failed_alike(rank, failure)]:
                 say_within(f"hvdtrain: error: {self.name(rank)} {self._fate(rank)}\n")
         self._closing = True
         self.send_all(Bye() if failure is None else Fail(failure))
@@ -231,6 +234,10 @@ class Monitor:
             channel.socket.close()
         self._selector.close()
         self.signals.close()
+
+    def failed_alike(self, rank: int, failure: str) -> bool:
+        """Return whether `rank` has said that it failed for the same reason as this one."""
+        return rank in self.gone and self.gone[rank][1] == f"failed: {failure}"
 
     # ---- the thread
 

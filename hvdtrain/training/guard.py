@@ -59,7 +59,10 @@ class Guard:
         elif isinstance(error, Failure):
             self.output.event("error", kind="failure", message=str(error))
         agreed = error is None or (isinstance(error, (Failure, UserError)) and error.everywhere)
-        self.monitor.close(None if agreed else f"{type(error).__name__}: {error}")
+        failure = None if agreed else f"{type(error).__name__}: {error}"
+        self.monitor.close(failure)
+        if isinstance(error, UserError) and failure and self.engine.rank and self.monitor.failed_alike(0, failure):
+            error.everywhere = True  # rank 0 prints it
         self.monitor.make_leaving().start()
 
     def heartbeat(self) -> None:

@@ -190,6 +190,8 @@ class Loader(Input):
         assert self._batches is not None
         with own_randomness(self._given.num_workers):
             data = self._copies.to_device(next(self._batches))
+        if data is None:
+            raise UserError("the DataLoader's collate_fn returned None: let it return the batch")
         return Batch(data, planned.indices, planned.local_count, planned.weight, planned.first)
 
 
@@ -244,6 +246,10 @@ def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int
             raise UserError(
                 f"run.steps got tensors of {', '.join(str(len(t)) for t in data)} samples: give equal lengths"
             )
+        for tensor in data:
+            if tensor.device.type not in ("cpu", engine.device.type):
+                how = "use run.to_device(...)"
+                raise UserError(f"run.steps got a tensor on {tensor.device}, and ranks are on {engine.device}: {how}")
         return Tensors(data, engine.device)
     kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
     raise UserError(f"run.steps got {kinds}: give it tensors, a number of samples, or a DataLoader")

@@ -1,6 +1,7 @@
 """Models and optimizers wrapped by the engine and synchronized over all ranks, with the loss scaler of --amp."""
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -50,6 +51,26 @@ def refuse_unsupported(
                 raise UserError(f"run.prepare(): {names[parameter]} is in two optimizers: {how}")
 
 
+def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise UserError on every rank if ranks have built different models or optimizers. A collective."""
+    mine = [f"{name}: {kind_of(tensor)}" for name, tensor in named_parameters(models)]
+    mine += [f"{kind_of(buffer)} buffer" for model in models for buffer in model.buffers()]
+    mine += [type(optimizer).__name__ for optimizer in optimizers]
+    theirs = engine.all_gather_object(mine, "prepare.alike")
+    for rank, other in enumerate(theirs):
+        first = next((pair for pair in zip_longest(theirs[0], other, fillvalue="nothing") if pair[0] != pair[1]), None)
+        if first is not None:
+            said = f"rank 0 has {first[0]} where rank {rank} has {first[1]}"
+            raise UserError(
+                f"run.prepare(): {said}: build the same models and optimizers on every rank", everywhere=True
+            )
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return a tensor's shape and type in words."""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 class Prepared:
     """The prepared models and optimizers. Creating it is a collective. Restore a checkpoint after it, before training.
 
@@ -70,6 +91,7 @@ class Prepared:
             kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
             raise UserError(f"run.prepare() got {kinds}: give it models and optimizers (run.register takes schedulers)")
         self._engine = engine
+        require_alike(engine, models, optimizers)
         for model in models:
             model.to(engine.device)
         if flags.weights is not None:
@@ -102,6 +124,9 @@ class Prepared:
         self.unflagged = {one for one in self.optimizers if flags.reduction != "adasum" and takes_flag(one)}
         for optimizer in self.unflagged:
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined] # GradScaler reads the flag
+        self.pending: set[torch.optim.Optimizer] = set()  # those with gradients of this step that are not applied yet
+        self.updating = False  # whether `step.update` calls the optimizers
+        self.zero_grads = {one: one.zero_grad for one in self.optimizers}
         self._averaged_at: object = None
         self._own_buffers: list[Tensor] = []
         # Adasum reduces weight updates; a missing gradient counts as zero.
@@ -110,6 +135,14 @@ class Prepared:
             engine.broadcast_model(model)
         for optimizer in self.optimizers:
             engine.broadcast_optimizer_state(optimizer)
+
+    def require_same_groups(self) -> None:
+        """Raise UserError if a parameter was added to an optimizer after `prepare`: its gradient would not be reduced."""
+        for optimizer, known in self.trained.items():
+            held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+            if not held.issubset(known):
+                how = "create the optimizer with all of its parameters"
+                raise UserError(f"a parameter was added to an optimizer after run.prepare(): {how}")
 
     def first_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that `optimizer`, one of `unflagged`, has made its first update: from now on, it is given flags."""

@@ -36,7 +36,7 @@ from hvdtrain.training.replicas import own_name
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.schedules import require_length, require_registered
 from hvdtrain.training.state import Initial, TrainState, require_free
-from hvdtrain.training.step import Shared, Step
+from hvdtrain.training.step import Shared, Step, keep_in_order
 
 
 class Run:
@@ -150,6 +150,8 @@ class Run:
         parts = (*parts, *named.values())
         prepared = Prepared(self.engine, self.flags, parts, names, micro_batches, find_unused_parameters)
         self.checkpoints.restore(prepared.models, prepared.optimizers, prepared.scaler)
+        for optimizer in prepared.optimizers:
+            keep_in_order(prepared, optimizer, steps=self.flags.reduction != "adasum")
         self._prepared = prepared
         return prepared.in_order_of(parts)
 
@@ -283,6 +285,8 @@ class Run:
         if self._opened is not None and same_data(data, self._opened[0]):
             return self._opened[1:]
         opened = open_input(self.engine, data, self.seed, self.flags.batch_size, self.output)
+        how = "give every rank all samples, each takes its part of them"
+        self.engine.require_equal("the number of samples of run.steps()", opened.samples, how)
         if self._opened is not None and self._opened[2].total != opened.samples:
             raise UserError(
                 f"run.steps() got {opened.samples} samples, and {self._opened[2].total} in the epoch before"
@@ -301,6 +305,7 @@ class Run:
         if self._opened is None:
             with self.raising_together("schedules"):
                 require_registered(self.prepared().optimizers, self._registered)
+                self.prepared().require_same_groups()
             for line in require_length(self._registered, steps, self._epochs) if steps else ():
                 self.say(f"warning: {line}")
         opened.begin(plan)
@@ -318,8 +323,9 @@ class Run:
             self.engine.activity.begin_step(state.step)
             if guard.max_skipped or (guard.check_steps and state.step % guard.check_steps == 0):
                 guard.begin_step(state, prepared.models)
-            for optimizer in prepared.optimizers:
-                optimizer.zero_grad()
+            prepared.pending.clear()
+            for clear in prepared.zero_grads.values():
+                clear()
             number = state.step + 1
             last = state.samples_of_epoch + planned.count == plan.per_epoch or number == self._step_limit
             logged = last or number == 1 or number % self.flags.log_steps == 0
@@ -416,6 +422,11 @@ class Run:
         self._in_epoch = False
         self.metrics_logger.evaluation(self._opened and self._opened[1])
         line = self.metrics_logger.epoch()
+        for name in self._goals:
+            if self.evaluation and name not in self.evaluation:
+                had = ", ".join(held for held in self.evaluation if held != "count")
+                how = f"write run.record({name}=...) in it"
+                raise UserError(f"stop_at: the evaluation recorded {had}, and not {name}: {how}", everywhere=True)
         if self._opened is None or self._opened[1].at_end(self.state.samples_of_epoch):
             self.state.end_epoch()  # else the limit of steps was reached: with a higher one, this epoch continues
         self._save(ends_epoch=True)

@@ -52,6 +52,28 @@ def finite(parameters: Sequence[nn.Parameter], adasum: bool) -> bool:
     return all(map(math.isfinite, sums))
 
 
+def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer, *, steps: bool) -> None:
+    """Refuse the author's calls of `optimizer` that would lose gradients, or apply those of this rank alone.
+
+    steps: also calls of `optimizer.step`; not for Adasum, which makes them within the backward pass.
+    """
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if optimizer in prepared.pending:
+            how = "leave it out, gradients are cleared before each step"
+            raise UserError(f"optimizer.zero_grad() would lose the gradients of this step: {how}")
+        prepared.zero_grads[optimizer]()
+
+    def before_step(*_: object) -> None:
+        if not prepared.updating:
+            how = "write step.update() after the loop over step.batches()"
+            raise UserError(f"optimizer.step() applies gradients that are not those of all ranks: {how}")
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign] # of this object alone
+    if steps:
+        optimizer.register_step_pre_hook(before_step)
+
+
 class Shared(NamedTuple):
     """Objects shared by all steps of a run."""
 
@@ -264,7 +286,8 @@ class Step:
             if one in self._reduced:
                 raise UserError(f"step {self.number}: step.backward() before the last gradients were applied: {UPDATE}")
             if one not in self._backwards and one in self._updated:  # another update in the same step
-                one.zero_grad()
+                prepared.zero_grads[one]()
+            prepared.pending.add(one)
             self._backwards[one] = self._backwards.get(one, 0) + 1
         weight: Tensor | float = batch.weight
         if count is not None:
@@ -287,6 +310,11 @@ class Step:
                     raise
                 how = "detach() what another backward pass has used, or compute it again in this loop"
                 raise UserError(f"step {self.number}: step.backward() got a part of an earlier loss: {how}") from error
+            except AssertionError as error:  # Horovod's, without a text
+                if str(error):
+                    raise
+                how = "leave loss.backward() out, step.backward(loss) calls it"
+                raise UserError(f"step {self.number}: a gradient was computed twice in a micro-batch: {how}") from error
             shared.engine.activity.collective = None  # DDP reduces inside backward
         self._calls += 1
         if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`
@@ -391,9 +419,11 @@ class Step:
             raise UserError(f"step.update() without gradients: {BACKWARD} before it, to the loop's end")
         for one in chosen:
             sound = self._reduced.pop(one)
+            prepared.pending.discard(one)
             self._updated.add(one)
             if sound is False and not prepared.scaler.is_enabled():
                 continue
+            prepared.updating = True
             with shared.engine.stepping(one):
                 if clip_norm is not None:
                     prepared.scaler.unscale_(one)
@@ -401,6 +431,7 @@ class Step:
                 if isinstance(sound, Tensor):
                     one.found_inf = sound  # type: ignore[attr-defined] # as GradScaler gives it to fused optimizers
                 prepared.scaler.step(one)  # unscales; skips the step after an overflow, the same on all ranks
+            prepared.updating = False
             if isinstance(sound, Tensor):
                 vars(one).pop("found_inf", None)  # GradScaler removes it, too
             elif sound and one in prepared.unflagged:

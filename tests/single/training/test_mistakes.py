@@ -1,0 +1,150 @@
+"""Mistakes that people make: each ends in one line with the remedy, not in a traceback, a hang or wrong weights.
+
+Those that need several ranks are in tests/parallel/test_mistakes.py; of optimizers and layers, in
+test_programs_people_have.py.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+from hvdtrain import training
+from hvdtrain.engines.errors import UserError
+from tests.single.training.small import X, Y, flags_for, network
+
+
+class Endless(Sampler):
+    def __init__(self):
+        pass
+
+    def __iter__(self):
+        return iter(range(len(X)))
+
+
+class Stateful:
+    def state_dict(self):
+        return {"function": print}
+
+    def load_state_dict(self, state):
+        pass
+
+
+DATA = TensorDataset(X, Y)
+FORM = dict(  # a program, with blanks for its mistakes
+    before="", data="X, Y", in_epoch="", at_step="", before_loss="", loss="F.mse_loss(model(x), y)",
+    backward="step.backward(loss)", in_batches="", update="step.update()", after_update="", after="", epochs="2",
+    prepare="net, torch.optim.SGD(net.parameters(), lr=0.1)", metrics="None", prepared="", stop_at="None", loop="step.batches()",
+)  # fmt: skip
+PROGRAM = """
+{before}
+with training.start(flags, metrics={metrics}) as run:
+    net = network()
+    model, optimizer = run.prepare({prepare})
+    {prepared}
+    for _ in run.epochs({epochs}, stop_at={stop_at}):
+        {in_epoch}
+        for step in run.steps({data}):
+            {at_step}
+            for x, y in {loop}:
+                {before_loss}
+                loss = {loss}
+                {backward}
+                {in_batches}
+            {update}
+            {after_update}
+        {after}
+"""
+EVALUATE = "with run.evaluating(len(X)): run.record(right=torch.ones(len(X)))"
+MISTAKES = {
+    "forgot backward": (dict(backward=""), "a micro-batch had no backward pass: write `for batch"),
+    "loss.backward() instead": (dict(backward="loss.backward()"), "a micro-batch had no backward pass"),
+    "forgot the update": (dict(update=""), "has gradients that were not applied: call step.update"),
+    "update twice": (dict(after_update="step.update()"), r"step.update\(\) without gradients"),
+    "update in the loop": (dict(in_batches="step.update()", update=""), r"step.update\(\) inside the loop over"),
+    "optimizer.step() instead": (dict(update="optimizer.step()"), r"optimizer.step\(\) applies gradients that are not"),
+    "optimizer.step() beside it": (dict(in_batches="optimizer.step()"), r"write step.update\(\) after the loop"),
+    "zero_grad before the update": (dict(update="optimizer.zero_grad(); step.update()"), r"zero_grad\(\) would lose the gradients"),
+    "zero_grad in each micro-batch": (dict(before="flags.accumulate = 2", before_loss="optimizer.zero_grad()"), "leave it out, gradients"),
+    "batch outside of a step": (dict(before="", at_step="pass", after="step.batch"), r"step.batch outside of step.batches"),
+    "steps in a list": (dict(data="X, Y", in_epoch="list(run.steps(X, Y))"), "step 1 has no gradients"),
+    "steps twice at once": (dict(in_epoch="one = run.steps(X, Y)"), "called twice in one epoch: use one loop"),
+    "an epoch that is left": (dict(after_update="break"), "epoch 1 was left after 0 of 40 samples"),
+    "a batch loop that is left": (dict(before="flags.accumulate = 2", in_batches="break"), r"step.update\(\) inside the loop"),
+    "no epochs": (dict(epochs="1.5"), "takes a whole number of at least 0, not 1.5"),
+    "a loader with its own DistributedSampler": (
+        dict(data="DataLoader(DATA, 8, sampler=torch.utils.data.DistributedSampler(DATA, 2, 0))"), "leave it out, the samples are"),
+    "another batch size": (dict(data="DataLoader(DATA, 32)"), r"write DataLoader\(..., batch_size=flags.batch_size\)"),
+    "drop_last": (dict(data="DataLoader(DATA, 8, drop_last=True)"), "an uneven last step is weighted instead"),
+    "a sampler without a length": (dict(data="DataLoader(DATA, 8, sampler=Endless())"), "Endless has no length: give it __len__"),
+    "collate_fn returns None": (dict(data="DataLoader(DATA, 8, collate_fn=print)"), "collate_fn returned None: let it return"),
+    "a Dataset in place of a loader": (dict(data="DATA"), "run.steps got TensorDataset: give it tensors"),
+    "a list in place of a tensor": (dict(data="X.tolist(), Y.tolist()"), "run.steps got list, list: give it tensors"),
+    "tensors of other lengths": (dict(data="X, Y[1:]"), "tensors of 40, 39 samples: give equal lengths"),
+    "no samples": (dict(data="X[:0], Y[:0]"), "there are no samples"),
+    "tensors elsewhere": (dict(data='X.to("meta"), Y'), r"a tensor on meta, and ranks are on cpu: use run.to_device"),
+    "more samples in the next epoch": (dict(data="X[: 20 + 8 * run.state.epoch], Y[: 20 + 8 * run.state.epoch]"), "and 20 in the epoch before"),
+    "a loss that is not a scalar": (dict(loss='(model(x) - y).square()'), "not a scalar: take the mean"),
+    "a loss that is a number": (dict(backward="step.backward(loss.item())"), "got a float, not a scalar"),
+    "a loss without a gradient": (dict(backward="step.backward(loss.detach())"), "without a gradient: compute it from the model"),
+    "another model trained": (dict(prepared="model = network()"), "0.weight got no gradient in this step: freeze it"),
+    "the optimizer of another model": (dict(prepare="net, torch.optim.SGD(network().parameters(), lr=0.1)"), "a model that was not given"),
+    "a parameter added later": (
+        dict(prepare="net, torch.optim.SGD(net[0].parameters(), lr=0.1)", prepared='optimizer.add_param_group({"params": net[3].parameters()})'),
+        r"added to an optimizer after run.prepare\(\): create the optimizer with all"),
+    "prepare twice": (dict(prepared="run.prepare(net, optimizer)"), "was called twice: give it all models"),
+    "a loader prepared": (dict(prepare="net, DataLoader(DATA, 8)"), "got Sequential, DataLoader: give it models and optimizers"),
+    "a list registered": (dict(prepared="run.register(losses=[])"), r"run.register\(losses=...\) got a list: it has no state_dict"),
+    "a function registered": (dict(prepared="run.register(it=Stateful())"), "holds a builtin_function_or_method, which a checkpoint"),
+    "an unknown target": (dict(stop_at='{"acuracy": 0.9}'), r'acuracy has no direction: training.start\(flags, metrics='),
+    "a target that is not recorded": (
+        dict(metrics='{"accuracy": "max"}', stop_at='{"accuracy": 0.9}', after=EVALUATE), r"recorded right, and not accuracy: write run.record\(accuracy"),
+    "record of training at the wrong place": (dict(after_update="step.record(a=1.0)"), r"step.record\(\) outside of step.batches"),
+    "record of evaluations at the wrong place": (dict(after_update="run.record(a=1.0)"), r"run.record\(\) outside of run.evaluating"),
+    "a name that is taken": (dict(in_batches="step.record(samples=1.0)"), "samples is a field of every record"),
+    "an evaluation that records nothing": (dict(after="with run.evaluating(len(X)): pass"), "recorded nothing: write run.record"),
+    "an evaluation of no samples": (dict(after="with run.evaluating(0): run.record(a=0.0)"), "no readable samples"),
+    "an evaluation of tensors": (dict(after="with run.evaluating(X): pass"), "got a Tensor: give it a number of samples"),
+    "other flags": (dict(before="import argparse; flags = argparse.Namespace(epochs=2)"), "takes what training.parser"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_ends_in_one_line_with_the_remedy(case, tmp_path):
+    changed, complaint = MISTAKES[case]
+    scope = dict(globals()) | {
+        "flags": flags_for("--output-dir", str(tmp_path)),
+        "F": F,
+        "nn": nn,
+        "torch": torch,
+        "DataLoader": DataLoader,
+        "training": training,
+    }
+    with pytest.raises(UserError, match=complaint) as caught:
+        exec(PROGRAM.format(**FORM | changed), scope)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+RIGHT = {  # what looks like a mistake, and is right
+    "zero_grad before the step's batches": dict(at_step="optimizer.zero_grad()"),
+    "zero_grad after the update": dict(after_update="optimizer.zero_grad(set_to_none=True)"),
+    "a larger batch than the data": dict(before="flags.batch_size = 1000"),
+    "the model as it was before prepare": dict(prepared="model = net"),
+    "steps enumerated": dict(data="X, Y"),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_looks_like_a_mistake_is_right(case):
+    scope = dict(globals()) | {
+        "flags": flags_for(),
+        "F": F,
+        "nn": nn,
+        "torch": torch,
+        "DataLoader": DataLoader,
+        "training": training,
+    }
+    exec(PROGRAM.format(**FORM | RIGHT[case]), scope)
+    assert scope["run"].state.samples == 80
+    assert any(not torch.equal(p, q) for p, q in zip(scope["net"].parameters(), network().parameters(), strict=True))
