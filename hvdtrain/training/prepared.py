@@ -23,6 +23,9 @@ def refuse_unsupported(
     """Raise UserError for what cannot be trained on several ranks, or would be wrong without an error. names: of the models'
     parameters."""
     for model in models:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            how = "give it the model inside, and choose by --engine"
+            raise UserError(f"run.prepare() got a {type(model).__name__}, which would reduce gradients, too: {how}")
         for name, layer in model.named_modules():
             if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
                 how = "leave sparse=True out"
@@ -32,6 +35,9 @@ def refuse_unsupported(
     taken: dict[nn.Parameter, int] = {}
     for number, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
+        if hasattr(optimizer, "skip_synchronize"):
+            how = "give it the optimizer inside"
+            raise UserError(f"run.prepare() got a DistributedOptimizer, which would reduce gradients, too: {how}")
         if isinstance(optimizer, torch.optim.LBFGS):
             how = "use SGD, Adam or another that does not call a closure"
             raise UserError(

@@ -50,6 +50,19 @@ MISTAKES = {
 }
 
 
+def test_the_optimizer_of_a_horovod_script_is_refused(engine):
+    if engine.name != "horovod":
+        pytest.skip("Horovod's own optimizer")
+    import horovod.torch as hvd
+
+    net = nn.Linear(3, 1)
+    with (
+        pytest.raises(UserError, match="got a DistributedOptimizer, which would reduce gradients, too"),
+        a_run(engine) as run,
+    ):
+        run.prepare(net, hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters()))
+
+
 @pytest.mark.parametrize("case", MISTAKES)
 def test_ranks_that_differ_are_told_in_one_line(engine, case):
     if engine.size == 1:

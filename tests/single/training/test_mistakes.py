@@ -95,6 +95,7 @@ MISTAKES = {
         r"added to an optimizer after run.prepare\(\): create the optimizer with all"),
     "prepare twice": (dict(prepared="run.prepare(net, optimizer)"), "was called twice: give it all models"),
     "a loader prepared": (dict(prepare="net, DataLoader(DATA, 8)"), "got Sequential, DataLoader: give it models and optimizers"),
+    "a wrapped model": (dict(prepare="nn.DataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)"), "DataParallel, which would reduce"),
     "a list registered": (dict(prepared="run.register(losses=[])"), r"run.register\(losses=...\) got a list: it has no state_dict"),
     "a function registered": (dict(prepared="run.register(it=Stateful())"), "holds a builtin_function_or_method, which a checkpoint"),
     "an unknown target": (dict(stop_at='{"acuracy": 0.9}'), r'acuracy has no direction: training.start\(flags, metrics='),
@@ -131,7 +132,6 @@ RIGHT = {  # what looks like a mistake, and is right
     "zero_grad after the update": dict(after_update="optimizer.zero_grad(set_to_none=True)"),
     "a larger batch than the data": dict(before="flags.batch_size = 1000"),
     "the model as it was before prepare": dict(prepared="model = net"),
-    "steps enumerated": dict(data="X, Y"),
 }
 
 
