@@ -169,7 +169,7 @@ def test_ranks_that_cannot_reduce_on_gpus_are_told_so_together(engine, monkeypat
     if engine.size == 1:
         pytest.skip("one rank has its GPU")
     mine = gpu.RankDevice("x", "cuda", "GPU-a") if engine.rank < engine.size - 1 else last
-    monkeypatch.setattr(gpu, "place", lambda device: mine)
+    monkeypatch.setattr(gpu, "rank_device", lambda device: mine)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     with pytest.raises(UserError, match=expected):
         engine.require_own_gpu()
