@@ -1,5 +1,6 @@
 """Models and optimizers wrapped by the engine and synchronized over all ranks, with the loss scaler of --amp."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -62,7 +63,10 @@ def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.opt
     mine = [f"{name}: {kind_of(tensor)}" for name, tensor in named_parameters(models)]
     mine += [f"{kind_of(buffer)} buffer" for model in models for buffer in model.buffers()]
     mine += [type(optimizer).__name__ for optimizer in optimizers]
-    theirs = engine.all_gather_object(mine, "prepare.alike")
+    digests = engine.all_gather_object(hashlib.sha256("\n".join(mine).encode()).hexdigest(), "prepare.alike")
+    if len(set(digests)) == 1:
+        return
+    theirs = engine.all_gather_object(mine, "prepare.names")
     for rank, other in enumerate(theirs):
         first = next((pair for pair in zip_longest(theirs[0], other, fillvalue="nothing") if pair[0] != pair[1]), None)
         if first is not None:

@@ -25,9 +25,18 @@ cd /root/hvdtrain
 make setup SETUP="--torch 2.10.0"
 source .venv/bin/activate
 python launch/prove.py --mpi
-train="--dataset digits --epochs 1 --threads 1 --no-progress"
-horovodrun -np 2 python -m hvdtrain.mnist $train --output-dir /tmp/digits
-python -m tests.chaos.run --attacks 1 --damages 0 --schedule "" --launchers gloo --seed 7
+train="--dataset digits --epochs 1 --batch-size 16 --threads 1 --no-progress --step-timeout 600 --checkpoint-steps 5"
+ranks() { timeout 900 horovodrun --gloo -np 2 python -m hvdtrain.mnist $train --output-dir "$1"; }
+horovodrun -np 2 python -m hvdtrain.mnist --dataset digits --epochs 1 --threads 1 --no-progress
+rm -rf /tmp/killed /tmp/whole
+ranks /tmp/killed &
+until [[ -e /tmp/killed/checkpoints/step-00000010.safetensors ]]; do sleep 0.2; done
+python -c "import json, os; os.kill(json.loads(open(\"/tmp/killed/metrics.jsonl\").readline())[\"ranks\"][1][\"pid\"], 9)"
+! wait $!
+ranks /tmp/killed
+ranks /tmp/whole
+bits() { grep -o "parameters_sha256[^,]*" "$1/summary.json"; }
+[[ $(bits /tmp/killed) == $(bits /tmp/whole) ]]
 echo "aarch64: all of it ran"
 '
 unshare --mount --pid --fork --kill-child bash -c '
