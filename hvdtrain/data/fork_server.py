@@ -7,7 +7,6 @@ The server is multiprocessing's. Its own way to import the program, a preload of
 """
 
 import contextlib
-import gc
 import importlib
 import io
 import json
@@ -17,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import process, spawn
 
+from hvdtrain.launching import startup
 from hvdtrain.launching.processes import PR_SET_PDEATHSIG, prctl
 
 WANTED = "hvdtrain-wants-"  # begins what the server's command line says, as the name of a module that there is not
@@ -53,7 +53,7 @@ def import_all(modules: Sequence[str], program: Mapping[str, object] | None) -> 
         import_program(dict(program))
     # What is imported by now stays until the end, so the garbage collector need not examine it: not in the workers, where
     # that would copy shared memory pages, and not when the server exits, which takes 0.2 s of CPU time instead of 1.1.
-    gc.freeze()
+    startup.freeze()
     prctl(PR_SET_PDEATHSIG, 0)  # from here on, it exits with what the program does at its exit
 
 

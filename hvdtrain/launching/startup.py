@@ -4,6 +4,7 @@ if __name__ == "__main__":
     startup.begin()
 """
 
+import atexit
 import gc
 import os
 import sys
@@ -45,10 +46,19 @@ def end_of_imports() -> None:
     global paused
     # What is imported stays until the end. Without this, a last collection over torch's objects takes 0.6 s of CPU time
     # (docs/evidence/start-up.md).
-    gc.freeze()
+    freeze()
     if paused:
         paused = False
         gc.enable()
+
+
+def freeze() -> None:
+    """Keep the garbage collector from examining what is imported by now."""
+    gc.freeze()
+    if (
+        "triton" in sys.modules
+    ):  # imported by torchvision; prints forty lines if its objects are not collected at the exit
+        atexit.register(gc.unfreeze)
 
 
 def open_standard_streams() -> None:

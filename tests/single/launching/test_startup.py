@@ -99,3 +99,17 @@ os.write(first, b"done")
     assert (done.returncode, (tmp_path / "first").read_text()) == (0, "done"), done
     assert done.stdout == "out\n" * (">&-" not in closed.split()), done
     assert ("err\n" in done.stderr) == ("2>&-" not in closed.split()), done
+
+
+@pytest.mark.parametrize("module", ["triton", "another"])
+def test_what_triton_binds_is_collected_at_the_exit(tmp_path, module):
+    """torchvision imports triton, whose nanobind prints forty lines for objects that are still frozen at the exit."""
+    program = (
+        "import atexit, gc, sys, types\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        f"sys.modules[{module!r}] = types.ModuleType({module!r})\n"
+        "from hvdtrain.launching import startup\n"
+        "startup.end_of_imports()"
+    )
+    done = python(tmp_path, "-c", program)
+    assert (done.stdout.strip(), done.stderr) == (str(module != "triton"), ""), done
