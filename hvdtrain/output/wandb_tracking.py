@@ -25,7 +25,7 @@ class WandbTracker(Sender):
         """project: default if WANDB_PROJECT is not set. Others: see `Sender`."""
         if importlib.util.find_spec("wandb") is None:  # its import takes 2 s: in the thread
             raise UserError("--track needs a package: pip install 'hvdtrain[wandb]' (No module named 'wandb')")
-        self._mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+        self._mode: Any = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self._project = os.environ.get("WANDB_PROJECT") or project
         self._record_of_run: Any = None
         place = str(directory / "wandb") if self._mode == "offline" else "Weights & Biases"
