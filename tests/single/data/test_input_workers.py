@@ -201,7 +201,7 @@ def test_a_worker_that_is_killed_while_a_batch_is_handed_over_is_the_same_line(e
         raise error
 
     with pytest.raises(Failure, match="an input worker has ended"):
-        list(loading._while_workers_live(batches()))
+        list(loading.while_workers_live(batches()))
 
 
 @pytest.mark.parametrize(
@@ -213,4 +213,4 @@ def test_an_error_of_the_data_set_is_its_own(error):
         raise error
 
     with pytest.raises(type(error), match=str(error)[:10]):
-        list(loading._while_workers_live(batches()))
+        list(loading.while_workers_live(batches()))
