@@ -139,6 +139,7 @@ class Parser(argparse.ArgumentParser):
         if given.get("deterministic") and (given["engine"], given["tuning"]) == ("horovod", "off"):
             said = "--deterministic cannot go with --tuning off, with which Horovod sums gradients as they become ready"
             raise UserError(f"{said}: leave one of them out, or use --engine ddp", everywhere=True)
+        settle_local_steps(flags)
         for name in ("checkpoint_steps", "profile", "tensorboard", "track"):
             if given.get(name) and given["output_dir"] is None:
                 flag = f"--{name.replace('_', '-')}"
@@ -174,6 +175,30 @@ def one_of(action: argparse.Action) -> argparse.Action:
     single = copy.copy(action)
     single.nargs = None
     return single
+
+
+def settle_local_steps(flags: argparse.Namespace) -> None:
+    """Set the defaults of the flags beside --sync-every. Raises UserError where they do not fit the others."""
+    every = getattr(flags, "sync_every", 1)
+    if every == 1:
+        for name, today in (("outer_lr", 1.0), ("outer_momentum", 0.0)):
+            if not hasattr(flags, name):
+                continue
+            if getattr(flags, name) not in (None, today):
+                flag = f"--{name.replace('_', '-')} {getattr(flags, name):g}"
+                raise UserError(f"{flag} is for weights: give --sync-every, of at least 2", everywhere=True)
+            setattr(flags, name, today)
+        return
+    if flags.reduction != "average":
+        raise UserError(
+            f"--sync-every {every} cannot go with --reduction {flags.reduction}: leave one of them out", everywhere=True
+        )
+    if flags.engine not in ("horovod", "ddp"):
+        raise UserError(
+            f"--sync-every {every} is not for --engine {flags.engine}: use --engine horovod or ddp", everywhere=True
+        )
+    flags.outer_lr = 1.0 if flags.outer_lr is None else flags.outer_lr
+    flags.outer_momentum = 0.5 if flags.outer_momentum is None else flags.outer_momentum
 
 
 def absolute(flags: argparse.Namespace) -> None:
@@ -253,6 +278,17 @@ def add_run(group: Parser) -> None:
         choices=("average", "sum", "adasum"),
         default="average",
         help="how gradients are reduced over ranks (default: average)",
+    )
+    group.add_argument(
+        "--sync-every",
+        type=positive_int,
+        default=1,
+        metavar="H",
+        help="exchange weights every H steps, which each rank takes alone, instead of gradients in every step (default: 1)",
+    )
+    group.add_argument("--outer-lr", type=positive, help="with --sync-every: rate of the shared weights (default: 1)")
+    group.add_argument(
+        "--outer-momentum", type=fraction, help="with --sync-every: their Nesterov momentum (default: 0.5)"
     )
     group.add_argument("--weights", type=Path, help="start from the state_dict in this file (.pt or .safetensors)")
     group.add_argument(

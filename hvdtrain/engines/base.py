@@ -85,7 +85,42 @@ class Setting(str):
     __slots__ = ()
 
 
-class Engine(ABC):
+class Gradients:
+    """What becomes of a rank's gradients: here, they stay on this rank. Engines reduce them over all ranks."""
+
+    tells_missing_gradients: ClassVar[bool] = False  # a gradient missing on one rank becomes NaN on all ranks
+    # When this rank computed its last gradient (`time.perf_counter`), once a micro-batch is done; None: at its end.
+    gradients_ready_at: float | None = None
+
+    def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
+        """Return the model to train with. It may be a wrapper that shares the parameters of `model`; evaluate, save and
+        hash `model` itself."""
+        return model
+
+    def distribute_optimizer(
+        self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], how: Reduction
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer to step, with empty state. named: at least its parameters, each with a unique name."""
+        return optimizer
+
+    def micro_batch(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], number: int, count: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context manager for the forward and backward pass of micro-batch `number` (from 0) of `count` in a step.
+
+        models, optimizers: those returned by `distribute_model` and `distribute_optimizer`.
+        """
+        return contextlib.nullcontext()
+
+    def synchronize(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait until the gradients of `optimizer` are reduced. They may then be read and changed."""
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Context manager for `optimizer.step()` after `synchronize`."""
+        return contextlib.nullcontext()
+
+
+class Engine(Gradients, ABC):
     """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
     name: str  # the value of --engine
@@ -96,10 +131,7 @@ class Engine(ABC):
     local_size: int
     device: torch.device
     reductions: tuple[str, ...]  # values of `op` that `all_reduce_` supports
-    tells_missing_gradients: ClassVar[bool] = False  # a gradient missing on one rank becomes NaN on all ranks
     activity: Activity  # what the main thread is doing
-    # When this rank computed its last gradient (`time.perf_counter`), once a micro-batch is done; None: at its end.
-    gradients_ready_at: float | None = None
     notes: list[str]  # automatic decisions with their reasons; printed once at the start
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
@@ -142,17 +174,6 @@ class Engine(ABC):
         self.broadcast_model(model)
         self.broadcast_optimizer_state(optimizer)
 
-    def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
-        """Return the model to train with. It may be a wrapper that shares the parameters of `model`; evaluate, save and
-        hash `model` itself."""
-        return model
-
-    def distribute_optimizer(
-        self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], how: Reduction
-    ) -> torch.optim.Optimizer:
-        """Return the optimizer to step, with empty state. named: at least its parameters, each with a unique name."""
-        return optimizer
-
     def distribute(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -160,22 +181,6 @@ class Engine(ABC):
         reduction = Reduction(**how)
         replica = self.distribute_model(model, reduction)
         return replica, self.distribute_optimizer(optimizer, list(model.named_parameters()), reduction)
-
-    def micro_batch(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], number: int, count: int
-    ) -> contextlib.AbstractContextManager[None]:
-        """Context manager for the forward and backward pass of micro-batch `number` (from 0) of `count` in a step.
-
-        models, optimizers: those returned by `distribute_model` and `distribute_optimizer`.
-        """
-        return contextlib.nullcontext()
-
-    def synchronize(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - some reduce inside backward
-        """Wait until the gradients of `optimizer` are reduced. They may then be read and changed."""
-
-    def stepping(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
-        """Context manager for `optimizer.step()` after `synchronize`."""
-        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def synchronized(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:

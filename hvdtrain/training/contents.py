@@ -4,8 +4,10 @@ model.NAME, or models.K.NAME               parameters and buffers of the single 
 optimizer.I.NAME, or optimizers.K.I.NAME   the optimizer's tensors for parameter I
 registered.NAME.N                          tensor N of the object registered under NAME (`Run.register`)
 position.RANK                              the position in the stream of a rank, JSON as uint8
+outer.momentum                             with --sync-every: see local_steps.py, and own_states.py for own.RANK, own.TYPE
 """
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -175,17 +177,18 @@ def unpack(engine: Engine, value: Any, prefix: str, tensors: Mapping[str, Tensor
     return value
 
 
-def pack_positions(positions: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the positions of all ranks (JSON) as tensors. A header has room for only a small part of a data set's state."""
-    texts = [bytearray(json.dumps(position).encode()) for position in positions]
-    return {f"position.{rank}": torch.frombuffer(text, dtype=torch.uint8) for rank, text in enumerate(texts)}
+def pack_each(kind: str, values: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the values of all ranks (JSON) as tensors, KIND.RANK. A header has room for only a small part of a data set's
+    state."""
+    texts = [bytearray(json.dumps(value).encode()) for value in values]
+    return {f"{kind}.{rank}": torch.frombuffer(text, dtype=torch.uint8) for rank, text in enumerate(texts)}
 
 
-def unpack_positions(tensors: Mapping[str, Tensor]) -> list[Any] | None:
-    """Return what was given to `pack_positions`; None if there is nothing. Raises UserError."""
-    count = sum(name.startswith("position.") for name in tensors)
+def unpack_each(kind: str, tensors: Mapping[str, Tensor]) -> list[Any] | None:
+    """Return what was given to `pack_each`; None if there is nothing. Raises UserError."""
+    ranks = [name for name in tensors if name.startswith(f"{kind}.") and name.removeprefix(f"{kind}.").isdecimal()]
     try:
-        return [json.loads(bytes(tensors[f"position.{rank}"].numpy())) for rank in range(count)] or None
+        return [json.loads(bytes(tensors[f"{kind}.{rank}"].numpy())) for rank in range(len(ranks))] or None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(OTHER_VERSION) from error
 
@@ -224,14 +227,27 @@ def load(
         if several != prefix.startswith("models."):
             raise UserError("the checkpoint does not match: it has a different number of models: check the script")
         load_model(model, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-    try:
+    load_optimizers(facts, tensors, optimizers)
+    with explained():
+        scaler.load_state_dict(facts["scaler"] or scaler.state_dict())
+
+
+def load_optimizers(facts: Facts, tensors: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Load facts and tensors, as returned by `collect`, into optimizers. Raises UserError if they do not match."""
+    with explained():
         for optimizer, prefix, held in zip(
             optimizers, prefixes("optimizer", len(optimizers)), facts["optimizers"], strict=True
         ):
             load_optimizer(
                 optimizer, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}, held
             )
-        scaler.load_state_dict(facts["scaler"] or scaler.state_dict())
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn what torch raises for an optimizer's or scaler's state into a UserError."""
+    try:
+        yield
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"the checkpoint does not match the optimizer ({first}): check --optimizer") from error

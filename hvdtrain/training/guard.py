@@ -3,6 +3,7 @@
 All ranks make each decision together, at the same step.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from types import TracebackType
@@ -42,6 +43,7 @@ class Guard:
         self.max_skipped: int = flags.max_skipped if flags.max_skipped is not None else OVERFLOWS * self.scaled
         # Adasum steps inside backward(). Overflows are therefore detected in the weights, and the step cannot be skipped.
         self.adasum: bool = flags.reduction == "adasum"
+        self.sync_every: int = flags.sync_every  # above 1, ranks differ between exchanges (local_steps.py)
         self._buffers: list[Tensor] = []
         self._compared_at: int | None = None  # the step after which the weights were last compared
         if monitor.warning is not None:
@@ -85,7 +87,8 @@ class Guard:
     def begin_step(self, state: TrainState, models: Sequence[nn.Module]) -> None:
         """Call it before a step if `max_skipped`, or if --check-steps wants it. Raises Failure on every rank if the replicas
         differ."""
-        if state.step and self.check_steps and state.step % self.check_steps == 0:
+        checked = self.check_steps and self.sync_every == 1  # else after exchanges
+        if state.step and checked and state.step % self.check_steps == 0:
             self.compare_replicas(state, models)
         if self.max_skipped:  # the forward pass changes buffers: keep a copy in case the step is skipped
             self._buffers = [buffer.clone() for model in models for buffer in model.buffers()]
@@ -106,8 +109,13 @@ class Guard:
 
         culprit: the first non-finite tensor on this rank (`non_finite.Inspection`), or None.
         """
-        found = self.engine.all_gather_object(culprit, "guard.culprit")
-        ranks = [f"{self.monitor.name(rank)}, {what}" for rank, what in enumerate(found) if what]
+        alone = self.sync_every > 1  # the other ranks know nothing of it
+        found = (
+            {self.engine.rank: culprit}
+            if alone
+            else dict(enumerate(self.engine.all_gather_object(culprit, "guard.culprit")))
+        )
+        ranks = [f"{self.monitor.name(rank)}, {what}" for rank, what in found.items() if what]
         blame = " and ".join(ranks) or "each rank's gradients are finite, but their sum over ranks is not"
         if culprit is self.NOT_LOOKED:
             blame = culprit
@@ -115,7 +123,9 @@ class Guard:
         message = f"step {number}: gradients are not finite: {blame}"
         message += f"; {in_a_row} step{'s'[: in_a_row > 1]} in a row, --max-skipped {self.max_skipped}"
         if self._gives_up(state):
-            raise Failure(message)
+            raise Failure(message, everywhere=not alone)
+        if alone and self.engine.rank:
+            print(f"warning: {message}: step skipped", file=sys.stderr, flush=True)
         self.output.say(f"warning: {message}: step skipped")
         self.output.event("error", kind="non-finite", step=number, message=message)
 
@@ -134,7 +144,8 @@ class Guard:
             replicas.compare(self.engine, models, self.monitor.name, state.step, self.check_steps)
 
     def should_stop(self, state: TrainState, due: bool = False) -> bool:
-        """Return, on all ranks, whether to save and stop after this step. Call it where `activity.asked` or `due` is true.
+        """Return, on all ranks, whether to save and stop after this step. Call it where `activity.asked` or `due` is true;
+        with --sync-every, after exchanges only. These are at most `sync_every` steps apart.
 
         due: on rank 0, whether an automatic checkpoint is due. `should_save` then returns True after an agreed step.
         """
@@ -148,10 +159,10 @@ class Guard:
             stops, due = (amount > 0 for amount in self.engine.sum(asked, "guard.stop").tolist())
             decides, ahead = True, 0
         if decides:
-            if ahead and save.step == step + 1:
+            if ahead and save.step is not None and save.step <= step + self.sync_every:
                 save.wait()
             elif due and save.step is None:
-                save.make(step + 2 * ahead)
+                save.make(step + 2 * ahead * self.sync_every)
             if stops and stop.step is None:
                 stop.make(step + ahead)
                 stop.wait()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.cli import Flags
-from hvdtrain.engines.base import Engine, Reduction
+from hvdtrain.engines.base import Engine, Gradients, Reduction
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.weights import load_weights
 from hvdtrain.training.contents import floating_buffers
@@ -118,8 +118,10 @@ class Prepared:
             flags.compression, flags.gradient_predivide_factor, flags.reduction, micro_batches, find_unused_parameters
         )
         self.models = models  # as created by the script; for checkpoints, hashes and inspection
-        self.replicas = [engine.distribute_model(model, how) for model in given]  # for training
-        self.optimizers = [engine.distribute_optimizer(optimizer, named, how) for optimizer in optimizers]
+        self.alone = flags.sync_every > 1  # gradients stay on their rank: see local_steps.py
+        self.gradients = Gradients() if self.alone else engine
+        self.replicas = [self.gradients.distribute_model(model, how) for model in given]  # for training
+        self.optimizers = [self.gradients.distribute_optimizer(optimizer, named, how) for optimizer in optimizers]
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
         self._names = {parameter: name for name, parameter in named}
         self.trained: dict[
@@ -197,7 +199,7 @@ class Prepared:
         """Return the names of the parameters that got no gradient. Raises UserError if the engine cannot signal that to
         other ranks."""
         missing = [self._names[parameter] for parameter in self.trained[optimizer] if parameter.grad is None]
-        told = self._engine.tells_missing_gradients and self._engine.size > 1
+        told = self.gradients.tells_missing_gradients and self._engine.size > 1
         if missing and not self._zero_for_missing and not told:
             raise UserError(self._about_missing(missing))
         return missing
@@ -207,7 +209,7 @@ class Prepared:
 
         missing: this rank's.
         """
-        if self._zero_for_missing:
+        if self._zero_for_missing or self.alone:
             return
         for rank, names in enumerate(self._engine.all_gather_object(missing, "missing_gradients")):
             if names:

@@ -20,10 +20,11 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training import checkpoint, contents
+from hvdtrain.training import checkpoint, contents, own_states
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.comparison import Difference, differences, in_words, other_lengths
+from hvdtrain.training.local_steps import LocalSteps
 from hvdtrain.training.schedules import redone
 from hvdtrain.training.state import Initial, TrainState
 
@@ -185,6 +186,9 @@ class Checkpoints:
                 f"now up to {per_rank} per rank"
             )
         epoch = state.epoch + (state.samples_of_epoch > 0)
+        if self._holds_own_states() and self.facts["world_size"] != self.engine.size:
+            how = f"each of {self.engine.size} ranks begins with the optimizer state of rank 0"
+            self.output.say(f"--sync-every {self._flags.sync_every}: {how}, of {self.facts['world_size']} ranks")
         for name, there, here in self.lengthened:
             how = "training continues, and a rate that depends on the end follows the new end"
             self.output.say(f"{name} {here} instead of {there}: {how}")
@@ -195,6 +199,10 @@ class Checkpoints:
         )  # fmt: skip
 
     # ---- what is in it
+
+    def _holds_own_states(self) -> bool:
+        """Return whether the checkpoint has a state for each rank of a run with --sync-every, as this one is."""
+        return self._flags.sync_every > 1 and bool((self.facts or {}).get("own_states"))
 
     def restore(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler
@@ -215,6 +223,8 @@ class Checkpoints:
             self.engine.broadcast_model(model)
         for optimizer in optimizers:
             self.engine.broadcast_optimizer_state(optimizer)
+        if self._holds_own_states() and self.facts["world_size"] == self.engine.size:
+            self.facts |= own_states.restore(self.engine, self._found and self._found[1], optimizers)
         if rows.numel():
             self.engine.broadcast_(rows, "checkpoint.buffers")
             # Each rank's own batch statistics; with a different number of ranks, their mean.
@@ -227,6 +237,14 @@ class Checkpoints:
         if self.lengthened:  # so that a scheduler begins as in a new run: `schedules.redone`
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = group.get("initial_lr", group["lr"])
+
+    def restore_local(self, local: LocalSteps, state: TrainState) -> None:
+        """Restore what only a run with --sync-every has, on every rank, if it is resumed. A collective; after `restore`."""
+        if not self._holds_own_states():
+            return
+        assert self.facts is not None
+        state.skipped = self.facts.get("skipped", state.skipped)  # this rank's own
+        local.restore(self._found and self._found[1])
 
     def restore_registered(self, registered: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Restore the objects given to `Run.register`, on every rank, and the rates of `optimizers`. A collective."""
@@ -259,7 +277,7 @@ class Checkpoints:
         held: list[Any] | None = None
         with self.engine.raising_together("checkpoint"):
             if self._found is not None:
-                held = contents.unpack_positions(self._found[1])
+                held = contents.unpack_each("position", self._found[1])
         held = self.engine.broadcast_object(held, "checkpoint.positions")
         return held
 
@@ -275,6 +293,7 @@ class Checkpoints:
         scaler: torch.amp.GradScaler,
         registered: Mapping[str, Any],
         *,
+        local: LocalSteps | None = None,
         automatic: bool = False,
         ends_epoch: bool = False,
         position: Any = None,
@@ -290,6 +309,7 @@ class Checkpoints:
             return
         buffers = self.engine.all_gather(contents.flatten(models), "checkpoint.buffers")
         positions = [] if position is None else self.engine.all_gather_object(position, "checkpoint.positions")
+        own = {} if local is None else own_states.gather(self.engine, optimizers, scaler, state.skipped)
         if self._writer is None:
             return
         facts, tensors = contents.collect(models, optimizers, registered, heartbeat)
@@ -305,9 +325,12 @@ class Checkpoints:
             "data": self._data,
             "scaler": scaler.state_dict(),
             "buffers": list(buffers.shape),
+            "own_states": local is not None,
         }
+        if local is not None:
+            tensors |= {"outer.momentum": local.momentum()}
         snapshot = contents.snapshot(tensors, heartbeat)
-        self._writer.put(facts, {**snapshot, **contents.pack_positions(positions), "buffers": buffers})
+        self._writer.put(facts, {**snapshot, **own, **contents.pack_each("position", positions), "buffers": buffers})
 
     def _score(self, state: TrainState) -> Facts | None:
         """Return metric, direction and value of this checkpoint, if there was an evaluation."""

@@ -30,6 +30,7 @@ from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.gather import gather
 from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import Input, is_stream, open_input, same_data
+from hvdtrain.training.local_steps import LocalSteps
 from hvdtrain.training.predictions import Predictions, write_predictions
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.replicas import own_name
@@ -57,6 +58,7 @@ class Run:
         self._unread: Step | None = None  # the last step, if it is not known yet whether its gradients were finite
         self.metrics_logger = MetricsLogger(engine, output, metrics, state)
         self._prepared: Prepared | None = None
+        self._local: LocalSteps | None = None  # with --sync-every
         self._asked = dict(asked)
         self._dataset: str | None = None
         self._registered: dict[str, Any] = {}
@@ -152,6 +154,10 @@ class Run:
         self.checkpoints.restore(prepared.models, prepared.optimizers, prepared.scaler)
         for optimizer in prepared.optimizers:
             keep_in_order(prepared, optimizer, steps=self.flags.reduction != "adasum")
+        if prepared.alone:
+            name_of = self.guard.monitor.name
+            self._local = LocalSteps(self.engine, self.flags, prepared, self.state.step, name_of)
+            self.checkpoints.restore_local(self._local, self.state)
         self._prepared = prepared
         return prepared.in_order_of(parts)
 
@@ -166,6 +172,9 @@ class Run:
                 raise UserError(f"run.register({name}=...) got a {type(what).__name__}: it has no state_dict")
         self._registered |= objects
         self.checkpoints.restore_registered(objects, prepared.optimizers)
+        for what in objects.values():
+            if self._local is not None and isinstance(what, torch.nn.Module):
+                self._local.follow(what)
 
     # ---- the loop
 
@@ -248,6 +257,8 @@ class Run:
         For losses over the samples of all ranks, and queues of them. The numbers of rows may differ. Of a rank that has no
         sample in this micro-batch (`step.batch.count` is 0), there is none. This rank's rows begin at `step.batch.first`.
         """
+        if self._local is not None:
+            raise UserError("run.gather() cannot go with --sync-every: ranks take their steps alone", everywhere=True)
         batch = self._step.current if self._step is not None else None
         if batch is not None and not batch.count:
             rows = rows[:0]
@@ -335,13 +346,13 @@ class Run:
             self._step = step
             yield step
             self._step = None
-            self._finish_step(step, opened)
+            self._finish_step(step, opened, last)
         state.train_seconds += self.clock.lap()
         self.metrics_logger.ranks(self.clock)
         self._in_steps, self._had_steps = False, True
         self.engine.activity.leave_steps()
 
-    def _finish_step(self, step: Step, opened: Input) -> None:
+    def _finish_step(self, step: Step, opened: Input, last: bool) -> None:
         state, clock = self.state, self.clock
         step.require_complete()
         self.prepared().scaler.update()
@@ -359,21 +370,35 @@ class Run:
         state.samples_of_epoch += step.count
         state.samples += step.count
         self.engine.activity.finish_step(state.step)
+        every = self.flags.checkpoint_steps or 0
+        equal, asked_for = True, bool(every) and state.step % every == 0  # equal: the weights are, on all ranks
+        if self._local is not None:
+            equal = last or self._local.is_due(state.step)
+            asked_for = equal and self._local.passed(every, state.step)
+            if equal:
+                self._exchange(self._local)
         if step.logged:
             self.metrics_logger.step(step, opened, clock)
             clock.mark("reporting")
         if self.profile.active:
             self.profile.step(state.step, clock)
-        due, every = now >= self.checkpoints.interval.due_at, self.flags.checkpoint_steps
+        due = now >= self.checkpoints.interval.due_at
         stops = automatic = False
-        if due or self.engine.activity.asked:
+        if equal and (due or self.engine.activity.asked):
             stops, automatic = self.guard.should_stop(state, due), self.guard.should_save(state)
-        if stops or automatic or (every and state.step % every == 0):
+        if stops or automatic or asked_for:
             state.train_seconds += clock.lap()
             self._save(automatic=not stops and automatic)
             clock.mark("saving")
         if stops:
             raise Stopped
+
+    def _exchange(self, local: LocalSteps) -> None:
+        compared = local.passed(self.guard.check_steps, self.state.step)
+        local.exchange(self.state.step)
+        if compared:
+            self.guard.compare_replicas(self.state, self.prepared().models)
+        self.clock.mark("communication")
 
     def _learn_of_last_step(self) -> None:
         """Count the last step as skipped or not. If that is still to be read, and it was: without looking for the layer."""
@@ -402,6 +427,7 @@ class Run:
                 self.checkpoints.save(
                     self.state,
                     *parts,
+                    local=self._local,
                     automatic=automatic,
                     ends_epoch=ends_epoch,
                     position=self._opened[1].position() if self._opened is not None else None,
@@ -458,7 +484,8 @@ class Run:
             model.eval()
         seed_generators(mixed_seed(self.seed, "evaluate", self.state.step, self.rank), self.device)
         try:
-            with self.engine.activity.during("evaluation"), torch.inference_mode(), self.autocast():
+            during = self.engine.activity.during("evaluation")
+            with self._shared_weights(), during, torch.inference_mode(), self.autocast():
                 yield evaluation.mine()
         except CutShort:
             pass
@@ -496,6 +523,11 @@ class Run:
             if self.rank == 0:
                 write_predictions(self.flags.predict, *rows)
         self.say(f"{self.flags.predict}: {len(rows[0]):,} samples")
+
+    def _shared_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager in which the weights are the same on all ranks."""
+        between_exchanges = self._local is not None and self._in_steps
+        return self._local.shared_weights() if self._local and between_exchanges else contextlib.nullcontext()
 
     def _go_on_evaluating(self) -> None:
         """Called for each batch. After a stop request, ranks leave an evaluation at any batch, except inside a step."""
@@ -540,7 +572,7 @@ class Run:
         kind = exporting.require_kind(path)
         if kind in exporting.PROGRAMS and not example:
             raise UserError(f"run.export({path.name!r}): a program needs an example: run.export(FILE, model, example)")
-        with self.raising_together("export"), self.alone():
+        with self.raising_together("export"), self.alone(), self._shared_weights():
             if self.rank == 0 and kind in exporting.WEIGHTS:
                 exporting.write_weights({own_name(name): t for name, t in chosen.state_dict().items()}, path)
             elif self.rank == 0:

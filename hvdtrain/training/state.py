@@ -16,7 +16,9 @@ class TrainState:
     samples_of_epoch: int = 0  #: samples of this epoch processed so far, over all ranks
     samples: int = 0  #: samples since the beginning of training, over all ranks
     step: int = 0  #: steps since the beginning of training
-    skipped: int = 0  #: consecutive steps before this one whose gradients were not finite
+    skipped: int = (
+        0  #: consecutive steps before this one whose gradients were not finite; with --sync-every, a rank's own
+    )
     train_seconds: float = 0.0  #: time spent in steps, without evaluations and checkpoints
     train: dict[str, float] = field(default_factory=dict)  #: loss and recorded values of the last logged step
     evaluation: dict[str, float] = field(default_factory=dict)  #: metrics and `count` of the last evaluation

@@ -191,7 +191,8 @@ class Step:
             batch = self._batch = self._loaded[number]
             shared.clock.mark("loading")
             self._calls = 0
-            with shared.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count), shared.autocast():
+            local = prepared.gradients.micro_batch(prepared.replicas, prepared.optimizers, number, count)
+            with local, shared.autocast():
                 yield batch if batch.data is None else batch.data
             self._batch = None
             if not self._calls:
@@ -341,7 +342,7 @@ class Step:
     def _reduce(self, loop: int) -> bool:
         """Reduce the gradients over all ranks. Return whether they are finite, or True where that is read later."""
         shared, prepared = self._shared, self._shared.prepared
-        shared.clock.mark("compute", at=shared.engine.gradients_ready_at)
+        shared.clock.mark("compute", at=prepared.gradients.gradients_ready_at)
         if not self._backwards:
             raise UserError(f"step {self.number} has no gradients: {BACKWARD}")
         passes = len(self._planned.batches)
@@ -353,7 +354,7 @@ class Step:
                 )
             if [p for p in prepared.trained[optimizer] if p.grad is None]:
                 self._missing = prepared.missing_gradients(optimizer)
-            shared.engine.synchronize(optimizer)
+            prepared.gradients.synchronize(optimizer)
         if self._tokens is not None:
             self._divide_by_tokens(self._tokens)
         shared.clock.mark("communication")
@@ -386,17 +387,25 @@ class Step:
             own = torch.zeros((), dtype=torch.float64, device=device)
             for count in counts:
                 own += to_device(count, device)  # a tensor, or a number
-            self._token_total = shared.engine.sum(own, "tokens")
+            self._token_total = self._tokens_of_all(own)
             factor = (self.count / self._token_total).float()  # infinite without tokens, which `_inspect` explains
         else:
             tokens = sum(float(count) for count in counts)
-            total = float(shared.engine.sum(torch.tensor(tokens, dtype=torch.float64), "tokens"))
+            total = float(self._tokens_of_all(torch.tensor(tokens, dtype=torch.float64)))
             if total <= 0:
                 raise UserError(self._no_tokens())
             factor = self.count / total
         for optimizer in self._backwards:
             gradients = [p.grad for p in shared.prepared.trained[optimizer] if p.grad is not None]
             torch._foreach_mul_(gradients, factor)
+
+    def _tokens_of_all(self, own: Tensor) -> Tensor:
+        """Return the number of tokens over all ranks, of which this rank has `own`. With --sync-every, as if each had as
+        many; a rank that has none has gradients of zero, to be divided by 1."""
+        engine = self._shared.engine
+        if self._shared.prepared.alone:
+            return torch.where(own > 0, own * engine.size, torch.ones_like(own))
+        return engine.sum(own, "tokens")
 
     def _no_tokens(self) -> str:
         return f"step {self.number}: step.backward(count=...) was 0 on all ranks: leave such samples out"
@@ -424,7 +433,7 @@ class Step:
             if sound is False and not prepared.scaler.is_enabled():
                 continue
             prepared.updating = True
-            with shared.engine.stepping(one):
+            with prepared.gradients.stepping(one):
                 if clip_norm is not None:
                     prepared.scaler.unscale_(one)
                     self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.trained[one], clip_norm)

@@ -25,6 +25,7 @@ FLAGS = "tests/parallel/test_flags.py"
 GPU_DEVICES = "tests/single/engines/test_gpu_devices.py"
 GPU_NUMBERS = "tests/single/engines/test_gpu_numbers.py"
 LOOP = "tests/parallel/test_loop.py"
+LOCAL_STEPS = "tests/parallel/test_local_steps.py"
 RESUME = "tests/single/training/test_resume.py"
 CHECKPOINT = "tests/single/training/test_checkpoint.py"
 RUN = "tests/single/training/test_run.py"
@@ -37,6 +38,7 @@ LOOP_SOURCE = "hvdtrain/training/run.py"
 HOROVOD = "hvdtrain/engines/horovod.py"
 CLI = "hvdtrain/cli.py"
 GUARD = "hvdtrain/training/guard.py"
+LOCAL = "hvdtrain/training/local_steps.py"
 
 
 def mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
@@ -45,7 +47,7 @@ def mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
 
 MUTANTS = [
     # ---- flags of every training script
-    mutant("--amp: no autocast in steps", STEP, "number, count), shared.autocast():", "number, count):",
+    mutant("--amp: no autocast in steps", STEP, "with local, shared.autocast():", "with local:",
            f"{MNIST}::test_amp_computes_in_its_type_in_training_and_in_evaluation"),
     mutant("--amp: no autocast in evaluations", LOOP_SOURCE, "torch.inference_mode(), self.autocast():",
            "torch.inference_mode():", f"{MNIST}::test_amp_computes_in_its_type_in_training_and_in_evaluation"),
@@ -88,6 +90,18 @@ MUTANTS = [
     mutant("--max-skipped: none may be", GUARD, "flags.max_skipped if flags.max_skipped is not None else",
            "0 if flags.max_skipped is not None else",
            f"{RUN}::test_a_step_left_out_changes_nothing_and_training_goes_on"),
+    mutant("--sync-every: gradients in every step", "hvdtrain/training/prepared.py", "self.alone = flags.sync_every > 1",
+           "self.alone = False", f"{LOCAL_STEPS}::test_weights_are_equal_at_exchanges_and_optimizers_are_not"),
+    mutant("--sync-every: half as often", LOCAL, "step % self._every == 0", "step % (2 * self._every) == 0",
+           f"{LOCAL_STEPS}::test_outer_rate_and_momentum_are_those_of_the_shared_weights"),
+    mutant("--outer-lr: 1", LOCAL, "alpha=self._rate", "alpha=1.0",
+           f"{LOCAL_STEPS}::test_outer_rate_and_momentum_are_those_of_the_shared_weights"),
+    mutant("--outer-momentum: not Nesterov's", LOCAL, "torch._foreach_add_(means, self._momenta, alpha=self._decay)", "pass",
+           f"{LOCAL_STEPS}::test_outer_rate_and_momentum_are_those_of_the_shared_weights"),
+    mutant("--outer-momentum: begins again after a resume", LOCAL, "flat.copy_(held)", "pass",
+           f"{LOCAL_STEPS}::test_a_run_that_was_stopped_anywhere_ends_with_the_same_bits"),
+    mutant("--sync-every: rank 0's optimizer after a resume", "hvdtrain/training/own_states.py", "    if engine.rank:",
+           "    if False:", f"{LOCAL_STEPS}::test_what_an_optimizer_keeps_is_restored_on_each_rank"),
     # ---- flags of classifiers
     mutant("--lr-scaling: none", "hvdtrain/training/optim.py", "return rate * accumulate *", "return rate *",
            f"{MNIST}::test_rates_follow_rate_scaling_and_schedule"),

@@ -20,6 +20,7 @@ GPU_DAY = "single/analysis/test_gpu_day.py::test_"
 EVALUATE = "single/commands/test_evaluate.py::test_"
 OTHERS = "single/commands/test_flags_of_others.py::test_"
 PARALLEL = "parallel/test_flags.py::test_"
+LOCAL_STEPS = "parallel/test_local_steps.py::test_"
 WATCHING = "e2e/training/test_watching.py::test_"
 TRACKING = "e2e/training/test_tracking.py::test_"
 TUNED = "e2e/commands/test_tuned.py::test_"
@@ -51,6 +52,7 @@ TRAINING: Tests = {
     PARALLEL + "predivision_makes_smaller_what_is_sent_and_not_the_mean": "--gradient-predivide-factor",
     PARALLEL + "reduction_sum_is_the_sum": "--reduction",
     PARALLEL + "replicas_are_compared_at_check_steps": "--check-steps",
+    LOCAL_STEPS + "outer_rate_and_momentum_are_those_of_the_shared_weights": "--sync-every --outer-lr --outer-momentum",
     WATCHING + "tensorboard_has_what_metrics_has": "--tensorboard",
     WATCHING + "each_rank_has_a_profile_of_the_steps_that_were_asked_for": "--profile",
     EVALUATE + "evaluate_gives_the_metrics_of_the_end_of_training_without_any_other_flag": "--evaluate",

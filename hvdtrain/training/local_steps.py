@@ -1,0 +1,151 @@
+"""Local steps: each rank trains alone for --sync-every steps, then the ranks exchange how far they have come (DiLoCo,
+arXiv:2311.08105).
+
+At an exchange, the weights' changes since the last one are averaged over ranks. The shared weights take a step of SGD with
+Nesterov momentum in that direction, the same on all ranks, and every rank continues from there. The optimizers' states
+stay on their ranks. Whatever needs equal weights happens at exchanges only: checkpoints, stops, comparisons. An evaluation
+between two exchanges sees the weights of the first one.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.cli import Flags
+from hvdtrain.engines.base import WIRE_DTYPES, Engine
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.training.contents import floating_buffers
+from hvdtrain.training.prepared import Prepared
+
+
+class LocalSteps:
+    """The weights that all ranks share, and their exchange. Create it once the weights are restored, before training.
+
+    done: steps done. name_of: returns the name of a rank.
+    """
+
+    def __init__(self, engine: Engine, flags: Flags, prepared: Prepared, done: int, name_of: Callable[[int], str]):
+        self._engine, self._prepared, self._name_of = engine, prepared, name_of
+        self._every: int = flags.sync_every
+        self._rate, self._decay = flags.outer_lr, flags.outer_momentum
+        self._wire, self._predivide = WIRE_DTYPES[flags.compression], flags.gradient_predivide_factor
+        self._exchanged_at = done  # the step after which the weights were last exchanged
+        self._parameters: list[Tensor] = [p for trained in prepared.trained.values() for p in trained]
+        # Float32 also for weights of a shorter type, in which small changes would be lost.
+        self._momenta = [
+            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self._parameters
+        ]
+        self._shared = [p.detach().clone() for p in self._parameters]
+        # What no optimizer trains: frozen weights, those that the script itself changes, registered averages of weights.
+        self._others: list[Tensor] = []
+        self._others_shared: list[Tensor] = []
+        self._known = {
+            id(t) for t in (*self._parameters, *floating_buffers(prepared.models))
+        }  # buffers: averaged anyway
+        self._follow(p for model in prepared.models for p in model.parameters())
+
+    def follow(self, module: nn.Module) -> None:
+        """Average also a registered module over ranks, such as an average of the weights."""
+        self._follow((*module.parameters(), *floating_buffers([module])))
+
+    def _follow(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if id(tensor) not in self._known and tensor.is_floating_point():
+                self._known.add(id(tensor))
+                self._others.append(tensor)
+                self._others_shared.append(tensor.detach().clone())
+
+    def is_due(self, step: int) -> bool:
+        """Return whether an exchange follows step number `step`, as at the end of an epoch in any case."""
+        return step % self._every == 0
+
+    def passed(self, interval: int, step: int) -> bool:
+        """Return whether a multiple of `interval` lies after the last exchange, up to `step`. 0: never."""
+        return bool(interval) and step // interval > self._exchanged_at // interval
+
+    # ---- the exchange
+
+    @torch.no_grad()
+    def exchange(self, step: int) -> None:
+        """Average what the ranks have learnt, after `step` steps. A collective. Raises Failure on every rank if a weight is
+        not finite."""
+        with self._engine.activity.during("exchange of weights"):
+            means = self._averaged(torch._foreach_sub(self._parameters, self._shared), step)
+            torch._foreach_mul_(self._momenta, self._decay)
+            torch._foreach_add_(self._momenta, means)
+            torch._foreach_add_(means, self._momenta, alpha=self._decay)
+            torch._foreach_add_(self._shared, means, alpha=self._rate)
+            torch._foreach_copy_(self._parameters, self._shared)
+            self._exchange_others(step)
+            for model in self._prepared.models:
+                self._engine.average_buffers(model)
+        self._exchanged_at = step
+
+    def _exchange_others(self, step: int) -> None:
+        if not self._others:
+            return
+        changes = torch._foreach_sub(self._others, self._others_shared)
+        mine = torch.stack([change.any() for change in changes]).int().cpu()
+        changed = self._engine.sum(mine, "exchange.changed").tolist()  # most are frozen: nothing to send
+        these = [number for number, anywhere in enumerate(changed) if anywhere]
+        if not these:
+            return
+        means = self._averaged([changes[number] for number in these], step)
+        for number, mean in zip(these, means, strict=True):
+            self._others_shared[number].add_(mean)
+            self._others[number].copy_(self._others_shared[number])
+
+    def _averaged(self, changes: Sequence[Tensor], step: int) -> list[Tensor]:
+        """Return the mean of `changes` over ranks, in float32 or longer."""
+        flat = torch.cat([change.reshape(-1) for change in changes])
+        exact = torch.promote_types(flat.dtype, torch.float32)
+        sent = flat / self._predivide
+        sent = sent if self._wire is None else sent.to(self._wire)
+        self._engine.all_reduce_(sent, "sum", "exchange")
+        mean = sent.to(exact).mul_(self._predivide / self._engine.size)
+        if not mean.sum().isfinite():
+            self._raise_not_finite(bool(flat.sum().isfinite()), step)
+        sizes = [change.numel() for change in changes]
+        return [part.view_as(change) for part, change in zip(mean.split(sizes), changes, strict=True)]
+
+    def _raise_not_finite(self, finite: bool, step: int) -> None:
+        found = self._engine.all_gather_object(finite, "exchange.finite")
+        ranks = " and ".join(self._name_of(rank) for rank, sound in enumerate(found) if not sound)
+        who = f"the weights of {ranks} are" if ranks else "each rank's weights are finite, but their sum over ranks is"
+        raise Failure(f"exchange after step {step}: {who} not finite: start again with a lower --lr or --outer-lr")
+
+    @contextlib.contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Context manager in which the models have the weights of the last exchange, between two exchanges."""
+        tensors, shared = [*self._parameters, *self._others], [*self._shared, *self._others_shared]
+        with torch.no_grad():
+            own = [tensor.clone() for tensor in tensors]
+            torch._foreach_copy_(tensors, shared)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(tensors, own)
+
+    # ---- checkpoints: what is equal on all ranks; own_states.py has the rest
+
+    def momentum(self) -> Tensor:
+        """Return the momenta of the shared weights, one after the other."""
+        return torch.cat([momentum.reshape(-1) for momentum in self._momenta])
+
+    def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Restore the momenta. A collective. tensors: of the checkpoint, on rank 0."""
+        flat = self.momentum().cpu()
+        with self._engine.raising_together("checkpoint"):
+            if tensors is not None:
+                if (held := tensors["outer.momentum"]).shape != flat.shape:
+                    raise UserError(
+                        "the checkpoint does not match the model: other parameters were trained: check --model"
+                    )
+                flat.copy_(held)
+        self._engine.broadcast_(flat, "checkpoint.momentum")
+        sizes = [momentum.numel() for momentum in self._momenta]
+        for momentum, part in zip(self._momenta, flat.split(sizes), strict=True):
+            momentum.copy_(part.view_as(momentum))

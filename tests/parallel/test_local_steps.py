@@ -1,0 +1,251 @@
+"""--sync-every on every rank: what is equal at exchanges, what stays on a rank, and a run that is stopped and resumed."""
+
+import shutil
+import tempfile
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hvdtrain.data.sharding import epoch_order
+from hvdtrain.engines.errors import Failure, UserError
+from tests.parallel.test_loop import N, X, Y, a_run
+
+LOCAL = ("--sync-every", "2", "--outer-lr", "0.7", "--outer-momentum", "0.9")
+EPOCHS = 4
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+def train(engine, *argv, each=lambda run, step, net: None, end=lambda run, net, optimizer: None) -> list:
+    """Train four epochs and return the final state of the model and of this rank's optimizer. Evaluates in steps, too."""
+    net = network()
+    average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    with a_run(engine, *argv, epochs=EPOCHS) as run:
+        model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.05))
+        run.register(average=average)
+        for _ in run.epochs(EPOCHS):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+                average.update_parameters(net)
+                each(run, step, net)
+            with run.evaluating(N) as mine:
+                run.record(loss=F.mse_loss(model(X[mine]), Y[mine], reduction="sum"))
+        end(run, net, optimizer)
+    state = [tensor.tolist() for module in (net, average) for tensor in module.state_dict().values()]
+    return [state, [tensor.tolist() for held in optimizer.state.values() for _, tensor in sorted(held.items())]]
+
+
+@pytest.mark.parametrize("wire", ["none", "fp16"])
+def test_weights_are_equal_at_exchanges_and_optimizers_are_not(engine, wire):
+    different = []
+
+    def look(run, step, net):
+        weights = engine.all_gather_object(net[0].weight.flatten().tolist(), "look")
+        different.append(any(one != weights[0] for one in weights))
+        before = net[0].weight.clone()
+        with run.evaluating(1):
+            evaluated = net[0].weight.flatten().tolist()
+            run.record(loss=0.0, count=1)
+        shared = engine.all_gather_object(evaluated, "shared")
+        assert shared == [shared[0]] * engine.size
+        assert torch.equal(net[0].weight, before)  # this rank's own again
+
+    state, optimizers = train(engine, *LOCAL, "--compression", wire, each=look)
+    assert all(different) == any(different) == (engine.size > 1)  # within a step, before the exchange
+    assert engine.all_gather_object(state, "state") == [state] * engine.size
+    if engine.size > 1:
+        assert engine.all_gather_object(optimizers, "optimizers") != [optimizers] * engine.size
+
+
+class Restless(torch.optim.SGD):
+    """Changes a setting by what it sees, and keeps a number: each rank has its own, beside the tensors."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["seen"] = group.get("seen", 0.0) + float(group["params"][0].grad.sum())
+            for parameter in group["params"]:
+                self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_an_optimizer_keeps_is_restored_on_each_rank(engine, late, shared_directory):
+    """Also numbers, and where rank 0 has no state yet: it has skipped its steps."""
+    kept = []
+
+    def start(epochs):
+        with a_run(engine, *LOCAL, "--max-skipped", "99", "--output-dir", shared_directory, epochs=epochs) as run:
+            net = network()
+            model, optimizer = run.prepare(net, Restless(net.parameters(), lr=0.01, momentum=0.9))
+            kept.append(plain(optimizer, run))
+            for _ in run.epochs(epochs):
+                for step in run.steps(X, Y):
+                    for x, y in step.batches():
+                        nan = float("nan") if late and engine.rank == 0 else 1.0
+                        step.backward(F.mse_loss(model(x), y) * nan)
+                    step.update()
+            kept.append(plain(optimizer, run))
+
+    start(1)
+    start(2)
+    end, resumed = kept[1:3]
+    assert resumed == end
+    assert (end["skipped"] > 0) == (late and engine.rank == 0)
+
+
+def plain(optimizer, run) -> dict:
+    held = optimizer.state_dict()
+    state = {
+        f"{index}.{name}": value.tolist() if isinstance(value, torch.Tensor) else value
+        for index, entries in held["state"].items()
+        for name, value in entries.items()
+    }
+    return state | held["param_groups"][0] | {"skipped": run.state.skipped}
+
+
+@pytest.fixture
+def shared_directory(engine):
+    """Rank 0's, on every rank: all are on one host."""
+    directory = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None, "directory")
+    yield directory
+    engine.barrier()
+    if engine.rank == 0:
+        shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_a_run_that_was_stopped_anywhere_ends_with_the_same_bits(engine, stop, shared_directory):
+    ended = []
+
+    def ask(run, step, net):
+        if step.number == stop and engine.rank == engine.size - 1:
+            run.guard.monitor.request_stop("the test")
+            while not run.guard.stop_requested:  # rank 0 tells all
+                time.sleep(0.01)
+
+    def end(run, net, optimizer):
+        ended.append(run.checkpoints.facts["state"]["step"])  # of the checkpoint from which it was resumed
+
+    whole = train(engine, *LOCAL)
+    again = (*LOCAL, "--output-dir", shared_directory)
+    train(engine, *again, each=ask, end=end)
+    assert not ended
+    resumed = train(engine, *again, end=end)
+    for part, what in enumerate(("weights", "optimizers")):
+        assert resumed[part] == whole[part], what
+    (step,) = ended
+    steps_per_epoch = -(-N // (4 * engine.size))
+    assert stop <= step < EPOCHS * steps_per_epoch
+    assert step % 2 == 0 or step % steps_per_epoch == 0  # after an exchange
+
+
+def test_one_exchange_is_the_mean_of_what_each_rank_has_learnt(engine):
+    """Outer rate 1 without momentum averages the weights, as a loop of plain torch for each rank does."""
+    with a_run(engine, "--sync-every", "100", "--outer-lr", "1", "--outer-momentum", "0", epochs=1) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+    ends = []
+    for rank in range(engine.size):
+        torch.manual_seed(5)
+        plain = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for indices in epoch_order(N, 1, 0).split(4 * engine.size):
+            mine = indices[rank :: engine.size]
+            weight = len(mine) * engine.size / len(indices)  # of the last, uneven step
+            optimizer.zero_grad()
+            (F.mse_loss(plain(X[mine]), Y[mine]) * weight).backward() if len(mine) else None
+            optimizer.step()
+        ends.append(plain.weight.detach())
+    torch.testing.assert_close(net.weight.detach(), torch.stack(ends).mean(0), rtol=1e-4, atol=1e-6)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone_where_that_is_intended(engine):
+    """Rank 0 uses one branch, the others another: the shared weights have learnt both."""
+    net = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+    before = [layer.weight.clone() for layer in net]
+    with a_run(engine, *LOCAL, epochs=1) as run:
+        model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters()), find_unused_parameters=True)
+        mine = min(engine.rank, 1)
+        for _ in run.epochs(1):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model[mine](x), y))
+                step.update()
+        assert net[1 - mine].weight not in optimizer.state
+    changed = [not torch.equal(layer.weight, old) for layer, old in zip(net, before, strict=True)]
+    assert changed == [True, engine.size > 1]
+
+
+def test_a_loss_over_all_ranks_is_refused(engine):
+    with pytest.raises(UserError, match=r"run.gather\(\) cannot go with --sync-every"), a_run(engine, *LOCAL) as run:
+        run.prepare(net := network(), torch.optim.SGD(net.parameters(), lr=0.1))
+        run.gather(X)
+
+
+def test_a_registered_model_is_averaged_once(engine):
+    """Its weights are those of the prepared model: averaged again, they would be rounded again."""
+    ends = []
+    for registered in (False, True):
+        with a_run(engine, *LOCAL, "--compression", "fp16", epochs=1) as run:
+            net = network()
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            if registered:
+                run.register(again=nn.Sequential(net))
+            for _ in run.epochs(1):
+                for step in run.steps(X, Y):
+                    for x, y in step.batches():
+                        step.backward(F.mse_loss(model(x), y))
+                    step.update()
+        ends.append([tensor.tolist() for tensor in net.state_dict().values()])
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("outer", [(1.0, 0.0), (0.5, 0.0), (0.5, 0.9)])
+def test_outer_rate_and_momentum_are_those_of_the_shared_weights(engine, outer):
+    """Two exchanges, in plain arithmetic: SGD with Nesterov momentum on the mean of the changes."""
+    rate, decay = outer
+    changes, ends = [], []
+    with a_run(engine, "--sync-every", "2", "--outer-lr", str(rate), "--outer-momentum", str(decay), epochs=1) as run:
+        net = nn.Linear(3, 1, bias=False)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        ends.append(net.weight.detach().clone())
+        for _ in run.epochs(steps=4):
+            for step in run.steps(X.repeat(engine.size, 1)):
+                if step.number == 3:
+                    ends.append(net.weight.detach().clone())
+                for (x,) in step.batches():
+                    step.backward(model(x).sin().mean() * (1 + engine.rank))
+                step.update()
+                if step.number % 2 == 0:
+                    changes.append(engine.sum(net.weight.detach() - ends[-1], "change") / engine.size)
+        ends.append(net.weight.detach().clone())
+    momentum = torch.zeros_like(ends[0])
+    for before, change, after in zip(ends[:-1], changes, ends[1:], strict=True):
+        momentum = decay * momentum + change
+        torch.testing.assert_close(after, before + rate * (change + decay * momentum), rtol=1e-4, atol=1e-6)
+
+
+def test_weights_that_are_not_finite_are_named(engine):
+    def spoil(run, step, net):
+        if step.number == 2 and engine.rank == engine.size - 1:
+            with torch.no_grad():
+                net[0].weight[0] = float("inf")
+
+    with pytest.raises(
+        Failure, match=f"the weights of rank {engine.size - 1}.* are not finite|gradients are not finite"
+    ):
+        train(engine, *LOCAL, each=spoil)
