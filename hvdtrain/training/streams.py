@@ -163,7 +163,7 @@ def begin_worker(given: Any, worker: int) -> None:
         given(worker)
 
 
-class Reader(ABC):
+class StreamReader(ABC):
     """Reads one rank's stream of one epoch."""
 
     @abstractmethod
@@ -175,7 +175,7 @@ class Reader(ABC):
         """Return the position after the last batch."""
 
 
-class Workers(Reader):
+class Workers(StreamReader):
     """Reads a DataLoader over an IterableDataset with its workers, which take turns, or without."""
 
     def __init__(self, engine: Engine, given: DataLoader[Any], seed: Seed, held: Position | None, *, keeps: bool):
@@ -205,7 +205,7 @@ class Workers(Reader):
         return {"turn": self._turn, "parts": self._positions if self._workers else [self._part.position()]}
 
 
-class Whole(Reader):
+class Whole(StreamReader):
     """Reads a loader that has a state itself, such as torchdata's StatefulDataLoader, as it is."""
 
     def __init__(self, given: Any, seed: Seed, held: Position | None):
@@ -237,7 +237,7 @@ class Whole(Reader):
         return {"drawn": self._drawn, "ended": self._ended, "state": state}
 
 
-def opened(engine: Engine, given: Any, seed: int, epoch: int, held: Position | None, *, keeps: bool) -> Reader:
+def opened(engine: Engine, given: Any, seed: int, epoch: int, held: Position | None, *, keeps: bool) -> StreamReader:
     """Return the reader of this rank's stream. held: where to continue. keeps: whether positions are saved."""
     dataset = getattr(given, "dataset", given)
     if hasattr(dataset, "set_epoch"):
@@ -283,7 +283,7 @@ class Stream(Input):
         self._workers = getattr(given, "num_workers", 0)
         self._state = TrainState()
         self._per_step = 0  # batches, over all ranks
-        self._reader: Reader | None = None
+        self._reader: StreamReader | None = None
         self._held: Position | None = None  # this rank's position in the epoch to resume
         self._finished = False  # that epoch has no steps left
         self._first: tuple[Any, int] | None = None  # of this epoch
@@ -377,7 +377,7 @@ class Stream(Input):
             self._drawn.clear()
         self._finished = True
 
-    def _open(self, epoch: int, held: Position | None, given: Any = None) -> Reader:
+    def _open(self, epoch: int, held: Position | None, given: Any = None) -> StreamReader:
         return opened(self._engine, self._given if given is None else given, self._seed, epoch, held, keeps=self._keeps)
 
     def _draw(self) -> tuple[Any, int] | None:
