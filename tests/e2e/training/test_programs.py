@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,20 @@ FLAGS = "--epochs 2 --checkpoint-steps 7 --no-progress --threads 1"
 MOST_LINES = 20  # that a program may have more than its plain version
 NEAR_THE_MIDDLE = {  # of a program's training: the optimizer step at which it is killed
     "gan": 30, "augment": 30, "tokens": 15, "weighted": 60, "distill": 60, "folds": 40, "records": 20, "semi": 10,
-    "buckets": 40, "contrast": 60, "reinforce": 30,
+    "buckets": 40, "contrast": 60, "reinforce": 30, "huggingface": 20,
 }  # fmt: skip
 NAMES = sorted(NEAR_THE_MIDDLE)
+NEEDS = {"huggingface": "transformers"}  # beside what `make setup` installs
+RUNNABLE = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            name in NEEDS and find_spec(NEEDS[name]) is None,
+            reason=f"{name}.py needs {NEEDS.get(name)}, which is not installed: pip install {NEEDS.get(name)}",
+        ),
+    )
+    for name in NAMES
+]
 
 
 def run(
@@ -37,7 +49,7 @@ def run(
 
 @pytest.mark.slow
 @pytest.mark.leaves("sem.hvdtrain-", "hvdtrain-")  # of the workers of a killed rank; the next start removes them
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_a_killed_program_ends_with_the_same_bits(name, tmp_path):
     whole = run(name, tmp_path / "whole")
     assert whole.code == 0, whole
@@ -108,7 +120,7 @@ def test_a_program_has_few_lines_more_than_its_plain_version(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_the_plain_versions_run(name):
     done = launch(f"{shlex.quote(sys.executable)} {PROGRAMS / name}_plain.py --epochs 1", timeout=240)
     assert done.code == 0, done

@@ -1,5 +1,7 @@
 """Weights and programs for use without hvdtrain: they compute what the trained model computes."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -48,20 +50,46 @@ def test_a_program_computes_what_the_model_does_for_any_batch(tmp_path):
         torch.testing.assert_close(exported(x), net(x))
 
 
+needs_onnx = pytest.mark.skipif(
+    not (find_spec("onnx") and find_spec("onnxscript")),
+    reason="onnx or onnxscript is not installed: pip install 'hvdtrain[onnx]'",
+)
+
+
+def computed(path, x):
+    """Return what the model in an .onnx file computes, by ONNX's own reference implementation."""
+    from onnx.reference import ReferenceEvaluator
+
+    evaluator = ReferenceEvaluator(str(path))
+    (result,) = evaluator.run(None, {evaluator.input_names[0]: x.numpy()})
+    return torch.from_numpy(result)
+
+
+@needs_onnx
+def test_an_onnx_program_computes_what_the_model_does_for_any_batch(tmp_path):
+    net = program(tmp_path / "run", tmp_path / "model.onnx", lambda net: net, torch.randn(4, 3)).eval()
+    for count in (1, 2, 7):
+        x = torch.randn(count, 3)
+        torch.testing.assert_close(computed(tmp_path / "model.onnx", x), net(x))
+
+
 @pytest.mark.slow
-def test_a_script_of_ours_is_exported_from_its_record(tmp_path):
+@pytest.mark.parametrize("ending", ["pt2", pytest.param("onnx", marks=needs_onnx)])
+def test_a_script_of_ours_is_exported_from_its_record(ending, tmp_path):
     flags = mnist.parse([
         "--engine", "serial", "--dataset", "digits", "--train-samples", "64", "--epochs", "1", "--no-progress",
         "--output-dir", str(tmp_path / "run"), "--threads", "1",
     ])  # fmt: skip
     with training.start(flags) as run:
         mnist.train(flags, run, mnist.load(flags, run))
-    assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "model.pt2")]) == 0
+    path = tmp_path / f"model.{ending}"
+    assert export.main([str(tmp_path / "run"), "--to", str(path)]) == 0
     net = MODELS[flags.model]().eval()
     _, tensors = checkpoint.find(tmp_path / "run", "run", print)
     net.load_state_dict(export.weights_of(tensors))
     images = torch.rand(3, 1, 28, 28)
-    torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(images), net(images))
+    result = computed(path, images) if ending == "onnx" else torch.export.load(path).module()(images)
+    torch.testing.assert_close(result, net(images))
 
 
 class Branching(nn.Module):

@@ -1,0 +1,63 @@
+"""Classify short texts with a Hugging Face model, a small BERT that is not pretrained, on dictionaries of tensors."""
+
+import argparse
+from random import Random
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification
+
+WORDS = ["", "[CLS]", "the", "film", "was", "not", "and", "so", "good", "great", "fun", "bad", "dull", "slow"]  # 0 pads
+GOOD = ("good", "great", "fun")
+
+
+def texts(count: int, seed: int) -> list[tuple[str, int]]:
+    """Return texts such as "the film was not dull and so fun", and whether each praises more than it blames."""
+    random, found = Random(seed), []
+    for _ in range(count):
+        parts = [
+            (random.choice(["", "not ", "so "]), random.choice(WORDS[8:])) for _ in range(random.choice([1, 3, 5]))
+        ]
+        praise = sum(1 if (word in GOOD) != (how == "not ") else -1 for how, word in parts)
+        found.append(("the film was " + " and ".join(how + word for how, word in parts), int(praise > 0)))
+    return found
+
+
+def collate(samples: list[tuple[str, int]]) -> dict[str, Tensor]:
+    lines = [[WORDS.index(word) for word in f"[CLS] {text}".split()] for text, _ in samples]
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(line) for line in lines], batch_first=True)
+    labels = torch.tensor([label for _, label in samples])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--batch-size", type=int, default=32)
+    flags = parser.parse_args()
+    torch.manual_seed(1)
+    train = DataLoader(texts(1_000, 1), batch_size=flags.batch_size, shuffle=True, collate_fn=collate)
+    test = DataLoader(texts(200, 2), batch_size=100, collate_fn=collate)
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    model = BertForSequenceClassification(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for epoch in range(flags.epochs):
+        model.train()
+        for batch in train:
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+        model.eval()
+        correct = 0
+        with torch.no_grad():
+            for batch in test:
+                correct += int((model(**batch).logits.argmax(1) == batch["labels"]).sum())
+        print(f"epoch {epoch + 1}  accuracy {correct / len(test.dataset):.2%}")
+
+
+if __name__ == "__main__":
+    main()
