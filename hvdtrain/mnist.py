@@ -147,8 +147,9 @@ def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
             batches = zip(*(part[mine].split(EVALUATION_BATCH) for part in (test_images, test_labels)), strict=True)
             for images, labels in batches:
                 logits = net(scaled(images))
-                run.record(loss=F.cross_entropy(logits, labels, reduction="none"), accuracy=logits.argmax(1) == labels)
-                run.predict(label=labels, predicted=logits.argmax(1), probability=logits.softmax(1))
+                predicted = logits.argmax(1)
+                run.record(loss=F.cross_entropy(logits, labels, reduction="none"), accuracy=predicted == labels)
+                run.predict(label=labels, predicted=predicted, probability=logits.softmax(1))
 
 
 def main() -> int:

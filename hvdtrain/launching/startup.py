@@ -55,9 +55,8 @@ def end_of_imports() -> None:
 def freeze() -> None:
     """Keep the garbage collector from examining what is imported by now."""
     gc.freeze()
-    if (
-        "triton" in sys.modules
-    ):  # imported by torchvision; prints forty lines if its objects are not collected at the exit
+    # Imported by torchvision. It prints forty lines if its objects are not collected at the exit.
+    if "triton" in sys.modules:
         atexit.register(gc.unfreeze)
 
 

@@ -25,9 +25,7 @@ class MetricsLogger:
         self._engine, self._output, self._metrics, self._state = engine, output, metrics, state
         self.epochs: int | None = None  # planned epochs; None: determined by `steps`
         self.steps = 0  # planned steps
-        self.only_evaluates = (
-            False  # --evaluate: the position is that of the checkpoint, at the end of an epoch or within it
-        )
+        self.only_evaluates = False  # --evaluate: the position is the checkpoint's, at the end of an epoch or within it
         self.unwritten = False  # whether there is an evaluation that is not recorded yet
 
     def start(self, dataset: str, reason: str, config: dict[str, object]) -> None:

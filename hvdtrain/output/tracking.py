@@ -135,7 +135,7 @@ class Sender(ABC):
             file.write(json.dumps({"run_id": self._run, "tracking_uri": self._place}) + "\n")
 
 
-class Tracker(Sender):
+class MlflowTracker(Sender):
     """Records with MLflow. The constructor raises UserError if the package is missing."""
 
     ID_FILE = ID_FILE
@@ -247,4 +247,4 @@ def tracker(kind: str, experiment: str, directory: Path, continued: bool) -> Sen
         from hvdtrain.output.wandb_tracking import WandbTracker
 
         return WandbTracker(directory, experiment, continued)
-    return Tracker(directory, experiment, continued)
+    return MlflowTracker(directory, experiment, continued)

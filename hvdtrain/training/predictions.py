@@ -10,6 +10,7 @@ from torch import Tensor
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.training.gather import rows_of_all
 
 Rows = tuple[Tensor, dict[str, Tensor]]  # indices, int64 [n]; by name, the samples' values, [n, ...]
 
@@ -38,18 +39,15 @@ class Predictions:
                 said = f"has {len(value)} rows for {len(indices)} samples"
                 raise UserError(f"run.predict({name}=...) {said}: give a row for each sample of the batch")
             own = value.detach().cpu()
-            own = (
-                own.float()
-                if own.dtype in (torch.float16, torch.bfloat16)
-                else own.byte()
-                if own.dtype is torch.bool
-                else own
-            )
+            if own.dtype in (torch.float16, torch.bfloat16):
+                own = own.float()
+            elif own.dtype is torch.bool:
+                own = own.byte()
             self._values.setdefault(name, []).append(own)
         self._indices.append(indices)
 
-    def of_all(self, engine: Engine) -> Rows:
-        """Return the predictions of all ranks, in the order of the data set. A collective."""
+    def of_all(self, engine: Engine) -> Rows | None:
+        """Return the predictions of all ranks, in the order of the data set; None if there are none. A collective."""
         mine = {name: torch.cat(parts) for name, parts in self._values.items()}
         shapes = {
             name: [list(value.shape[1:]), str(value.dtype).removeprefix("torch.")] for name, value in mine.items()
@@ -57,29 +55,20 @@ class Predictions:
         everyone = engine.all_gather_object([sum(map(len, self._indices)), shapes], "predict.shapes")
         known = next((theirs for _, theirs in everyone if theirs), None)
         if known is None:
-            how = "write run.predict(predicted=...) beside run.record in its evaluation"
-            raise UserError(f"--predict: this program has predicted nothing: {how}", everywhere=True)
+            return None
         if any(theirs not in ({}, known) for _, theirs in everyone):
             raise UserError(
                 "run.predict() got other names, shapes or types on another rank: give the same", everywhere=True
             )
         counts = [count for count, _ in everyone]
         indices = torch.cat(self._indices) if self._indices else torch.zeros(0, dtype=torch.int64)
-        order = together(engine, indices, counts, "indices")
+        order = rows_of_all(engine, indices, counts, "predict.indices")
         place = order.argsort(stable=True)
         values = {}
         for name, (shape, dtype) in known.items():
             own = mine.get(name, torch.zeros(0, *shape, dtype=getattr(torch, dtype)))
-            values[name] = together(engine, own, counts, name)[place]
+            values[name] = rows_of_all(engine, own, counts, f"predict.{name}")[place]
         return order[place], values
-
-
-def together(engine: Engine, rows: Tensor, counts: list[int], name: str) -> Tensor:
-    """Return the rows of all ranks. A collective. counts: of each rank."""
-    padded = rows.new_zeros(max(counts), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    everyone = engine.all_gather(padded, f"predict.{name}")
-    return torch.cat([theirs[:count] for theirs, count in zip(everyone, counts, strict=True)])
 
 
 def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor]) -> None:

@@ -68,10 +68,10 @@ class Run:
         self._step_limit: int | None = None
         self._goals: dict[str, float] = {}
         self._in_epoch = self._in_steps = self._had_steps = False
-        self._evaluated = False  # with --evaluate: whether there was an evaluation
+        self._evaluated = self._predicted = False  # with --evaluate: whether there was an evaluation, with predictions
         self._step: Step | None = None  # the current one
         self._evaluation: Evaluation | None = None  # the current one, inside `evaluating`
-        self._predictions: Predictions | None = None  # of the last evaluation, with --predict
+        self._predictions: Predictions | None = None  # of the current evaluation, with --predict
 
     # ---- before training
 
@@ -519,6 +519,12 @@ class Run:
     def _write_predictions(self, predictions: Predictions) -> None:
         """Write the predictions of all ranks. A collective."""
         rows = predictions.of_all(self.engine)
+        if rows is None:  # of another evaluation, such as that of the training set
+            return
+        if self._predicted:
+            how = "call run.predict in one of them"
+            raise UserError(f"--predict: two evaluations have predicted, and there is one file: {how}", everywhere=True)
+        self._predicted = True
         with self.raising_together("predictions"), self.alone():
             if self.rank == 0:
                 write_predictions(self.flags.predict, *rows)
@@ -588,6 +594,9 @@ class Run:
             if not self._evaluated:
                 how = "write `with run.evaluating(...):` in the loop over run.epochs, or after it"
                 raise UserError(f"--evaluate: this program has evaluated nothing: {how}", everywhere=True)
+            if self.flags.predict is not None and not self._predicted:
+                how = "write run.predict(predicted=...) beside run.record in its evaluation"
+                raise UserError(f"--predict: this program has predicted nothing: {how}", everywhere=True)
             self.metrics_logger.evaluation(None)
         elif self._in_epoch:  # the script left the loop over `run.epochs` early
             self._close_epoch()

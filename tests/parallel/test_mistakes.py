@@ -52,7 +52,7 @@ MISTAKES = {
 
 def test_the_optimizer_of_a_horovod_script_is_refused(engine):
     if engine.name != "horovod":
-        pytest.skip("Horovod's own optimizer")
+        pytest.skip("only the engine horovod runs Horovod, which makes this optimizer")
     import horovod.torch as hvd
 
     net = nn.Linear(3, 1)
@@ -66,7 +66,7 @@ def test_the_optimizer_of_a_horovod_script_is_refused(engine):
 @pytest.mark.parametrize("case", MISTAKES)
 def test_ranks_that_differ_are_told_in_one_line(engine, case):
     if engine.size == 1:
-        pytest.skip("one rank does not differ")
+        pytest.skip("ranks that differ: needs two")
     program, complaint = MISTAKES[case]
     with pytest.raises(UserError, match=complaint) as caught, a_run(engine) as run:
         program(run)

@@ -111,7 +111,7 @@ def test_a_killed_run_continues_at_the_sample_of_each_rank(engine, late):
 
 def test_ranks_that_read_the_same_are_refused_on_all(engine):
     if engine.size == 1:
-        pytest.skip("one rank")
+        pytest.skip("what ranks do to each other: needs two")
     with pytest.raises(UserError, match=r"^ranks 0 and 1 read the same samples of the stream") as caught:
         train(engine, mine=False)
     assert caught.value.everywhere

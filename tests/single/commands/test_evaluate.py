@@ -72,8 +72,8 @@ def test_predictions_are_in_the_order_of_the_data_set(tmp_path, data):
     assert [float(row["probability_0"]) for row in rows] == pytest.approx(held["probability"][:, 0].tolist())
 
 
-def own_program(directory, *argv, predict=True, evaluates=True, shuffled=False, rows=lambda x: x):
-    """A program of a user: its evaluation takes a loader, in batches."""
+def own_program(directory, *argv, predict=True, evaluates=True, shuffled=False, beside=None, rows=lambda x: x):
+    """A program of a user: its evaluation takes a loader, in batches. beside: whether another evaluation predicts."""
     flags = flags_for(*argv, *(["--output-dir", str(directory)] if directory else []))
     with training.start(flags) as run:
         net = network()
@@ -83,6 +83,11 @@ def own_program(directory, *argv, predict=True, evaluates=True, shuffled=False, 
                 for x, y in step.batches():
                     step.backward(nn.functional.mse_loss(model(x), y))
                 step.update()
+            if beside is not None:
+                with run.evaluating(N, prefix="other") as mine:
+                    run.record(loss=Y[mine].square())
+                    if beside:
+                        run.predict(given=X[mine])
             if evaluates:
                 with run.evaluating(DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=shuffled)) as batches:
                     for x, y in batches:
@@ -94,7 +99,8 @@ def own_program(directory, *argv, predict=True, evaluates=True, shuffled=False, 
 
 def test_a_program_of_ones_own_predicts_in_the_order_of_its_data(tmp_path):
     run = own_program(tmp_path / "run")
-    again = own_program(None, "--evaluate", str(tmp_path / "run"), "--predict", str(tmp_path / "p.safetensors"))
+    evaluate = ("--evaluate", str(tmp_path / "run"), "--predict", str(tmp_path / "p.safetensors"))
+    again = own_program(None, *evaluate, beside=False)
     assert again.evaluation == run.evaluation
     held = load_file(tmp_path / "p.safetensors")
     assert torch.equal(held["given"], X)
@@ -134,6 +140,7 @@ REFUSED = {
         {"rows": lambda x: x[:1]},
         r"run.predict\(given=...\) has 1 rows for 16 samples",
     ),
+    "two predictions": (PREDICT, {"beside": True}, "two evaluations have predicted, and there is one file"),
     "a number": (PREDICT, {"rows": lambda x: 1.0}, r"run.predict\(given=...\): give a tensor"),
     "the file's directory": ((*EVALUATE, "--predict", "{tmp}/none/p.csv"), {}, "--predict .*p.csv cannot be written"),
     "the file's ending": ((*EVALUATE, "--predict", "p.txt"), {}, "'p.txt' does not end in .csv or .safetensors"),

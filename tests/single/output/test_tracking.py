@@ -95,7 +95,7 @@ def server(monkeypatch):
 
 
 def track(directory, *events, continued=False):
-    tracker = tracking.Tracker(directory, "sine", continued)
+    tracker = tracking.MlflowTracker(directory, "sine", continued)
     for name, fields in events:
         tracker.event(name, fields)
     tracker.close()
@@ -157,7 +157,7 @@ def test_a_stopped_run_is_not_finished(server, tmp_path):
 def test_a_server_that_is_down_is_one_line_and_gets_all_of_it_later(server, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:secret@host:5000")
     server.down = True
-    tracker = tracking.Tracker(tmp_path, "sine", False)
+    tracker = tracking.MlflowTracker(tmp_path, "sine", False)
     tracker.event("start", START)
     called = server.calls
     while server.calls < called + 3:
@@ -185,7 +185,7 @@ def test_no_event_waits_for_a_server_that_is_silent(server, tmp_path, capsys, mo
     monkeypatch.setattr(Server, "create_experiment", lambda *_: silent.wait(60))
     monkeypatch.setattr(tracking, "QUEUE_EVENTS", 50)
     monkeypatch.setattr(tracking, "STOP_SECONDS", 0.0)
-    tracker = tracking.Tracker(tmp_path, "sine", False)
+    tracker = tracking.MlflowTracker(tmp_path, "sine", False)
     for _ in range(200):
         tracker.event(*TRAIN[0])
     tracker.close()
@@ -196,7 +196,7 @@ def test_no_event_waits_for_a_server_that_is_silent(server, tmp_path, capsys, mo
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(UserError, match=r"--track needs a package: pip install 'hvdtrain\[track\]'"):
-        tracking.Tracker(tmp_path, "sine", False)
+        tracking.MlflowTracker(tmp_path, "sine", False)
 
 
 # ---- Weights & Biases
