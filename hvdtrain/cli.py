@@ -103,6 +103,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists every flag)", everywhere=True)
 
+    def set_help(self, **texts: str) -> None:
+        """Replace the help texts of flags, where a script's default is not the common one."""
+        for action in self._actions:
+            action.help = texts.get(action.dest, action.help)
+
     def may_change_on_resume(self, *names: str) -> None:
         """Declare flags of the script that may change when a run is resumed, because they do not affect training."""
         self._may_change |= {name.lstrip("-").replace("-", "_") for name in names}
@@ -286,7 +291,9 @@ def add_run(group: Parser) -> None:
         metavar="H",
         help="exchange weights every H steps, which each rank takes alone, instead of gradients in every step (default: 1)",
     )
-    group.add_argument("--outer-lr", type=positive, help="with --sync-every: rate of the shared weights (default: 1)")
+    group.add_argument(
+        "--outer-lr", type=positive, help="with --sync-every: learning rate of the shared weights (default: 1)"
+    )
     group.add_argument(
         "--outer-momentum", type=fraction, help="with --sync-every: their Nesterov momentum (default: 0.5)"
     )
@@ -333,7 +340,7 @@ def add_run(group: Parser) -> None:
     group.add_argument(
         "--track",
         choices=TRACKERS,
-        help="also record the run; MLFLOW_TRACKING_URI and WANDB_API_KEY say where (default: in --output-dir)",
+        help="also record the run, in --output-dir unless MLFLOW_TRACKING_URI or WANDB_API_KEY say where",
     )
     group.add_argument(
         "--profile",
@@ -387,7 +394,7 @@ def add_optimization(group: Parser) -> None:
     """Add the optimization flags of classifiers. Those not given are set from the recipe."""
     group.add_argument("--lr", type=positive, help="peak learning rate, before scaling")
     group.add_argument(
-        "--lr-scaling", choices=("none", "linear"), help="linear: multiply the learning rate by the number of ranks"
+        "--lr-scaling", choices=("none", "linear"), help="linear: multiply --lr by the ranks and by --accumulate"
     )
     group.add_argument(
         "--lr-schedule", choices=SCHEDULES, help="how the learning rate changes during training (docs/choosing.md)"

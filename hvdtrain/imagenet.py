@@ -82,7 +82,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         help="decode large JPEG images at 1/2, 1/4 or 1/8 of their size: faster, slightly different pixels",
     )
     parser.add_argument(
-        "--workers", type=training.count, help="input processes per rank (default: derived from this rank's cores)"
+        "--workers", type=training.count, help="DataLoader workers per rank (default: derived from this rank's cores)"
     )
     parser.add_argument(
         "--max-corrupt",
@@ -100,6 +100,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     )
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     add_optimization(parser)
+    parser.set_help(lr="peak learning rate, before scaling (default: 0.1 times --batch-size over 256)")
     parser.may_change_on_resume(
         "dataset", "data_dir", "train_shards", "test_shards", "train_samples"
     )  # see describe_data

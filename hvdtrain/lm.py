@@ -5,11 +5,11 @@ horovodrun -np 2 python -m hvdtrain.lm --text book.txt    two ranks, on your tex
 mpirun -np 4 python -m hvdtrain.lm --text *.txt --tokens bytes --amp bf16 --output-dir OUT
 python -m hvdtrain.lm --sample "First Citizen:" --output-dir OUT    text from the newest checkpoint there
 
---recipe shakespeare-cpu     0.8 million parameters, 2,000 steps of 12 windows over all ranks: one minute (default)
---recipe gpt2                124 million parameters, 600,000 steps of 480 windows of 1,024 byte pairs
+--recipe shakespeare-cpu     0.8 million parameters, 2,000 steps of 12 sequences over all ranks: one minute (default)
+--recipe gpt2                124 million parameters, 600,000 steps of 480 sequences of 1,024 byte pairs
 --layers 6 --heads 6 --width 384 --context 256 --steps 5000 --dropout 0.2    any other configuration
 
-Trains on the first 90 % of the text, using each window once per epoch, and evaluates on all of the rest (docs/examples.md).
+Trains on the first 90 % of the text, with each sequence once per epoch, and evaluates on all of the rest (docs/examples.md).
 """
 
 from hvdtrain.launching import startup
@@ -81,7 +81,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     add("--layers", type=training.positive_int, help="transformer blocks")
     add("--heads", type=training.positive_int, help="attention heads per layer")
     add("--width", type=training.positive_int, help="values per token")
-    add("--context", type=training.positive_int, help="tokens per window")
+    add("--context", type=training.positive_int, help="tokens per sequence")
     add("--tied", action=BooleanOptionalAction, help="share the token embedding's weights with the head")
     add("--bias", action=BooleanOptionalAction, help="biases in linear layers and layer norms")
     add("--dropout", type=training.fraction, help="share of activations that are zeroed in training")
@@ -102,6 +102,11 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         help="length of a sample, also after each epoch (default: 200)",
     )
     add("--temperature", type=training.positive, default=0.8, help="sampling temperature (default: 0.8)")
+    parser.set_help(
+        epochs="passes through the text, instead of --steps",
+        batch_size="sequences per rank and micro-batch (default: those of the recipe's step, shared by the ranks)",
+        accumulate="micro-batches per step (default: as many as keep at most 12 sequences in one)",
+    )
     parser.may_change_on_resume("recipe", "text", "tokenizer", "compile", "sample", "sample_tokens", "temperature")
     flags = parser.parse(argv, RECIPES)
     if flags.epochs is not None:
@@ -122,14 +127,14 @@ def share_batch(flags: Flags, ranks: int) -> None:
     share, rest = divmod(total, ranks)
     if rest:
         fitting = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
-        said = f"a step of --recipe {flags.recipe} has {total} windows, which {ranks} ranks cannot share equally"
+        said = f"a step of --recipe {flags.recipe} has {total} sequences, which {ranks} ranks cannot share equally"
         raise UserError(f"{said}: give --batch-size, of each rank, or use -np {fitting}", everywhere=True)
     if flags.accumulate is None:
         flags.accumulate = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= LARGEST_BATCH)
     flags.batch_size, rest = divmod(share, flags.accumulate)
     if rest:
-        said = f"--accumulate {flags.accumulate} does not divide a rank's {share} windows of a step: give --batch-size, too"
-        raise UserError(said, everywhere=True)
+        said = f"--accumulate {flags.accumulate} does not divide a rank's {share} sequences of a step"
+        raise UserError(f"{said}: give --batch-size, too", everywhere=True)
 
 
 def load(flags: Flags, run: training.Run) -> text.Text:
@@ -139,7 +144,7 @@ def load(flags: Flags, run: training.Run) -> text.Text:
         windows, context = text.whole_windows(data.train, flags.context), flags.context
         if windows < run.size or len(data.validation) < 2:
             said = (
-                f"the text is too short: {windows} windows of --context {context} in its first 90 %, {run.size} ranks"
+                f"the text is too short: {windows} sequences of --context {context} in its first 90 %, {run.size} ranks"
             )
             raise UserError(f"{said}: use a longer text, or a smaller --context")
         if run.checkpoints.facts is not None and "vocabulary" in (held := run.checkpoints.facts["registered"]):

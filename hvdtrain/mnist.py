@@ -75,6 +75,11 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         "--model", choices=tuple(MODELS), help="the network (default: cosinenet; with --recipe classic convnet)"
     )
     add_optimization(parser)
+    parser.set_help(
+        epochs="passes through the training set (default: 1; of the digits 10; --recipe classic 10)",
+        batch_size="samples per rank (default: 256 shared by the ranks, 16 to 128 each; convnet 64; --recipe classic 100)",
+        lr="peak learning rate, before scaling (default: 0.03; convnet 0.01; --recipe classic 0.0001)",
+    )
     # On resume, the resulting data set and number of samples are compared instead of these flags.
     parser.may_change_on_resume("dataset", "data_dir", "train_samples")
     flags = parser.parse(argv, RECIPES)

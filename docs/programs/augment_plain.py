@@ -1,4 +1,4 @@
-"""Train a classifier of noisy stripes, with random augmentation by input workers."""
+"""Train a classifier of noisy stripes, with random augmentation in `DataLoader` workers."""
 
 import argparse
 

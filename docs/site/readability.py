@@ -1,9 +1,10 @@
 """Check that the pages for users read well: python docs/site/readability.py [FILE...]. `make docs` fails if one does not.
 
-Without files: README.md and docs/*.md, and the number of words in all of them. docs/evidence and docs/reference are not
-checked. Code does not count: blocks are left out, code spans are a word.
+Without files: every page of the site, and the number of words in the pages for users, README.md and docs/*.md. Code does not
+count: blocks are left out, code spans are a word.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 25  # words of a sentence
 IN_ALL, README = 20_000, (400, 600)  # words
+PARTS = ("evidence", "reference")  # of docs
+FILE_NAME = re.compile(r"\[([\w./-]+\.md)\]\(")  # as the text of a link
 # Words of our own, and the field's.
 BANNED = {
     r"as it comes|as they come": "default",
@@ -54,6 +57,7 @@ def chunks(text: str) -> Iterator[tuple[int, str]]:
     """Yield line number and text of each paragraph, list item, table cell and heading, without code and addresses."""
     text = re.sub(r"^ *```.*?^ *```", lambda code: "\n" * code[0].count("\n"), text, flags=re.M | re.S)
     text = re.sub(r"<!--.*?-->", lambda said: "\n" * said[0].count("\n"), text, flags=re.S)
+    text = re.sub(r"``.+?``", "Code", text)
     text = re.sub(r"`[^`\n]*(?:\n[^`\n]+)?`", lambda code: "Code" + "\n" * code[0].count("\n"), text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     start, lines, after_blank, in_item = 0, list[str](), True, False
@@ -94,6 +98,8 @@ def problems(text: str) -> Iterator[tuple[int, str]]:
         for banned, instead in BANNED.items():
             if match := re.search(rf"\b(?:{banned})\b", chunk, re.I):
                 yield number, f"{match[0]!r}: {instead}"
+    for match in FILE_NAME.finditer(text):
+        yield text.count("\n", 0, match.start()) + 1, f"{match[1]!r} as a link's text: say what is there"
     for start, section in sections(text):
         if not COMMAND.search(section):
             for number, chunk in chunks(section):
@@ -104,11 +110,19 @@ def problems(text: str) -> Iterator[tuple[int, str]]:
                     )
 
 
+def text_of(page: Path) -> str:
+    """Return the Markdown of a page, or that of a notebook's cells."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
 def check(pages: list[Path]) -> list[str]:
     return [
         f"{page.relative_to(ROOT) if page.is_relative_to(ROOT) else page}:{number}: {what}"
         for page in pages
-        for number, what in sorted(problems(page.read_text()))
+        for number, what in sorted(problems(text_of(page)))
     ]
 
 
@@ -125,13 +139,19 @@ def lengths(counted: dict[str, int]) -> list[str]:
 
 def main() -> int:
     pages = [Path(name).resolve() for name in sys.argv[1:]]
-    found = check(pages or user_pages())
+    found = check(pages or all_pages())
     if not pages:
         found += lengths(
             {page.name: sum(words(chunk) for _, chunk in chunks(page.read_text())) for page in user_pages()}
         )
     print(*found, sep="\n", end="\n" if found else "")
     return int(bool(found))
+
+
+def all_pages() -> list[Path]:
+    others = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "containers" / "README.md"]
+    others += sorted((ROOT / "docs").glob("*.ipynb"))
+    return [*user_pages(), *others, *(page for part in PARTS for page in sorted((ROOT / "docs" / part).glob("*.md")))]
 
 
 def user_pages() -> list[Path]:

@@ -52,7 +52,9 @@ def flags_of(parser: argparse.ArgumentParser, recipes: cli.Recipes | None = None
         text = text.replace(said[0], "") if said else text
         default = "" if action.default in (None, False, argparse.SUPPRESS) else str(action.default)
         by_recipe = [
-            f"{recipe}: {values[action.dest]}" for recipe, values in (recipes or {}).items() if action.dest in values
+            f"{recipe}: {values[action.dest]}"
+            for recipe, values in (recipes or {}).items()
+            if values.get(action.dest) is not None
         ]
         default = said[1].strip() if said else default or "; ".join(by_recipe)
         flags[str(name)] = (default, text.strip().removesuffix(";"))
@@ -62,7 +64,7 @@ def flags_of(parser: argparse.ArgumentParser, recipes: cli.Recipes | None = None
 def table(flags: dict[str, tuple[str, str]]) -> str:
     escaped = {name.replace("|", "\\|"): said for name, said in flags.items()}
     rows = [f"| `{name}` | {default} | {text} |" for name, (default, text) in escaped.items()]
-    return "\n".join(["| flag | default | |", "|---|---|---|", *rows]) + "\n"
+    return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows]) + "\n"
 
 
 def flags_page() -> str:
@@ -92,7 +94,7 @@ def metrics_page() -> str:
 
 
 def fields(of_it: dict[str, str]) -> str:
-    return "\n".join(["| field | |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in of_it.items())]) + "\n"
+    return "\n".join(["| field | meaning |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in of_it.items())]) + "\n"
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ALONE, APART = "alone", "apart"  # the bounds
+SHOWN = {ALONE: "one rank", APART: "no communication"}
 
 
 class Configuration(NamedTuple):
@@ -90,11 +91,11 @@ def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[ScalingR
 def table(rows: Sequence[ScalingRow]) -> str:
     """Return the rows as a Markdown table: median (minimum to maximum)."""
     lines = [
-        "| | ranks | samples/s | speed-up | of one alone x N | of N apart | communication |",
+        "| | ranks | samples/s | speed-up | of one rank x N | of N without communication | communication |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        cells = [row.name, str(row.ranks)]
+        cells = [SHOWN.get(row.name, row.name), str(row.ranks)]
         cells.append(row.samples_per_second.show(",.0f" if row.samples_per_second.median >= 100 else ".1f"))
         cells += [
             value.show(".2f") if value else "-" for value in (row.speed_up, row.efficiency_alone, row.efficiency_apart)
@@ -149,7 +150,7 @@ def draw(rows: Sequence[ScalingRow], title: str, path: Path) -> None:
         for row in bounds[:1]:
             if row.name == ALONE:
                 ideal = [row.samples_per_second.median * count for count in counts]
-                axes.plot(counts, ideal, color="black", linestyle=":", label="one alone x N")
+                axes.plot(counts, ideal, color="black", linestyle=":", label="one rank x N")
         if len(bounds) > 1:
             look = dict(color="grey", marker="x", linestyle="--", label="no communication")
             bars(axes, bounds, "samples_per_second", **look)

@@ -1,6 +1,6 @@
-"""What the fork server of the input workers imports before it forks them (`loading.start_workers_early`): the modules that
-they share, and the rank's program, which each worker would otherwise import by itself: torch alone takes seconds of CPU time
-and 200 MB per worker.
+"""What the fork server of the DataLoader workers imports before it forks them (`loading.start_workers_early`): the modules
+that they share, and the rank's program, which each worker would otherwise import by itself: torch alone takes seconds of
+CPU time and 200 MB per worker.
 
 The server is multiprocessing's. Its own way to import the program, a preload of "__main__", does nothing before 3.12.8 and
 3.13.1 (python/cpython#126631), nothing for `python -m NAME`, and ends the server if the program fails.

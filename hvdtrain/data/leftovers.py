@@ -1,8 +1,8 @@
 """What a process leaves behind if it is killed: multiprocessing's named semaphores in /dev/shm and its sockets in TMPDIR.
 
-Their names begin with the tag of their owner. Normally, the input workers, which outlive the rank for a moment, remove the
-sockets, and multiprocessing's resource tracker removes the semaphores. If these are killed as well, the next start on this
-host removes all.
+Their names begin with the tag of their owner. Normally, the DataLoader workers, which outlive the rank for a moment, remove
+the sockets, and multiprocessing's resource tracker removes the semaphores. If these are killed as well, the next start on
+this host removes all.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def directory_of_sockets() -> str:
 
 
 def remove_sockets() -> None:
-    """Remove the sockets of the rank and its workers. Called in an input worker whose rank has ended."""
+    """Remove the sockets of the rank and its workers. Called in a DataLoader worker whose rank has ended."""
     directory = Path(util.get_temp_dir())
     if directory.name.startswith("hvdtrain-"):
         shutil.rmtree(directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Common parts of image folders and shards: decoding, seeded augmentation, input workers, and corrupt samples.
+"""Common parts of image folders and shards: decoding, seeded augmentation, DataLoader workers, and corrupt samples.
 
 Images are transferred between processes as uint8 [b, 3, side, side], a quarter of the size of float32, and scaled on the
 device.
@@ -136,7 +136,7 @@ IMAGES = ("hvdtrain.data.loading", "torchvision.transforms.v2", "PIL.JpegImagePl
 
 
 def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
-    """Start the fork server of the input workers, with the modules in `preload` and the rank's program imported. If
+    """Start the fork server of the DataLoader workers, with the modules in `preload` and the rank's program imported. If
     possible, call it before the engine starts.
 
     A rank must not fork while MPI or NCCL are running: the child inherits locks that are never released and, with
@@ -167,7 +167,7 @@ def _end_workers() -> None:
 
 
 def default_workers(cores: int, device: torch.device) -> int:
-    """Return the number of input workers for a rank with `cores` cores: cores - 1 with a GPU, cores / 4 without."""
+    """Return the number of DataLoader workers for a rank with `cores` cores: cores - 1 with a GPU, cores / 4 without."""
     return max(1, cores - 1 if device.type == "cuda" else cores // 4)
 
 
@@ -229,7 +229,9 @@ def while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
         if said.startswith("Caught ") or (isinstance(error, RuntimeError) and not ended):
             raise
         how = "if the kernel killed it for memory, use fewer workers or a smaller batch"
-        raise Failure(f"an input worker has ended ({said or type(error).__name__}): {how}", everywhere=False) from error
+        raise Failure(
+            f"a DataLoader worker has ended ({said or type(error).__name__}): {how}", everywhere=False
+        ) from error
 
 
 def _begin_worker(cores: set[int], worker_init: Callable[[int], None] | None, worker: int) -> None:

@@ -26,14 +26,14 @@ def start(
 
     `threads`: number of torch threads on this rank; None derives it from the cores available to this rank. deterministic:
     on GPUs, compute so that the bits of a run can be had again. Raises UserError if launcher and engine disagree, if the
-    device is not available or would be left idle, and in an input worker that imports the program.
+    device is not available or would be left idle, and in a DataLoader worker that imports the program.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # the mark of multiprocessing itself
         global refused_in_worker
         refused_in_worker = True
         how = 'start training under `if __name__ == "__main__":`'
         raise UserError(
-            f"an input worker imports the program, which must not train again there: {how}", everywhere=True
+            f"a DataLoader worker imports the program, which must not train again there: {how}", everywhere=True
         )
     write_whole_lines()
     told = announced()

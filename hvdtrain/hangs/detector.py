@@ -134,7 +134,7 @@ class Detector:
             allowed = max(least, stalled + min(step - self._idle, self.timeouts.working(self.longest) - stalled))
         if phase.name == READING.name and (stopped := stopped_child()):
             allowed = step
-            at += f" (its input worker, process {stopped}, is stopped by a signal: `kill -CONT {stopped}` continues it)"
+            at += f" (its DataLoader worker, process {stopped}, is stopped by a signal: `kill -CONT {stopped}` continues it)"
         elif activity.collective is None and not output_is_read():
             allowed = max(allowed, self.timeouts.phase(UNREAD, self.longest))
             at += " (its output is not read: a paused pager, or Ctrl-S)"
@@ -144,7 +144,7 @@ class Detector:
 
 
 def stopped_child() -> int | None:
-    """Return a child process of this one, or a child's, that is stopped by a signal: an input worker, if this rank reads."""
+    """Return a child process of this one, or a child's, that a signal has stopped: a DataLoader worker of this rank."""
     return next(filter(processes.is_stopped, processes.descendants(os.getpid())), None)
 
 

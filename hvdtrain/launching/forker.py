@@ -183,7 +183,7 @@ def serve(listener: socket.socket | None, connections: list[socket.socket], star
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a child process has ended. If it has failed, kill what it leaves behind, such as input workers."""
+    """Return whether a child process has ended. If it has failed, kill what it leaves behind, such as DataLoader workers."""
     # WNOWAIT leaves a zombie, so that its pid, which is also its process group, is not reused.
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status != 0):

@@ -1,7 +1,7 @@
 """The sources of a step's samples: indices, tensors, a DataLoader, or hvdtrain's image loaders, all in the same order.
 
 The order, the position in it and the seed of each sample are determined by `loading.Plan`. They depend neither on the number
-of ranks nor on the number of input workers.
+of ranks nor on the number of DataLoader workers.
 """
 
 import contextlib
@@ -379,11 +379,11 @@ def iterate(
         return iter(loading.loader(batches, given.num_workers, engine.device, jobs, **options))
     except BrokenPipeError as error:
         how = "use num_workers=0 to see the error in the rank"
-        raise UserError(f"an input worker has ended while it started (what it printed is above): {how}") from error
+        raise UserError(f"a DataLoader worker has ended while it started (what it printed is above): {how}") from error
     except (EOFError, ConnectionError) as error:
         raise UserError(
-            "the process that starts input workers has ended while it imported the program: keep what trains, or uses MPI "
-            'or other ranks, under `if __name__ == "__main__":`, or use num_workers=0'
+            "the process that starts DataLoader workers has ended while it imported the program: keep what trains, or "
+            'uses MPI or other ranks, under `if __name__ == "__main__":`, or use num_workers=0'
         ) from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(

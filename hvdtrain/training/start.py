@@ -81,7 +81,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
     with engine.raising_together("start"):
         checkpoints = Checkpoints(engine, flags, metrics, output)
     with contextlib.suppress(OSError):  # there is no directory for temporary files
-        leftovers.sweep()  # of the attempts before; also where no sample is left, and no input worker starts
+        leftovers.sweep()  # of the attempts before; also where no sample is left, and no DataLoader worker starts
     state = checkpoints.begin()
     if flags.evaluate is not None and checkpoints.facts is not None:
         flags.adopt(checkpoints.facts["config"])

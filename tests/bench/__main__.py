@@ -28,9 +28,18 @@ from tests.bench.rows import Group, groups, measure_once
 
 HEAD = """# Speed
 
-Made by `make bench` (`python -m tests.bench --help`); how each row is measured stands in `tests/bench/measurements.py` and
-`peers.py`. Ratios of runs on the same machine, interleaved; median over the repeats, and their range. "Before" is what the
-first prototype had, where it was measured; "reach" is the target. A row stands until it is measured again.
+| | |
+|---|---|
+| Claim | What each row says: throughput, time or memory, compared with a bound or with another program |
+| Command | `make bench BENCH="--rows ROW --data-dir DIR"`; each row's own command is [below](#commands) |
+| Machine | two cores of an AMD EPYC, no GPU; the load is noted with each command |
+| Runs, spread | n interleaved runs, both sides of a ratio in each; median and range |
+| Date | with each command |
+
+Each row is a claim. A ratio compares two sides that ran on the same machine, one after the other, in each repeat.
+"First prototype" is what the first version of this project had. Rows that miss their target are explained in
+[targets](targets.md).
+How a row is measured is in `tests/bench/measurements.py` and `tests/bench/peers.py`. A row stays until it is measured again.
 
 """
 
@@ -106,16 +115,16 @@ class Found(NamedTuple):
         return f"**{median:.3g}** ({least:.3g} to {most:.3g})"
 
 
-# A row of speed.md: what, before, reach, reached, repeats, what limits it.
+# A row of speed.md: key, what, target, measured, repeats, prototype, what limits it.
 ROW = re.compile(
-    r"\| (?P<what>.*?) \|.*?\|.*?\| \*\*(?P<median>\S+)\*\* \((?P<least>\S+) to (?P<most>\S+)\) \| (?P<repeats>\d+) \|"
+    r"\| (?P<key>\S+) \|.*?\|.*?\| \*\*(?P<median>\S+)\*\* \((?P<least>\S+) to (?P<most>\S+)\) \| (?P<repeats>\d+) \|"
 )
 
 
 def collect(known: list[Group], results: Path, page: Path) -> dict[str, Found]:
     """Return what each row has, by its key: from `results`, or else as an earlier run wrote it into `page`."""
     lines = page.read_text().splitlines() if page.exists() else []
-    earlier = {match["what"]: match for match in map(ROW.match, lines) if match}
+    earlier = {match["key"]: match for match in map(ROW.match, lines) if match}
     found = {}
     for group in known:
         path = results / f"{group.name}.json"
@@ -123,7 +132,7 @@ def collect(known: list[Group], results: Path, page: Path) -> dict[str, Found]:
         for row in group.rows:
             if values := content["values"].get(row.key, []):
                 found[row.key] = Found((min(values), statistics.median(values), max(values)), len(values))
-            elif match := earlier.get(row.what):
+            elif match := earlier.get(row.key):
                 kept = float(match["least"]), float(match["median"]), float(match["most"])
                 found[row.key] = Found(kept, int(match["repeats"]))
             else:
@@ -132,10 +141,14 @@ def collect(known: list[Group], results: Path, page: Path) -> dict[str, Found]:
 
 
 def table(known: list[Group], found: dict[str, Found]) -> str:
-    lines = ["| what | before | reach | reached: median (range) | n | what limits it |", "|---|---|---|---|---:|---|"]
+    lines = [
+        "| row | what | target | measured: median (range) | n | first prototype | what limits it |",
+        "|---|---|---|---|---:|---|---|",
+    ]
     for row in (row for group in known for row in group.rows):
         one = found[row.key]
-        lines.append(f"| {' | '.join((row.what, row.before, row.reach, str(one), str(one.repeats), row.limit))} |")
+        cells = (row.key, row.what, row.target, str(one), str(one.repeats), row.prototype, row.limit)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -162,7 +175,7 @@ def write(known: list[Group], found: dict[str, Found], results: Path, docs: Path
     parts = [
         HEAD,
         table(known, found),
-        "\n\n![each row's median and range, relative to its target: a mark right of 1 has reached it](speed.png)",
+        "\n\n![each row's median and range, relative to its target: right of 1 it is reached](speed.png)",
         "\n\n## Commands\n\n",
         "\n".join(commands(known, results, docs / "speed.md")),
         "\n",
@@ -173,14 +186,14 @@ def write(known: list[Group], found: dict[str, Found], results: Path, docs: Path
 
 
 def draw(known: list[Group], found: dict[str, Found], path: Path) -> None:
-    """Draw each row's median and range over what was to be reached: to the right of 1 is better."""
+    """Draw each row's median and range over its target: to the right of 1 is better."""
     points = []
     for group in known:
         for row in group.rows:
             values = found[row.key].values
-            if values and row.reach:
-                goal = float(row.reach.split()[-1])
-                less = row.reach.startswith("at most")
+            if values and row.target:
+                goal = float(row.target.split()[-1])
+                less = row.target.startswith("at most")
                 points.append((row.key, sorted(goal / value if less else value / goal for value in values)))
     if not points:
         return
@@ -188,7 +201,7 @@ def draw(known: list[Group], found: dict[str, Found], path: Path) -> None:
     def reached(axes) -> None:
         for y, (_, values) in enumerate(reversed(points)):
             middle = values[1]
-            # Round is at least what we set out for, a cross is less: seen in greyscale, too.
+            # Round: the target is reached; a cross: it is not. Seen in greyscale, too.
             colour, marker = (plotting.COLOURS[2], "o") if middle >= 1 else (plotting.COLOURS[1], "X")
             axes.plot([values[0], values[2]], [y, y], color=colour)
             axes.plot([middle], [y], color=colour, marker=marker)
@@ -198,9 +211,9 @@ def draw(known: list[Group], found: dict[str, Found], path: Path) -> None:
         axes.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
         axes.set_xticks([], minor=True)
         axes.margins(y=0.02)
-        axes.set_xlabel("reached / set out for")
+        axes.set_xlabel("measured / target (of times and memory: target / measured)")
 
-    said = "reached, over what we set out for (1; further right is better)"
+    said = "Median and range of each row: right of 1, the target is reached"
     plotting.write(path, said, [reached], height=0.5 + 0.15 * len(points))  # a line of text per row
 
 

@@ -68,7 +68,7 @@ CONVNET = f"--model convnet --batch-size 64 {ONE_THREAD}"
 # Sides by name: a variant of hvdtrain.scaling, and flags of the benchmark. Horovod over Gloo is asked for untuned, too.
 SIDES = {
     "ours": ("horovod", ""), "mpi": ("horovod-untuned", ""), "gloo": ("horovod-gloo", "--tuning off"),
-    "ddp": ("ddp", ""), "ddp-untuned": ("ddp-untuned", ""), "apart": ("ddp", "--no-communication"),
+    "ddp": ("ddp", ""), "ddp-untuned": ("ddp-untuned", ""), "bound": ("ddp", "--no-communication"),
     "auto": ("horovod", "--compression auto"), "none": ("horovod", "--compression none"),
 }  # fmt: skip
 
@@ -97,8 +97,8 @@ def rates(setting: Setting, ranks: int, sides: str, repeats: int = 5, base: str 
 
 def throughput(ranks: int) -> Measure:
     def measure(setting: Setting) -> dict[str, float]:
-        found = rates(setting, ranks, "ours apart ddp mpi gloo")
-        named = {"apart": "apart", "ddp": "ddp", "mpi": "horovod-untuned", "gloo": "horovod-gloo"}
+        found = rates(setting, ranks, "ours bound ddp mpi gloo")
+        named = {"bound": "bound", "ddp": "ddp", "mpi": "horovod-untuned", "gloo": "horovod-gloo"}
         return {f"{name}-{ranks}": found["ours"] / found[side] for side, name in named.items()}
 
     return measure
@@ -115,7 +115,7 @@ def every_count(setting: Setting) -> dict[str, float]:
     return {"every-count": min(ratios.values()), **{f"count-{ranks}": ratio for ranks, ratio in ratios.items()}}
 
 
-def ddp_as_it_comes(setting: Setting) -> dict[str, float]:
+def ddp_untuned(setting: Setting) -> dict[str, float]:
     """DDP without what hvdtrain sets for it, malloc above all: as a script of one's own has it."""
     found = {ranks: rates(setting, ranks, "ours ddp-untuned") for ranks in (2, 8)}
     return {f"ddp-untuned-{ranks}": each["ours"] / each["ddp-untuned"] for ranks, each in found.items()}
@@ -127,24 +127,26 @@ def one_host(setting: Setting) -> dict[str, float]:
     return {"fp16-one-host": found["auto"] / found["none"]}
 
 
-def as_it_comes(setting: Setting) -> dict[str, float]:
+def default_threads(setting: Setting) -> dict[str, float]:
     """Ours over Horovod without our tuning and without --threads: each rank has an OpenMP thread for each core."""
     found = {ranks: rates(setting, ranks, "ours mpi gloo", 2, CONVNET.removesuffix("--threads 1")) for ranks in (2, 8)}
     return {
-        f"as-it-comes-{side}-{n}": each["ours"] / each[side] for n, each in found.items() for side in ("mpi", "gloo")
+        f"default-threads-{side}-{n}": each["ours"] / each[side]
+        for n, each in found.items()
+        for side in ("mpi", "gloo")
     }
 
 
 # Ranks, and samples of each: what `hvdtrain.mnist` chooses; on 8 ranks also as many as on 2.
-APART = ((2, shared_batch(2)), (8, shared_batch(8)), (8, shared_batch(2)))
+SHARES = ((2, shared_batch(2)), (8, shared_batch(8)), (8, shared_batch(2)))
 
 
-def apart_default(setting: Setting) -> dict[str, float]:
+def no_communication(setting: Setting) -> dict[str, float]:
     """The default network over ranks that never communicate, as `throughput` has it for convnet."""
     found = {}
-    for ranks, each in APART:
-        both = rates(setting, ranks, "ours apart", base=f"--model cosinenet --batch-size {each} {ONE_THREAD}")
-        found[f"apart-default-{ranks}x{each}"] = both["ours"] / both["apart"]
+    for ranks, each in SHARES:
+        both = rates(setting, ranks, "ours bound", base=f"--model cosinenet --batch-size {each} {ONE_THREAD}")
+        found[f"no-communication-{ranks}x{each}"] = both["ours"] / both["bound"]
     return found
 
 

@@ -74,7 +74,7 @@ def until_99(arguments: list[str], directory: Path) -> tuple[float, float]:
 
 
 def one_gpu(setting: Setting) -> dict[str, float]:
-    """ResNet-50 on synthetic images on one GPU: ours in bf16 over the benchmark that Horovod ships, as it comes."""
+    """ResNet-50 on synthetic images on one GPU: ours in bf16 over the benchmark that Horovod ships."""
     if not torch.cuda.is_available():
         raise Left("needs a GPU, and torch sees none here")
     script = None if setting.peers is None else setting.peers / "pytorch_synthetic_benchmark.py"

@@ -1,4 +1,4 @@
-"""The rows of the table that `make bench` makes: what each compares, what was to be reached, and what limits it."""
+"""The rows of the table that `make bench` makes: what each compares, its target, and what limits it."""
 
 import tempfile
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from pathlib import Path
 
 from tests.bench.images import dali, jpeg
 from tests.bench.measurements import (
-    APART,
+    SHARES,
     Measure,
     Setting,
-    apart_default,
-    as_it_comes,
     compressed,
-    ddp_as_it_comes,
+    ddp_untuned,
+    default_threads,
     every_count,
     fixed_cost,
     guards,
     memory,
     mnist_input,
+    no_communication,
     one_host,
     overlap,
     resnet,
@@ -32,8 +32,8 @@ from tests.bench.peers import one_gpu, whole
 class Row:
     key: str
     what: str
-    reach: str  # as asked for
-    before: str  # as measured before hvdtrain was written, where it was
+    target: str  # "at least 2", "at most 1"
+    prototype: str  # what the first prototype had, where it was measured
     limit: str  # what holds it back; "" where nothing is known to
 
 
@@ -47,120 +47,163 @@ class Group:
     rows: tuple[Row, ...]
 
 
+CONVNET_COMMAND = "python -m hvdtrain.benchmark --model convnet --batch-size 64 --channels-last --threads 1"
+STRICTLY_LESS = "1: the other side does strictly less"
+SAME_WORK = "both compute the same"
+HOSTS = "launch/mpirun.sh -H a:1,b:1 --interface eth0 -- python -m"  # two hosts
+IMPORTS = '`mpirun -np {} python -c "import torch, horovod.torch"`'
+# Megabits per second, images per rank, which of the two is longer, what limits it.
+OVERLAPS = (
+    (100, 4, "communication is longer", "1, and what is computed before the first bucket is full"),
+    (1000, 4, "both are about as long", "the forward pass cannot overlap, nor the last bucket"),
+    (1000, 16, "computation is longer", "1, and the cores that communication takes"),
+)
+
+
 def groups() -> tuple[Group, ...]:
-    bench = "python -m hvdtrain.benchmark --model convnet --batch-size 64 --channels-last --threads 1"
-    found = []
-    for ranks, apart, over_ddp in ((2, "0.91", "1.5"), (8, "0.80", "1.4")):
-        reach = "at least 0.97" if ranks == 2 else "at least 0.92"
-        found.append(
-            Group(
-                f"throughput-{ranks}",
-                f"horovodrun -np {ranks} {bench}",
-                throughput(ranks),
-                (
-                    Row(f"apart-{ranks}", f"MNIST ConvNet, {ranks} ranks on 2 cores: over {ranks} ranks that never "
-                        "communicate", reach, apart, "1: the other side does strictly less"),
-                    Row(f"ddp-{ranks}", f"over DDP with Gloo, {ranks} ranks; input, format and malloc as ours", "at least 2",
-                        over_ddp, "what DDP leaves of the row above: both compute the same"),
-                    Row(f"horovod-untuned-{ranks}", f"over Horovod and MPI untuned, one thread per rank, {ranks} ranks",
-                        "at least 1", "1.8 to 8", ""),
-                    Row(f"horovod-gloo-{ranks}", f"over Horovod and Gloo untuned, one thread per rank, {ranks} ranks",
-                        "at least 1", "1.8 to 3.2", ""),
-                ),
-            )
-        )  # fmt: skip
-        found.append(
-            Group(
-                f"start-{ranks}",
-                f"mpirun -np {ranks} python -m hvdtrain.mnist --dataset digits",
-                start_up(ranks),
-                (Row(f"start-{ranks}", f'start-up, first step included, over `mpirun -np {ranks} python -c "import torch, '
-                     'horovod.torch"`', "at most 1.15", "2.4" if ranks == 2 else "", "1, and the first step"),),
-            )
-        )  # fmt: skip
     return (
-        *found,
-        Group("ddp-untuned", f"torchrun --nproc-per-node 2 -m {bench.removeprefix('python -m ')} --engine ddp --tuning off",
-              ddp_as_it_comes,
-              (Row("ddp-untuned-2", "over DDP with Gloo as it comes, 2 ranks", "at least 2", "1.5", "both compute the same"),
-               Row("ddp-untuned-8", "the same, 8 ranks", "at least 2", "1.4", "as above"))),
-        Group("every-count", "python -m tests.bench --rows every-count", every_count,
-              (Row("every-count", "over the faster of the two untuned: the least of 1, 3, 4, 5, 6 and 7 ranks",
-                   "at least 1", "", "one rank: nothing there to be tuned"),)),
-        Group("one-host", f"horovodrun -np 2 {bench} --compression auto", one_host,
-              (Row("fp16-one-host", "`--compression auto` over none, 2 ranks on one host", "at least 1", "0.2 to 1 (fp16)",
-                   "1: it chooses none there"),)),
-        Group("memory", "mpirun -np 3 python -m hvdtrain.mnist", memory,
-              (Row("memory", "memory of one more rank on a host, over that of bare imports", "at most 1.1",
-                   "", "1, and the memory of a step"),)),
-        Group("input", "python -m tests.bench --rows input", mnist_input,
-              (Row("input", "MNIST input, per sample, over torchvision's dataset with a DataLoader", "at least 100", "39",
-                   "memory: 784 bytes gathered and scaled, 3,136 written"),)),
-        Group("jpeg", "python -m tests.bench --rows jpeg", jpeg,
-              (Row("jpeg", "image folder, JPEG, images/s per core over torchvision's tutorial, 500 x 375 pixels",
-                   "at least 2", "",
-                   "decoding: both sides have libjpeg-turbo"),
-               Row("jpeg-2000", "the same, 2,000 x 1,500 pixels", "at least 1", "", "as above"),
-               Row("jpeg-reduced", "with `--reduced-decode`, 500 x 375 pixels", "at least 2", "", "too small to be reduced"),
-               Row("jpeg-reduced-2000", "with `--reduced-decode`, 2,000 x 1,500 pixels", "at least 2", "",
-                   "Huffman decoding, which is of the whole image"))),
-        Group("dali", "python -m tests.bench --rows dali", dali,
-              (Row("dali", "images/s per core over NVIDIA DALI's CPU pipeline, 500 x 375 pixels", "at least 1", "",
-                   "decoding: DALI leaves out the rows outside of the crop"),
-               Row("dali-reduced-2000", "with `--reduced-decode` over DALI's, 2,000 x 1,500 pixels", "at least 1", "",
-                   "as above"))),
-        Group("resnet", "mpirun -np 2 python -m hvdtrain.benchmark --batch-size 8 --amp bf16 --channels-last", resnet,
-              (Row("resnet", "ResNet-50 on CPU, bf16 channels_last over float32 NCHW", "at least 1.6", "", ""),
-               Row("resnet-compile", "the same in bf16, `--compile` over eager", "at least 1", "", ""),
-               Row("resnet-compile-seconds", "seconds that compiling it takes, on both ranks at once", "", "", ""))),
-        Group("wire-100", "launch/mpirun.sh -H a:1,b:1 --interface eth0 -- python -m hvdtrain.reduce --sweep", wire(100),
-              (Row("wire-100", "all-reduce between hosts at 100 Mbit/s, of what TCP carries both ways", "at least 0.95",
-                   "0.92 (Gloo), 0.70 (MPI)", "1"),)),
-        Group("wire-1000", "the same", wire(1000),
-              (Row("wire-1000", "the same at 1 Gbit/s", "at least 0.95", "", "as above"),)),
-        Group("compressed", "launch/mpirun.sh -H a:1,b:1 --interface eth0 -- python -m hvdtrain.benchmark --model resnet18 "
-              "--compression fp16", compressed,
-              (Row("wire-fp16", "fp16 on that wire over float32, ResNet-18", "at least 1.95", "2.0",
-                   "2, less the compute"),)),
-        *(Group(f"overlap-{megabits}-{batch_size}", "launch/mpirun.sh -H a:1,b:1 --interface eth0 -- python -m "
-                f"hvdtrain.benchmark --model resnet18 --batch-size {batch_size}; and --no-communication",
-                overlap(megabits, batch_size),
-                (Row(f"overlap-{megabits}-{batch_size}", f"overlap: a step over max(compute, communication), ResNet-18, "
-                     f"{megabits} Mbit/s, {batch_size} images per rank: {which}", "at most 1.1", "", limit),))
-          for megabits, batch_size, which, limit in (
-              (100, 4, "the wire takes longer", "1, and what is computed before the first bucket is full"),
-              (1000, 4, "both take about as long", "the forward pass cannot overlap, nor the last bucket"),
-              (1000, 16, "computing takes longer", "1, and the cores that communication takes"),
-          )),
-        Group("as-it-comes", "horovodrun --gloo -np 2 python -m hvdtrain.benchmark --model convnet --batch-size 64 "
-              "--channels-last --tuning off", as_it_comes,
-              tuple(Row(f"as-it-comes-{kind}-{ranks}", f"over Horovod and {name} as a user gets it, no OMP_NUM_THREADS, "
-                        f"{ranks} ranks on 2 cores", "at least 1", "",
-                        "OpenMP: untuned, each rank has a thread per core, and those that wait spin")
-                    for ranks in (2, 8) for kind, name in (("mpi", "MPI"), ("gloo", "Gloo")))),
-        Group("apart-default", "horovodrun -np 2 python -m hvdtrain.benchmark --model cosinenet --batch-size 128 "
-              "--channels-last --threads 1", apart_default,
-              tuple(Row(f"apart-default-{ranks}x{each}", f"cosinenet, {ranks} ranks on 2 cores, {each} samples each: over "
-                        f"{ranks} ranks that never communicate", "at least 0.92", "", "1: the other side does strictly "
-                        "less; 8 ranks: [network.md](network.md)") for ranks, each in APART)),
-        Group("fixed-cost", "horovodrun -np 2 python tests/bench/split.py --data-dir DIR --no-progress", fixed_cost,
-              (Row("fixed-cost", "a step of cosinenet on 2 ranks, less forward, backward and reading its samples: ms",
-                   "at most 1", "", "the optimizer, and waiting for the other rank"),)),
-        Group("guards", "mpirun -np 2 python tests/bench/split.py --model convnet --checkpoint-steps 50", guards,
-              (Row("checkpoints", "a checkpoint every 50 steps, share of training's time", "at most 0.01", "", "0"),
-               Row("guards", "all guards, share of training's time", "at most 0.01", "",
-                   "0.009: a sum of each gradient, each step"))),
-        Group("whole", "horovodrun -np 2 python -m hvdtrain.mnist --seed 1", whole,
-              (Row("whole-seconds", "the whole command, one epoch of MNIST, 2 ranks, a seed per repeat: seconds", "",
-                   "11.3", ""),
-               Row("whole-accuracy", "the test accuracy that it reaches", "at least 0.99", "0.991", ""),
-               Row("whole-horovod", "Horovod's own example, 2 ranks: its time to 99.0 %, or to its end, over ours",
-                   "at least 25", "", ""),
-               Row("whole-pytorch", "PyTorch's own example: the same", "at least 45", "", ""))),
+        *of_convnet(2, "at least 0.97"),
+        *of_convnet(8, "at least 0.92"),
+        *of_one_host(),
+        *of_two_hosts(),
+        *of_training(),
+    )
+
+
+def of_convnet(ranks: int, target: str) -> tuple[Group, ...]:
+    what = f"`convnet`, {ranks} ranks: throughput over"
+    first = {2: ("0.91", "1.5", "2.4"), 8: ("0.80", "1.4", "")}[ranks]
+    return (
+        Group(f"throughput-{ranks}", f"horovodrun -np {ranks} {CONVNET_COMMAND}", throughput(ranks), (
+            Row(f"bound-{ranks}", f"{what} {ranks} ranks that never communicate", target, first[0], STRICTLY_LESS),
+            Row(f"ddp-{ranks}", f"{what} DDP with Gloo, with our input, memory format and malloc", "at least 2", first[1],
+                f"what DDP leaves of the row above: {SAME_WORK}"),
+            Row(f"horovod-untuned-{ranks}", f"{what} untuned Horovod over MPI, one thread per rank", "at least 1",
+                "1.8 to 8", ""),
+            Row(f"horovod-gloo-{ranks}", f"{what} untuned Horovod over Gloo, one thread per rank", "at least 1",
+                "1.8 to 3.2", ""),
+        )),
+        Group(f"start-{ranks}", f"mpirun -np {ranks} python -m hvdtrain.mnist --dataset digits", start_up(ranks), (
+            Row(f"start-{ranks}", f"{ranks} ranks: time until the first step has ended, over {IMPORTS.format(ranks)}",
+                "at most 1.15", first[2], "1, and the first step"),
+        )),
+    )  # fmt: skip
+
+
+def of_one_host() -> tuple[Group, ...]:
+    what = "`convnet`, {} ranks: throughput over"
+    small, large = "JPEG images of 500 x 375 pixels", "JPEG images of 2,000 x 1,500 pixels"
+    torchvision, both = "images/s per core over torchvision's tutorial", "decoding: both sides have libjpeg-turbo"
+    pipeline, crop = (
+        "images/s per core over NVIDIA DALI's CPU pipeline",
+        "decoding: DALI leaves out the rows outside of the crop",
+    )
+    resnet_50 = "ResNet-50, 2 ranks: throughput"
+    return (
+        Group("ddp-untuned", f"torchrun --nproc-per-node 2 -m {CONVNET_COMMAND.removeprefix('python -m ')} --engine ddp "
+              "--tuning off", ddp_untuned, tuple(
+            Row(f"ddp-untuned-{ranks}", f"{what.format(ranks)} DDP with Gloo and default settings", "at least 2", first,
+                SAME_WORK)
+            for ranks, first in ((2, "1.5"), (8, "1.4"))
+        )),
+        Group("every-count", "python -m tests.bench --rows every-count", every_count, (
+            Row("every-count", f"{what.format('1, 3, 4, 5, 6 and 7')} untuned Horovod, the faster of MPI and Gloo; "
+                "the least", "at least 1", "", "one rank: there is nothing to tune"),
+        )),
+        Group("one-host", f"horovodrun -np 2 {CONVNET_COMMAND} --compression auto", one_host, (
+            Row("fp16-one-host", "`convnet`, 2 ranks: throughput with `--compression auto` over none", "at least 1",
+                "0.2 to 1 (fp16)", "1: within a host, it chooses none"),
+        )),
+        Group("memory", "mpirun -np 3 python -m hvdtrain.mnist", memory, (
+            Row("memory", "memory of one more rank on a host, over that of the imports of torch and Horovod", "at most 1.1",
+                "", "1, and the memory of a step"),
+        )),
+        Group("input", "python -m tests.bench --rows input", mnist_input, (
+            Row("input", "samples/s of MNIST input over torchvision's data set with a DataLoader", "at least 100", "39",
+                "memory: 784 bytes gathered and scaled, 3,136 written"),
+        )),
+        Group("jpeg", "python -m tests.bench --rows jpeg", jpeg, (
+            Row("jpeg", f"{small}: {torchvision}", "at least 2", "", both),
+            Row("jpeg-2000", f"{large}: {torchvision}", "at least 1", "", both),
+            Row("jpeg-reduced", f"{small}, with `--reduced-decode`: {torchvision}", "at least 2", "",
+                "too small to be reduced"),
+            Row("jpeg-reduced-2000", f"{large}, with `--reduced-decode`: {torchvision}", "at least 2", "",
+                "Huffman decoding, which is of the whole image"),
+        )),
+        Group("dali", "python -m tests.bench --rows dali", dali, (
+            Row("dali", f"{small}: {pipeline}", "at least 1", "", crop),
+            Row("dali-reduced-2000", f"{large}, with `--reduced-decode`: {pipeline}", "at least 1", "", crop),
+        )),
+        Group("resnet", "mpirun -np 2 python -m hvdtrain.benchmark --batch-size 8 --amp bf16 --channels-last", resnet, (
+            Row("resnet", f"{resnet_50} in bf16 and channels_last over float32 and NCHW", "at least 1.6", "", ""),
+            Row("resnet-compile", f"{resnet_50} in bf16 with `--compile` over without", "at least 1", "", ""),
+            Row("resnet-compile-seconds", "ResNet-50, 2 ranks, bf16: seconds of compiling", "", "", ""),
+        )),
+        Group("default-threads", f"horovodrun --gloo -np 2 {CONVNET_COMMAND.removesuffix(' --threads 1')} --tuning off",
+              default_threads, tuple(
+            Row(f"default-threads-{kind}-{ranks}", f"{what.format(ranks)} untuned Horovod over {name}, without "
+                "OMP_NUM_THREADS", "at least 1", "",
+                "OpenMP: untuned, each rank has a thread per core, and those that wait spin")
+            for ranks in (2, 8) for kind, name in (("mpi", "MPI"), ("gloo", "Gloo"))
+        )),
+    )  # fmt: skip
+
+
+def of_two_hosts() -> tuple[Group, ...]:
+    over_tcp = "bandwidth of the all-reduce over that of TCP in both directions"
+    return (
+        Group("wire-100", f"{HOSTS} hvdtrain.reduce --sweep", wire(100), (
+            Row("wire-100", f"2 hosts, 100 Mbit/s: {over_tcp}", "at least 0.95", "0.92 (Gloo), 0.70 (MPI)", "1"),
+        )),
+        Group("wire-1000", f"{HOSTS} hvdtrain.reduce --sweep", wire(1000), (
+            Row("wire-1000", f"2 hosts, 1,000 Mbit/s: {over_tcp}", "at least 0.95", "", "1"),
+        )),
+        Group("compressed", f"{HOSTS} hvdtrain.benchmark --model resnet18 --compression fp16", compressed, (
+            Row("wire-fp16", "ResNet-18, 2 hosts, 100 Mbit/s: throughput with `--compression fp16` over none",
+                "at least 1.95", "2.0", "2, less the computation"),
+        )),
+        *(
+            Group(f"overlap-{megabits}-{images}", f"{HOSTS} hvdtrain.benchmark --model resnet18 --batch-size {images}; and "
+                  "--no-communication", overlap(megabits, images), (
+                Row(f"overlap-{megabits}-{images}", f"ResNet-18, 2 hosts, {megabits:,} Mbit/s, {images} images per rank: "
+                    f"time of a step over the longer of computation and communication; {which}", "at most 1.1", "", limit),
+            ))
+            for megabits, images, which, limit in OVERLAPS
+        ),
+    )  # fmt: skip
+
+
+def of_training() -> tuple[Group, ...]:
+    default, share = "`cosinenet` (default)", "`convnet`, 2 ranks: share of the time of training for"
+    epoch = "one epoch of MNIST, 2 ranks"
+    return (
+        Group("no-communication", "horovodrun -np 2 python -m hvdtrain.benchmark --model cosinenet --batch-size 128 "
+              "--channels-last --threads 1", no_communication, tuple(
+            Row(f"no-communication-{ranks}x{samples}", f"{default}, {ranks} ranks of {samples} samples: throughput over "
+                f"{ranks} ranks that never communicate", "at least 0.92", "",
+                f"{STRICTLY_LESS}; [8 ranks](step-cost.md#eight-ranks-on-two-cores)")
+            for ranks, samples in SHARES
+        )),
+        Group("fixed-cost", "horovodrun -np 2 python tests/bench/split.py --data-dir DIR --no-progress", fixed_cost, (
+            Row("fixed-cost", f"{default}, 2 ranks: milliseconds of a step without forward, backward and loading",
+                "at most 1", "", "the optimizer, and waiting for the other rank"),
+        )),
+        Group("guards", "mpirun -np 2 python tests/bench/split.py --model convnet --checkpoint-steps 50", guards, (
+            Row("checkpoints", f"{share} a checkpoint every 50 steps", "at most 0.01", "", "0"),
+            Row("guards", f"{share} all guards", "at most 0.01", "", "0.009: a sum of each gradient, each step"),
+        )),
+        Group("whole", "horovodrun -np 2 python -m hvdtrain.mnist --seed 1", whole, (
+            Row("whole-seconds", f"{epoch}, another seed each time: seconds of the whole command", "", "11.3", ""),
+            Row("whole-accuracy", f"{epoch}: test accuracy", "at least 0.99", "0.991", ""),
+            Row("whole-horovod", "Horovod's MNIST example, 2 ranks: its time to 99.0 %, or to its end, over ours",
+                "at least 25", "", ""),
+            Row("whole-pytorch", "PyTorch's MNIST example: its time to 99.0 % over ours", "at least 45", "", ""),
+        )),
         Group("gpu", "horovodrun -np 1 python -m hvdtrain.benchmark --batch-size 256 --amp bf16 --channels-last --compile",
-              one_gpu,
-              (Row("gpu", "ResNet-50 on one GPU over Horovod's shipped benchmark as it comes", "at least 6", "", ""),
-               Row("gpu-images", "its images/s", "at least 3500", "", ""))),
+              one_gpu, (
+            Row("gpu", "ResNet-50, one GPU: throughput over Horovod's own benchmark", "at least 6", "", ""),
+            Row("gpu-images", "ResNet-50, one GPU: images/s", "at least 3500", "", ""),
+        )),
     )  # fmt: skip
 
 

@@ -205,7 +205,7 @@ def patch(engine: type[Engine]) -> None:
 
 
 def epoch(self: loading.Plan, number: int):
-    ahead = sys._getframe(1).f_code is loading.Plan.__iter__.__code__  # for input workers: not taken yet
+    ahead = sys._getframe(1).f_code is loading.Plan.__iter__.__code__  # for DataLoader workers: not taken yet
     return real_epoch(self, number) if ahead else logged(self, number)
 
 
@@ -239,7 +239,7 @@ peers.listen = listen
 os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch = fsync, replace, scaled, epoch
 resume.Checkpoints.save = save
 patch(engine_class("ddp" if "ddp" in sys.argv else "horovod"))
-if __name__ == "__main__":  # an input worker imports this file, too
+if __name__ == "__main__":  # a DataLoader worker imports this file, too
     come_to("import")
     if PROGRAM:
         sys.argv[0] = PROGRAM

@@ -63,7 +63,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def fork_server(rank: int) -> int:
-    """Return the process that forks the input workers of a rank."""
+    """Return the process that forks the DataLoader workers of a rank."""
     named = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(rank)}
     return next(pid for pid, command in named.items() if "multiprocessing.forkserver" in command)
 
@@ -175,11 +175,11 @@ SIGNALS = [
 ]  # fmt: skip
 
 INPUT_WORKERS = [
-    Attempt("worker-killed", "input workers", "an input worker is killed", again(WORKERS), code=1,
-            says="an input worker has ended", during=at_step(send(worker, signal.SIGKILL)), bits_of=WORKERS),
-    Attempt("worker-term", "input workers", "SIGTERM to an input worker", WORKERS,
+    Attempt("worker-killed", "DataLoader workers", "a DataLoader worker is killed", again(WORKERS), code=1,
+            says="a DataLoader worker has ended", during=at_step(send(worker, signal.SIGKILL)), bits_of=WORKERS),
+    Attempt("worker-term", "DataLoader workers", "SIGTERM to a DataLoader worker", WORKERS,
             during=at_step(send(worker, signal.SIGTERM)), bits_of=WORKERS),
-    Attempt("worker-paused", "input workers", "an input worker is stopped for three seconds", WORKERS,
+    Attempt("worker-paused", "DataLoader workers", "a DataLoader worker is stopped for three seconds", WORKERS,
             during=at_step(send(worker, signal.SIGSTOP, signal.SIGCONT, gap=3)), bits_of=WORKERS),
 ]  # fmt: skip
 

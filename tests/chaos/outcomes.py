@@ -81,8 +81,8 @@ class Outcomes:
         return [outcome for key, outcome in self.all if not outcome.good and outcome is not last[key]]
 
 
-HEAD = ("attack", "number", "survived", "bits equal", "lost", "repeated", "leftovers", "detected in s: median, worst",
-        "seconds lost: median, worst")  # fmt: skip
+HEAD = ("fault", "number", "survived", "equal bits", "samples lost", "samples repeated", "left over",
+        "detected in s: median, worst", "training repeated in s: median, worst")  # fmt: skip
 
 
 def spread(seconds: Iterable[float | None]) -> str:

@@ -120,7 +120,7 @@ PROGRAMS = [
     own("dataset-interrupt", "KeyboardInterrupt in a Dataset with workers", (1, 2, 75, 130), top=data_set("raise KeyboardInterrupt"), command=LOADED),
     own("dataset-exit", "sys.exit in a Dataset with workers", (1, 2), top=data_set("sys.exit(0)"), command=LOADED),
     own("dataset-killed", "a Dataset's worker kills itself (out of memory)", (1, 2), top=data_set("os.kill(os.getpid(), 9)"), command=LOADED),
-    own("no-main-guard", "a program without `if __name__`, with input workers: told to write one", 2, "under `if __name__", top=data_set("pass"),
+    own("no-main-guard", "a program without `if __name__`, with DataLoader workers: told to write one", 2, "under `if __name__", top=data_set("pass"),
         command=f"sed -i 's/^if __name__.*/if True:/' own.py; {LOADED}"),
     own("from-stdin", "the program comes from standard input", 0, command="cat own.py | python - --engine serial --no-progress --output-dir out"),
     own("from-c", "the program is python -c", 0, command="python -c \"$(cat own.py)\" --engine serial --no-progress --output-dir out"),

@@ -1,4 +1,4 @@
-"""The programs that are attacked: hvdtrain.mnist, hvdtrain.imagenet on shards with input workers, and a user's own.
+"""The programs that are attacked: hvdtrain.mnist, hvdtrain.imagenet on shards with DataLoader workers, and a user's own.
 
 Each takes about eight steps an epoch, two epochs, and a checkpoint every third step, however many ranks share a step.
 """

@@ -9,7 +9,7 @@ make chaos CHAOS="--attacks 30 --launchers mpirun.sh"         restarts by the wr
 make chaos CHAOS="--attacks 30 --kinds refill"                a disk that is full and free again (root only: mounts one)
 make chaos CHAOS="--attacks 250 --seed 1,2 --results FILE"    collects outcomes of 500 in FILE, in several sessions
 make chaos CHAOS="--results FILE"                             only the table of them, and which failed at first
-make chaos CHAOS="--attacks 50 --programs imagenet,augment"   on shards, and a user's own program, with input workers
+make chaos CHAOS="--attacks 50 --programs imagenet,augment"   on shards, and a user's own program, with DataLoader workers
 make chaos CHAOS="--attacks 0 --schedule ''"                  only the checkpoints: seconds
 make chaos CHAOS="--attacks 0 --damages 0 --schedule 2,1,2"   only the change of ranks
 """
@@ -48,7 +48,7 @@ TRANSPORTS = {"mpirun": "mpirun", "horovodrun": "mpirun", "gloo": "gloo", "start
               "torchrun": "torchrun"}  # fmt: skip
 DISK = "512m"  # size of the file system that is full
 ATTEMPTS = 5  # starts of one run, after which it counts as not survived
-LIMIT = 300  # seconds of one start, after which it hangs: 8 ranks with input workers, beside a second sitting, take over 150
+LIMIT = 300  # seconds of one start, after which it hangs: 8 ranks with DataLoader workers, beside a second session, take 150
 
 
 def draw(chance: random.Random, kinds: Sequence[str], ranks: int, program: Program, *, restarted: bool = False) -> dict:

@@ -18,7 +18,9 @@ from tests.hidden_gpus import HIDDEN
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 PYTHON = shlex.quote(sys.executable)  # for command lines: the clone may lie under a path with a blank
-GRACE_SECONDS = 60.0  # for what is ending: input workers that import the program themselves took 32 s on a busy machine
+GRACE_SECONDS = (
+    60.0  # for what is ending: DataLoader workers that import the program themselves took 32 s on a busy machine
+)
 MARK = "HVDTRAIN_TEST_JOB"  # every process of a job carries it in its environment, wherever its launcher puts it
 
 # Ours come first; --oversubscribe because a test machine may have fewer cores than a test has ranks.

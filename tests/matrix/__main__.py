@@ -8,8 +8,8 @@ make matrix MATRIX=--list                                              what woul
 A cell is PYTHON/TORCH/MPI. It is set up by `launch/setup` in a clone of this checkout's last commit, and examined by
 tests/matrix/examine.py. Cells whose result is in --results (JSON, one line each; part of the repository) are not run again,
 so the command can be stopped and repeated, also by somebody else; the wheels that they build are kept in the usual cache.
-With --write the table in docs/install.md is made from the results. Hours on two cores; a cell takes 5 to 15 minutes and
-6 GB, which are freed when it is done. mpich: Debian's packages mpich and libmpich-dev, also beside another MPI.
+With --write the table in docs/evidence/installing.md is made from the results. Hours on two cores; a cell takes 5 to 15
+minutes and 6 GB, which are freed when it is done. mpich: Debian's packages mpich and libmpich-dev, also beside another MPI.
 """
 
 import argparse
@@ -145,7 +145,7 @@ def read(results: Path) -> dict[str, dict]:
 
 
 def table(found: dict[str, dict]) -> str:
-    """Return the rows of docs/install.md."""
+    """Return the rows of docs/evidence/installing.md."""
     lines = ["| Python | PyTorch | MPI | result | set-up, s | date |", "|---|---|---|---|---:|---|"]
     for cell in sorted(found):
         row = found[cell]
@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()), help="where clones are made, and logs of what failed"
     )
-    parser.add_argument("--write", action="store_true", help="also write the table into docs/install.md")
+    parser.add_argument("--write", action="store_true", help="also write the table into docs/evidence/installing.md")
     flags = parser.parse_args()
     if flags.only and flags.only.count("/") != 2:
         parser.error(f"--only {flags.only}: write PYTHON/TORCH/MPI, such as 3.11/2.15.0/none")

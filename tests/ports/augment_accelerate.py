@@ -1,4 +1,4 @@
-"""Train a classifier of noisy stripes, with random augmentation by input workers: ported to Hugging Face accelerate.
+"""Train a classifier of noisy stripes, with random augmentation by DataLoader workers: ported to Hugging Face accelerate.
 
 accelerate launch --cpu --num_processes 2 tests/ports/augment_accelerate.py
 

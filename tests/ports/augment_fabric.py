@@ -1,4 +1,4 @@
-"""Train a classifier of noisy stripes, with random augmentation by input workers: ported to Lightning Fabric.
+"""Train a classifier of noisy stripes, with random augmentation by DataLoader workers: ported to Lightning Fabric.
 
 fabric run --accelerator cpu --strategy ddp --devices 2 tests/ports/augment_fabric.py
 

@@ -409,7 +409,7 @@ ROWS = (
         f"the CPU's test loss within {CLOSE:g}, in float32"),
     row("host-reads", host_reads, "docs/gpus.md: what the host waits for",
         "no line waits for the GPU at each step"),
-    row("input-workers", input_workers, "docs/examples.md: input workers", "CUDA starts in the rank only"),
+    row("input-workers", input_workers, "docs/examples.md: DataLoader workers", "CUDA starts in the rank only"),
     row("killed", killed, f"{SURVIVING}: a rank that is killed",
         "the job ends, nothing is left; continued, the same bits (with --deterministic)"),
     row("terminated", terminated, f"{SURVIVING}: SIGTERM to any rank",

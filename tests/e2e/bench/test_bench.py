@@ -15,7 +15,7 @@ def test_a_row_is_measured_and_written_down_and_more_repeats_are_added(tmp_path)
         done = launch(f"{PYTHON} -m tests.bench --rows start-2 --add --repeats 1 {where}", cwd=ROOT)
         assert done.code == 0, done
     page = (tmp_path / "speed.md").read_text()
-    measured = [line for line in page.splitlines() if "start-up" in line and "**" in line]
+    measured = [line for line in page.splitlines() if line.startswith("| start-2 | ") and "**" in line]
     assert len(measured) == 1, page
     assert "| 2 |" in measured[0], page
     assert "not measured yet" in page

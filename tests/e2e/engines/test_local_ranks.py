@@ -1,4 +1,4 @@
-"""Ranks that one process has forked, with all that a program of one's own does there: Horovod, input workers, OpenMP."""
+"""Ranks that one process has forked, with all that a program does there: Horovod, DataLoader workers, OpenMP."""
 
 import contextlib
 import os

@@ -37,11 +37,11 @@ def test_measuring_leaves_the_documentation_as_it_is(tmp_path, monkeypatch, caps
     monkeypatch.setattr(bench, "groups", lambda: GROUPS)
     monkeypatch.setattr(sys, "argv", ["bench", "--rows", "none", "--results", str(measured)])
     assert bench.main() == 0
-    assert "| **2** (1 to 3) | 3 | the wire |" in capsys.readouterr().out
+    assert "| **2** (1 to 3) | 3 | 1.5 | the wire |" in capsys.readouterr().out
     assert list((tmp_path / "docs").iterdir()) == []
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--docs", str(tmp_path / "docs")])
     assert bench.main() == 0
-    assert "| **2** (1 to 3) | 3 | the wire |" in (tmp_path / "docs" / "speed.md").read_text()
+    assert "| **2** (1 to 3) | 3 | 1.5 | the wire |" in (tmp_path / "docs" / "speed.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def no_picture(monkeypatch):
 
 def test_rows_that_were_not_measured_now_stand_with_their_commands(tmp_path):
     first = written(results(tmp_path / "first", fast=[1.0, 3.0, 2.0], slow=[0.25]), tmp_path)
-    assert "| **2** (1 to 3) | 3 | the wire |" in first
+    assert "| **2** (1 to 3) | 3 | 1.5 | the wire |" in first
     assert "- one: `python one.py` (D; P, 2 cores, load 0.5" in first
     assert written(results(tmp_path / "none"), tmp_path) == first
     second = written(results(tmp_path / "second", slow=[0.5, 0.5]), tmp_path)
@@ -60,5 +60,5 @@ def test_rows_that_were_not_measured_now_stand_with_their_commands(tmp_path):
 
 def test_a_row_that_never_was_measured_says_so(tmp_path):
     page = written(results(tmp_path / "one", slow=[0.25]), tmp_path)
-    assert "| not measured yet | 0 | the wire |" in page
+    assert "| not measured yet | 0 | 1.5 | the wire |" in page
     assert "python one.py" not in page

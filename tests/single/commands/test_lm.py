@@ -47,7 +47,7 @@ def test_the_recipe_keeps_its_windows_on_any_number_of_ranks():
 def test_ranks_that_cannot_share_the_windows_are_told_so():
     flags = lm.parse([])
     flags.batch_size = flags.accumulate = None
-    with pytest.raises(UserError, match=r"12 windows, which 5 ranks .* use -np 1, 2, 3, 4, 6, 12$"):
+    with pytest.raises(UserError, match=r"12 sequences, which 5 ranks .* use -np 1, 2, 3, 4, 6, 12$"):
         lm.share_batch(flags, 5)
 
 
@@ -97,7 +97,7 @@ def test_a_run_records_what_it_promises_and_is_sampled_from(book, tmp_path, monk
     [
         (
             "--text {book} --context 1000",
-            "the text is too short: 0 windows of --context 1000 in its first 90 %, 1 rank",
+            "the text is too short: 0 sequences of --context 1000 in its first 90 %, 1 rank",
         ),
         ("--text {tmp}/empty", "empty: name files that have text in them"),
         ("--text {tmp}/nowhere", "name a file that can be read"),

@@ -104,7 +104,7 @@ def test_an_input_worker_of_a_rank_with_a_gpu_does_not_start_cuda(kind, folder, 
         return []
 
     def start() -> None:
-        raise AssertionError("CUDA started in an input worker")
+        raise AssertionError("CUDA started in a DataLoader worker")
 
     if kind == "folder":
         source = images.open_folder(engine, folder, side=SIDE, seed=1, workers=2)

@@ -112,7 +112,7 @@ def test_a_program_that_would_train_in_each_worker_ends_with_one_line(tmp_path):
         timeout=120, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 2, done
-    assert done.stderr.startswith("unguarded: error: the process that starts input workers has ended"), done
+    assert done.stderr.startswith("unguarded: error: the process that starts DataLoader workers has ended"), done
     assert 'keep what trains, or uses MPI or other ranks, under `if __name__ == "__main__":`' in done.stderr, done
     assert done.stderr.count("\n") == 1, done
 
@@ -150,7 +150,7 @@ def test_arguments_too_long_for_a_command_line_are_left_to_the_workers(monkeypat
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (BrokenPipeError(), "an input worker has ended while it started (what it printed is above)"),
+        (BrokenPipeError(), "a DataLoader worker has ended while it started (what it printed is above)"),
         (EOFError("unexpected EOF"), "has ended while it imported the program"),
         (ConnectionRefusedError(), "has ended while it imported the program"),
         (pickle.PicklingError("<lambda>"), "the Dataset cannot be sent to workers (<lambda>)"),
@@ -187,7 +187,7 @@ def test_a_worker_that_is_killed_is_one_line_and_no_bad_input():
     loading.start_workers_early([])
     batches = iter(loading.loader(Mortal(), 1, torch.device("cpu"), range(4)))
     with pytest.raises(
-        Failure, match=r"an input worker has ended .*: if the kernel killed it for memory, use fewer"
+        Failure, match=r"a DataLoader worker has ended .*: if the kernel killed it for memory, use fewer"
     ) as caught:
         list(batches)
     assert caught.value.exit_code == 1
@@ -200,7 +200,7 @@ def test_a_worker_that_is_killed_while_a_batch_is_handed_over_is_the_same_line(e
         yield 1
         raise error
 
-    with pytest.raises(Failure, match="an input worker has ended"):
+    with pytest.raises(Failure, match="a DataLoader worker has ended"):
         list(loading.while_workers_live(batches()))
 
 

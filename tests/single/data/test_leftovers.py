@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def rank(tmp_path):
-    """Start a process with input workers, in a TMPDIR of its own."""
+    """Start a process with DataLoader workers, in a TMPDIR of its own."""
     (tmp_path / "rank.py").write_text(RANK)
     short = tempfile.mkdtemp(prefix="h", dir="/tmp")  # a socket's path has 107 characters at most
     (tmp_path / "tmp").symlink_to(short)

@@ -124,6 +124,25 @@ def test_python_shown_runs(page):
         exec(compile(code, str(page), "exec"), {})
 
 
+EVIDENCE = [
+    page for page in (ROOT / "docs" / "evidence").glob("*.md") if page.stem not in ("index", "libraries", "measuring")
+]
+
+
+@pytest.mark.parametrize("page", EVIDENCE, ids=lambda path: path.name)
+def test_a_page_of_evidence_says_first_what_was_measured_and_how(page):
+    said = dict(
+        re.findall(r"^\| ([^|]+?) \| (.+) \|$", page.read_text().partition("\n\n")[2].partition("\n\n")[0], re.M)
+    )
+    assert list(said)[-5:] == ["Claim", "Command", "Machine", "Runs, spread", "Date"]
+
+
+def test_the_index_of_evidence_has_every_page():
+    index = (ROOT / "docs" / "evidence" / "index.md").read_text()
+    names = {page.name for page in (ROOT / "docs" / "evidence").glob("*.md")} - {"index.md"}
+    assert {name for name in names if f"]({name})" not in index} == set()
+
+
 def test_quoted_lines_are_in_the_source():
     """docs/how-it-works.md explains lines of the training script, the run and the engine: the ones that are there."""
     source = "".join(path.read_text() for path in (ROOT / "hvdtrain").rglob("*.py"))

@@ -64,6 +64,8 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
         text = (site / f"{page}.html").read_text()
         fetched = re.findall(r"""<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=["']([^"']+)""", text)
         assert [url for url in fetched if "//" in url] == [], page
+        files = [url.split("#")[0].split("?")[0] for url in fetched if not url.startswith("data:")]
+        assert [name for name in files if name and not (site / page).parent.joinpath(name).exists()] == [], page
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     assert not re.search(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", styles)
     assert "launcher" in (site / "searchindex.js").read_text()

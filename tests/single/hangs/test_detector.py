@@ -262,8 +262,11 @@ def test_an_input_worker_that_is_stopped_is_named_after_the_limit_of_a_step():
                 assert time.monotonic() < until
             report = job.detectors[0].report().report
         assert report.limit == 30.0
-        assert f"(its input worker, process {child.pid}, is stopped by a signal: `kill -CONT {child.pid}`" in report.at
-        assert "its input worker" not in job.detectors[0].report().report.at
+        assert (
+            f"(its DataLoader worker, process {child.pid}, is stopped by a signal: `kill -CONT {child.pid}`"
+            in report.at
+        )
+        assert "its DataLoader worker" not in job.detectors[0].report().report.at
     finally:
         child.kill()
         child.communicate()

@@ -503,7 +503,7 @@ def test_modes_and_random_numbers_of_training_survive_an_evaluation():
 
 
 def test_every_start_removes_what_a_killed_rank_has_left(tmp_path, monkeypatch):
-    """Also if the run has no sample left to train on, so that no input worker starts."""
+    """Also if the run has no sample left to train on, so that no DataLoader worker starts."""
     monkeypatch.setattr(leftovers, "SEMAPHORES", tmp_path)
     dead, living = (
         tmp_path / f"sem.{tag}-x" for tag in (f"hvdtrain-{leftovers.machine()}-4194305-1", leftovers.tag(os.getpid()))
