@@ -31,7 +31,7 @@ HEAD = """# Speed
 | | |
 |---|---|
 | Claim | What each row says: throughput, time or memory, compared with a bound or with another program |
-| Command | `make bench BENCH="--rows ROW --data-dir DIR"`; each row's own command is [below](#commands) |
+| Command | `make bench BENCH="--data-dir DIR --peers PEERS"`; what `--rows` takes, and each command, is [below](#commands) |
 | Machine | two cores of an AMD EPYC, no GPU; the load is noted with each command |
 | Runs, spread | n interleaved runs, both sides of a ratio in each; median and range |
 | Date | with each command |
