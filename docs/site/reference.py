@@ -94,7 +94,8 @@ def metrics_page() -> str:
 
 
 def fields(of_it: dict[str, str]) -> str:
-    return "\n".join(["| field | meaning |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in of_it.items())]) + "\n"
+    rows = [f"| `{name}` | {text} |" for name, text in of_it.items()]
+    return "\n".join(["| field | meaning |", "|---|---|", *rows]) + "\n"
 
 
 def main() -> int:
