@@ -92,15 +92,13 @@ def spread(seconds: Iterable[float | None]) -> str:
 
 def table(outcomes: list[Outcome]) -> str:
     groups: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault(outcome.kind, []).append(outcome)
-    for form, of in (("(of {})", "program"), ("(under {})", "launcher"), ("({} ranks)", "ranks")):
+    for form, of in (("{}", "kind"), ("under {}", "launcher"), ("of {}", "program"), ("{} ranks", "ranks")):
         told = [(getattr(outcome, of), outcome) for outcome in outcomes if getattr(outcome, of)]
-        if len({value for value, _ in told}) > 1:
-            for value, outcome in told:
+        if of == "kind" or len({value for value, _ in told}) > 1:
+            for value, outcome in sorted(told, key=lambda one: one[0]):
                 groups.setdefault(form.format(value), []).append(outcome)
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    for name, some in [*sorted(groups.items()), ("all", outcomes)]:
+    for name, some in [*groups.items(), ("all", outcomes)]:
         sums = [
             sum(getattr(o, field) for o in some) for field in ("survived", "equal", "lost", "repeated", "leftovers")
         ]

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from tests.chaos import run
 from tests.chaos.outcomes import Outcome, Outcomes, table
 from tests.chaos.programs import EPOCHS, MNIST
 from tests.chaos.run import KINDS, TRANSPORTS, draw
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def outcome(kind: str = "kill", launcher: str = "mpirun", ranks: int = 2, *, good: bool = True) -> Outcome:
@@ -73,8 +76,8 @@ def test_the_table_counts_by_kind_launcher_and_ranks():
     lines = table([outcome(), outcome("stop", "torchrun", good=False), outcome("stop", "torchrun", 3)]).splitlines()
     rows = {cells[1]: cells[2:5] for line in lines[2:] if (cells := [cell.strip() for cell in line.split("|")])}
     assert rows == {
-        "kill": ["1", "1", "1"], "stop": ["2", "1", "1"], "(2 ranks)": ["2", "1", "1"], "(3 ranks)": ["1", "1", "1"],
-        "(under mpirun)": ["1", "1", "1"], "(under torchrun)": ["2", "1", "1"], "all": ["3", "2", "2"],
+        "kill": ["1", "1", "1"], "stop": ["2", "1", "1"], "2 ranks": ["2", "1", "1"], "3 ranks": ["1", "1", "1"],
+        "under mpirun": ["1", "1", "1"], "under torchrun": ["2", "1", "1"], "all": ["3", "2", "2"],
     }  # fmt: skip
 
 
@@ -87,3 +90,8 @@ def test_every_kind_strikes_at_a_point_of_a_rank_that_exists():
             assert 0 <= attack["rank"] < 3
             assert 1 <= attack["count"] <= 8 * EPOCHS
     assert set(TRANSPORTS.values()) == {"mpirun", "gloo", "torchrun"}
+
+
+def test_the_page_has_the_table_of_the_results():
+    made = Outcomes(ROOT / "tests" / "chaos" / "attacks.jsonl")
+    assert table(list(made.last().values())) in (ROOT / "docs" / "evidence" / "faults.md").read_text()
