@@ -73,11 +73,11 @@ def flags_page() -> str:
     parts += ["Of `mnist`, `imagenet`, `lm` and of programs with `training.parser`.\n", table(common)]
     for command in COMMANDS:
         flags = flags_of(parser_of(command), getattr(importlib.import_module(f"hvdtrain.{command}"), "RECIPES", None))
-        own = {name: said for name, said in flags.items() if common.get(name) != said}
         parts.append(f"## hvdtrain.{command}\n")
         if "--accumulate" in " ".join(flags):
             parts.append("Beside those of [every training run](#every-training-run):\n")
-        parts.append(table(own))
+            flags = {name: said for name, said in flags.items() if common.get(name) != said}
+        parts.append(table(flags))
     return "\n".join(parts)
 
 

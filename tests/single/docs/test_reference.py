@@ -33,6 +33,18 @@ def test_every_command_is_listed():
 
 
 @pytest.mark.parametrize("command", reference.COMMANDS)
+def test_every_flag_of_a_command_is_on_the_page(command):
+    """In its section, or in that of every training run, if the section says so."""
+    page = (PAGES / "flags.md").read_text()
+    sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", page, re.M))
+    shown = sections[f"hvdtrain.{command}"]
+    if "(#every-training-run)" in shown:
+        shown += sections["Every training run"]
+    flags = {flag for action in reference.parser_of(command)._actions for flag in action.option_strings}
+    assert {flag for flag in flags - {"-h", "--help"} if not re.search(rf"[`, ]{flag}[`, ]", shown)} == set()
+
+
+@pytest.mark.parametrize("command", reference.COMMANDS)
 def test_every_flag_has_a_help_text_of_at_most_twenty_words(command):
     lengths = {str(action.option_strings or action.dest): len((action.help or "").split())
                for action in reference.parser_of(command)._actions}  # fmt: skip
