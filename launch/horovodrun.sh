@@ -26,7 +26,7 @@ if ((remote)); then
     command+=(--gloo --network-interfaces "$interface")
     silent=''
     if ((start_timeout)) && [[ ${DRY_RUN:-0} == 0 ]]; then # Horovod's own check has no time limit after the login
-        silent=$(for name in "${host_names[@]}"; do { answers "$name" || printf ' %s' "$name"; } & done && wait)
+        silent=$(silent_hosts "${host_names[@]}")
     fi
     if [[ -n $silent ]]; then # not `refuse`: with --restarts, the host may answer later
         say "error: no answer over ssh:$silent: try ssh NAME true, and look at the host"

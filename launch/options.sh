@@ -137,6 +137,12 @@ answers() { # NAME: of a host. ssh's own reason goes to standard error
         timeout -k 1 "$limit" ssh -o BatchMode=yes -o LogLevel=ERROR -o ConnectTimeout=5 "$1" true </dev/null >/dev/null
 }
 
+silent_hosts() { # NAMES...: prints those that do not answer, each after a blank. All are asked at once, so for ssh_seconds at most
+    local name
+    for name in "$@"; do { answers "$name" || printf ' %s' "$name"; } & done
+    wait
+}
+
 choose_transport() { # replaces auto: MPI's shared memory is faster inside a host, Gloo between hosts (docs/run.md)
     [[ $transport == auto ]] || return 0
     if ((${#host_names[@]} > 1)); then transport=gloo; else transport=mpi; fi

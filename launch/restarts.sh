@@ -21,17 +21,18 @@ newest_checkpoint() { # prints its name, or nothing; --output-dir is an argument
 }
 
 hosts_that_answer() { # sets answering (as for -H) and answering_slots; without -H, this host
-    local entry name
+    local entry name silent
     answering='' answering_slots=0
     [[ -n $hosts ]] || { answering_slots=$ranks && return; }
+    silent=$(silent_hosts "${host_names[@]}" 2>/dev/null)
     for entry in ${hosts//,/ }; do
         name=${entry%%:*}
-        if answers "$name" 2>/dev/null; then
-            answering+=${answering:+,}$entry
-            if [[ $entry == *:* ]]; then ((answering_slots += ${entry##*:})); else ((answering_slots += 1)); fi
-        else
+        if [[ "$silent " == *" $name "* ]]; then
             say "$name does not answer"
+            continue
         fi
+        answering+=${answering:+,}$entry
+        if [[ $entry == *:* ]]; then ((answering_slots += ${entry##*:})); else ((answering_slots += 1)); fi
     done
 }
 

@@ -128,6 +128,28 @@ exit_codes.run(mnist.main)
     assert summary(tmp_path / "killed")["parameters_sha256"] == summary(tmp_path / "whole")["parameters_sha256"]
 
 
+def test_before_a_restart_all_hosts_are_asked_at_once(tmp_path):
+    """This ssh answers for a host when all three have been asked, and refuses for `gone`."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"""#!/bin/bash
+host=${{@: -2:1}}
+touch {tmp_path}/$host.asked
+until [[ -e {tmp_path}/a.asked && -e {tmp_path}/gone.asked && -e {tmp_path}/b.asked ]]; do sleep 0.02; done
+[[ $host != gone ]]
+""")
+    ssh.chmod(0o755)
+    ask = """
+source launch/options.sh; source launch/restarts.sh
+read_options -H a:2,gone:4,b true
+hosts_that_answer
+echo "$answering, $answering_slots slots"
+"""
+    env = environment() | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", ask], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "a:2,b, 3 slots\n", done
+    assert done.stderr == "bash: gone does not answer\n"
+
+
 @pytest.mark.slow
 def test_a_host_that_is_gone_is_left_out_where_fewer_ranks_are_allowed(tmp_path):
     """Of localhost:1,nowhere:1 only the first answers; ssh is told so by a program of that name."""
