@@ -186,11 +186,11 @@ def settle_local_steps(flags: argparse.Namespace) -> None:
     """Set the defaults of the flags beside --sync-every. Raises UserError where they do not fit the others."""
     every = getattr(flags, "sync_every", 1)
     if every == 1:
-        for name, today in (("outer_lr", 1.0), ("outer_momentum", 0.0)):
+        for name, today in (("sync_within", "rank"), ("outer_lr", 1.0), ("outer_momentum", 0.0)):
             if not hasattr(flags, name):
                 continue
-            if getattr(flags, name) not in (None, today):
-                flag = f"--{name.replace('_', '-')} {getattr(flags, name):g}"
+            if (value := getattr(flags, name)) not in (None, today):
+                flag = f"--{name.replace('_', '-')} {value if isinstance(value, str) else format(value, 'g')}"
                 raise UserError(f"{flag} is for weights: give --sync-every, of at least 2", everywhere=True)
             setattr(flags, name, today)
         return
@@ -202,6 +202,7 @@ def settle_local_steps(flags: argparse.Namespace) -> None:
         raise UserError(
             f"--sync-every {every} is not for --engine {flags.engine}: use --engine horovod or ddp", everywhere=True
         )
+    flags.sync_within = flags.sync_within or "rank"
     flags.outer_lr = 1.0 if flags.outer_lr is None else flags.outer_lr
     flags.outer_momentum = 0.5 if flags.outer_momentum is None else flags.outer_momentum
 
@@ -290,6 +291,11 @@ def add_run(group: Parser) -> None:
         default=1,
         metavar="H",
         help="exchange weights every H steps, which each rank takes alone, instead of gradients in every step (default: 1)",
+    )
+    group.add_argument(
+        "--sync-within",
+        choices=("rank", "host"),
+        help="with --sync-every: host: the ranks of a host average gradients in every step (default: rank)",
     )
     group.add_argument(
         "--outer-lr", type=positive, help="with --sync-every: learning rate of the shared weights (default: 1)"

@@ -85,12 +85,42 @@ class Setting(str):
     __slots__ = ()
 
 
-class Gradients:
-    """What becomes of a rank's gradients: here, they stay on this rank. Engines reduce them over all ranks."""
+class Engine(ABC):
+    """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
+    name: str  # the value of --engine
+    description: str  # the engine and its transport, such as "horovod over MPI"
+    rank: int
+    size: int
+    local_rank: int  # this rank's number on its host, from 0
+    local_size: int
+    device: torch.device
+    reductions: tuple[str, ...]  # values of `op` that `all_reduce_` supports
+    activity: Activity  # what the main thread is doing
+    notes: list[str]  # automatic decisions with their reasons; printed once at the start
     tells_missing_gradients: ClassVar[bool] = False  # a gradient missing on one rank becomes NaN on all ranks
     # When this rank computed its last gradient (`time.perf_counter`), once a micro-batch is done; None: at its end.
     gradients_ready_at: float | None = None
+
+    def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
+        """Connect to the other ranks. `rank`, `size`, `launcher`: from the launcher's variables; the engine may correct
+        them."""
+        self.notes = []
+        self.activity = Activity()
+        self.tuning = tuning
+        self.rank, self.size = rank, size
+        self.parts: list[Engine] = []  # engines over some of these ranks (parts.py), shut down with this one
+
+    def ranks(self) -> Sequence[int]:
+        """Return what numbers these ranks have in the run."""
+        return range(self.size)
+
+    @abstractmethod
+    def choose_device(self, wanted: str) -> torch.device:
+        """Return this rank's device for "auto", "cpu" or "cuda". Raises UserError if `wanted` is not available, and if
+        "auto" would leave a GPU idle."""
+
+    # ---- gradients: here, they stay on their rank
 
     def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
         """Return the model to train with. It may be a wrapper that shares the parameters of `model`; evaluate, save and
@@ -112,42 +142,14 @@ class Gradients:
         """
         return contextlib.nullcontext()
 
-    def synchronize(self, optimizer: torch.optim.Optimizer) -> None:
+    def synchronize(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 # nothing to wait for, if not overridden
         """Wait until the gradients of `optimizer` are reduced. They may then be read and changed."""
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
         """Context manager for `optimizer.step()` after `synchronize`."""
         return contextlib.nullcontext()
 
-
-class Engine(Gradients, ABC):
-    """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
-
-    name: str  # the value of --engine
-    description: str  # the engine and its transport, such as "horovod over MPI"
-    rank: int
-    size: int
-    local_rank: int  # this rank's number on its host, from 0
-    local_size: int
-    device: torch.device
-    reductions: tuple[str, ...]  # values of `op` that `all_reduce_` supports
-    activity: Activity  # what the main thread is doing
-    notes: list[str]  # automatic decisions with their reasons; printed once at the start
-
-    def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
-        """Connect to the other ranks. `rank`, `size`, `launcher`: from the launcher's variables; the engine may correct
-        them."""
-        self.notes = []
-        self.activity = Activity()
-        self.tuning = tuning
-        self.rank, self.size = rank, size
-
-    @abstractmethod
-    def choose_device(self, wanted: str) -> torch.device:
-        """Return this rank's device for "auto", "cpu" or "cuda". Raises UserError if `wanted` is not available, and if
-        "auto" would leave a GPU idle."""
-
-    # Engines decorate their collectives with `activity.collective`.
+    # ---- collectives. Engines decorate them with `activity.collective`.
 
     @abstractmethod
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
@@ -196,6 +198,11 @@ class Engine(Gradients, ABC):
     def leave(self) -> None:
         """Call it instead of `shutdown` where no rank has failed. An engine may be started again in this process."""
         self.shutdown()
+
+    def leave_parts(self) -> None:
+        """Shut down the engines over some of these ranks."""
+        while self.parts:
+            self.parts.pop().shutdown()
 
     def choose_compression(self, asked: str) -> str:
         """Return "none", "fp16" or "bf16". For "auto", choose the faster one for this topology. A collective for "auto"."""
@@ -375,6 +382,7 @@ class Engine(Gradients, ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with leaving.disconnecting():
+            self.leave_parts()
             if error is None:
                 self.leave()
             else:

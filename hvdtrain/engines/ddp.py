@@ -38,8 +38,11 @@ class GradientHook:
     so a gradient of 100,000 becomes infinity.
     """
 
-    def __init__(self, size: int, compression: str, predivide: float, reduction: str, activity: Activity):
-        self.activity = activity
+    def __init__(
+        self, size: int, compression: str, predivide: float, reduction: str, activity: Activity, group: Any = None
+    ):
+        """group: of torch.distributed; None: all ranks."""
+        self.activity, self.group = activity, group
         self.wire_dtype = WIRE_DTYPES[compression]
         self.predivide = predivide
         self.factor_after = predivide / size if reduction == "average" else predivide
@@ -54,7 +57,7 @@ class GradientHook:
         buffer: Tensor = bucket.buffer()
         wire = buffer if self.predivide == 1.0 else buffer / self.predivide
         wire = wire if self.wire_dtype is None else wire.to(self.wire_dtype)
-        future = torch.distributed.all_reduce(wire, async_op=True).get_future()
+        future = torch.distributed.all_reduce(wire, group=self.group, async_op=True).get_future()
 
         def finish(done: torch.futures.Future[list[Tensor]]) -> Tensor:
             return buffer.copy_(done.value()[0]).mul_(self.factor_after)
@@ -96,39 +99,42 @@ def settle_buckets(replica: nn.parallel.DistributedDataParallel) -> None:
         parameter.grad = None
 
 
+def create_group(store: "torch.distributed.Store", rank: int, size: int) -> None:
+    """Create torch's default group. Its ranks meet at `store`."""
+    dist = torch.distributed
+    # Optimizers import this module. If it is imported after the group is created, its functions keep a reference to the
+    # group in their default arguments, and `shutdown` cannot end the group's threads.
+    importlib.import_module("torch.distributed.nn.functional")
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    if nccl:
+        # torch's own monitor of NCCL ends a process whose thread has not run for eight minutes, so also one that was
+        # suspended as long. Hung ranks are found by hangs/monitor.py.
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    # Gloo always transfers CPU tensors (counts, messages); NCCL transfers gradients on GPUs.
+    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVES_TIMEOUT)
+
+
 class DdpEngine(Engine):
     """Trains with `torch.nn.parallel.DistributedDataParallel`. Raises UserError if the ranks cannot connect."""
 
     name = "ddp"
     reductions = ("sum", "average", "min", "max", "product")
+    _group: Any = None  # of torch.distributed; None: the default one
+    _first = 0  # its first rank, by its number in the default group
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):
         super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
         dist = torch.distributed
         if not dist.is_available():
             raise UserError("this torch was built without torch.distributed: use --engine horovod or serial")
-        nccl = torch.cuda.is_available() and dist.is_nccl_available()
-        # Optimizers import this module. If it is imported after the group is created, its functions keep a reference to the
-        # group in their default arguments, and `shutdown` cannot end the group's threads.
-        importlib.import_module("torch.distributed.nn.functional")
         try:
             store = self._meet(rank, size, launcher)
             store.set(f"hvdtrain.{rank}", "")
             store.wait([f"hvdtrain.{other}" for other in range(size)], timedelta(seconds=MEETING_SECONDS))
             # NCCL connects in the first collective on GPUs: ranks wait there, at the store, for one that still reads data.
             store.set_timeout(COLLECTIVES_TIMEOUT)
-            if nccl:
-                # torch's own monitor of NCCL ends a process whose thread has not run for eight minutes, so also one that was
-                # suspended as long. Hung ranks are found by hangs/monitor.py.
-                os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-            dist.init_process_group(
-                # Gloo always transfers CPU tensors (counts, messages); NCCL transfers gradients on GPUs.
-                "cpu:gloo,cuda:nccl" if nccl else "gloo",
-                store=store,
-                rank=rank,
-                world_size=size,
-                timeout=COLLECTIVES_TIMEOUT,
-            )
+            create_group(store, rank, size)
         except (RuntimeError, ValueError, OSError) as error:
             first = str(error).splitlines()[0]
             raise UserError(
@@ -217,11 +223,12 @@ class DdpEngine(Engine):
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {sync: False, "find_unused_parameters": how.find_unused_parameters}
+        options["process_group"] = self._group
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
         give_gradients_the_weights_strides(model)
         replica = nn.parallel.DistributedDataParallel(model, **options)
-        hook = GradientHook(self.size, how.compression, how.predivide, how.reduction, self.activity)
+        hook = GradientHook(self.size, how.compression, how.predivide, how.reduction, self.activity, self._group)
         self._hooks.append(hook)
         replica.register_comm_hook(None, hook.reduce)
         if not how.find_unused_parameters:  # else DDP keeps its first buckets
@@ -247,7 +254,7 @@ class DdpEngine(Engine):
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
         ops = torch.distributed.ReduceOp
         kind = {"sum": ops.SUM, "average": ops.SUM, "min": ops.MIN, "max": ops.MAX, "product": ops.PRODUCT}[op]
-        torch.distributed.all_reduce(tensor, op=kind)
+        torch.distributed.all_reduce(tensor, op=kind, group=self._group)
         if op == "average":  # Gloo does not support it
             exact = tensor.is_floating_point() or tensor.is_complex()
             tensor.div_(self.size) if exact else tensor.floor_divide_(self.size)
@@ -255,12 +262,12 @@ class DdpEngine(Engine):
     @collective
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, tensor)
+        torch.distributed.all_gather(parts, tensor, group=self._group)
         return torch.stack(parts)
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
-        torch.distributed.broadcast(in_memory_order(tensor), src=0)
+        torch.distributed.broadcast(in_memory_order(tensor), src=self._first, group=self._group)
 
     def shutdown(self) -> None:
         # Trap: Gloo's threads release tensors and callbacks only after they have reported a reduction as done. If that
@@ -269,7 +276,7 @@ class DdpEngine(Engine):
         self._hooks = []
         gc.collect()
         if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+            torch.distributed.destroy_process_group(self._group)
 
 
 def serve(host: str, port: int, size: int, *, wait_for_workers: bool) -> "torch.distributed.TCPStore":

@@ -4,7 +4,7 @@ model.NAME, or models.K.NAME               parameters and buffers of the single 
 optimizer.I.NAME, or optimizers.K.I.NAME   the optimizer's tensors for parameter I
 registered.NAME.N                          tensor N of the object registered under NAME (`Run.register`)
 position.RANK                              the position in the stream of a rank, JSON as uint8
-outer.momentum                             with --sync-every: see local_steps.py, and own_states.py for own.RANK, own.TYPE
+outer.momentum                             with --sync-every: see local_steps.py, and own_states.py for own.WORKER, own.TYPE
 """
 
 import contextlib

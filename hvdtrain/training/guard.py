@@ -32,20 +32,21 @@ class Stopped(BaseException):
 class Guard:
     """Ends or saves a run at a step that all ranks agree on. Use it as a context manager around training.
 
-    Flags used: check_steps, max_skipped, amp, reduction.
+    worker: the ranks that average their gradients in every step; with --sync-every, not all. Flags used: check_steps,
+    max_skipped, amp, reduction, sync_every.
     """
 
-    def __init__(self, engine: Engine, flags: Namespace, output: RunOutput, monitor: Monitor):
-        self.engine, self.output, self.monitor = engine, output, monitor
+    def __init__(self, engine: Engine, worker: Engine, flags: Namespace, output: RunOutput, monitor: Monitor):
+        self.engine, self.worker, self.output, self.monitor = engine, worker, output, monitor
         self.activity = engine.activity
         self.check_steps = flags.check_steps
         self.scaled = flags.amp == "fp16"
         self.max_skipped: int = flags.max_skipped if flags.max_skipped is not None else OVERFLOWS * self.scaled
         # Adasum steps inside backward(). Overflows are therefore detected in the weights, and the step cannot be skipped.
         self.adasum: bool = flags.reduction == "adasum"
-        self.sync_every: int = flags.sync_every  # above 1, ranks differ between exchanges (local_steps.py)
+        self.sync_every: int = flags.sync_every  # above 1, workers differ between exchanges (local_steps.py)
         self._buffers: list[Tensor] = []
-        self._compared_at: int | None = None  # the step after which the weights were last compared
+        self._compared_at: tuple[int, int] | None = None  # step and number of ranks of the last comparison of weights
         if monitor.warning is not None:
             self.activity.asked = True
             output.say(monitor.warning)
@@ -85,11 +86,10 @@ class Guard:
         return bool(self.engine.sum(torch.tensor([float(self.stop_requested is not None)]), name).item())
 
     def begin_step(self, state: TrainState, models: Sequence[nn.Module]) -> None:
-        """Call it before a step if `max_skipped`, or if --check-steps wants it. Raises Failure on every rank if the replicas
-        differ."""
-        checked = self.check_steps and self.sync_every == 1  # else after exchanges
-        if state.step and checked and state.step % self.check_steps == 0:
-            self.compare_replicas(state, models)
+        """Call it before a step if `max_skipped`, or if --check-steps wants it. Raises Failure on every rank of a worker if
+        its replicas differ. With --sync-every, those of all ranks are compared after exchanges."""
+        if state.step and self.check_steps and state.step % self.check_steps == 0:
+            self.compare_replicas(state, models, self.worker)
         if self.max_skipped:  # the forward pass changes buffers: keep a copy in case the step is skipped
             self._buffers = [buffer.clone() for model in models for buffer in model.buffers()]
 
@@ -104,18 +104,14 @@ class Guard:
     NOT_LOOKED = "the layer was not looked for, because the run is saved after this step"
 
     def report_skipped_step(self, state: TrainState, number: int, culprit: str | None) -> None:
-        """Report that step `number` is skipped. Raises Failure on every rank if too many consecutive steps were skipped. A
-        collective.
+        """Report that step `number` is skipped. Raises Failure if too many consecutive steps were skipped. A collective of
+        the worker.
 
         culprit: the first non-finite tensor on this rank (`non_finite.Inspection`), or None.
         """
-        alone = self.sync_every > 1  # the other ranks know nothing of it
-        found = (
-            {self.engine.rank: culprit}
-            if alone
-            else dict(enumerate(self.engine.all_gather_object(culprit, "guard.culprit")))
-        )
-        ranks = [f"{self.monitor.name(rank)}, {what}" for rank, what in found.items() if what]
+        members = self.worker.ranks()  # with --sync-every, other ranks know nothing of it
+        found = self.worker.all_gather_object(culprit, "guard.culprit")
+        ranks = [f"{self.monitor.name(rank)}, {what}" for rank, what in zip(members, found, strict=True) if what]
         blame = " and ".join(ranks) or "each rank's gradients are finite, but their sum over ranks is not"
         if culprit is self.NOT_LOOKED:
             blame = culprit
@@ -123,8 +119,8 @@ class Guard:
         message = f"step {number}: gradients are not finite: {blame}"
         message += f"; {in_a_row} step{'s'[: in_a_row > 1]} in a row, --max-skipped {self.max_skipped}"
         if self._gives_up(state):
-            raise Failure(message, everywhere=not alone)
-        if alone and self.engine.rank:
+            raise Failure(message, everywhere=self.worker.size == self.engine.size)
+        if self.engine.rank == members[0] != 0:
             print(f"warning: {message}: step skipped", file=sys.stderr, flush=True)
         self.output.say(f"warning: {message}: step skipped")
         self.output.event("error", kind="non-finite", step=number, message=message)
@@ -134,14 +130,17 @@ class Guard:
         for buffer, before in zip((b for model in models for b in model.buffers()), self._buffers, strict=True):
             buffer.copy_(before if skipped is None else torch.where(skipped, before, buffer))
 
-    def compare_replicas(self, state: TrainState, models: Sequence[nn.Module]) -> None:
+    def compare_replicas(self, state: TrainState, models: Sequence[nn.Module], among: Engine | None = None) -> None:
         """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.
 
-        A second call after the same step does nothing: a checkpoint and --check-steps may both request it.
+        among: on these (default: all). A second call after the same step does nothing: a checkpoint and --check-steps may
+        both request it.
         """
-        if self._compared_at != state.step:
-            self._compared_at = state.step
-            replicas.compare(self.engine, models, self.monitor.name, state.step, self.check_steps)
+        among = self.engine if among is None else among
+        if self._compared_at != (state.step, among.size):
+            self._compared_at = state.step, among.size
+            everywhere = among.size == self.engine.size
+            replicas.compare(among, models, self.monitor.name, state.step, self.check_steps, everywhere)
 
     def should_stop(self, state: TrainState, due: bool = False) -> bool:
         """Return, on all ranks, whether to save and stop after this step. Call it where `activity.asked` or `due` is true;

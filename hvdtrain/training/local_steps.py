@@ -1,10 +1,10 @@
-"""Local steps: each rank trains alone for --sync-every steps, then the ranks exchange how far they have come (DiLoCo,
-arXiv:2311.08105).
+"""Local steps: each worker trains alone for --sync-every steps, then the ranks exchange how far they have come (DiLoCo,
+arXiv:2311.08105). A worker is a rank, or the ranks of a host, which average their gradients in every step and stay equal.
 
 At an exchange, the weights' changes since the last one are averaged over ranks. The shared weights take a step of SGD with
-Nesterov momentum in that direction, the same on all ranks, and every rank continues from there. The optimizers' states
-stay on their ranks. Whatever needs equal weights happens at exchanges only: checkpoints, stops, comparisons. An evaluation
-between two exchanges sees the weights of the first one.
+Nesterov momentum in that direction, the same on all ranks, and every rank continues from there. In a mean over ranks, a host
+counts by the number of its ranks. The optimizers' states stay with their workers. Whatever needs equal weights happens at
+exchanges only: checkpoints, stops, comparisons. An evaluation between two exchanges sees the weights of the first one.
 """
 
 import contextlib
@@ -18,6 +18,21 @@ from hvdtrain.engines.base import WIRE_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training.contents import floating_buffers
 from hvdtrain.training.prepared import Prepared
+
+
+def worker_of(engine: Engine, flags: Flags) -> Engine:
+    """Return the ranks that average their gradients in every step: all of them, those of this host, or this rank alone. A
+    collective."""
+    if flags.sync_every == 1 or flags.evaluate is not None:
+        return engine
+    from hvdtrain.engines.parts import OneRank, RanksOfHost
+
+    if flags.sync_within == "rank":
+        return OneRank(engine)
+    worker = RanksOfHost(engine)
+    each = f"each of {worker.hosts} hosts" if worker.hosts > 1 else "the only host: nobody is left to exchange with"
+    engine.notes.append(f"--sync-within host: gradients are averaged within {each}")
+    return worker
 
 
 class LocalSteps:

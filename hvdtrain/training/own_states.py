@@ -1,9 +1,10 @@
-"""What each rank has of its own with --sync-every, for checkpoints: optimizers, loss scaler, number of skipped steps.
+"""What each worker has of its own with --sync-every, for checkpoints: optimizers, loss scaler, number of skipped steps.
 
-In a checkpoint, beside rank 0's state:
+A worker is a rank, or the ranks of a host, whose states are equal: its first rank's is saved. In a checkpoint, beside rank
+0's state:
 
-own.RANK    JSON as uint8: the state that is no tensor, and name, type and shape of each tensor of the optimizers
-own.TYPE    the optimizers' tensors of that type, [ranks - 1, n]: of each rank but 0, one after the other, padded with zeros
+own.WORKER  JSON as uint8: the state that is no tensor, and name, type and shape of each tensor of the optimizers
+own.TYPE    the optimizers' tensors of that type, [workers - 1, n]: of each but the first, one after the other, padded
 """
 
 import math
@@ -22,57 +23,72 @@ Lengths = dict[str, int]  # number of elements, by type
 
 
 def gather(
-    engine: Engine, optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler, skipped: int
+    engine: Engine,
+    workers: Sequence[int],
+    optimizers: Sequence[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+    skipped: int,
 ) -> dict[str, Tensor]:
-    """Return the tensors for a checkpoint. A collective. Every rank needs memory for the states of all."""
+    """Return the tensors for a checkpoint. A collective. Every rank needs memory for the states of all.
+
+    workers: of each rank, the first rank of its worker.
+    """
+    first = sorted(set(workers))
     held, tensors = contents.collect((), optimizers, {})
     listed = [(name, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()]
     facts = {"optimizers": held["optimizers"], "scaler": scaler.state_dict(), "skipped": skipped, "tensors": listed}
     # The tensors are not alike on all ranks: a rank that has skipped its first steps has none yet.
     ranks: list[Facts] = engine.all_gather_object(facts, "checkpoint.own")
     lengths = [lengths_of(one) for one in ranks]
-    packed = contents.pack_each("own", ranks)
+    packed = contents.pack_each("own", [ranks[rank] for rank in first])
     for kind in sorted({kind for one in lengths for kind in one}):
         row = torch.zeros(max(one[kind] for one in lengths), dtype=getattr(torch, kind))
         mine = [value.detach().reshape(-1).cpu() for value in tensors.values() if value.dtype == row.dtype]
         if mine:
             row[: lengths[engine.rank][kind]] = torch.cat(mine)
-        packed[f"own.{kind}"] = engine.all_gather(row, f"checkpoint.own.{kind}")[1:]
+        packed[f"own.{kind}"] = engine.all_gather(row, f"checkpoint.own.{kind}")[first[1:]]
     return packed
 
 
-def restore(engine: Engine, tensors: Mapping[str, Tensor] | None, optimizers: Sequence[torch.optim.Optimizer]) -> Facts:
+def restore(
+    engine: Engine,
+    workers: Sequence[int],
+    tensors: Mapping[str, Tensor] | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Facts:
     """Restore this rank's optimizers, once those of rank 0 are on every rank. Return what else is its own: "optimizers",
-    "scaler", "skipped". A collective, on as many ranks as have written it. tensors: of the checkpoint, on rank 0.
+    "scaler", "skipped". A collective, with the `workers` that have written it. tensors: of the checkpoint, on rank 0.
     """
-    ranks: list[Facts] | None = None
+    first = sorted(set(workers))
+    me = first.index(workers[engine.rank])
+    held: list[Facts] | None = None
     with engine.raising_together("checkpoint"):
         if tensors is not None:
-            ranks = contents.unpack_each("own", tensors)
-            require_whole(ranks, tensors, engine.size)
-    ranks = engine.broadcast_object(ranks, "checkpoint.own")
-    assert ranks is not None
+            held = contents.unpack_each("own", tensors)
+            require_whole(held, tensors, len(first))
+    held = engine.broadcast_object(held, "checkpoint.own")
+    assert held is not None
     mine: dict[str, Tensor] = {}
-    for rank, facts in list(enumerate(ranks))[1:]:
+    for worker, facts in list(enumerate(held))[1:]:
         for kind, length in sorted(lengths_of(facts).items()):
             row = torch.empty(length, dtype=getattr(torch, kind))
             if tensors is not None:
-                row.copy_(tensors[f"own.{kind}"][rank - 1, :length])
-            engine.broadcast_(row, f"checkpoint.own.{rank}.{kind}")
-            if rank == engine.rank:
+                row.copy_(tensors[f"own.{kind}"][worker - 1, :length])
+            engine.broadcast_(row, f"checkpoint.own.{worker}.{kind}")
+            if worker == me:
                 mine[kind] = row
-    own = ranks[engine.rank]
-    if engine.rank:
+    own = held[me]
+    if me:
         contents.load_optimizers(own, named(own, mine), optimizers)
     return {name: own[name] for name in ("optimizers", "scaler", "skipped")}
 
 
-def require_whole(ranks: list[Facts] | None, tensors: Mapping[str, Tensor], size: int) -> None:
+def require_whole(workers: list[Facts] | None, tensors: Mapping[str, Tensor], size: int) -> None:
     """Raise UserError if the tensors do not have the form that `gather` gives them."""
     try:
-        sound = ranks is not None and len(ranks) == size and all(type(one["skipped"]) is int for one in ranks)
-        for rank, one in enumerate(ranks or ()):
-            for kind, length in lengths_of(one).items() if rank else ():
+        sound = workers is not None and len(workers) == size and all(type(one["skipped"]) is int for one in workers)
+        for number, one in enumerate(workers or ()):
+            for kind, length in lengths_of(one).items() if number else ():
                 held = tensors[f"own.{kind}"]
                 sound = sound and held.dim() == 2 and len(held) == size - 1 and 0 < length <= held.shape[1]
                 sound = sound and held.dtype == getattr(torch, kind)
@@ -83,7 +99,7 @@ def require_whole(ranks: list[Facts] | None, tensors: Mapping[str, Tensor], size
 
 
 def lengths_of(facts: Facts) -> Lengths:
-    """Return how many elements a rank has of each type. 0: of types that it has not."""
+    """Return how many elements a worker has of each type. 0: of types that it has not."""
     found: Lengths = defaultdict(int)
     for _, kind, shape in facts["tensors"]:
         found[kind] += math.prod(shape)
@@ -91,7 +107,7 @@ def lengths_of(facts: Facts) -> Lengths:
 
 
 def named(facts: Facts, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a rank's tensors by name. flat: by type, one after the other."""
+    """Return a worker's tensors by name. flat: by type, one after the other."""
     found: dict[str, Tensor] = {}
     begin: Lengths = defaultdict(int)
     for name, kind, shape in facts["tensors"]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.cli import Flags
-from hvdtrain.engines.base import Engine, Gradients, Reduction
+from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.weights import load_weights
 from hvdtrain.training.contents import floating_buffers
@@ -84,13 +84,13 @@ def kind_of(tensor: Tensor) -> str:
 class Prepared:
     """The prepared models and optimizers. Creating it is a collective. Restore a checkpoint after it, before training.
 
-    names: of the parts; "": the script gave none. micro_batches: maximum number per step. find_unused_parameters: some
-    parameters may get no gradient in some steps.
+    worker: the ranks that average their gradients in every step. names: of the parts; "": the script gave none.
+    micro_batches: maximum number per step. find_unused_parameters: some parameters may get no gradient in some steps.
     """
 
     def __init__(
-        self, engine: Engine, flags: Flags, parts: Sequence[Any], names: Sequence[str], micro_batches: int,
-        find_unused_parameters: bool,
+        self, engine: Engine, worker: Engine, flags: Flags, parts: Sequence[Any], names: Sequence[str],
+        micro_batches: int, find_unused_parameters: bool,
     ):  # fmt: skip
         given = [part for part in parts if isinstance(part, nn.Module)]
         # A compiled model is called as it is; its weights have the names of the model inside.
@@ -117,9 +117,10 @@ class Prepared:
         how = Reduction(
             flags.compression, flags.gradient_predivide_factor, flags.reduction, micro_batches, find_unused_parameters
         )
+        if worker is not engine:  # compressed is what goes between hosts, the weights
+            how = how._replace(compression="none", predivide=1.0)
         self.models = models  # as created by the script; for checkpoints, hashes and inspection
-        self.alone = flags.sync_every > 1  # gradients stay on their rank: see local_steps.py
-        self.gradients = Gradients() if self.alone else engine
+        self.gradients = worker
         self.replicas = [self.gradients.distribute_model(model, how) for model in given]  # for training
         self.optimizers = [self.gradients.distribute_optimizer(optimizer, named, how) for optimizer in optimizers]
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
@@ -199,21 +200,23 @@ class Prepared:
         """Return the names of the parameters that got no gradient. Raises UserError if the engine cannot signal that to
         other ranks."""
         missing = [self._names[parameter] for parameter in self.trained[optimizer] if parameter.grad is None]
-        told = self.gradients.tells_missing_gradients and self._engine.size > 1
+        told = self.gradients.tells_missing_gradients and self.gradients.size > 1
         if missing and not self._zero_for_missing and not told:
             raise UserError(self._about_missing(missing))
         return missing
 
     def raise_where_gradients_are_missing(self, missing: list[str]) -> None:
-        """Raise UserError on every rank if any rank has parameters without a gradient. A collective.
+        """Raise UserError on every rank of this worker if any of them has parameters without a gradient. A collective.
 
         missing: this rank's.
         """
-        if self._zero_for_missing or self.alone:
+        if self._zero_for_missing:
             return
-        for rank, names in enumerate(self._engine.all_gather_object(missing, "missing_gradients")):
+        everywhere = self.gradients.size == self._engine.size
+        theirs = self.gradients.all_gather_object(missing, "missing_gradients")
+        for rank, names in zip(self.gradients.ranks(), theirs, strict=True):
             if names:
-                raise UserError(f"rank {rank}: {self._about_missing(names)}", everywhere=True)
+                raise UserError(f"rank {rank}: {self._about_missing(names)}", everywhere=everywhere)
 
     @staticmethod
     def _about_missing(names: list[str]) -> str:

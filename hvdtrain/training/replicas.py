@@ -13,11 +13,13 @@ CHUNK = 2**18  # elements
 
 
 def compare(
-    engine: Engine, models: Sequence[nn.Module], name_of: Callable[[int], str], step: int, check_steps: int
-) -> None:
+    engine: Engine, models: Sequence[nn.Module], name_of: Callable[[int], str], step: int, check_steps: int,
+    everywhere: bool = True,
+) -> None:  # fmt: skip
     """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.
 
-    name_of: returns the name of a rank. check_steps: steps between two comparisons; 0: there are none.
+    name_of: returns the name of a rank. check_steps: steps between two comparisons; 0: there are none. everywhere: these are
+    all ranks of the run.
     """
     named = named_parameters(models) if engine.size > 1 else []
     if not named:
@@ -29,7 +31,7 @@ def compare(
     if len(kinds) == 1:
         return
     usual, votes = kinds.most_common(1)[0]
-    unlike = [rank for rank, row in enumerate(rows) if tuple(row.tolist()) != usual]
+    unlike = [rank for rank, row in zip(engine.ranks(), rows, strict=True) if tuple(row.tolist()) != usual]
     first = next(i for i in range(len(names)) if len(set(rows[:, i].tolist())) > 1)
     who = " and ".join(map(name_of, unlike))
     said = f"{who} has different weights than the other ranks"
@@ -37,7 +39,8 @@ def compare(
         how = f"{who} differs from the other ranks"
         said = f"the weights differ between ranks, and no majority says which are right ({how})"
     since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"
-    raise Failure(f"{said}: first in {names[first]}, {since}: start again from a checkpoint; check that host's memory")
+    said += f": first in {names[first]}, {since}: start again from a checkpoint; check that host's memory"
+    raise Failure(said, everywhere=everywhere)
 
 
 class Models(list[nn.Module]):

@@ -45,6 +45,7 @@ class Checkpoints:
         self.initial = Initial(engine.size, flags.batch_size, flags.accumulate)
         self.interval = CheckpointInterval(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
         self.lengthened: list[Difference] = []  # --epochs or --steps, if the resumed run has another number of them
+        self.workers: list[int] = []  # with --sync-every: of each rank, the first rank of its worker (local_steps.py)
         self.continues = False  # on rank 0: the run in --output-dir is resumed, and its files are appended to
         self.facts: Facts | None = None  # of the checkpoint to resume from; on every rank after `begin`
         self._config: Facts = {}
@@ -186,9 +187,11 @@ class Checkpoints:
                 f"now up to {per_rank} per rank"
             )
         epoch = state.epoch + (state.samples_of_epoch > 0)
-        if self._holds_own_states() and self.facts["world_size"] != self.engine.size:
+        if self._holds_own_states() and self.facts["workers"] != self.workers:
             how = f"each of {self.engine.size} ranks begins with the optimizer state of rank 0"
-            self.output.say(f"--sync-every {self._flags.sync_every}: {how}, of {self.facts['world_size']} ranks")
+            unlike = self.facts["world_size"] != self.engine.size
+            why = f"of {self.facts['world_size']} ranks" if unlike else "because other ranks shared a host"
+            self.output.say(f"--sync-every {self._flags.sync_every}: {how}, {why}")
         for name, there, here in self.lengthened:
             how = "training continues, and a rate that depends on the end follows the new end"
             self.output.say(f"{name} {here} instead of {there}: {how}")
@@ -201,8 +204,8 @@ class Checkpoints:
     # ---- what is in it
 
     def _holds_own_states(self) -> bool:
-        """Return whether the checkpoint has a state for each rank of a run with --sync-every, as this one is."""
-        return self._flags.sync_every > 1 and bool((self.facts or {}).get("own_states"))
+        """Return whether the checkpoint has a state for each worker of a run with --sync-every, as this one is."""
+        return self._flags.sync_every > 1 and bool((self.facts or {}).get("workers"))
 
     def restore(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler
@@ -223,8 +226,8 @@ class Checkpoints:
             self.engine.broadcast_model(model)
         for optimizer in optimizers:
             self.engine.broadcast_optimizer_state(optimizer)
-        if self._holds_own_states() and self.facts["world_size"] == self.engine.size:
-            self.facts |= own_states.restore(self.engine, self._found and self._found[1], optimizers)
+        if self._holds_own_states() and self.facts["workers"] == self.workers:
+            self.facts |= own_states.restore(self.engine, self.workers, self._found and self._found[1], optimizers)
         if rows.numel():
             self.engine.broadcast_(rows, "checkpoint.buffers")
             # Each rank's own batch statistics; with a different number of ranks, their mean.
@@ -309,7 +312,7 @@ class Checkpoints:
             return
         buffers = self.engine.all_gather(contents.flatten(models), "checkpoint.buffers")
         positions = [] if position is None else self.engine.all_gather_object(position, "checkpoint.positions")
-        own = {} if local is None else own_states.gather(self.engine, optimizers, scaler, state.skipped)
+        own = {} if local is None else own_states.gather(self.engine, self.workers, optimizers, scaler, state.skipped)
         if self._writer is None:
             return
         facts, tensors = contents.collect(models, optimizers, registered, heartbeat)
@@ -325,7 +328,7 @@ class Checkpoints:
             "data": self._data,
             "scaler": scaler.state_dict(),
             "buffers": list(buffers.shape),
-            "own_states": local is not None,
+            "workers": self.workers,
         }
         if local is not None:
             tensors |= {"outer.momentum": local.momentum()}

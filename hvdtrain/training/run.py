@@ -150,11 +150,12 @@ class Run:
         micro_batches = passes_per_step(self.initial.global_batch, self.size, self.flags.batch_size)
         names = [""] * len(parts) + list(named)
         parts = (*parts, *named.values())
-        prepared = Prepared(self.engine, self.flags, parts, names, micro_batches, find_unused_parameters)
+        worker = self.guard.worker
+        prepared = Prepared(self.engine, worker, self.flags, parts, names, micro_batches, find_unused_parameters)
         self.checkpoints.restore(prepared.models, prepared.optimizers, prepared.scaler)
         for optimizer in prepared.optimizers:
             keep_in_order(prepared, optimizer, steps=self.flags.reduction != "adasum")
-        if prepared.alone:
+        if worker is not self.engine:
             name_of = self.guard.monitor.name
             self._local = LocalSteps(self.engine, self.flags, prepared, self.state.step, name_of)
             self.checkpoints.restore_local(self._local, self.state)
@@ -395,6 +396,8 @@ class Run:
 
     def _exchange(self, local: LocalSteps) -> None:
         compared = local.passed(self.guard.check_steps, self.state.step)
+        if compared:  # afterwards, replicas of a host that differ would be equal again
+            self.guard.compare_replicas(self.state, self.prepared().models, self.guard.worker)
         local.exchange(self.state.step)
         if compared:
             self.guard.compare_replicas(self.state, self.prepared().models)

@@ -21,6 +21,7 @@ from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.guard import Guard, Stopped
+from hvdtrain.training.local_steps import worker_of
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
 from hvdtrain.training.state import metrics_of
@@ -90,6 +91,9 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
     flags.amp = engine.choose_amp(flags.amp)
     if flags.gradient_predivide_factor is None:
         flags.gradient_predivide_factor = default_predivision(flags.compression, engine.size)
+    worker = worker_of(engine, flags)
+    if worker is not engine:
+        checkpoints.workers = engine.all_gather_object(worker.ranks()[0], "workers")
 
     def hung(headline: str) -> None:
         output.event("error", kind="watchdog", message=headline)
@@ -102,7 +106,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
     monitor = monitor_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
     with (
         output,
-        Guard(engine, flags, output, monitor) as guard,
+        Guard(engine, worker, flags, output, monitor) as guard,
         Profile(engine, flags, output, guard.heartbeat) as profile,
     ):
         run = Run(engine, flags, asked, metrics, output, checkpoints, guard, profile, state)

@@ -400,12 +400,13 @@ class Step:
             torch._foreach_mul_(gradients, factor)
 
     def _tokens_of_all(self, own: Tensor) -> Tensor:
-        """Return the number of tokens over all ranks, of which this rank has `own`. With --sync-every, as if each had as
-        many; a rank that has none has gradients of zero, to be divided by 1."""
-        engine = self._shared.engine
-        if self._shared.prepared.alone:
-            return torch.where(own > 0, own * engine.size, torch.ones_like(own))
-        return engine.sum(own, "tokens")
+        """Return the number of tokens over all ranks, of which this rank has `own`. With --sync-every, as if each worker had
+        as many; one that has none has gradients of zero, to be divided by 1."""
+        size, worker = self._shared.engine.size, self._shared.prepared.gradients
+        total = worker.sum(own, "tokens")
+        if worker.size == size:
+            return total
+        return torch.where(total > 0, total * size / worker.size, torch.ones_like(total))
 
     def _no_tokens(self) -> str:
         return f"step {self.number}: step.backward(count=...) was 0 on all ranks: leave such samples out"

@@ -26,8 +26,7 @@ from tests.e2e.launchers import members
 COMMON = "--compression fp16 --threads 1 --no-progress --checkpoint-steps 0"
 LM = "-m hvdtrain.lm --recipe shakespeare-cpu --sample-tokens 0 --log-steps 100"
 RESNET = (
-    "-m hvdtrain.imagenet --model resnet18 --batch-size 4 --workers 0 --log-steps 5 "
-    "--lr-scaling none --warmup-epochs 1"
+    "-m hvdtrain.imagenet --model resnet18 --batch-size 4 --workers 0 --log-steps 5 --lr-scaling none --warmup-epochs 1"
 )
 SLICE = 0.03  # seconds: how often the slow rank is stopped
 
@@ -77,7 +76,9 @@ def measured(flags: argparse.Namespace, seed: int, side: str) -> dict[str, objec
         Cluster(Path(folder), names, rate=flags.rate, delay=flags.delay) as cluster,
     ):
         out = flags.keep / f"{name}-{seed}" if flags.keep else Path(folder, "out")
-        data = ["--text", str(flags.text)] if flags.text else ["--data-dir", str(image_set.write(Path(folder, "images")))]
+        data = (
+            ["--text", str(flags.text)] if flags.text else ["--data-dir", str(image_set.write(Path(folder, "images")))]
+        )
         command = [sys.executable, *(["-m", "hvdtrain.starter"] if flags.engine == "horovod" else [])]
         command += [*(LM if flags.text else RESNET).split(), *COMMON.split(), "--engine", flags.engine, *data]
         command += [f"--{one}" for one in given.split(",") if one]

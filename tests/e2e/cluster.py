@@ -150,7 +150,14 @@ class Cluster:
             self._sh(switch, f"ip link set dev {port} master br0 && ip link set dev {port} up")
 
     def _join_by_relay(self) -> None:
-        command = [sys.executable, "-m", "tests.e2e.relay", "--delay", str(self._delay), *map(str, self._first.values())]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.e2e.relay",
+            "--delay",
+            str(self._delay),
+            *map(str, self._first.values()),
+        ]
         relay = subprocess.Popen(
             command, cwd=ROOT, env=environment(**{MARK: self.job}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
         )

@@ -26,6 +26,7 @@ GPU_DEVICES = "tests/single/engines/test_gpu_devices.py"
 GPU_NUMBERS = "tests/single/engines/test_gpu_numbers.py"
 LOOP = "tests/parallel/test_loop.py"
 LOCAL_STEPS = "tests/parallel/test_local_steps.py"
+HOSTS = "tests/parallel/test_hosts_as_workers.py"
 RESUME = "tests/single/training/test_resume.py"
 CHECKPOINT = "tests/single/training/test_checkpoint.py"
 RUN = "tests/single/training/test_run.py"
@@ -90,8 +91,8 @@ MUTANTS = [
     mutant("--max-skipped: none may be", GUARD, "flags.max_skipped if flags.max_skipped is not None else",
            "0 if flags.max_skipped is not None else",
            f"{RUN}::test_a_step_left_out_changes_nothing_and_training_goes_on"),
-    mutant("--sync-every: gradients in every step", "hvdtrain/training/prepared.py", "self.alone = flags.sync_every > 1",
-           "self.alone = False", f"{LOCAL_STEPS}::test_weights_are_equal_at_exchanges_and_optimizers_are_not"),
+    mutant("--sync-every: gradients in every step", LOCAL, "if flags.sync_every == 1 or",
+           "if True or", f"{LOCAL_STEPS}::test_weights_are_equal_at_exchanges_and_optimizers_are_not"),
     mutant("--sync-every: half as often", LOCAL, "step % self._every == 0", "step % (2 * self._every) == 0",
            f"{LOCAL_STEPS}::test_outer_rate_and_momentum_are_those_of_the_shared_weights"),
     mutant("--outer-lr: 1", LOCAL, "alpha=self._rate", "alpha=1.0",
@@ -100,8 +101,17 @@ MUTANTS = [
            f"{LOCAL_STEPS}::test_outer_rate_and_momentum_are_those_of_the_shared_weights"),
     mutant("--outer-momentum: begins again after a resume", LOCAL, "flat.copy_(held)", "pass",
            f"{LOCAL_STEPS}::test_a_run_that_was_stopped_anywhere_ends_with_the_same_bits"),
-    mutant("--sync-every: rank 0's optimizer after a resume", "hvdtrain/training/own_states.py", "    if engine.rank:",
+    mutant("--sync-every: rank 0's optimizer after a resume", "hvdtrain/training/own_states.py", "    if me:",
            "    if False:", f"{LOCAL_STEPS}::test_what_an_optimizer_keeps_is_restored_on_each_rank"),
+    mutant("--sync-within: each rank alone", LOCAL, 'if flags.sync_within == "rank":', "if True:",
+           f"{HOSTS}::test_each_host_trains_as_one_process_with_the_samples_of_its_ranks"),
+    mutant("--sync-within: tokens of all ranks", STEP, "total * size / worker.size", "total",
+           f"{HOSTS}::test_a_mean_over_tokens_weighs_every_token_of_a_host_alike"),
+    mutant("--sync-within: another host's optimizer", "hvdtrain/training/resume.py",
+           'if self._holds_own_states() and self.facts["workers"] == self.workers:', "if self._holds_own_states():",
+           f"{HOSTS}::test_on_other_hosts_each_rank_begins_with_the_optimizer_of_rank_0"),
+    mutant("--sync-within: replicas of a host not compared", GUARD, "self.compare_replicas(state, models, self.worker)",
+           "pass", f"{HOSTS}::test_replicas_of_a_host_are_compared_between_exchanges"),
     # ---- flags of classifiers
     mutant("--lr-scaling: none", "hvdtrain/training/optim.py", "return rate * accumulate *", "return rate *",
            f"{MNIST}::test_rates_follow_rate_scaling_and_schedule"),

@@ -1,5 +1,6 @@
 """Several hosts, for real: each a set of namespaces with its own name and network (cluster.py)."""
 
+import json
 import shlex
 import sys
 
@@ -99,6 +100,27 @@ def test_starter_and_ddp_train_on_four_hosts_as_on_one(four, tmp_path):
     assert [rank["host"] for rank in events(out, "start")[0]["ranks"]] == ["a", "a", "b", "b"]
     assert summary(out)["parameters_sha256"] == summary(tmp_path / "starter-four")["parameters_sha256"]
     assert four.processes() == []
+
+
+@pytest.mark.leaves("sem.hvdtrain-", "hvdtrain-")  # of the workers of a killed rank; the next start removes them
+def test_hosts_that_train_alone_between_exchanges_are_killed_and_resumed_with_the_same_bits(two_hosts, tmp_path):
+    """Two ranks on each host average gradients in every step, the hosts exchange weights in every fourth."""
+    attacked = [str(ROOT / "tests" / "chaos" / "attacked.py"), *SMALL.split(), *FLAGS.split()[2:], "--epochs", "2"]
+    attacked += ["--sync-every", "4", "--sync-within", "host", "--checkpoint-steps", "4"]
+    starter = [sys.executable, "-m", "hvdtrain.starter", "--oversubscribe", "--local-ranks", "2", *attacked]
+    attack = json.dumps(dict(rank=3, point="update", count=6, kind="kill", saved=True))
+    codes = []
+    for name, extra in (("whole", {}), ("killed", {"ATTACK": attack}), ("killed", {})):
+        command = [*starter, "--output-dir", str(tmp_path / name)]
+        place = {host: meeting(two_hosts, number, 2) for number, host in enumerate("ab")}
+        both = {host: two_hosts.start(host, command, **place[host], **extra) for host in "ab"}
+        done = two_hosts.finish(both, 60)
+        codes.append(done["a"].code)
+        assert "gradients are averaged within each of 2 hosts" in done["a"].stdout, done
+    assert [codes[0], codes[2]] == [0, 0] != codes[1], done
+    assert events(tmp_path / "killed", "resume")[0]["step"] in range(4, 32, 4)  # after an exchange
+    one, other = (summary(tmp_path / name) for name in ("whole", "killed"))
+    assert (one["parameters_sha256"], one["samples"]) == (other["parameters_sha256"], other["samples"])
 
 
 @pytest.mark.parametrize("how", ["cut", "vanish"])

@@ -53,6 +53,7 @@ TRAINING: Tests = {
     PARALLEL + "reduction_sum_is_the_sum": "--reduction",
     PARALLEL + "replicas_are_compared_at_check_steps": "--check-steps",
     LOCAL_STEPS + "outer_rate_and_momentum_are_those_of_the_shared_weights": "--sync-every --outer-lr --outer-momentum",
+    "parallel/test_hosts_as_workers.py::test_each_host_trains_as_one_process_with_the_samples_of_its_ranks": "--sync-within",
     WATCHING + "tensorboard_has_what_metrics_has": "--tensorboard",
     WATCHING + "each_rank_has_a_profile_of_the_steps_that_were_asked_for": "--profile",
     EVALUATE + "evaluate_gives_the_metrics_of_the_end_of_training_without_any_other_flag": "--evaluate",

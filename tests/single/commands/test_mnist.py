@@ -123,6 +123,7 @@ def test_bad_flags_are_one_line_with_the_remedy(argv, complaint):
         ("--reduction adasum --amp fp16", "--amp fp16 cannot go with --reduction adasum"),
         ("--compression bf16 --reduction adasum", "--compression bf16 cannot go with --reduction adasum: use"),
         ("--engine serial --compression bf16", "--compression bf16 is not for --engine serial: leave it out, or use"),
+        ("--sync-within host", "--sync-within host is for weights: give --sync-every, of at least 2"),
         (
             "--deterministic --tuning off",
             "--deterministic cannot go with --tuning off, with which Horovod sums gradients",

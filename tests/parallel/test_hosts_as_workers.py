@@ -1,0 +1,179 @@
+"""--sync-within host: the ranks of a host average their gradients in every step, and are one worker between exchanges.
+
+The hosts are played: `parts.host` tells each rank the name of one, a letter of `HOSTS`.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hvdtrain.data.sharding import epoch_order
+from hvdtrain.engines import parts
+from hvdtrain.engines.errors import Failure
+from tests.parallel.test_local_steps import LOCAL, plain, shared_directory, train  # noqa: F401 # a fixture
+from tests.parallel.test_loop import N, X, Y, a_run
+
+HOSTS = ("aab", "aba")  # of each rank, its host; of two ranks, the first two letters
+FAR = ("--sync-every", "100", "--outer-lr", "1", "--outer-momentum", "0", "--sync-within", "host")
+
+
+@pytest.fixture
+def live_on(engine, monkeypatch):
+    def live_on(hosts: str) -> list[int]:
+        """Play these hosts. Return the ranks on this rank's one."""
+        monkeypatch.setattr(parts, "host", lambda: hosts[engine.rank])
+        return [rank for rank in range(engine.size) if hosts[rank] == hosts[engine.rank]]
+
+    return live_on
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_each_host_trains_as_one_process_with_the_samples_of_its_ranks(engine, hosts, live_on):
+    """With an uneven last step. The exchange is the mean over ranks, so a host counts as often as it has ranks."""
+    members = live_on(hosts)
+    with a_run(engine, *FAR, epochs=1) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+                weights = engine.all_gather_object(net.weight.flatten().tolist(), "weights")
+                assert all((weights[rank] == weights[engine.rank]) == (rank in members) for rank in range(engine.size))
+    ends = []
+    for name in hosts[: engine.size]:
+        ranks = [rank for rank in range(engine.size) if hosts[rank] == name]
+        torch.manual_seed(5)
+        alone = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for indices in epoch_order(N, 1, 0).split(4 * engine.size):
+            mine = torch.cat([indices[rank :: engine.size] for rank in ranks])
+            weight = len(mine) * engine.size / len(ranks) / len(indices)
+            optimizer.zero_grad()
+            (F.mse_loss(alone(X[mine]), Y[mine]) * weight).backward() if len(mine) else None
+            optimizer.step()
+        ends.append(alone.weight.detach())
+    torch.testing.assert_close(net.weight.detach(), torch.stack(ends).mean(0), rtol=1e-4, atol=1e-6)
+
+
+def test_a_single_host_trains_as_without_the_flag(engine, live_on):
+    """To the bit, until the exchange that ends the epoch. Horovod may add the gradients of three ranks in another order."""
+    live_on("aaa")
+    curves = []
+    for argv in ((), FAR):
+        curve: list = []
+        train(engine, *argv, each=lambda run, step, net, curve=curve: curve.append(net[0].weight.detach().clone()))
+        curves.append(torch.stack(curve[: -(-N // (4 * engine.size))]))
+    exact = engine.name == "ddp" or engine.size < 3
+    torch.testing.assert_close(*curves, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5)
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_bits(engine, live_on, shared_directory):  # noqa: F811
+    live_on("aba")
+
+    def ask(run, step, net):
+        if step.number == 4 and engine.rank == 0:
+            run.guard.monitor.request_stop("the test")
+
+    argv = (*LOCAL, "--sync-within", "host")
+    whole = train(engine, *argv)
+    train(engine, *argv, "--output-dir", shared_directory, each=ask)
+    assert train(engine, *argv, "--output-dir", shared_directory) == whole
+    optimizers = engine.all_gather_object(whole[1], "optimizers")
+    assert [one == optimizers[0] for one in optimizers] == [True, False, True][: engine.size]
+
+
+def test_on_other_hosts_each_rank_begins_with_the_optimizer_of_rank_0(engine, live_on, shared_directory, capsys):  # noqa: F811
+    kept = []
+    for epochs, hosts in ((1, "aab"), (2, "aba"), (3, "aba")):
+        live_on(hosts)
+        with a_run(engine, *LOCAL, "--sync-within", "host", "--output-dir", shared_directory, epochs=epochs) as run:
+            net = nn.Linear(3, 1)
+            model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9))
+            begun = engine.all_gather_object(plain(optimizer, run), "begun")
+            said = "begins with the optimizer state of rank 0" in capsys.readouterr().out
+            for _ in run.epochs(epochs):
+                for step in run.steps(X, Y):
+                    for x, y in step.batches():
+                        step.backward(F.mse_loss(model(x), y))
+                    step.update()
+            kept.append((begun, engine.all_gather_object(plain(optimizer, run), "ended"), said))
+    (_, first, _), (begun, ended, said), (again, _, repeated) = kept
+    if engine.size == 1:
+        assert (begun, again) == (first, ended)
+        return
+    assert begun == [first[0]] * engine.size
+    assert ended[1] != ended[0] == ended[-1 if engine.size == 3 else 0]
+    assert again == ended
+    assert (said, repeated) == (engine.rank == 0, False)
+
+
+def test_a_mean_over_tokens_weighs_every_token_of_a_host_alike(engine, live_on):
+    members = live_on("aab")
+    with a_run(engine, *FAR, epochs=1) as run:
+        net = nn.Linear(1, 1, bias=False)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(steps=1):
+            for step in run.steps(torch.ones(4 * engine.size, 1)):
+                for (x,) in step.batches():
+                    step.backward(model(x).mean() * (engine.rank + 1), count=engine.rank + 1)
+                gradient = net.weight.grad.item()
+                step.update()
+    counts = [rank + 1 for rank in members]
+    assert gradient == pytest.approx(sum(count * count for count in counts) / sum(counts), rel=1e-6)
+
+
+def test_gradients_that_are_not_finite_are_named_and_skipped_by_their_host(engine, live_on, capsys):
+    members, culprit = live_on("aab"), min(engine.size - 1, 1)
+    skipped = []
+    with a_run(engine, *FAR, "--max-skipped", "9", epochs=1) as run:
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(steps=3):
+            for step in run.steps(X.repeat(engine.size, 1)):
+                skipped.append(run.state.skipped)
+                for (x,) in step.batches():
+                    step.backward(model(x).mean() * (float("nan") if engine.rank == culprit else 1.0))
+                step.update()
+    assert skipped == ([0, 1, 2] if culprit in members else [0, 0, 0])
+    said = capsys.readouterr()
+    assert (f"rank {culprit}" in said.out) == (engine.rank == 0), said
+    assert "warning" not in said.err  # rank 0 has said it
+
+
+def test_the_first_rank_of_another_host_names_what_is_not_finite(engine, live_on, capsys):
+    if engine.size < 3:
+        pytest.skip("no second host with two ranks")
+    live_on("abb")
+    with a_run(engine, *FAR, "--max-skipped", "9", epochs=1) as run:
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(steps=1):
+            for step in run.steps(X.repeat(engine.size, 1)):
+                for (x,) in step.batches():
+                    step.backward(model(x).mean() * (float("nan") if engine.rank == 2 else 1.0))
+                step.update()
+    said = capsys.readouterr()
+    assert [said.err.count("rank 2"), said.out.count("rank 2")] == [int(engine.rank == 1), 0], said
+
+
+@pytest.mark.parametrize(("every", "compared", "spoilt_at"), [(100, 1, 1), (2, 2, 2)])
+def test_replicas_of_a_host_are_compared_between_exchanges(engine, every, compared, spoilt_at, live_on):
+    """And before an exchange, which would make them equal."""
+    if engine.size == 1:
+        pytest.skip("one rank has nothing to be compared with")
+    live_on("aaa")
+
+    def spoil(run, step, net):
+        if step.number == spoilt_at and engine.rank == engine.size - 1:
+            with torch.no_grad():
+                net[0].weight[0] += 1.0
+
+    flags = f"--sync-within host --sync-every {every} --check-steps {compared}".split()
+    with pytest.raises(Failure, match=f"between steps 0 and {spoilt_at}") as raised:
+        train(engine, *flags, each=spoil)
+    assert raised.value.everywhere
+    assert f"rank {engine.size - 1}" in str(raised.value)
