@@ -193,7 +193,7 @@ class Checkpoints:
             why = f"of {self.facts['world_size']} ranks" if unlike else "because other ranks shared a host"
             self.output.say(f"--sync-every {self._flags.sync_every}: {how}, {why}")
         for name, there, here in self.lengthened:
-            how = "training continues, and a rate that depends on the end follows the new end"
+            how = "training continues, and a learning rate that depends on the end follows the new end"
             self.output.say(f"{name} {here} instead of {there}: {how}")
         self.output.say(f"resumed after step {state.step} and {state.samples:,} samples, in epoch {epoch}")
         self.output.event(
