@@ -53,7 +53,7 @@ class GradientHook:
         """Start the all-reduce of `bucket`. Return a future of the reduced buffer."""
         if bucket.is_last():
             self.ready = time.perf_counter()
-            self.activity.collective = "backward"  # this rank's part is done; the step resets it after backward
+            self.activity.call("backward")  # this rank's part is done; the step resets `collective` after backward
         buffer: Tensor = bucket.buffer()
         wire = buffer if self.predivide == 1.0 else buffer / self.predivide
         wire = wire if self.wire_dtype is None else wire.to(self.wire_dtype)

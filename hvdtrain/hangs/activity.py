@@ -28,6 +28,7 @@ UPDATED = Phase("the end of a step")  # after the update: the limit of a step, a
 BETWEEN = Phase("between epochs")  # outside of the loop over steps
 READING = Phase("reading data")
 UNREAD = Phase("output that nobody reads")
+LAST_CALLED = 8  # collectives whose names are kept; a rank may be some ahead of another
 
 
 class Activity:
@@ -35,6 +36,9 @@ class Activity:
 
     def __init__(self) -> None:
         self.collective: str | None = None  # the one in which it waits for other ranks
+        # How many were called, and the last ones. All ranks call the same in the same order. Replaced as a whole, because
+        # the monitor reads it.
+        self.called: tuple[int, tuple[str, ...]] = (0, ())
         self.step = 0  # steps finished since the beginning of training
         self.finished = 0  # steps finished by this process
         self.moves = 0  # changes with any progress
@@ -55,6 +59,12 @@ class Activity:
             return COMPILATION
         inside = self._inside[-1:]  # a copy: the main thread may leave the phase at any time
         return inside[0] if inside else self._base
+
+    def call(self, collective: str) -> None:
+        """Report the call of a collective, in which this rank then waits."""
+        count, names = self.called
+        self.called = count + 1, (*names[1 - LAST_CALLED :], collective)
+        self.collective = collective
 
     def heartbeat(self) -> None:
         """Report progress within a phase, such as one batch of an evaluation. The time limit restarts."""
@@ -161,7 +171,7 @@ def collective(method: Method) -> Method:
         name = kwargs.get("name", args[-1] if args else None)
         activity = self.activity
         outer = activity.collective
-        activity.collective = name if isinstance(name, str) else method.__name__
+        activity.call(name if isinstance(name, str) else method.__name__)
         try:
             return method(self, *args, **kwargs)
         except RuntimeError as error:

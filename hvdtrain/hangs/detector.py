@@ -1,7 +1,8 @@
 """How long this rank has made no progress, and what to do about it: ask the others where they are, wait, or end the job.
 
 If rank 0 has made no progress for the time limit of a step, it asks every rank for a report, and decides (diagnosis.py). The
-others decide only if rank 0 does not answer. Called by the monitor's thread.
+others decide only if rank 0 does not answer. Earlier, rank 0 compares the collectives in which ranks wait: no time helps
+if these differ. Called by the monitor's thread.
 """
 
 import os
@@ -11,12 +12,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from hvdtrain.engines.lines import say_within
 from hvdtrain.hangs.activity import BETWEEN, READING, STEP, UNREAD, UPDATED, Activity, Phase
-from hvdtrain.hangs.diagnosis import MOST_STARVED, TO_ANNOUNCE, TO_WATCH_LONGER, Report, diagnose_hang
+from hvdtrain.hangs.diagnosis import (
+    MOST_STARVED,
+    TO_ANNOUNCE,
+    TO_WATCH_LONGER,
+    Report,
+    diagnose_hang,
+    different_collectives,
+)
 from hvdtrain.hangs.messages import Stand
 from hvdtrain.hangs.stacks import stack_of, where, worth_printing
 from hvdtrain.hangs.timeouts import TIMES_STEP, HangTimeouts
 from hvdtrain.hangs.work import Starvation, Work
 from hvdtrain.launching import processes
+
+COMPARE_SECONDS = 5.0  # without progress until rank 0 first compares the collectives of all ranks; then twice as long
 
 
 class Detector:
@@ -37,6 +47,7 @@ class Detector:
         self.reports: dict[int, Stand] = {}  # the answers, by rank
         self.asked_at: float | None = None
         self._ask_again = 0.0
+        self._compare_at = COMPARE_SECONDS  # seconds without progress
         self._seen, self._stalled = 0, 0.0  # `activity.moves` at the last look; seconds since it changed
         self._phase = activity.phase  # phase in which the main thread made its last progress
         self._idle = 0.0  # seconds without progress in which this rank was not at work, less those in which it was
@@ -56,6 +67,7 @@ class Detector:
                 self.longest = max(self.longest, took)
             self._seen, self._stalled, self._idle, self._told = moves, 0.0, 0.0, False
             self.asked_at, self._ask_again, self._excused, self.reports = None, 0.0, 0.0, {}
+            self._compare_at = COMPARE_SECONDS
             self.starvation.reset()
         else:
             self._stalled += elapsed
@@ -76,6 +88,7 @@ class Detector:
         # Rank 0 decides first, if it can.
         late = 0.0 if self.rank == 0 or self._is_stopped(0) else 2 * self.reply
         if self._stalled < limit + late or now < self._ask_again:
+            self._compare()
             return
         if self.asked_at is None:
             self.asked_at, self.reports = now, {self.rank: self.report()}
@@ -93,6 +106,19 @@ class Detector:
             if self._is_stopped(0) or self._stalled >= self.timeouts.phase(phase, self.longest) + late:
                 self._end(f"{self.names[0]} does not answer (stopped, spinning outside Python, or cut off)")
             self.asked_at, self._ask_again = None, now + self.reply
+
+    def _compare(self) -> None:
+        """On rank 0, while it waits for others: end the job if ranks wait for different collectives."""
+        if self.rank != 0 or self.activity.collective is None:
+            return
+        if self._stalled >= self._compare_at:
+            self._compare_at, self.reports = 2 * self._stalled, {}
+            self._ask_all()
+        elif len(self.reports) == len(self.names) - 1:  # all have answered
+            self.reports[0] = self.report()
+            reports = {rank: stand.report for rank, stand in self.reports.items()}
+            if different_collectives(reports, self.names) and (said := diagnose_hang(reports, self.names).headline):
+                self._end(said)
 
     def _judge(self, now: float) -> None:
         """End the job, unless the reports show a reason for the delay; then ask again later."""
@@ -139,7 +165,7 @@ class Detector:
             allowed = max(allowed, self.timeouts.phase(UNREAD, self.longest))
             at += " (its output is not read: a paused pager, or Ctrl-S)"
         starved, waits, asynchronous = self.starvation.seconds(), activity.collective, activity.asynchronous
-        report = Report(activity.step, phase.name, allowed, stalled, starved, waits, at, asynchronous)
+        report = Report(activity.step, phase.name, allowed, stalled, starved, waits, at, asynchronous, *activity.called)
         return Stand(report, traceback.format_list(worth_printing(stack, self.guest)))
 
 

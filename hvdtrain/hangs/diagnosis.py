@@ -31,6 +31,8 @@ class Report(NamedTuple):
     collective: str | None = None  # the collective in which it waits for other ranks; None: it is not in a collective
     at: str = ""  # the program's innermost line: FILE:LINE, FUNCTION
     asynchronous: bool = False  # its device works on after a call has returned
+    calls: int = 0  # how many collectives it has called
+    called: tuple[str, ...] = ()  # the last ones
 
 
 class Diagnosis(NamedTuple):
@@ -39,6 +41,25 @@ class Diagnosis(NamedTuple):
     headline: str | None  # why the job must end; None: it continues
     wait: float = 0.0  # seconds after which to ask again
     excused: float = 0.0  # seconds without progress that a lack of CPU cores explains
+
+
+def different_collectives(reports: Mapping[int, Report], names: Sequence[str]) -> str | None:
+    """Return the headline if ranks wait that have called different collectives at the same place in their order.
+
+    All ranks call the same ones in the same order, so these wait for ever, however long each may wait. A rank that is ahead
+    of another is no such case.
+    """
+    waiting = {rank: report for rank, report in sorted(reports.items()) if report.collective is not None}
+    place = min((report.calls for report in waiting.values()), default=0)
+    first: dict[str, int] = {}  # collective at this place -> rank
+    for rank, report in waiting.items():
+        ahead = report.calls - place
+        if ahead < len(report.called):
+            first.setdefault(report.called[-1 - ahead], rank)
+    if len(first) < 2:
+        return None
+    two = ", ".join(f"{names[rank]} in {name} at {waiting[rank].at}" for name, rank in list(first.items())[:2])
+    return f"ranks wait in different collectives ({two}): all must call the same ones"
 
 
 def diagnose_hang(
@@ -65,6 +86,8 @@ def diagnose_hang(
         since = f"; no step for {mine.stalled:.0f} s after step {mine.step}"
     else:
         since = f"; no progress for {mine.stalled:.0f} s in {mine.phase}, after step {mine.step}"
+    if (different := different_collectives(reports, names)) is not None:
+        return Diagnosis(different + since)
     silent = [rank for rank in range(len(names)) if rank not in reports]
     # Ranks go through the phases together: a rank that does not answer gets the time limit of the asker's phase.
     # Between epochs, only a rank that answers has the longer limit.

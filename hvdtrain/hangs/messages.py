@@ -67,7 +67,8 @@ def decode(line: bytes) -> Message:
     try:
         kind, *fields = json.loads(line)
         if KINDS[kind] is Stand:
-            fields[0] = Report(*fields[0])
+            report = Report(*fields[0])
+            fields[0] = report._replace(called=tuple(report.called))
         message: Message = KINDS[kind](*fields)
         return message
     except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -1,6 +1,7 @@
 """A rank that works while the others wait, and one that does not end after training: one program, real launchers."""
 
 import os
+import re
 
 import pytest
 
@@ -36,6 +37,9 @@ def main():
                 step.update()
                 if does == "works after an update" and run.state.step == 0:
                     busy(14)
+                if does == "evaluates in a step" and run.state.step == 3:
+                    with run.evaluating(len(x)) as mine:
+                        run.record(loss=model(x[mine]).sum())
                 if does == "sleeps after an update" and epoch == 1:
                     time.sleep(1000)
                 if does == "is alone" and epoch == 1:
@@ -54,11 +58,11 @@ training.main(main)
 """
 
 
-def run(does: str, start: str, tmp_path):
+def run(does: str, start: str, tmp_path, limit: str = "--step-timeout 2"):
     script = tmp_path / "own.py"
     script.write_text(SCRIPT)
     engine = "ddp" if start.startswith("torchrun") else "horovod"
-    return launch(f"{start} {script} --engine {engine} --no-progress --step-timeout 2 --does '{does}'", timeout=600)
+    return launch(f"{start} {script} --engine {engine} --no-progress {limit} --does '{does}'", timeout=600)
 
 
 @pytest.mark.parametrize("does", ["works after an update", "is alone", "sleeps between epochs"])
@@ -74,6 +78,15 @@ def test_a_rank_asleep_after_an_update_is_named_with_its_line_and_the_remedy(tmp
     (said,) = [line for line in done.stderr.splitlines() if "keeps the others waiting" in line]
     assert f"rank 1 on {os.uname().nodename} keeps the others waiting, at own.py:" in said
     assert said.endswith(" (if it was at work: announce that by `with run.alone():`)")
+
+
+@pytest.mark.parametrize("start", [LAUNCHERS["starter"].format(ranks=2), TORCHRUN.format(ranks=2)])
+def test_an_evaluation_of_one_rank_alone_is_told_long_before_the_limit(start, tmp_path):
+    done = run("evaluates in a step", start, tmp_path, "--step-timeout 300")
+    assert done.code == 1, done
+    (said,) = [line for line in done.stderr.splitlines() if "ranks wait in different collectives" in line]
+    assert said.count(" at own.py:") == 2
+    assert int(re.search(r"; no \w+ for (\d+) s", said)[1]) < 300
 
 
 @pytest.mark.parametrize(

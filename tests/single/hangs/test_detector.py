@@ -14,7 +14,7 @@ import pytest
 
 from hvdtrain.hangs import detector
 from hvdtrain.hangs.activity import READING, UNREAD, Activity
-from hvdtrain.hangs.detector import Detector
+from hvdtrain.hangs.detector import COMPARE_SECONDS, Detector
 from hvdtrain.hangs.timeouts import HangTimeouts
 
 
@@ -177,6 +177,36 @@ def test_a_script_of_which_no_rank_works_outside_of_a_collective_is_ended():
     job.wait([0, 1])
     job.run(100)
     assert job.ended[0][1].startswith("all ranks wait in a collective")
+
+
+def calls(job: Job, *ranks_in: str) -> None:
+    for activity, collective in zip(job.activities, ranks_in, strict=True):
+        activity.call(collective)
+
+
+@pytest.mark.parametrize("late", [0, 12])
+def test_ranks_in_different_collectives_are_told_before_any_limit(late):
+    """late: seconds after rank 0 until the other comes to its collective."""
+    job = Job(2)
+    calls(job, "gradients", "gradients")
+    job.activities[0].call("evaluate.names")
+    job.activities[1].collective = None
+    job.run(late)
+    job.activities[1].call("synchronize")
+    job.run(100)
+    ((rank, headline, at),) = job.ended
+    assert rank == 0
+    assert headline.startswith("ranks wait in different collectives (rank 0 in evaluate.names at ")
+    assert headline.endswith(f"all must call the same ones; no step for {at - 1:.0f} s after step 1")
+    assert at - 1 <= 2 * max(late, COMPARE_SECONDS) + 2 < 30
+
+
+def test_a_collective_that_takes_long_is_no_difference():
+    job = Job(2)
+    calls(job, "gradients", "gradients")
+    job.activities[0].call("loss")  # the first has its result, and the other has not
+    job.run(29)
+    assert job.ended == []
 
 
 def test_the_first_step_has_its_own_limit_and_heartbeats_do_not_end_it():

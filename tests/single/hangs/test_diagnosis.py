@@ -1,12 +1,19 @@
 """Who hangs: hundreds of generated standstills, and what must follow from each."""
 
-import json
 import random
 
 import pytest
 
 from hvdtrain.hangs.activity import Activity
-from hvdtrain.hangs.diagnosis import MOST_STARVED, TO_ANNOUNCE, TO_WATCH_LONGER, Report, diagnose_hang
+from hvdtrain.hangs.diagnosis import (
+    MOST_STARVED,
+    TO_ANNOUNCE,
+    TO_WATCH_LONGER,
+    Report,
+    diagnose_hang,
+    different_collectives,
+)
+from hvdtrain.hangs.messages import Stand, decode, encode
 
 LIMITS = {"step": 30.0, "evaluation": 300.0, "first step": 600.0}
 
@@ -143,6 +150,49 @@ def test_all_wait():
     assert "(rank 0 on h0 in loss, rank 1 on h0 in guard.replicas): all must call the same ones" in said
 
 
+def in_order(calls: int, *called: str, **fields) -> Report:
+    """A rank that waits in the last one of `called`, which is its collective number `calls`."""
+    return waiting(**dict(collective=called[-1], calls=calls, called=called) | fields)
+
+
+LOSS, SYNC, SAVE, EVALUATE = "loss", "synchronize", "guard.replicas", "evaluate.names"
+ORDERS = {  # reports by rank; the ranks and collectives that are named
+    "the same place": ([in_order(7, LOSS, SYNC), in_order(7, LOSS, SYNC)], None),
+    "one is ahead": ([in_order(8, LOSS, SYNC, SAVE), in_order(7, LOSS, SYNC), in_order(8, SYNC, SAVE)], None),
+    "the root of broadcasts is far ahead": ([in_order(90, "k", "l"), in_order(7, LOSS, SYNC)], None),
+    "one evaluates alone": ([in_order(8, SYNC, EVALUATE), in_order(8, SYNC, SYNC)], ((0, EVALUATE), (1, SYNC))),
+    "which is ahead of another": (
+        [in_order(9, SYNC, EVALUATE, LOSS), in_order(8, SYNC, SYNC), in_order(8, SYNC, SYNC)], ((0, EVALUATE), (1, SYNC))),
+    "one of those that answered": ([in_order(8, SYNC), None, in_order(8, SAVE)], ((0, SYNC), (2, SAVE))),
+    "one still computes": ([in_order(8, SYNC, EVALUATE), outside(calls=7, called=(SYNC,))], None),
+    "a script whose calls are not seen": ([waiting(collective="synchronize"), waiting(collective=LOSS)], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_other_collectives_at_the_same_place_are_told_at_once(case):
+    ranks, expected = ORDERS[case]
+    reports = {rank: report._replace(stalled=1.0) for rank, report in enumerate(ranks) if report is not None}
+    said = different_collectives(reports, names(len(ranks)))
+    assert diagnose_hang(reports, names(len(ranks))).headline == (said and said + "; no step for 1 s after step 7")
+    if expected is None:
+        assert said is None
+    else:
+        two = ", ".join(f"rank {rank} on h0 in {collective} at w.py:1, w" for rank, collective in expected)
+        assert said == f"ranks wait in different collectives ({two}): all must call the same ones"
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_ranks_that_call_the_same_in_the_same_order_never_differ(seed):
+    chance = random.Random(3000 + seed)
+    order = [chance.choice((LOSS, SYNC, SAVE, EVALUATE)) for _ in range(40)]
+    reports = {}
+    for rank in range(chance.choice((2, 3, 8))):
+        calls = chance.randint(20, 40)
+        reports[rank] = in_order(calls, *order[calls - chance.randint(1, 8) : calls])
+    assert different_collectives(reports, names(len(reports))) is None
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_more_patience_or_more_time_never_turns_an_end_into_a_wait_or_back(seed):
     """Who is blamed now is blamed later too, and who is not would not be with longer limits."""
@@ -232,4 +282,5 @@ def test_on_gpus_those_who_wait_for_their_gpu_are_not_blamed(reports, expected):
 def test_the_monitor_says_whether_the_device_works_on_by_itself():
     activity = Activity()
     activity.asynchronous = True
-    assert Report(*json.loads(json.dumps(on_gpu()))) == on_gpu()
+    report = on_gpu(calls=3, called=("a", "b"))
+    assert decode(encode(Stand(report, [])).rstrip()) == Stand(report, [])
