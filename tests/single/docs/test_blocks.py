@@ -1,0 +1,131 @@
+"""Lines of Python that a page shows without naming a program: each block is run, with what it leaves out around it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hvdtrain import training
+from tests.single.training.small import N, X, Y, flags_for
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+BLOCKS = [
+    (page.name, code)
+    for page in sorted(DOCS.glob("*.md"))
+    for code in re.findall(r"^```py\n(.*?)^```$", page.read_text(), re.M | re.S)
+]
+RUN_IN = {  # what a block holds -> the test that runs it
+    "split_dataset_by_node": "tests/single/training/test_streams_of_libraries.py",
+    "ppo_loss": "test_ppo_learns",
+    "torch.compile": "test_a_compiled_model",
+    "run.predict": "test_predictions",
+    "wandb.init": "test_weights_and_biases",
+}
+
+
+def block(holds: str) -> str:
+    (found,) = [code for _, code in BLOCKS if holds in code]
+    return found
+
+
+@pytest.mark.parametrize(("page", "code"), BLOCKS, ids=[f"{page}-{code.split()[0]}" for page, code in BLOCKS])
+def test_a_test_runs_each_block(page, code):
+    (test,) = [test for holds, test in RUN_IN.items() if holds in code]
+    assert (DOCS.parent / test).exists() if "/" in test else test in globals()
+
+
+# ---- PPO
+
+MOVES = torch.tensor([[-0.5, 0.0], [0.5, 0.0], [0.0, -0.5], [0.0, 0.5]])
+
+
+def rollout(policy, count):
+    """Return the states, moves, log-probabilities and returns of `count` episodes that should end at the origin."""
+    at, states, moves, old = 3 * torch.randn(count, 2), [], [], []
+    with torch.no_grad():
+        for _ in range(12):
+            choice = torch.distributions.Categorical(logits=policy(at))
+            states.append(at)
+            moves.append(choice.sample())
+            old.append(choice.log_prob(moves[-1]))
+            at = at + MOVES[moves[-1]]
+    return torch.stack(states, 1), torch.stack(moves, 1), torch.stack(old, 1), -at.norm(dim=1)
+
+
+def ppo_loss(logits, moves, old, returns):
+    ratio = (torch.distributions.Categorical(logits=logits).log_prob(moves) - old).exp()
+    advantage = (returns - returns.mean()).unsqueeze(1)
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
+
+def test_ppo_learns():
+    with training.start(flags_for(epochs=4, batch_size=64)) as run:
+        net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 4))
+        first = rollout(net, 1000)[3].mean()
+        policy, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
+        scope = dict(run=run, EPISODES=1024, net=net, policy=policy, rollout=rollout, ppo_loss=ppo_loss)
+        for _ in run.epochs(4):
+            exec(block("ppo_loss"), scope)
+        assert run.state.step == 64
+        assert rollout(net, 1000)[3].mean() > 0.7 * first  # returns are negative: the distance at the end
+
+
+# ---- others
+
+
+@pytest.mark.slow  # it imports torch's compiler
+def test_a_compiled_model(monkeypatch):
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda net: compiler(net, backend="eager"))  # no C++ compiler
+    with training.start(flags_for()) as run:
+        net = nn.Linear(3, 1)
+        scope = dict(run=run, torch=torch, net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+        exec(block("torch.compile"), scope)
+        for _ in run.epochs(1):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(scope["net"](x), y))
+                step.update()
+        assert scope["net"] is not net
+        assert run.state.samples == N
+
+
+def test_predictions(tmp_path):
+    labels = torch.arange(N) % 3
+
+    def program(*argv):
+        with training.start(flags_for(*argv, epochs=1), metrics={"accuracy": "max"}) as run:
+            net = nn.Linear(3, 3)
+            test = DataLoader(TensorDataset(X, labels), 8)
+            net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for _ in run.epochs(1):
+                for step in run.steps(X, labels):
+                    for x, y in step.batches():
+                        step.backward(F.cross_entropy(net(x), y))
+                    step.update()
+                exec(block("run.predict"), dict(run=run, net=net, test=test))
+            return run.evaluation["accuracy"]
+
+    accuracy = program("--output-dir", str(tmp_path / "run"))
+    file = tmp_path / "predicted.csv"
+    assert program("--evaluate", str(tmp_path / "run"), "--predict", str(file)) == accuracy
+    rows = [line.split(",") for line in file.read_text().splitlines()]
+    label, predicted = rows[0].index("label"), rows[0].index("predicted")
+    assert [int(row[label]) for row in rows[1:]] == labels.tolist()
+    assert sum(row[label] == row[predicted] for row in rows[1:]) / N == pytest.approx(accuracy)
+
+
+def test_weights_and_biases(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs wandb: pip install 'hvdtrain[track]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags = flags_for("--output-dir", str(tmp_path / "run"))
+    try:
+        exec(block("wandb.init"), dict(training=training, flags=flags, wandb=wandb))
+        assert wandb.run.id == "run"
+        assert wandb.config["batch_size"] == 8
+    finally:
+        wandb.finish()
