@@ -27,6 +27,7 @@ class MetricsLogger:
         self.steps = 0  # planned steps
         self.only_evaluates = False  # --evaluate: the position is the checkpoint's, at the end of an epoch or within it
         self.unwritten = False  # whether there is an evaluation that is not recorded yet
+        self.recorded: set[str] = set()  # names of all evaluations, and of logged steps
 
     def start(self, dataset: str, reason: str, config: dict[str, object]) -> None:
         """Print and record data set, configuration and environment at the start of the run. A collective."""
@@ -60,6 +61,7 @@ class MetricsLogger:
         # A script may report a different loss than it trains on, such as one without label smoothing.
         reported = "reported_loss" if "reported_loss" in means else "loss"
         state.train = {"loss": means.pop(reported, trained_on), **means}
+        self.recorded |= set(means)
         if reported != "loss":
             extra["objective"] = trained_on
         if step.gradient_norm is not None:
@@ -86,13 +88,13 @@ class MetricsLogger:
     def evaluated(self, means: dict[str, float], prefix: str) -> None:
         """Store an evaluation. `amend` may add values before it is recorded."""
         self._state.evaluation, self._state.prefix = means, prefix
+        self.recorded |= set(means)
         self.unwritten = True
 
-    def amend(self, values: Mapping[str, float]) -> bool:
-        """Add values to the last evaluation. Return False if there is none, or it is already recorded."""
-        if self.unwritten:
-            self._state.evaluation |= values
-        return self.unwritten
+    def amend(self, values: Mapping[str, float]) -> None:
+        """Add values to the last evaluation, which is not recorded yet."""
+        self._state.evaluation |= values
+        self.recorded |= set(values)
 
     def evaluation(self, source: "Input | None") -> None:
         """Record the last evaluation, if it is not recorded yet. A collective."""

@@ -6,6 +6,7 @@ The position in each follows from the number of samples of the first one that ar
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from hvdtrain.cli import Flags
 from hvdtrain.data.loading import Plan
 from hvdtrain.data.sharding import PlannedBatch, epoch_order, mixed_seed
 from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
 from hvdtrain.training.inputs import Batch, Input
 from hvdtrain.training.state import Initial, TrainState
 
@@ -65,6 +67,13 @@ class Beside:
             position += len(together)
 
 
+class Together(dict[str, Any]):
+    """The micro-batches of several data sets, by the names that the script gave to `run.steps`."""
+
+    def __missing__(self, name: str) -> Any:
+        raise UserError(f"step.batches() has {', '.join(self)}, and not {name}: use the names given to run.steps()")
+
+
 class Several(Input):
     """Several inputs in one step, by name. Batches are dictionaries with a part for each."""
 
@@ -96,7 +105,7 @@ class Several(Input):
 
     def load(self, planned: PlannedBatch) -> Batch:
         batch = self._parts[self._first][0].load(planned)
-        data = {self._first: batch.data}
+        data = Together({self._first: batch.data})
         for name in self._others:
             _, beside = next(self._planned[name])
             data[name] = self._parts[name][0].load(beside).data

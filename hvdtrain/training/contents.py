@@ -269,6 +269,16 @@ def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     load_by_own_names(model, state)
 
 
+def load_registered(name: str, model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a module that was registered under `name`. Raises UserError on every rank if names or shapes do not match."""
+    try:
+        load_by_own_names(model, state)
+    except (KeyError, RuntimeError) as error:
+        last = str(error).splitlines()[-1].strip()
+        how = "register the same as when it was written, or --resume never"
+        raise UserError(f"the checkpoint does not match {name!r} ({last}): {how}", everywhere=True) from error
+
+
 def load_by_own_names(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Call `model.load_state_dict` with the names that it has if parts of it are compiled."""
     own = {own_name(name): value for name, value in state.items()}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdtrain.data.sharding import mixed_seed
 from hvdtrain.engines.base import Engine
 
 
@@ -39,8 +40,15 @@ def rows_of_all(engine: Engine, rows: Tensor, lengths: Sequence[int], name: str)
 
 
 def gather(engine: Engine, rows: Tensor, *, alone: bool) -> Tensor:
-    """Return the rows ([n, ...]; n may differ) of all ranks. A collective, and so is its backward pass, unless `alone`."""
-    lengths = engine.all_gather(torch.tensor([len(rows)]), "gather.lengths")[:, 0].tolist()
+    """Return the rows ([n, ...]; n may differ) of all ranks. A collective, and so is its backward pass, unless `alone`.
+
+    Raises UserError on every rank if the rows are of different shapes or types.
+    """
+    kind = f"{list(rows.shape[1:])} {str(rows.dtype).removeprefix('torch.')}"
+    mine = torch.tensor([len(rows), mixed_seed(kind)])
+    lengths, kinds = engine.all_gather(mine, "gather.lengths").T.tolist()
+    if len(set(kinds)) > 1:
+        engine.require_equal("the rows of run.gather()", kind, "give it rows of the same shape and type on all ranks")
     if not max(lengths):
         return rows
     result: Tensor = Gathered.apply(rows, engine, lengths, alone)

@@ -252,7 +252,10 @@ def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int
                 raise UserError(f"run.steps got a tensor on {tensor.device}, and ranks are on {engine.device}: {how}")
         return Tensors(data, engine.device)
     kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
-    raise UserError(f"run.steps got {kinds}: give it tensors, a number of samples, or a DataLoader")
+    how = "give it tensors, a number of samples, or a DataLoader"
+    if isinstance(what, (list, tuple)) and any(isinstance(part, DataLoader) for part in what):
+        how = 'several data sets go in a dictionary, run.steps({"a": ..., "b": ...})'
+    raise UserError(f"run.steps got {kinds}: {how}")
 
 
 def parts_of_step(engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int) -> dict[str, tuple[Input, int]]:
@@ -332,13 +335,13 @@ def require_batch_size(given: DataLoader[Any], batch_size: int) -> None:
 
 def drawn(engine: Engine, given: DataLoader[Any], seed: int) -> Drawn | None:
     """Return the order that the user's sampler or batch sampler draws; None for shuffle=True and False. A collective."""
-    if given.batch_size is None:
-        return Drawn(engine, given.batch_sampler, seed, in_batches=True)
     sampler, count = given.sampler, len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
+    if given.batch_size is None:
+        return Drawn(engine, given.batch_sampler, seed, count, in_batches=True)
     shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == count
     if shuffles or isinstance(sampler, SequentialSampler):
         return None
-    return Drawn(engine, sampler, seed, in_batches=False)
+    return Drawn(engine, sampler, seed, count, in_batches=False)
 
 
 class Samples(Dataset[Any]):

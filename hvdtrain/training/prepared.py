@@ -1,6 +1,7 @@
 """Models and optimizers wrapped by the engine and synchronized over all ranks, with the loss scaler of --amp."""
 
 import hashlib
+import weakref
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -58,6 +59,24 @@ def refuse_unsupported(
                 raise UserError(f"run.prepare(): {names[parameter]} is in two optimizers: {how}")
 
 
+_of_earlier_runs: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers, and layers with trainable parameters
+
+
+def refuse_those_of_earlier_runs(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise UserError for what an earlier run of this process has trained, and note these for the next.
+
+    Its gradients would be reduced twice, and a fold of a cross-validation would begin with weights that have seen its data.
+    """
+    layers = [layer for model in models for layer in model.modules()]
+    trained = [layer for layer in layers if any(p.requires_grad for p in layer.parameters(recurse=False))]
+    for part in (*optimizers, *trained):
+        if part in _of_earlier_runs:
+            how = "create models and optimizers anew for each run, or copy.deepcopy(model) to go on with its weights"
+            raise UserError(f"run.prepare(): this {type(part).__name__} was trained by an earlier run: {how}")
+    _of_earlier_runs.update(optimizers)
+    _of_earlier_runs.update(trained)
+
+
 def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise UserError on every rank if ranks have built different models or optimizers. A collective."""
     mine = [f"{name}: {kind_of(tensor)}" for name, tensor in named_parameters(models)]
@@ -111,6 +130,7 @@ class Prepared:
         named = named_parameters(models)
         with engine.raising_together("prepare"):
             refuse_unsupported(models, optimizers, {parameter: name for name, parameter in named})
+            refuse_those_of_earlier_runs(models, optimizers)
         if engine.device.type != "cpu":
             for optimizer in optimizers:
                 fuse(optimizer, may_lack_gradients=find_unused_parameters)
@@ -137,6 +157,7 @@ class Prepared:
         self.unflagged = {one for one in self.optimizers if flags.reduction != "adasum" and takes_flag(one)}
         for optimizer in self.unflagged:
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined] # GradScaler reads the flag
+        self.dense: set[torch.optim.Optimizer] = set()  # those that have passed `require_dense` after a backward pass
         self.pending: set[torch.optim.Optimizer] = set()  # those with gradients of this step that are not applied yet
         self.updating = False  # whether `step.update` calls the optimizers
         self.zero_grads = {one: one.zero_grad for one in self.optimizers}
@@ -156,6 +177,13 @@ class Prepared:
             if not held.issubset(known):
                 how = "create the optimizer with all of its parameters"
                 raise UserError(f"a parameter was added to an optimizer after run.prepare(): {how}")
+
+    def require_dense(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UserError if a gradient is sparse, as of F.embedding(..., sparse=True) with a parameter of the script."""
+        for parameter in self.trained[optimizer]:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                how = "leave sparse=True out"
+                raise UserError(f"{self._names[parameter]} has sparse gradients, which are not reduced: {how}")
 
     def first_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that `optimizer`, one of `unflagged`, has made its first update: from now on, it is given flags."""

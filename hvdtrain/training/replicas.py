@@ -1,13 +1,13 @@
 """Compares the weights of all ranks, bit by bit."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import Failure
+from hvdtrain.engines.errors import Failure, UserError
 
 CHUNK = 2**18  # elements
 
@@ -41,6 +41,21 @@ def compare(
     since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"
     said += f": first in {names[first]}, {since}: start again from a checkpoint; check that host's memory"
     raise Failure(said, everywhere=everywhere)
+
+
+def require_same_on_all(engine: Engine, registered: Mapping[str, object]) -> None:
+    """Raise UserError on every rank if a registered module has other values on another rank: of these, a checkpoint holds
+    those of rank 0. A collective."""
+    for name, what in registered.items():
+        if not isinstance(what, nn.Module) or engine.size == 1:
+            continue
+        sums = [int(checksum(tensor)) for tensor in what.state_dict().values() if isinstance(tensor, Tensor)]
+        rows = engine.all_gather_object(sums, f"register.{name}")
+        for rank, row in enumerate(rows):
+            if row != rows[0]:
+                said = f"{type(what).__name__} has other values on rank {rank} than on rank 0"
+                how = "create it alike on all ranks, or load the same state_dict"
+                raise UserError(f"run.register({name}=...): the {said}: {how}", everywhere=True)
 
 
 class Models(list[nn.Module]):

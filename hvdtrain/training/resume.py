@@ -264,7 +264,7 @@ class Checkpoints:
             tensors = self._found[1] if self._found is not None else {}
             state = contents.unpack(self.engine, held[name], f"registered.{name}", tensors)
             if isinstance(what, nn.Module):
-                contents.load_by_own_names(what, state)
+                contents.load_registered(name, what, state)
             elif self.lengthened and redone(what, state):
                 begun_again.append(what.optimizer)
             else:

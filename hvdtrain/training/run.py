@@ -6,7 +6,7 @@ programs.
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ from hvdtrain.training.inputs import Input, is_stream, open_input, same_data
 from hvdtrain.training.local_steps import LocalSteps
 from hvdtrain.training.predictions import Predictions, write_predictions
 from hvdtrain.training.prepared import Prepared
-from hvdtrain.training.replicas import own_name
+from hvdtrain.training.replicas import own_name, require_same_on_all
 from hvdtrain.training.resume import Checkpoints
-from hvdtrain.training.schedules import require_length, require_registered
+from hvdtrain.training.schedules import positions, require_length, require_registered, require_stepped
 from hvdtrain.training.state import Initial, TrainState, require_free
 from hvdtrain.training.step import Shared, Step, keep_in_order
 
@@ -53,6 +53,7 @@ class Run:
         self.state = state  # the position in training; always the same object
         self.initial: Initial = checkpoints.initial  # derive learning rates from this; unchanged by a resume
         self.exit_code = 0
+        self.ended = False  # the block of `training.start` was left
         self.clock = Clock(engine.device)
         self._copies = Copies(engine.device)
         self._unread: Step | None = None  # the last step, if it is not known yet whether its gradients were finite
@@ -63,6 +64,7 @@ class Run:
         self._dataset: str | None = None
         self._registered: dict[str, Any] = {}
         self._summary: dict[str, object] = {}
+        self._stepped: dict[str, int] = {}  # in the first step: where the schedulers stand that count steps
         self._opened: tuple[tuple[Any, ...], Input, Plan] | None = None  # the arguments of `steps`, opened
         self._epochs: int | None = None
         self._step_limit: int | None = None
@@ -120,6 +122,7 @@ class Run:
         A collective; call it at most once. reason: which data this is and why it was chosen, in one line. facts: numbers and
         strings that identify the data; they must be the same on all ranks, and when the run is resumed.
         """
+        self._require_running("run.describe_data()")
         if self._dataset is not None:
             raise UserError(
                 "run.describe_data() was already called (run.prepare calls it, too): call it once, before run.prepare"
@@ -142,8 +145,10 @@ class Run:
         named: further ones, after those without a name; messages then call a model by its name. find_unused_parameters:
         some parameters may get no gradient in some steps (costs one small message per step).
         """
+        self._require_running("run.prepare()")
         if self._prepared is not None:
-            raise UserError("run.prepare() was called twice: give it all models and optimizers at once")
+            how = "give it all models and optimizers at once; another training, such as the next fold, is another"
+            raise UserError(f"run.prepare() was called twice: {how} training.start()")
         if self._dataset is None:
             name = Path(self.flags.program).stem
             self.describe_data(name, f"{name}'s own")
@@ -173,6 +178,7 @@ class Run:
                 raise UserError(f"run.register({name}=...) got a {type(what).__name__}: it has no state_dict")
         self._registered |= objects
         self.checkpoints.restore_registered(objects, prepared.optimizers)
+        require_same_on_all(self.engine, objects)
         for what in objects.values():
             if self._local is not None and isinstance(what, torch.nn.Module):
                 self._local.follow(what)
@@ -246,6 +252,7 @@ class Run:
 
         data: what `run.steps` gets; of several tensors, one.
         """
+        self._require_running("run.total_steps()")
         opened = open_input(self.engine, (data,), self.seed, self.flags.batch_size, self.output)
         if not opened.epoch_samples():
             how = "write run.epochs(steps=NUMBER), and give the scheduler this number"
@@ -258,6 +265,10 @@ class Run:
         For losses over the samples of all ranks, and queues of them. The numbers of rows may differ. Of a rank that has no
         sample in this micro-batch (`step.batch.count` is 0), there is none. This rank's rows begin at `step.batch.first`.
         """
+        self._require_running("run.gather()")
+        if not isinstance(rows, Tensor) or not rows.ndim:
+            what = "a scalar" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+            raise UserError(f"run.gather() got {what}: give it a tensor with a row for each sample")
         if self._local is not None:
             raise UserError("run.gather() cannot go with --sync-every: ranks take their steps alone", everywhere=True)
         batch = self._step.current if self._step is not None else None
@@ -286,7 +297,8 @@ class Run:
         if not self._in_epoch:
             raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
         if self._in_steps or self._had_steps:
-            raise UserError("run.steps() was called twice in one epoch: use one loop of steps per epoch")
+            how = 'use one loop of steps per epoch, for several data sets run.steps({"a": ..., "b": ...})'
+            raise UserError(f"run.steps() was called twice in one epoch: {how}")
         if self.flags.evaluate is not None:
             self._had_steps = True
             return iter(())
@@ -320,6 +332,7 @@ class Run:
                 self.prepared().require_same_groups()
             for line in require_length(self._registered, steps, self._epochs) if steps else ():
                 self.say(f"warning: {line}")
+            self._stepped = positions(self._registered, steps) if steps != self._epochs else {}
         opened.begin(plan)
         self._opened = data, opened, plan
         self.metrics_logger.steps = steps
@@ -356,6 +369,10 @@ class Run:
     def _finish_step(self, step: Step, opened: Input, last: bool) -> None:
         state, clock = self.state, self.clock
         step.require_complete()
+        if self._stepped:
+            if not step.left_out:
+                require_stepped(self._registered, self._stepped)
+            self._stepped = {}
         self.prepared().scaler.update()
         now = clock.end_step(step.count, step.local_count)
         if self.metrics_logger.unwritten:  # an evaluation within the step
@@ -561,7 +578,9 @@ class Run:
             raise UserError("run.record() got nothing: write run.record(loss=...)")
         if self._evaluation is not None:
             self._evaluation.add(values, count)
-        elif not self.metrics_logger.amend({name: float(value) for name, value in values.items()}):
+        elif self.metrics_logger.unwritten and all(torch.as_tensor(value).numel() == 1 for value in values.values()):
+            self.metrics_logger.amend({name: float(value) for name, value in values.items()})
+        else:
             raise UserError(
                 "run.record() outside of run.evaluating(): write `with run.evaluating(...):` around it "
                 "(training metrics go to step.record())"
@@ -591,8 +610,11 @@ class Run:
         """Add fields to summary.json."""
         self._summary |= fields
 
-    def finish(self) -> None:
-        """Wait for the last checkpoint and write the summary. Called at the end of `training.start`."""
+    def finish(self, warn_of: Iterable[str] = ()) -> None:
+        """Wait for the last checkpoint and write the summary. Called at the end of `training.start`.
+
+        warn_of: metrics that the script has named, and should have recorded.
+        """
         if self.flags.evaluate is not None:
             if not self._evaluated:
                 how = "write `with run.evaluating(...):` in the loop over run.epochs, or after it"
@@ -610,13 +632,31 @@ class Run:
         self.metrics_logger.end(self._dataset, models, extra | self._summary)
         if unsaved:
             raise Failure(unsaved)
+        for line in self._omitted(warn_of) if self.state.step else ():
+            self.say(f"warning: {line}")
         if self._goals and not self._reached():
             goals = " and ".join(f"{name} {self.metrics_logger.show(name, goal)}" for name, goal in self._goals.items())
             self.say(f"target {goals} not reached")
             self.exit_code = TARGET_MISSED
 
+    def _omitted(self, metrics: Iterable[str]) -> Iterator[str]:
+        """Yield what the script has announced and not done."""
+        recorded = {*self.state.evaluation, *self.state.train, *self.metrics_logger.recorded}
+        for name in metrics:
+            if name not in recorded:
+                yield f"metrics: {name} was never recorded: write run.record({name}=...) in run.evaluating()"
+        for name, what in self._registered.items():
+            if int(getattr(what, "n_averaged", 1)) == 0:
+                yield f"{name} has averaged nothing: call {name}.update_parameters(model) after step.update()"
+
+    def _require_running(self, what: str) -> None:
+        """Raise UserError after the end of the block of `training.start`. what: name of the caller."""
+        if self.ended:
+            raise UserError(f"{what} after the end of its training: move it into `with training.start(flags) as run:`")
+
     def prepared(self, what: str = "training") -> Prepared:
         """Return the prepared models and optimizers. Raises UserError before `prepare`. what: name of the caller."""
+        self._require_running(what)
         if self._prepared is None:
             raise UserError(
                 f"{what} before run.prepare(): write `model, optimizer = run.prepare(model, optimizer)` first"

@@ -57,6 +57,25 @@ def require_length(registered: Mapping[str, Any], steps: int, epochs: int | None
     return found
 
 
+def positions(registered: Mapping[str, Any], steps: int) -> dict[str, int]:
+    """Return how often each scheduler was stepped of those that are made for `steps` steps."""
+    return {name: int(what.last_epoch) for name, what in registered.items() if length_of(what) == steps}
+
+
+def require_stepped(registered: Mapping[str, Any], before: Mapping[str, int]) -> None:
+    """Raise UserError after a step if a scheduler that is made for the run's steps was not stepped once in it.
+
+    before: its `positions` before the step.
+    """
+    for name, position in before.items():
+        times = int(registered[name].last_epoch) - position
+        if times != 1:
+            said = (
+                f"{name}: {type(registered[name]).__name__} is made for the run's steps, and was stepped {times} times"
+            )
+            raise UserError(f"{said} in one of them: call {name}.step() once, after step.update()")
+
+
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a torch scheduler was made for `optimizer`: it wraps the optimizer's `step`."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -4,6 +4,8 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -32,14 +34,39 @@ _running: list[bool] = []  # one, inside `start`
 finished: set[Path | None] = set()  # output directories of earlier trainings in this process
 
 
-@contextlib.contextmanager
-def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) -> Iterator[Run]:
-    """Start the engine, find the checkpoint to resume from, and monitor the ranks until the block ends.
+class Block:
+    """What `start` returns, to be entered by a `with` statement, which then has the run."""
+
+    def __init__(self, training: contextlib.AbstractContextManager[Run]):
+        self._training = training
+
+    def __enter__(self) -> Run:
+        return self._training.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._training.__exit__(kind, error, traceback)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Python's own questions, such as those of copy and pickle
+            raise AttributeError(name)
+        how = "write `with training.start(flags) as run:`"
+        raise UserError(f"run.{name} of a training that was not started: {how}", everywhere=True)
+
+
+def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) -> Block:
+    """Start the engine, find the checkpoint to resume from, and monitor the ranks until the block ends. A context manager.
 
     flags: the result of `training.parser(...).parse()`. metrics: the metrics that evaluations record, each with "min" or
     "max", whichever is better (default: loss, "min"); the first one determines the best checkpoint. Raises UserError on
     every rank.
     """
+    return Block(_start(flags, metrics))
+
+
+@contextlib.contextmanager
+def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator[Run]:
     if not isinstance(flags, Flags):
         raise UserError("training.start() takes what training.parser(...).parse() returned", everywhere=True)
     if threading.current_thread() is not threading.main_thread():
@@ -63,13 +90,13 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
                 deterministic=flags.deterministic,
             )
             starting.engine = stack.enter_context(engine)
-            run = stack.enter_context(started(engine, flags, directions))
+            run = stack.enter_context(started(engine, flags, directions, named=metrics is not None))
         yield run
 
 
 @contextlib.contextmanager
-def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iterator[Run]:
-    """Do the same as `start`, with an engine that is already running."""
+def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, named: bool = False) -> Iterator[Run]:
+    """Do the same as `start`, with an engine that is already running. named: whether the script has named `metrics`."""
     asked = flags.given()
     require_same_flags(engine, asked)
     output = RunOutput(
@@ -117,9 +144,10 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric]) -> Iter
             run.say(f"warning: this process has trained into {flags.output_dir} before, and continues that run: {how}")
         try:
             yield run
-            run.finish()
+            run.finish(warn_of=metrics if named else ())
             finished.add(flags.output_dir)
         except Stopped:
             run.exit_code = guard.leave(state, checkpoints)
         finally:
+            run.ended = True
             checkpoints.release()

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,18 @@ def autocasts(device_type: str) -> bool:
 def counted_or_zero(count: Tensor | float, batch: Batch) -> Tensor | float:
     """Return `count`, or 0 if this rank has no samples in `batch`."""
     return count if batch.count else 0.0
+
+
+def instead_of_a_loss(given: object) -> str:
+    """Return what `given` is, and what to give instead, for a message."""
+    how = "take the mean over this micro-batch, loss.mean()"
+    if isinstance(given, Tensor):
+        return f"a tensor of shape {tuple(given.shape)}, not a scalar: {how}"
+    if given is None:
+        return "None, not a loss: a Hugging Face model computes one if the batch has labels"
+    if hasattr(given, "loss") or (isinstance(given, Mapping) and "loss" in given):
+        how = "give it the loss in it"
+    return f"a {type(given).__name__}, not a scalar: {how}"
 
 
 def finite(parameters: Sequence[nn.Parameter], adasum: bool) -> bool:
@@ -269,10 +281,7 @@ class Step:
         if batch is None:
             raise UserError(f"step.backward() outside of step.batches(): {BACKWARD}")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise UserError(
-                f"step.backward() got {what}, not a scalar: take the mean over this micro-batch, loss.mean()"
-            )
+            raise UserError(f"step.backward() got {instead_of_a_loss(loss)}")
         if not loss.requires_grad:
             raise UserError(
                 "step.backward() got a loss without a gradient: compute it from the model, without detach()"
@@ -306,20 +315,26 @@ class Step:
                 inputs = [parameter for one in chosen for parameter in prepared.trained[one]]
             try:
                 scaled.backward(inputs=inputs)
-            except RuntimeError as error:
-                if "backward through the graph a second time" not in str(error):
+            except Exception as error:
+                if (told := self._explanation(error)) is None:
                     raise
-                how = "detach() what another backward pass has used, or compute it again in this loop"
-                raise UserError(f"step {self.number}: step.backward() got a part of an earlier loss: {how}") from error
-            except AssertionError as error:  # Horovod's, without a text
-                if str(error):
-                    raise
-                how = "leave loss.backward() out, step.backward(loss) calls it"
-                raise UserError(f"step {self.number}: a gradient was computed twice in a micro-batch: {how}") from error
+                raise told from error
             shared.engine.activity.collective = None  # DDP reduces inside backward
         self._calls += 1
         if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`
             self._add("loss", loss.detach(), batch.count if count is None else counted_or_zero(count, batch))
+
+    def _explanation(self, error: Exception) -> UserError | None:
+        """Return what to tell the author about an error of a backward pass; None: what it says itself."""
+        for optimizer in self._shared.prepared.optimizers:  # Horovod's error is one about tensors
+            self._shared.prepared.require_dense(optimizer)
+        if "backward through the graph a second time" in str(error):
+            how = "detach() what another backward pass has used, or compute it again in this loop"
+            return UserError(f"step {self.number}: step.backward() got a part of an earlier loss: {how}")
+        if isinstance(error, AssertionError) and not str(error):  # Horovod's
+            how = "leave loss.backward() out, step.backward(loss) calls it"
+            return UserError(f"step {self.number}: a gradient was computed twice in a micro-batch: {how}")
+        return None
 
     def _add(self, name: str, mean: Tensor, count: Tensor | float) -> None:
         """Add the mean over `count` samples to the sum `name`."""
@@ -352,6 +367,9 @@ class Step:
                     f"step {self.number}: {count} backward passes in {passes} micro-batches for one optimizer: "
                     "add the losses up, one step.backward() in each micro-batch"
                 )
+            if optimizer not in prepared.dense:  # in its first step
+                prepared.require_dense(optimizer)
+                prepared.dense.add(optimizer)
             if [p for p in prepared.trained[optimizer] if p.grad is None]:
                 self._missing = prepared.missing_gradients(optimizer)
             prepared.gradients.synchronize(optimizer)

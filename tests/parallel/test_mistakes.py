@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from hvdtrain.engines.errors import UserError
-from tests.parallel.test_loop import X, Y, a_run
+from tests.parallel.test_loop import N, X, Y, a_run
 
 
 def train(run, net, optimizer, x, y):
@@ -29,6 +30,43 @@ def build(
     return program
 
 
+def in_each_step(does, before=lambda run, last: None, data=lambda last: (X,)):
+    """A program that calls `does(run, rows, last)` beside its loss, for the last rank with True."""
+
+    def program(run):
+        last = run.rank == run.size - 1
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        before(run, last)
+        for _ in run.epochs(1):
+            for step in run.steps(*data(last)):
+                for (inputs,) in step.batches():
+                    does(run, inputs, last)
+                    step.backward(model(inputs).square().mean())
+                step.update()
+
+    return program
+
+
+def register_a_queue(run, last):
+    queue = nn.Module()
+    queue.register_buffer("keys", torch.full((4, 3), float(last)))
+    run.register(queue=queue)
+
+
+def too_few(last):
+    return (DataLoader(TensorDataset(X), 4, sampler=SubsetRandomSampler([0])),)
+
+
+def one_cycle_of_one_process(run):
+    net = nn.Linear(3, 1)
+    _, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    loader = DataLoader(TensorDataset(X), 4)
+    run.register(scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=len(loader)))
+    for _ in run.epochs(1):
+        list(run.steps(loader))
+
+
 def adam_on_one(net, last):
     return (torch.optim.Adam if last else torch.optim.SGD)(net.parameters(), lr=0.1)
 
@@ -47,6 +85,26 @@ MISTAKES = {
         build(lambda last: nn.Linear(3, 1), samples=lambda last: len(X) - last),
         r"the number of samples of run.steps\(\): rank 0 has 22, rank \d has 21: give every rank all samples",
     ),
+    "rows of another type": (
+        in_each_step(lambda run, rows, last: run.gather(rows.double() if last else rows)),
+        r"ranks disagree about the rows of run.gather\(\): rank 0 has \[3\] float32, rank \d has \[3\] float64: give",
+    ),
+    "rows of another width": (
+        in_each_step(lambda run, rows, last: run.gather(rows[:, : 3 - last])),
+        r"rank 0 has \[3\] float32, rank \d has \[2\] float32: give it rows of the same shape and type",
+    ),
+    "another queue": (
+        in_each_step(lambda run, rows, last: None, register_a_queue),
+        r"run.register\(queue=...\): the Module has other values on rank \d than on rank 0: create it alike",
+    ),
+    "a sampler of fewer samples than ranks": (
+        in_each_step(lambda run, rows, last: None, data=too_few),
+        r"1 samples but \d ranks: use -np 1 or fewer",
+    ),
+    "a schedule of one process": (
+        one_cycle_of_one_process,
+        r"OneCycleLR is made for 6 steps, and this run has \d steps in 1 epochs over all ranks",
+    ),
 }
 
 
@@ -61,6 +119,27 @@ def test_the_optimizer_of_a_horovod_script_is_refused(engine):
         a_run(engine) as run,
     ):
         run.prepare(net, hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters()))
+
+
+def test_sparse_gradients_of_a_parameter_are_refused(engine):
+    """Of layers with sparse=True, run.prepare refuses them."""
+
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(4, 2))
+
+        def forward(self, rows):
+            return F.embedding(rows, self.table, sparse=True)
+
+    said = "^table has sparse gradients, which are not reduced: leave sparse=True out"
+    with pytest.raises(UserError, match=said), a_run(engine) as run:
+        model, _ = run.prepare(net := Bag(), torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(torch.arange(N) % 4):
+                for (rows,) in step.batches():
+                    step.backward(model(rows).square().mean())
+                step.update()
 
 
 @pytest.mark.parametrize("case", MISTAKES)

@@ -96,7 +96,7 @@ def serial() -> SerialEngine:
 
 @pytest.mark.parametrize("kind", [*PLAIN, *BATCHES])
 def test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before(kind):
-    made = [Drawn(serial(), (PLAIN | BATCHES)[kind](), 1, in_batches=kind in BATCHES) for _ in range(2)]
+    made = [Drawn(serial(), (PLAIN | BATCHES)[kind](), 1, N, in_batches=kind in BATCHES) for _ in range(2)]
     torch.rand(5)
     epochs = [
         [one.order(1, epoch).tolist() for epoch in epochs]
@@ -116,7 +116,7 @@ def test_drawing_leaves_the_generators_alone():
     random.seed(1)
     np.random.seed(1)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    Drawn(serial(), Buckets(), 1, in_batches=True)
+    Drawn(serial(), Buckets(), 1, N, in_batches=True)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
@@ -189,7 +189,7 @@ def test_a_run_uses_what_was_drawn_also_after_it_was_killed(kind, tmp_path):
         sampler = (PLAIN | BATCHES)[kind]()
         return DataLoader(DATA, batch_sampler=sampler) if kind in BATCHES else DataLoader(DATA, 4, sampler=sampler)
 
-    expected = Drawn(serial(), (PLAIN | BATCHES)[kind](), 1, in_batches=kind in BATCHES)
+    expected = Drawn(serial(), (PLAIN | BATCHES)[kind](), 1, N, in_batches=kind in BATCHES)
     whole = train(flags_for(), loader())
     assert whole == {epoch: expected.order(1, epoch).tolist() for epoch in range(3)}
 
@@ -210,7 +210,7 @@ def test_a_run_uses_what_was_drawn_also_after_it_was_killed(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", BATCHES)
 def test_on_four_then_three_then_two_ranks_each_index_is_used_as_drawn_and_batches_stay_whole(kind):
-    drawn = Drawn(serial(), BATCHES[kind](), 1, in_batches=True)
+    drawn = Drawn(serial(), BATCHES[kind](), 1, N, in_batches=True)
     whole = drawn.batches(1, 0)
     taken, used, weights = 0, [], []
     for size, most in ((4, 1), (3, 1), (2, None)):  # steps of four batches, as the run began on four ranks
