@@ -39,10 +39,11 @@ class GradientHook:
     """
 
     def __init__(
-        self, size: int, compression: str, predivide: float, reduction: str, activity: Activity, group: Any = None
-    ):
-        """group: of torch.distributed; None: all ranks."""
-        self.activity, self.group = activity, group
+        self, size: int, compression: str, predivide: float, reduction: str, activity: Activity, group: Any = None,
+        of_all_ranks: bool = True,
+    ):  # fmt: skip
+        """group: of torch.distributed; None: the default one. of_all_ranks: see `Engine`."""
+        self.activity, self.group, self.of_all_ranks = activity, group, of_all_ranks
         self.wire_dtype = WIRE_DTYPES[compression]
         self.predivide = predivide
         self.factor_after = predivide / size if reduction == "average" else predivide
@@ -53,7 +54,8 @@ class GradientHook:
         """Start the all-reduce of `bucket`. Return a future of the reduced buffer."""
         if bucket.is_last():
             self.ready = time.perf_counter()
-            self.activity.call("backward")  # this rank's part is done; the step resets `collective` after backward
+            # This rank's part is done. The step resets `collective` after backward.
+            self.activity.call("backward", self.of_all_ranks)
         buffer: Tensor = bucket.buffer()
         wire = buffer if self.predivide == 1.0 else buffer / self.predivide
         wire = wire if self.wire_dtype is None else wire.to(self.wire_dtype)
@@ -228,7 +230,9 @@ class DdpEngine(Engine):
             options["device_ids"] = [self.device.index]
         give_gradients_the_weights_strides(model)
         replica = nn.parallel.DistributedDataParallel(model, **options)
-        hook = GradientHook(self.size, how.compression, how.predivide, how.reduction, self.activity, self._group)
+        hook = GradientHook(
+            self.size, how.compression, how.predivide, how.reduction, self.activity, self._group, self.of_all_ranks
+        )
         self._hooks.append(hook)
         replica.register_comm_hook(None, hook.reduce)
         if not how.find_unused_parameters:  # else DDP keeps its first buckets

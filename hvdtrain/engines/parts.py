@@ -37,6 +37,8 @@ class OneRank(SerialEngine):
 class RanksOfHost(DdpEngine):
     """The ranks of this host. It lasts until `whole` is left, or until the next one is created."""
 
+    of_all_ranks = False
+
     def __init__(self, whole: Engine):
         """A collective of `whole`. Raises UserError on every rank."""
         whole.leave_parts()

@@ -36,8 +36,8 @@ class Activity:
 
     def __init__(self) -> None:
         self.collective: str | None = None  # the one in which it waits for other ranks
-        # How many were called, and the last ones. All ranks call the same in the same order. Replaced as a whole, because
-        # the monitor reads it.
+        # How many of all ranks were called, and the last ones. Every rank calls the same in the same order. Replaced as a
+        # whole, because the monitor reads it.
         self.called: tuple[int, tuple[str, ...]] = (0, ())
         self.step = 0  # steps finished since the beginning of training
         self.finished = 0  # steps finished by this process
@@ -60,10 +60,11 @@ class Activity:
         inside = self._inside[-1:]  # a copy: the main thread may leave the phase at any time
         return inside[0] if inside else self._base
 
-    def call(self, collective: str) -> None:
-        """Report the call of a collective, in which this rank then waits."""
-        count, names = self.called
-        self.called = count + 1, (*names[1 - LAST_CALLED :], collective)
+    def call(self, collective: str, of_all: bool = True) -> None:
+        """Report the call of a collective, in which this rank then waits. of_all: for all ranks of the run, or some."""
+        if of_all:
+            count, names = self.called
+            self.called = count + 1, (*names[1 - LAST_CALLED :], collective)
         self.collective = collective
 
     def heartbeat(self) -> None:
@@ -160,7 +161,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def collective(method: Method) -> Method:
-    """Decorate a method of an object with an `activity`, in which this rank waits for other ranks.
+    """Decorate a method of an engine, in which this rank waits for other ranks.
 
     While it runs, `activity.collective` is its argument `name`, or the name of the method if it has no such argument. Raises
     Failure where the connection to the other ranks is lost: a traceback of this rank would say nothing about that.
@@ -171,7 +172,7 @@ def collective(method: Method) -> Method:
         name = kwargs.get("name", args[-1] if args else None)
         activity = self.activity
         outer = activity.collective
-        activity.call(name if isinstance(name, str) else method.__name__)
+        activity.call(name if isinstance(name, str) else method.__name__, self.of_all_ranks)
         try:
             return method(self, *args, **kwargs)
         except RuntimeError as error:

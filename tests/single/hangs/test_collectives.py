@@ -10,7 +10,7 @@ from hvdtrain.engines.ddp import DdpEngine
 from hvdtrain.engines.errors import Failure
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.hangs.activity import Activity, collective
+from hvdtrain.hangs.activity import LAST_CALLED, Activity, collective
 
 CALLS = {
     "loss": lambda engine: engine.all_reduce_(torch.ones(1), "sum", "loss"),
@@ -85,6 +85,18 @@ def test_the_mark_has_the_collectives_name_and_goes_with_it():
         engine.all_reduce_(torch.ones(1), "fails", name="late")
     assert seen == ["loss", "broadcast", "loss", "late"]
     assert engine.activity.collective is None
+    assert engine.activity.called == (3, ("loss", "broadcast", "late"))
+    for _ in range(100):
+        engine.barrier()
+    assert engine.activity.called == (203, ("barrier", "broadcast") * (LAST_CALLED // 2))
+
+    class Part(Marked):  # another part may call others
+        of_all_ranks = False
+
+    part = Part(tuning=False, rank=0, size=1, launcher="none")
+    part.sum(torch.ones(1), "loss")
+    assert seen[-3:] == ["loss", "broadcast", "loss"]
+    assert part.activity.called == (0, ())
 
 
 @pytest.mark.parametrize(
