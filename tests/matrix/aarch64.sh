@@ -12,12 +12,18 @@ source=$(git -C "$(dirname "$0")" rev-parse --show-toplevel)
     echo "aarch64.sh: the kernel does not know qemu-aarch64: update-binfmts --enable qemu-aarch64" >&2
     exit 2
 }
-[[ -e $root/root ]] || debootstrap --arch=arm64 --variant=minbase \
-    --include=python3,python3-dev,python3-venv,g++,make,ca-certificates,openssh-client bookworm "$root"
+complete=$root/root/debootstrap-is-complete
+[[ -e $complete ]] || {
+    debootstrap --arch=arm64 --variant=minbase \
+        --include=python3,python3-dev,python3-venv,g++,make,ca-certificates,openssh-client bookworm "$root"
+    touch "$complete"
+}
 cp /etc/resolv.conf "$root/etc/"
 cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
 echo "127.0.0.1 localhost $(hostname)" >"$root/etc/hosts"
 [[ -e $root/root/hvdtrain ]] || git clone -q "$source" "$root/root/hvdtrain"
+git -C "$root/root/hvdtrain" fetch -q "$source" HEAD
+git -C "$root/root/hvdtrain" checkout -q --detach FETCH_HEAD
 
 inside='
 set -e
@@ -25,18 +31,26 @@ cd /root/hvdtrain
 make setup SETUP="--torch 2.10.0"
 source .venv/bin/activate
 python launch/prove.py --mpi
-train="--dataset digits --epochs 1 --batch-size 16 --threads 1 --no-progress --step-timeout 600 --checkpoint-steps 5"
-ranks() { timeout 900 horovodrun --gloo -np 2 python -m hvdtrain.mnist $train --output-dir "$1"; }
-horovodrun -np 2 python -m hvdtrain.mnist --dataset digits --epochs 1 --threads 1 --no-progress
+digits="python -m hvdtrain.mnist --dataset digits --epochs 1 --threads 1 --no-progress --step-timeout 600"
 rm -rf /tmp/killed /tmp/whole
+timeout 900 horovodrun --mpi -np 2 $digits
+
+ranks() { timeout 900 horovodrun --gloo -np 2 $digits --batch-size 16 --checkpoint-steps 5 --output-dir "$1"; }
+fail() { echo "aarch64.sh: $1" >&2; exit 1; }
 ranks /tmp/killed &
-until [[ -e /tmp/killed/checkpoints/step-00000010.safetensors ]]; do sleep 0.2; done
+until [[ -e /tmp/killed/checkpoints/step-00000010.safetensors ]]; do
+    kill -0 $! || fail "the run to be killed ended before step 10"
+    sleep 0.2
+done
 python -c "import json, os; os.kill(json.loads(open(\"/tmp/killed/metrics.jsonl\").readline())[\"ranks\"][1][\"pid\"], 9)"
-! wait $!
+if wait $!; then fail "a job whose rank was killed ended with 0"; fi
 ranks /tmp/killed
+grep -q "\"event\": \"resume\"" /tmp/killed/metrics.jsonl || fail "it was not resumed"
 ranks /tmp/whole
 bits() { grep -o "parameters_sha256[^,]*" "$1/summary.json"; }
-[[ $(bits /tmp/killed) == $(bits /tmp/whole) ]]
+killed=$(bits /tmp/killed) # `set -e` sees a grep that finds nothing
+whole=$(bits /tmp/whole)
+[[ $killed == "$whole" ]] || fail "after the kill $killed, uninterrupted $whole"
 echo "aarch64: all of it ran"
 '
 unshare --mount --pid --fork --kill-child bash -c '
