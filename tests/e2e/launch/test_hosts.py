@@ -114,7 +114,7 @@ def test_hosts_that_train_alone_between_exchanges_are_killed_and_resumed_with_th
         command = [*starter, "--output-dir", str(tmp_path / name)]
         place = {host: meeting(two_hosts, number, 2) for number, host in enumerate("ab")}
         both = {host: two_hosts.start(host, command, **place[host], **extra) for host in "ab"}
-        done = two_hosts.finish(both, 60)
+        done = two_hosts.finish(both, 120)
         codes.append(done["a"].code)
         assert "gradients are averaged within each of 2 hosts" in done["a"].stdout, done
     assert [codes[0], codes[2]] == [0, 0] != codes[1], done
