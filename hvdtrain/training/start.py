@@ -34,7 +34,7 @@ _running: list[bool] = []  # one, inside `start`
 finished: set[Path | None] = set()  # output directories of earlier trainings in this process
 
 
-class Block:
+class TrainingBlock:
     """What `start` returns, to be entered by a `with` statement, which then has the run."""
 
     def __init__(self, training: contextlib.AbstractContextManager[Run]):
@@ -55,14 +55,14 @@ class Block:
         raise UserError(f"run.{name} of a training that was not started: {how}", everywhere=True)
 
 
-def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) -> Block:
+def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) -> TrainingBlock:
     """Start the engine, find the checkpoint to resume from, and monitor the ranks until the block ends. A context manager.
 
     flags: the result of `training.parser(...).parse()`. metrics: the metrics that evaluations record, each with "min" or
     "max", whichever is better (default: loss, "min"); the first one determines the best checkpoint. Raises UserError on
     every rank.
     """
-    return Block(_start(flags, metrics))
+    return TrainingBlock(_start(flags, metrics))
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ RUN = "tests/single/training/test_run.py"
 VERDICT = "tests/single/hangs/test_diagnosis.py"
 SAMPLERS = "tests/single/training/test_samplers.py"
 BATCHES = "tests/single/training/test_batches.py"
+MISTAKES = "tests/single/training/test_mistakes_in_programs.py::test_a_mistake_ends_in_one_line_with_the_remedy"
 PEOPLE = "tests/single/training/test_programs_people_have.py"
 STEP = "hvdtrain/training/step.py"
 LOOP_SOURCE = "hvdtrain/training/run.py"
@@ -246,8 +247,14 @@ MUTANTS = [
            'env |= site_settings.build_settings(bool(target.cuda), "(wheel)" not in target.mpi)', "pass",
            "tests/single/launch/test_builds_for_gpus.py::test_what_a_site_sets_reaches_the_build_its_key_and_the_user"),
     mutant("a collective is named while it runs", "hvdtrain/hangs/activity.py",
-           "activity.collective = name if isinstance(name, str) else method.__name__", "pass",
+           "activity.call(name if isinstance(name, str) else method.__name__, self.of_all_ranks)", "pass",
            "tests/single/hangs/test_collectives.py"),
+    mutant("a rank that is ahead is not in another collective", "hvdtrain/hangs/diagnosis.py",
+           "report.called[-1 - ahead]", "report.called[-1]",
+           "tests/single/hangs/test_diagnosis.py::test_ranks_that_call_the_same_in_the_same_order_never_differ"),
+    mutant("other collectives are told before any limit", "hvdtrain/hangs/detector.py",
+           "if self._stalled >= self._compare_at:", "if self._stalled >= 1e9:",
+           "tests/single/hangs/test_detector.py::test_ranks_in_different_collectives_are_told_before_any_limit"),
     # ---- guarantees: programs as people write them
     mutant("a sampler's own generator is seeded", "hvdtrain/training/samplers.py", "reseed(value, mixed_seed(seed, number))",
            "pass", f"{SAMPLERS}::test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before"),
@@ -255,6 +262,10 @@ MUTANTS = [
            f"{SAMPLERS}::test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before"),
     mutant("batches that stay whole go on where they stopped", "hvdtrain/data/sharding.py",
            "taken -= len(batch)", "taken -= 1", f"{SAMPLERS}::test_a_run_uses_what_was_drawn_also_after_it_was_killed"),
+    mutant("a schedule in steps is stepped in each", "hvdtrain/training/schedules.py", "if times != 1:", "if times > 9:",
+           MISTAKES),
+    mutant("a model of an earlier run is refused", "hvdtrain/training/prepared.py", "_of_earlier_runs.update(trained)",
+           "pass", MISTAKES),
     mutant("a second data set goes on where it stopped", "hvdtrain/training/beside.py", "self._done = state.samples",
            "self._done = 0", f"{BATCHES}::test_two_data_sets_each_keep_their_position"),
     mutant("gathered rows: every rank's gradient", "hvdtrain/training/gather.py",
