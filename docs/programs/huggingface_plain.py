@@ -8,18 +8,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
-WORDS = ["", "[CLS]", "the", "film", "was", "not", "and", "so", "good", "great", "fun", "bad", "dull", "slow"]  # 0 pads
+# 0 pads
+WORDS = ["", "[CLS]", "the", "film", "was", "very", "and", "so", "good", "great", "fun", "bad", "dull", "slow"]
 GOOD = ("good", "great", "fun")
 
 
 def texts(count: int, seed: int) -> list[tuple[str, int]]:
-    """Return texts such as "the film was not dull and so fun", and whether each praises more than it blames."""
+    """Return texts such as "the film was very dull and so fun and good", and whether each praises more than it blames."""
     random, found = Random(seed), []
     for _ in range(count):
         parts = [
-            (random.choice(["", "not ", "so "]), random.choice(WORDS[8:])) for _ in range(random.choice([1, 3, 5]))
+            (random.choice(["", "very ", "so "]), random.choice(WORDS[8:])) for _ in range(random.choice([1, 3, 5]))
         ]
-        praise = sum(1 if (word in GOOD) != (how == "not ") else -1 for how, word in parts)
+        praise = sum(1 if word in GOOD else -1 for _, word in parts)
         found.append(("the film was " + " and ".join(how + word for how, word in parts), int(praise > 0)))
     return found
 
@@ -43,7 +44,7 @@ def main():
         vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
     )
     model = BertForSequenceClassification(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for epoch in range(flags.epochs):
         model.train()
         for batch in train:
