@@ -223,7 +223,8 @@ class Monitor:
         if failure is not None:
             if failure.startswith(USER_ERROR):  # the others may have made the same mistake: say it once
                 self.send_all(Fail(failure))
-            time.sleep(0.2)  # another rank that has just died may be the cause
+            if self.channels:
+                time.sleep(0.2)  # another rank that has just died may be the cause
             for rank in [rank for rank in self.gone if not self.failed_alike(rank, failure)]:
                 say_within(f"hvdtrain: error: {self.name(rank)} {self._fate(rank)}\n")
         self._closing = True

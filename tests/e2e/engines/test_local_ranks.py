@@ -1,8 +1,6 @@
 """Ranks that one process has forked, with all that a program does there: Horovod, DataLoader workers, OpenMP."""
 
 import contextlib
-import os
-import shlex
 import signal
 import subprocess
 import time
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launchers import LAUNCHERS, MARK, PYTHON, environment, launch, members
+from tests.e2e.launchers import LAUNCHERS, PYTHON, launch, members, remaining, running
 
 SCRIPT = """
 import os
@@ -70,16 +68,14 @@ def test_an_error_is_the_programs_own(tmp_path):
 def test_ctrl_c_while_torch_is_imported_leaves_nothing(tmp_path):
     """As soon as the process that imports has torch's largest library mapped; conftest looks at what is left."""
     words = f"{LAUNCHERS['starter'].format(ranks=2)} -m hvdtrain.mnist --dataset digits --output-dir {tmp_path}/out"
-    run = subprocess.Popen(
-        shlex.split(words), env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
-    until = time.monotonic() + 60
-    while not any("libtorch_cpu" in maps(pid) for pid in members(os.environ[MARK])):
-        assert time.monotonic() < until, "torch was never imported"
-        time.sleep(0.02)
-    run.send_signal(signal.SIGINT)
-    out, _ = run.communicate(timeout=30)
+    with running(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (run, job):
+        until = time.monotonic() + 60
+        while not any("libtorch_cpu" in maps(pid) for pid in members(job)):
+            assert time.monotonic() < until, "torch was never imported"
+            time.sleep(0.02)
+        run.send_signal(signal.SIGINT)
+        out, _ = run.communicate(timeout=30)
+        assert remaining(job) == []
     assert (run.returncode, out) == (130, "")
     assert not (tmp_path / "out").exists()
 

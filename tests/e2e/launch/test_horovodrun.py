@@ -1,27 +1,13 @@
 """How a job ends under each launcher: with the exit code of the rank that ended it, said once, and nothing left behind."""
 
 import os
-import shlex
 import signal
 import subprocess
 import time
 
 import pytest
 
-from tests.e2e.launchers import (
-    LAUNCHERS,
-    MARK,
-    PYTHON,
-    ROOT,
-    environment,
-    events,
-    kill,
-    launch,
-    members,
-    new_job,
-    train,
-    wait_for_training,
-)
+from tests.e2e.launchers import LAUNCHERS, PYTHON, events, launch, members, running, train, wait_for_training
 
 OURS = "hvdtrain.mnist: error: "
 
@@ -82,15 +68,9 @@ def test_a_missed_target_ends_with_three(launcher, tmp_path):
 @pytest.mark.parametrize("launcher", SLOW_MPIRUN)
 def test_a_killed_rank_is_the_one_that_counts(launcher, tmp_path):
     """It ends with that rank's code (128 + 9), although the others fail because of it, long before our own time-out."""
-    job = new_job()
-    flags = "--dataset digits --epochs 100000 --step-timeout 1000 --no-progress --output-dir"
-    start = f"{LAUNCHERS[launcher].format(ranks=2)} {PYTHON} -m hvdtrain.mnist {flags}"
-    command = [*shlex.split(start), str(tmp_path)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
+    flags = f"--dataset digits --epochs 100000 --step-timeout 1000 --no-progress --output-dir {tmp_path}"
+    command = f"{LAUNCHERS[launcher].format(ranks=2)} {PYTHON} -m hvdtrain.mnist {flags}"
+    with running(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as (process, job):
         wait_for_training(tmp_path)
         os.kill(events(tmp_path, "start")[0]["ranks"][1]["pid"], signal.SIGKILL)
         killed = time.monotonic()
@@ -101,5 +81,3 @@ def test_a_killed_rank_is_the_one_that_counts(launcher, tmp_path):
         while members(job):
             assert time.monotonic() - killed < 100, f"left behind: {members(job)}"
             time.sleep(0.1)
-    finally:
-        kill(job)

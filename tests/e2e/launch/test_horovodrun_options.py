@@ -1,11 +1,8 @@
 """horovodrun's own command line (launch/patches/26): whose options are whose, a quoted path, an elastic job on one host."""
 
-import os
-import signal
 import subprocess
-import sys
 
-from tests.e2e.launchers import LAUNCHERS, PYTHON, environment, launch
+from tests.e2e.launchers import LAUNCHERS, PYTHON, launch, running
 
 HOROVODRUN = LAUNCHERS["gloo"].split()[0]
 
@@ -31,25 +28,8 @@ def test_an_elastic_job_on_one_host_says_what_it_waits_for(tmp_path):
     hosts = tmp_path / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:2\n")
     hosts.chmod(0o755)
-    command = [
-        HOROVODRUN,
-        "--gloo",
-        "-np",
-        "2",
-        "--min-np",
-        "2",
-        "--host-discovery-script",
-        str(hosts),
-        sys.executable,
-        "-c",
-        "",
-    ]
-    job = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert job.stderr is not None
-        said = next(line for line in job.stderr if "waiting for" in line)  # the test's own time limit is the limit
-        assert "waiting for 2 hosts, 1 so far" in said
-        assert "--network-interface NAME skips this" in said
-    finally:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+    command = f"{HOROVODRUN} --gloo -np 2 --min-np 2 --host-discovery-script {hosts} {PYTHON} -c ''"
+    with running(command, stderr=subprocess.PIPE) as (process, _):
+        said = next(line for line in process.stderr if "waiting for" in line)  # the test's own time limit is the limit
+    assert "waiting for 2 hosts, 1 so far" in said
+    assert "--network-interface NAME skips this" in said

@@ -11,15 +11,13 @@ import pytest
 
 from tests.e2e.launchers import (
     LAUNCHERS,
-    MARK,
     PYTHON,
     ROOT,
     TORCHRUN,
-    environment,
     events,
-    kill,
     launch,
     members,
+    running,
     wait_for_training,
 )
 
@@ -46,23 +44,18 @@ def wait_for(what, seconds: float, why: str) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.leaves("ompi.", "vader_segment.")  # mpirun's own, which it cannot remove once it is killed
 def test_ranks_stop_when_their_launcher_is_killed(launcher, tmp_path):
-    job = f"orphans-{os.getpid()}-{time.time_ns()}"
-    command = shlex.split(STARTS[launcher].format(out=tmp_path))
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    try:
+    command = STARTS[launcher].format(out=tmp_path)
+    with (
+        (tmp_path / "output").open("w") as output,
+        running(command, stdout=output, stderr=subprocess.STDOUT) as (process, job),
+    ):
         wait_for_training(tmp_path)
         process.kill()
         process.wait()
         wait_for(lambda: not members(job), 60, f"ranks train on: {events(tmp_path)[-1]}")
-        (stop,) = events(tmp_path, "stop")
-        assert launcher in stop["reason"] or stop["reason"].startswith("SIGTERM"), stop
-        assert events(tmp_path, "checkpoint")[-1]["step"] == stop["step"]
-    finally:
-        kill(job)
+    (stop,) = events(tmp_path, "stop")
+    assert launcher in stop["reason"] or stop["reason"].startswith("SIGTERM"), stop
+    assert events(tmp_path, "checkpoint")[-1]["step"] == stop["step"]
 
 
 @pytest.mark.slow
@@ -70,12 +63,10 @@ def test_ranks_stop_when_their_launcher_is_killed(launcher, tmp_path):
 @pytest.mark.leaves("ompi.", "vader_segment.")  # mpirun's own
 def test_a_run_in_the_background_outlives_its_shell(tmp_path):
     """Under mpirun and alone: the shell that started them ends at once."""
-    job = f"nohup-{os.getpid()}"
     alone = f"{PYTHON} {TRAIN} {tmp_path / 'alone'} --engine serial"
     both = f"nohup {STARTS['mpirun'].format(out=tmp_path / 'mpi')} > {tmp_path}/1 2>&1 & nohup {alone} > {tmp_path}/2 2>&1 &"
-    try:
-        shell = ["sh", "-c", both]
-        subprocess.run(shell, cwd=ROOT, env=environment(**{MARK: job}), start_new_session=True, check=True)
+    with running(["sh", "-c", both]) as (shell, _):
+        assert shell.wait(60) == 0
         for name in ("alone", "mpi"):
             wait_for_training(tmp_path / name)
         time.sleep(3)
@@ -83,8 +74,6 @@ def test_a_run_in_the_background_outlives_its_shell(tmp_path):
             steps = events(tmp_path / name, "train")[-1]["step"]
             wait_for(lambda steps=steps, name=name: events(tmp_path / name, "train")[-1]["step"] > steps, 30, name)
             assert not events(tmp_path / name, "stop")
-    finally:
-        kill(job)
 
 
 def slow_first_step(tmp_path: Path, seconds: float, flags: str) -> str:
@@ -107,12 +96,8 @@ def test_a_first_step_that_takes_longer_than_the_time_out_is_not_killed(tmp_path
 
 @pytest.mark.slow
 def test_a_stop_signal_in_the_first_step_is_obeyed_there(tmp_path):
-    job = f"early-{os.getpid()}"
-    process = subprocess.Popen(
-        shlex.split(slow_first_step(tmp_path, 1000.0, "--epochs 1")), cwd=ROOT, env=environment(**{MARK: job}),
-        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
+    command = slow_first_step(tmp_path, 1000.0, "--epochs 1")
+    with running(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (process, job):
         metrics = tmp_path / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and events(tmp_path, "start"), 60, "it did not start")
         rank = events(tmp_path, "start")[0]["ranks"][1]["pid"]
@@ -123,5 +108,3 @@ def test_a_stop_signal_in_the_first_step_is_obeyed_there(tmp_path):
         assert "before the first step was finished; nothing to save: run the same command again" in output
         assert events(tmp_path, "stop")[0]["reason"].startswith("SIGTERM on rank 1")
         wait_for(lambda: not members(job), 10, "left behind")
-    finally:
-        kill(job)

@@ -4,21 +4,17 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.e2e.launch.test_wrappers import wrapper
 from tests.e2e.launchers import (
-    MARK,
     PYTHON,
     ROOT,
     environment,
     events,
-    kill,
-    members,
-    new_job,
     remaining,
+    running,
     summary,
     train,
     wait_for_training,
@@ -181,22 +177,12 @@ def test_a_host_that_is_gone_is_left_out_where_fewer_ranks_are_allowed(tmp_path)
     [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGUSR1, signal.SIGINT))],
 )
 def test_a_stop_signal_reaches_the_ranks_and_is_not_a_failure(number, tmp_path):
-    job = new_job()
-    program = shlex.split(f"{PYTHON} -m hvdtrain.mnist --dataset digits --epochs 100000 --no-progress")
-    process = subprocess.Popen(
-        [ROOT / "launch" / "mpirun.sh", "-np", "2", "--restarts", "3", "--", *program, "--output-dir", str(tmp_path)],
-        env=environment(**{MARK: job}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
+    program = f"{PYTHON} -m hvdtrain.mnist --dataset digits --epochs 100000 --no-progress --output-dir {tmp_path}"
+    command = [str(ROOT / "launch" / "mpirun.sh"), "-np", "2", "--restarts", "3", "--", *shlex.split(program)]
+    with running(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (process, job):
         wait_for_training(tmp_path)
         process.send_signal(number)
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 75, output
         assert len(events(tmp_path, "stop")) == 1
-        until = time.monotonic() + 60
-        while members(job) and time.monotonic() < until:
-            time.sleep(0.1)
         assert remaining(job) == []
-    finally:
-        kill(job)

@@ -1,5 +1,6 @@
 """launch/horovodrun.sh and launch/mpirun.sh: what they would run, compared word by word, and then run."""
 
+import itertools
 import json
 import os
 import shlex
@@ -142,29 +143,32 @@ SECRET = """
 
 
 @pytest.mark.parametrize("name", ["mpirun", "horovodrun"])
-@pytest.mark.parametrize(
-    ("setting", "passed"), [(s, True) for s in PASSED.split()] + [(s, False) for s in SECRET.split()]
-)
-def test_what_sites_need_is_passed_and_no_secret(name, setting, passed, tmp_path):
-    variable, _, value = setting.partition("=")
+@pytest.mark.parametrize("settings", [PASSED, SECRET], ids=["passed", "secret"])
+def test_what_sites_need_is_passed_and_no_secret(name, settings, tmp_path):
+    around = dict(setting.split("=", 1) for setting in settings.split())
     program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 4.1.8'")
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "DRY_RUN": "1", variable: value}
-    done = subprocess.run([ROOT / "launch" / f"{name}.sh", "-np", "2", "true"], env=env, capture_output=True, text=True)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "DRY_RUN": "1"} | around
+    done = wrapper(name, "-np", "2", "true", env=env)
     words = done.stdout.split()
-    assert done.returncode == 0, done
-    assert ("-u" in words and words[words.index("-u") + 1] == variable) == (not passed)
-    own_host = variable.endswith("VISIBLE_DEVICES") or variable.startswith(
-        "SLURM_"
-    )  # ranks here inherit it from mpirun
+
+    def after(option: str) -> set[str]:
+        return {word for before, word in itertools.pairwise(words) if before == option} & set(around)
+
+    assert done.code == 0, done
+    assert after("-u") == (set(around) if settings is SECRET else set())
     if name == "mpirun":
-        assert (f"-x {variable} " in done.stdout) == (passed and not own_host)
-    assert value not in words
+        own_host = {  # ranks here inherit these from mpirun
+            variable for variable in around if variable.endswith("VISIBLE_DEVICES") or variable.startswith("SLURM_")
+        }
+        assert after("-x") == (set(around) - own_host if settings is PASSED else set())
+    assert not [value for value in around.values() if value in words]
     hidden = "holds a password and is not passed on; to pass it: --pass"
-    assert done.stderr == (f"{name}.sh: {variable} {hidden} {variable}\n" if "@proxy" in value else "")
-    anyway = [ROOT / "launch" / f"{name}.sh", "-np", "2", "--pass", variable, "true"]
-    done = subprocess.run(anyway, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"-u {variable}" not in done.stdout
+    said = {f"{name}.sh: {variable} {hidden} {variable}" for variable, value in around.items() if "@proxy" in value}
+    assert set(done.stderr.splitlines()) == said
+    anyway = [word for variable in around for word in ("--pass", variable)]
+    done = wrapper(name, "-np", "2", *anyway, "true", env=env)
+    words = done.stdout.split()
+    assert (done.code, done.stderr, after("-u")) == (0, "", set())
 
 
 @pytest.mark.parametrize("name", ["mpirun", "horovodrun"])
