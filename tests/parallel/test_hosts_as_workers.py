@@ -11,7 +11,7 @@ from torch import nn
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines import parts
 from hvdtrain.engines.errors import Failure
-from tests.parallel.test_local_steps import LOCAL, plain, shared_directory, train  # noqa: F401 # a fixture
+from tests.parallel.test_local_steps import LOCAL, plain, train
 from tests.parallel.test_loop import N, X, Y, a_run
 
 HOSTS = ("aab", "aba")  # of each rank, its host; of two ranks, the first two letters
@@ -71,7 +71,7 @@ def test_a_single_host_trains_as_without_the_flag(engine, live_on):
     torch.testing.assert_close(*curves, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5)
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_bits(engine, live_on, shared_directory):  # noqa: F811
+def test_a_run_that_was_stopped_ends_with_the_same_bits(engine, live_on, shared_directory):
     live_on("aba")
 
     def ask(run, step, net):
@@ -86,7 +86,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(engine, live_on, shared_
     assert [one == optimizers[0] for one in optimizers] == [True, False, True][: engine.size]
 
 
-def test_on_other_hosts_each_rank_begins_with_the_optimizer_of_rank_0(engine, live_on, shared_directory, capsys):  # noqa: F811
+def test_on_other_hosts_each_rank_begins_with_the_optimizer_of_rank_0(engine, live_on, shared_directory, capsys):
     kept = []
     for epochs, hosts in ((1, "aab"), (2, "aba"), (3, "aba")):
         live_on(hosts)

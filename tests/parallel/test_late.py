@@ -12,6 +12,7 @@ from hvdtrain.training import prepared, verdict
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.guard import Guard
 from tests.parallel.test_loop import N, X, Y, a_run
+from tests.single.training.small import fit
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4):
     pytest.skip("fused optimizers of a CPU are in torch 2.4 and newer", allow_module_level=True)
@@ -39,12 +40,8 @@ def train(engine, *argv) -> list[list[float]]:
         torch.manual_seed(5)
         net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
         model, _ = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1, fused=True))
-        for _ in run.epochs(1):
-            for step in run.steps(samples, Y):
-                for x, y in step.batches():
-                    x, y = x.repeat(2, 1), y.repeat(2, 1)  # a single sample has no variance
-                    step.backward(F.mse_loss(model(x), y))
-                step.update()
+        # Twice: a single sample has no variance.
+        fit(run, [samples, Y], lambda step, x, y: F.mse_loss(model(x.repeat(2, 1)), y.repeat(2, 1)))
     return [tensor.tolist() for tensor in net.state_dict().values()]
 
 

@@ -1,7 +1,5 @@
 """--sync-every on every rank: what is equal at exchanges, what stays on a rank, and a run that is stopped and resumed."""
 
-import shutil
-import tempfile
 import time
 
 import pytest
@@ -12,6 +10,7 @@ from torch import nn
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
 from tests.parallel.test_loop import N, X, Y, a_run
+from tests.single.training.small import fit
 
 LOCAL = ("--sync-every", "2", "--outer-lr", "0.7", "--outer-momentum", "0.9")
 EPOCHS = 4
@@ -86,12 +85,8 @@ def test_what_an_optimizer_keeps_is_restored_on_each_rank(engine, late, shared_d
             net = network()
             model, optimizer = run.prepare(net, Restless(net.parameters(), lr=0.01, momentum=0.9))
             kept.append(plain(optimizer, run))
-            for _ in run.epochs(epochs):
-                for step in run.steps(X, Y):
-                    for x, y in step.batches():
-                        nan = float("nan") if late and engine.rank == 0 else 1.0
-                        step.backward(F.mse_loss(model(x), y) * nan)
-                    step.update()
+            nan = float("nan") if late and engine.rank == 0 else 1.0
+            fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y) * nan)
             kept.append(plain(optimizer, run))
 
     start(1)
@@ -109,16 +104,6 @@ def plain(optimizer, run) -> dict:
         for name, value in entries.items()
     }
     return state | held["param_groups"][0] | {"skipped": run.state.skipped}
-
-
-@pytest.fixture
-def shared_directory(engine):
-    """Rank 0's, on every rank: all are on one host."""
-    directory = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None, "directory")
-    yield directory
-    engine.barrier()
-    if engine.rank == 0:
-        shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("stop", [1, 4])
@@ -153,11 +138,7 @@ def test_one_exchange_is_the_mean_of_what_each_rank_has_learnt(engine):
         torch.manual_seed(5)
         net = nn.Linear(3, 1)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model(x), y))
-                step.update()
+        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y))
     ends = []
     for rank in range(engine.size):
         torch.manual_seed(5)
@@ -180,11 +161,7 @@ def test_a_parameter_without_a_gradient_is_left_alone_where_that_is_intended(eng
     with a_run(engine, *LOCAL, epochs=1) as run:
         model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters()), find_unused_parameters=True)
         mine = min(engine.rank, 1)
-        for _ in run.epochs(1):
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model[mine](x), y))
-                step.update()
+        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model[mine](x), y))
         assert net[1 - mine].weight not in optimizer.state
     changed = [not torch.equal(layer.weight, old) for layer, old in zip(net, before, strict=True)]
     assert changed == [True, engine.size > 1]
@@ -205,11 +182,7 @@ def test_a_registered_model_is_averaged_once(engine):
             model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
             if registered:
                 run.register(again=nn.Sequential(net))
-            for _ in run.epochs(1):
-                for step in run.steps(X, Y):
-                    for x, y in step.batches():
-                        step.backward(F.mse_loss(model(x), y))
-                    step.update()
+            fit(run, [X, Y], lambda step, x, y, model=model: F.mse_loss(model(x), y))
         ends.append([tensor.tolist() for tensor in net.state_dict().values()])
     assert ends[0] == ends[1]
 

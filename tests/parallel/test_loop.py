@@ -3,8 +3,6 @@
 import contextlib
 import math
 import random
-import shutil
-import tempfile
 import time
 
 import pytest
@@ -22,6 +20,7 @@ from hvdtrain.training.guard import Stopped
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.start import started
 from hvdtrain.training.state import Metric
+from tests.single.training.small import fit
 
 N = 22  # with batches of 4: at 3 ranks the last step has 10 samples, at 2 ranks 6
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
@@ -106,14 +105,14 @@ def test_gathered_rows_have_the_gradient_of_the_whole_batch(engine):
         torch.manual_seed(5)
         net = nn.Linear(3, 4)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(2):
-            for step in run.steps(X):
-                for (x,) in step.batches():
-                    z = model(x)
-                    everyone = run.gather(z)
-                    assert len(everyone) == step.count
-                    step.backward(contrast(z, everyone, step.batch.first))
-                step.update()
+
+        def loss_of(step, x):
+            z = model(x)
+            everyone = run.gather(z)
+            assert len(everyone) == step.count
+            return contrast(z, everyone, step.batch.first)
+
+        fit(run, [X], loss_of)
     torch.manual_seed(5)
     plain = nn.Linear(3, 4)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -126,43 +125,33 @@ def test_a_loss_over_all_ranks_that_is_not_finite_on_one_ends_every_rank(rank, e
     with pytest.raises(Failure, match="gradients are not finite"), a_run(engine) as run:
         net = nn.Linear(3, 4)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(X):
-                for (x,) in step.batches():
-                    z = model(x)
-                    bad = math.nan if run.rank == rank % run.size else 1.0
-                    step.backward((z * bad).mean() + run.gather(z).square().mean())
-                step.update()
+        bad = math.nan if run.rank == rank % run.size else 1.0
+
+        def loss_of(step, x):
+            z = model(x)
+            return (z * bad).mean() + run.gather(z).square().mean()
+
+        fit(run, [X], loss_of, epochs=1)
 
 
 @pytest.mark.parametrize("flags", ["--compression none", "--compression fp16", "--accumulate 2"])
-def test_weights_in_channels_last_train_as_contiguous_ones_and_resume(engine, flags):
+def test_weights_in_channels_last_train_as_contiguous_ones_and_resume(engine, flags, shared_directory):
     images = torch.randn(N, 3, 4, 4, generator=torch.Generator().manual_seed(1))
-    directory = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None, "directory")
 
     def trained(memory_format: torch.memory_format, epochs: int, *more: str) -> list[torch.Tensor]:
         with a_run(engine, *flags.split(), *more, epochs=epochs) as run:
             torch.manual_seed(5)
             net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1)).to(memory_format=memory_format)
             model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
-            for _ in run.epochs(epochs):
-                for step in run.steps(images):
-                    for (x,) in step.batches():
-                        step.backward(model(x.contiguous(memory_format=memory_format)).square().mean())
-                    step.update()
+            fit(run, [images], lambda step, x: model(x.contiguous(memory_format=memory_format)).square().mean())
             weight = net[0].weight
             assert optimizer.state[weight]["exp_avg"].stride() == weight.grad.stride() == weight.stride()
         return [parameter.detach().clone() for parameter in net.parameters()]
 
-    try:
-        plain = trained(torch.contiguous_format, 3)
-        whole = trained(torch.channels_last, 3)
-        trained(torch.channels_last, 2, "--output-dir", directory)
-        resumed = trained(torch.channels_last, 3, "--output-dir", directory)
-    finally:
-        engine.barrier()
-        if engine.rank == 0:
-            shutil.rmtree(directory)
+    plain = trained(torch.contiguous_format, 3)
+    whole = trained(torch.channels_last, 3)
+    trained(torch.channels_last, 2, "--output-dir", shared_directory)
+    resumed = trained(torch.channels_last, 3, "--output-dir", shared_directory)
     assert not whole[0].is_contiguous()
     assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-4) for a, b in zip(plain, whole, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
@@ -176,11 +165,7 @@ def test_a_model_in_bfloat16_trains_and_stays_alike_on_all_ranks(engine):
         net = nn.Linear(3, 2).bfloat16()
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         begun = net.weight.detach().clone()
-        for _ in run.epochs(2):
-            for step in run.steps(X):
-                for (x,) in step.batches():
-                    step.backward(model(x.bfloat16()).float().square().mean())
-                step.update()
+        fit(run, [X], lambda step, x: model(x.bfloat16()).float().square().mean())
         ends = engine.all_gather_object(net.weight.tolist(), "ends")
     assert net.weight.dtype == torch.bfloat16
     assert not torch.equal(net.weight, begun)
@@ -241,11 +226,7 @@ def test_parameters_that_only_some_ranks_use(engine):
         before = net.branches[2].weight.clone()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)  # which would decay what has a gradient of zero
         model, _ = run.prepare(net, optimizer, find_unused_parameters=True)
-        for _ in run.epochs(1):
-            for step in run.steps(X):
-                for (x,) in step.batches():
-                    step.backward(model(x, run.rank % 2 if step.number % 2 else 0).mean())
-                step.update()
+        fit(run, [X], lambda step, x: model(x, run.rank % 2 if step.number % 2 else 0).mean())
         assert torch.equal(net.branches[2].weight, before)
         ends = engine.all_gather_object([p.sum().item() for p in net.parameters()], "ends")
         assert all(end == ends[0] for end in ends)
@@ -259,12 +240,8 @@ def test_a_gradient_missing_on_one_rank_is_named_on_all(engine):
         net = Branches()
         del net.branches[2]
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(X):
-                for (x,) in step.batches():
-                    both = model(x, 0) + (model(x, 1) if run.rank else 0.0)  # rank 0 leaves out branch 1
-                    step.backward(both.mean())
-                step.update()
+        # rank 0 leaves out branch 1
+        fit(run, [X], lambda step, x: (model(x, 0) + (model(x, 1) if run.rank else 0.0)).mean())
 
 
 def test_the_rank_of_a_gradient_that_is_not_finite_is_named_on_all(engine):
@@ -272,16 +249,12 @@ def test_the_rank_of_a_gradient_that_is_not_finite_is_named_on_all(engine):
     with pytest.raises(Failure, match=complaint), a_run(engine, epochs=1, batch_size=2) as run:
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(X):
-                for (x,) in step.batches():
-                    bad = step.number == 2 and run.rank == run.size - 1
-                    step.backward(model(x * float("nan") if bad else x).mean())
-                step.update()
+        bad_on = run.size - 1
+        fit(run, [X], lambda step, x: model(x * float("nan") if (step.number, run.rank) == (2, bad_on) else x).mean())
 
 
 @pytest.mark.parametrize("connected", [True, False])
-def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatch):
+def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatch, shared_directory):
     """Rank 0 alone draws lots. Saving is a collective: if ranks did not agree on the step, they would hang."""
 
     def refuse(hosts):
@@ -301,35 +274,25 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
     for due in (lambda: False, lambda: engine.rank == 0 and chance.random() < 0.4):
         due_at = property(lambda self, due=due: 0.0 if due() else math.inf, lambda self, at: None)
         monkeypatch.setattr(CheckpointInterval, "due_at", due_at, raising=False)
-        directory = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None, "directory")
-        try:
-            with a_run(engine, "--output-dir", directory, epochs=3) as run:
-                torch.manual_seed(5)
-                net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
-                model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-                for _ in run.epochs(3):
-                    for step in run.steps(X, Y):
-                        for x, y in step.batches():
-                            step.backward(F.mse_loss(model(x), y))
-                        step.update()
-            ends.append([p.tolist() for p in net.parameters()])
-            assert bool(steps) == (len(ends) == 2)  # automatic ones in the second run alone
-        finally:
-            engine.barrier()
-            if engine.rank == 0:
-                shutil.rmtree(directory)
+        with a_run(engine, "--output-dir", f"{shared_directory}/{len(ends)}", epochs=3) as run:
+            torch.manual_seed(5)
+            net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+            model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+            fit(run, [X, Y], lambda step, x, y, model=model: F.mse_loss(model(x), y))
+        ends.append([p.tolist() for p in net.parameters()])
+        assert bool(steps) == (len(ends) == 2)  # automatic ones in the second run alone
     assert ends[0] == ends[1]
     assert engine.all_gather_object(steps, "steps") == [steps] * engine.size
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2, 3], ids=["first", "second", "in a later epoch", "after the last epoch"])
-def test_an_evaluation_that_was_stopped_and_repeated_ends_with_the_same_bits(engine, stop):
+def test_an_evaluation_that_was_stopped_and_repeated_ends_with_the_same_bits(engine, stop, shared_directory):
     """Each rank has its own batch statistics, and an evaluation averages them. Averaging twice changes bits, on 8 ranks."""
 
-    def train(directory: str, stop: int | None) -> tuple[list[float], list]:
+    def train(name: str, stop: int | None) -> tuple[list[float], list]:
         losses: list[float] = []
         own = torch.zeros(0)  # the statistics that the repeated evaluations begin with
-        with contextlib.suppress(Stopped), a_run(engine, "--output-dir", directory, epochs=2) as run:
+        with contextlib.suppress(Stopped), a_run(engine, "--output-dir", f"{shared_directory}/{name}", epochs=2) as run:
             torch.manual_seed(5)
             net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
             model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
@@ -358,18 +321,10 @@ def test_an_evaluation_that_was_stopped_and_repeated_ends_with_the_same_bits(eng
             assert torch.equal(flatten([net]), own)
         return losses, [tensor.tolist() for tensor in net.state_dict().values()]
 
-    directories = [tempfile.mkdtemp() for _ in range(2)] if engine.rank == 0 else None
-    directories = engine.broadcast_object(directories, "directories")
-    try:
-        whole, weights = train(directories[0], None)
-        assert len(whole) == 4
-        before, _ = train(directories[1], stop)
-        after, resumed = train(directories[1], None)
-    finally:
-        engine.barrier()
-        if engine.rank == 0:
-            for directory in directories:
-                shutil.rmtree(directory)
+    whole, weights = train("whole", None)
+    assert len(whole) == 4
+    before, _ = train("stopped", stop)
+    after, resumed = train("stopped", None)
     repeated = [0, 0, 2, 3][stop]  # an epoch's evaluations are repeated from its first
     assert before == whole[:stop]
     assert after == whole[repeated:]

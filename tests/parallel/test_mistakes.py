@@ -8,15 +8,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from hvdtrain.engines.errors import UserError
 from tests.parallel.test_loop import N, X, Y, a_run
-
-
-def train(run, net, optimizer, x, y):
-    model, _ = run.prepare(net, optimizer)
-    for _ in run.epochs(1):
-        for step in run.steps(x, y):
-            for inputs, targets in step.batches():
-                step.backward(F.mse_loss(model(inputs), targets))
-            step.update()
+from tests.single.training.small import fit
 
 
 def build(
@@ -25,7 +17,8 @@ def build(
     def program(run):
         last = run.rank == run.size - 1  # the rank that is unlike the others
         net = net_of(last)
-        train(run, net, optimizer_of(net, last), X[: samples(last)], Y[: samples(last)])
+        model, _ = run.prepare(net, optimizer_of(net, last))
+        fit(run, [X[: samples(last)], Y[: samples(last)]], lambda step, x, y: F.mse_loss(model(x), y))
 
     return program
 

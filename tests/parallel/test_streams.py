@@ -1,8 +1,6 @@
 """Streams of unequal lengths on all ranks: each sample once, the gradient of all, resumed to the bit; equal ones refused."""
 
 import copy
-import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -89,24 +87,18 @@ def test_each_sample_is_used_once_where_streams_end_at_different_times(engine):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["amid", "where some streams have ended"])
-def test_a_killed_run_continues_at_the_sample_of_each_rank(engine, late):
-    directory = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None, "directory")
-    try:
-        seen, counts, weights = train(engine)
-        per_epoch = len(counts) // 2
-        kill = per_epoch if late else 2  # the last step saved is the one before
-        with pytest.raises(Killed):
-            train(engine, directory, kill)
-        rest, after, resumed = train(engine, directory)
-        assert resumed == weights
-        assert after == counts[-len(after) :]
-        assert len(after) < len(counts)
-        assert rest[1] == seen[1]
-        assert rest.get(0, []) == seen[0][len(seen[0]) - len(rest.get(0, [])) :]
-    finally:
-        engine.barrier()
-        if engine.rank == 0:
-            shutil.rmtree(directory)
+def test_a_killed_run_continues_at_the_sample_of_each_rank(engine, late, shared_directory):
+    seen, counts, weights = train(engine)
+    per_epoch = len(counts) // 2
+    kill = per_epoch if late else 2  # the last step saved is the one before
+    with pytest.raises(Killed):
+        train(engine, shared_directory, kill)
+    rest, after, resumed = train(engine, shared_directory)
+    assert resumed == weights
+    assert after == counts[-len(after) :]
+    assert len(after) < len(counts)
+    assert rest[1] == seen[1]
+    assert rest.get(0, []) == seen[0][len(seen[0]) - len(rest.get(0, [])) :]
 
 
 def test_ranks_that_read_the_same_are_refused_on_all(engine):

@@ -11,21 +11,17 @@ from hvdtrain import export, mnist, training
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.training import checkpoint
+from tests.single.training import small
 
 
 def program(directory, path=None, model_of=lambda net: net, *example):
     """Train a small network of the author's own, and export it."""
-    argv = ["--engine", "serial", "--no-progress", "--threads", "1", "--output-dir", str(directory)]
-    flags = training.parser("test", None, epochs=1, batch_size=8).parse(argv)
+    flags = small.flags_for("--output-dir", str(directory), epochs=1)
     x = torch.randn(16, 3)
     with training.start(flags) as run:
         net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         model, _ = run.prepare(torch.compile(net, backend="eager"), torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(x):
-                for (rows,) in step.batches():
-                    step.backward(model(rows).square().mean())
-                step.update()
+        small.fit(run, [x], lambda step, rows: model(rows).square().mean())
         if path is not None:
             run.export(path, model_of(net), *example)
     return net

@@ -1,10 +1,16 @@
-"""A small regression and its run, for tests of the loop in one process."""
+"""A small regression and its run, for tests of the loop."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from hvdtrain import training
 from hvdtrain.cli import Flags
+from hvdtrain.training.run import Run
+from hvdtrain.training.step import Step
 
 N = 40
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
@@ -19,3 +25,28 @@ def flags_for(*argv: str, epochs: int = 2, batch_size: int = 8) -> Flags:
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1))
+
+
+def fit(
+    run: Run, data: Sequence[Any], loss_of: Callable[..., Tensor], *,
+    epochs: int | None = None, steps: int | None = None, each: Callable[[Step], object] = lambda step: None,
+) -> list[float]:  # fmt: skip
+    """The loop as its author writes it; return the loss of each step's last micro-batch.
+
+    loss_of: the loss of a micro-batch, given the step and the batch. each: is called after each update.
+    """
+    losses = []
+    for _ in run.epochs(epochs or (None if steps else run.flags.epochs), steps=steps):
+        for step in run.steps(*data):
+            for batch in step.batches():
+                loss = loss_of(step, *batch)
+                step.backward(loss)
+            step.update()
+            losses.append(loss.item())
+            each(step)
+    return losses
+
+
+def train(run: Run, model: nn.Module, **how: Any) -> list[float]:
+    """Fit the regression."""
+    return fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y), **how)

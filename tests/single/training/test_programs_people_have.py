@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -19,17 +18,7 @@ from torch.optim.lr_scheduler import (
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import checkpoint
-from tests.single.training.small import N, X, Y, flags_for, network
-
-
-def train(run, model, *, steps=None, each=lambda step: None) -> None:
-    for _ in run.epochs(None if steps else run.flags.epochs, steps=steps):
-        for step in run.steps(X, Y):
-            for x, y in step.batches():
-                step.backward(F.mse_loss(model(x), y))
-            step.update()
-            each(step)
-
+from tests.single.training.small import N, X, Y, fit, flags_for, network, train
 
 # ---- schedules
 
@@ -316,8 +305,4 @@ def test_messages_call_a_model_by_the_name_that_it_was_given():
             generator=generator, critic=critic, g_optimizer=optimizers[0], c_optimizer=optimizers[1]
         )
         assert [g_optimizer, c_optimizer] == optimizers
-        for _ in run.epochs(1):
-            for step in run.steps(X):
-                for (x,) in step.batches():
-                    step.backward(g(x).mean())
-                step.update()
+        fit(run, [X], lambda step, x: g(x).mean())

@@ -17,26 +17,12 @@ from hvdtrain.data import leftovers
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training import checkpoint
-from tests.single.training.small import N, X, Y, flags_for, network
+from tests.single.training.small import N, X, Y, fit, flags_for, network, train
 
 
 def prepared(run):
     net = network()
     return run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-
-
-def train(run, model, *, steps=None, each=lambda step: None) -> list[float]:
-    """A whole program; return the loss of every step."""
-    losses = []
-    for _ in run.epochs(None if steps else run.flags.epochs, steps=steps):
-        for step in run.steps(X, Y):
-            for x, y in step.batches():
-                loss = F.mse_loss(model(x), y)
-                step.backward(loss)
-            step.update()
-            losses.append(loss.item())
-            each(step)
-    return losses
 
 
 def twice_backward(step, model):
@@ -136,10 +122,7 @@ def test_a_metric_has_a_direction_and_a_name_of_its_own():
 def test_an_index_loop_asks_for_indices():
     with pytest.raises(UserError, match=r"use batch\.indices"), training.start(flags_for()) as run:
         model, _ = prepared(run)
-        for _ in run.epochs(1):
-            for step in run.steps(N):
-                for x, _y in step.batches():
-                    step.backward(model(x).mean())
+        fit(run, [N], lambda step, x, y: model(x).mean())
 
 
 def test_accumulation_is_the_large_batch():
@@ -239,11 +222,7 @@ def test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch(micro_batch):
     with pytest.raises(Failure) as caught, training.start(flags_for("--accumulate", "2", epochs=1)) as run:
         net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(x, Y[:16]):
-                for some, targets in step.batches():
-                    step.backward(F.mse_loss(model(some), targets))
-                step.update()
+        fit(run, [x, Y[:16]], lambda step, some, targets: F.mse_loss(model(some), targets))
     assert "step 1: gradients are not finite: rank 0 on " in str(caught.value)
     assert f"input of 0 (Linear) in micro-batch {micro_batch} of 2" in str(caught.value)
 
@@ -254,11 +233,7 @@ def test_a_gradient_that_only_backward_makes_infinite_names_its_parameter():
         nn.init.zeros_(net.weight)
         nn.init.zeros_(net.bias)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(X):
-                for (x,) in step.batches():
-                    step.backward(model(x).sqrt().mean())  # finite at zero, where its slope is not
-                step.update()
+        fit(run, [X], lambda step, x: model(x).sqrt().mean())  # finite at zero, where its slope is not
 
 
 def test_a_step_left_out_changes_nothing_and_training_goes_on(tmp_path):

@@ -151,15 +151,14 @@ def train(flags, loader, each=lambda step: None):
     with training.start(flags) as run:
         net = nn.Linear(1, 1)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
-        for epoch in run.epochs(flags.epochs):
-            for step in run.steps(loader):
-                for x, y in step.batches():
-                    assert step.batch.count == len(x)
-                    assert step.batch.indices.tolist() == x[:, 0].tolist()
-                    seen.setdefault(epoch, []).extend(x[:, 0].int().tolist())
-                    step.backward(F.mse_loss(model(x), y))
-                step.update()
-                each(step)
+
+        def loss_of(step, x, y):
+            assert step.batch.count == len(x)
+            assert step.batch.indices.tolist() == x[:, 0].tolist()
+            seen.setdefault(run.state.epoch, []).extend(x[:, 0].int().tolist())
+            return F.mse_loss(model(x), y)
+
+        small.fit(run, [loader], loss_of, each=each)
     return seen
 
 
