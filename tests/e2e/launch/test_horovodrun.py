@@ -17,13 +17,11 @@ def ended_by(done) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("horovodrun: ")]
 
 
-SLOW_MPIRUN = [pytest.param("mpirun", marks=pytest.mark.slow), "horovodrun", "gloo"]  # horovodrun starts mpirun
-
-
 # Under --gloo: tests/single/launch/test_horovodrun_patches.py has the launcher's exit codes and lines, without torch.
-@pytest.mark.parametrize(
-    "launcher", ["horovodrun", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mpirun", "gloo"))]
-)
+EACH = ["horovodrun", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mpirun", "gloo"))]
+
+
+@pytest.mark.parametrize("launcher", EACH)
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -52,7 +50,7 @@ def test_a_home_that_cannot_be_written_is_not_needed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", SLOW_MPIRUN)
+@pytest.mark.parametrize("launcher", EACH)
 def test_a_missed_target_ends_with_three(launcher, tmp_path):
     done = train(launcher, 2, f"--target-accuracy 0.9999 --epochs 1 --output-dir {tmp_path}")
     assert done.code == 3, done
@@ -65,7 +63,7 @@ def test_a_missed_target_ends_with_three(launcher, tmp_path):
     assert done.left_behind == 0
 
 
-@pytest.mark.parametrize("launcher", SLOW_MPIRUN)
+@pytest.mark.parametrize("launcher", EACH)
 def test_a_killed_rank_is_the_one_that_counts(launcher, tmp_path):
     """It ends with that rank's code (128 + 9), although the others fail because of it, long before our own time-out."""
     flags = f"--dataset digits --epochs 100000 --step-timeout 1000 --no-progress --output-dir {tmp_path}"

@@ -144,8 +144,9 @@ def test_a_flipped_bit_is_found_within_one_interval_and_its_rank_named(tmp_path)
 @pytest.mark.parametrize(
     ("launcher", "number", "whom"),
     [
-        ("horovodrun", signal.SIGUSR1, "the launcher"),  # by a patch of ours: to mpirun, and that to each rank
         ("starter", signal.SIGTERM, "the launcher"),
+        # by a patch of ours: to mpirun, and that to each rank
+        pytest.param("horovodrun", signal.SIGUSR1, "the launcher", marks=SLOW),
         pytest.param("gloo", signal.SIGTERM, "rank 1", marks=SLOW),
         pytest.param("mpirun", signal.SIGINT, "both ranks", marks=SLOW),
     ],
