@@ -1,16 +1,16 @@
-"""The checkpoint's format: what is written comes back, and what was damaged in any way never does."""
+"""The checkpoint's format: what is written comes back, and what was damaged never does.
+
+Random damages: tests/chaos/damages.py; any bytes, and headers that lie: tests/single/test_bad_files.py.
+"""
 
 import errno
 import json
 import os
-import random
 import struct
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
@@ -63,39 +63,6 @@ def test_every_flipped_bit_of_every_byte_is_refused(sound, tmp_path):
         damaged = bytearray(sound)
         damaged[place] ^= 1 << (place % 8)
         refused(tmp_path / "flipped", bytes(damaged))
-
-
-# What means the same is no damage: the one slack is white space that pads the header.
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    seed=st.integers(0, 2**32), kind=st.sampled_from(["cut out", "put in", "overwrite", "exchange", "append", "zeros"])
-)
-def test_random_damage_is_refused(sound, tmp_path, seed, kind):
-    random_ = random.Random(seed)
-    first, second = sorted(random_.sample(range(len(sound)), 2))
-    some = random_.randbytes(random_.randint(1, 64))
-    damaged = {
-        "cut out": sound[:first] + sound[second:],
-        "put in": sound[:first] + some + sound[first:],
-        "overwrite": sound[:first] + some + sound[first + len(some) :],
-        "exchange": sound[second:] + sound[first:second] + sound[:first],
-        "append": sound + some,
-        "zeros": sound[:first] + bytes(second - first) + sound[second:],
-    }[kind]
-    if damaged != sound:
-        refused(tmp_path / "damaged", damaged)
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.binary(max_size=300))
-def test_any_bytes_are_refused(tmp_path, data):
-    refused(tmp_path / "garbage", data)
-
-
-def test_sizes_that_lie_are_refused_without_taking_the_memory(sound, tmp_path):
-    refused(tmp_path / "header", struct.pack("<Q", 2**62) + sound[8:])
-    header = json.dumps({"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
-    refused(tmp_path / "tensor", struct.pack("<Q", len(header)) + header)
 
 
 def test_parts_of_two_sound_files_do_not_make_one(sound, tmp_path):
