@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.hidden_gpus import HIDDEN
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -181,7 +182,5 @@ def events(directory: Path, name: str | None = None) -> list[dict]:
 
 
 def wait_for_training(directory: Path) -> None:
-    until = time.monotonic() + 120
-    while not (directory / "metrics.jsonl").exists() or not events(directory, "train"):
-        assert time.monotonic() < until, "training did not begin within two minutes"
-        time.sleep(0.1)
+    record = directory / "metrics.jsonl"
+    wait_for(lambda: record.exists() and events(directory, "train"), "training did not begin within two minutes", 120)

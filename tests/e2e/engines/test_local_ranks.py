@@ -3,12 +3,12 @@
 import contextlib
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.launchers import LAUNCHERS, PYTHON, launch, members, remaining, running
+from tests.waiting import wait_for
 
 SCRIPT = """
 import os
@@ -69,10 +69,7 @@ def test_ctrl_c_while_torch_is_imported_leaves_nothing(tmp_path):
     """As soon as the process that imports has torch's largest library mapped; conftest looks at what is left."""
     words = f"{LAUNCHERS['starter'].format(ranks=2)} -m hvdtrain.mnist --dataset digits --output-dir {tmp_path}/out"
     with running(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (run, job):
-        until = time.monotonic() + 60
-        while not any("libtorch_cpu" in maps(pid) for pid in members(job)):
-            assert time.monotonic() < until, "torch was never imported"
-            time.sleep(0.02)
+        wait_for(lambda: any("libtorch_cpu" in maps(pid) for pid in members(job)), "torch was never imported")
         run.send_signal(signal.SIGINT)
         out, _ = run.communicate(timeout=30)
         assert remaining(job) == []

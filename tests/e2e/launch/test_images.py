@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, needs_hosts
 from tests.e2e.launchers import LAUNCHERS, PYTHON, Done, events, launch, summary
+from tests.waiting import wait_for
 
 IMAGE = os.environ.get("HVDTRAIN_TEST_IMAGE", "")
 USER = 1000  # of the image
@@ -84,10 +84,9 @@ def contained(command: str, out: Path, *options: str, name: str = "", network: s
 
 
 def wait_for_step(directory: Path, step: int) -> None:
-    until = time.monotonic() + SECONDS
-    while not (directory / "metrics.jsonl").exists() or len(events(directory, "train")) < step:
-        assert time.monotonic() < until, f"step {step} was not reached"
-        time.sleep(0.05)
+    record = directory / "metrics.jsonl"
+    reached = lambda: record.exists() and len(events(directory, "train")) >= step  # noqa: E731
+    wait_for(reached, f"step {step} was not reached", SECONDS)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -20,6 +20,7 @@ from tests.e2e.launchers import (
     running,
     wait_for_training,
 )
+from tests.waiting import wait_for
 
 TRAIN = "-m hvdtrain.mnist --dataset digits --epochs 100000 --no-progress --output-dir"
 WRAPPER = shlex.quote(str(ROOT / "launch" / "mpirun.sh"))
@@ -30,13 +31,6 @@ STARTS = {
     "horovodrun": f"{LAUNCHERS['gloo'].format(ranks=2)} {PYTHON} {TRAIN} {{out}}",
     "hvdtrain.starter": f"{LAUNCHERS['starter'].format(ranks=2)} {TRAIN} {{out}}",
 }
-
-
-def wait_for(what, seconds: float, why: str) -> None:
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until, why
-        time.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -52,7 +46,7 @@ def test_ranks_stop_when_their_launcher_is_killed(launcher, tmp_path):
         wait_for_training(tmp_path)
         process.kill()
         process.wait()
-        wait_for(lambda: not members(job), 60, f"ranks train on: {events(tmp_path)[-1]}")
+        wait_for(lambda: not members(job), lambda: f"ranks train on: {events(tmp_path)[-1]}")
     (stop,) = events(tmp_path, "stop")
     assert launcher in stop["reason"] or stop["reason"].startswith("SIGTERM"), stop
     assert events(tmp_path, "checkpoint")[-1]["step"] == stop["step"]
@@ -72,7 +66,7 @@ def test_a_run_in_the_background_outlives_its_shell(tmp_path):
         time.sleep(3)
         for name in ("alone", "mpi"):
             steps = events(tmp_path / name, "train")[-1]["step"]
-            wait_for(lambda steps=steps, name=name: events(tmp_path / name, "train")[-1]["step"] > steps, 30, name)
+            wait_for(lambda steps=steps, name=name: events(tmp_path / name, "train")[-1]["step"] > steps, name)
             assert not events(tmp_path / name, "stop")
 
 
@@ -99,7 +93,7 @@ def test_a_stop_signal_in_the_first_step_is_obeyed_there(tmp_path):
     command = slow_first_step(tmp_path, 1000.0, "--epochs 1")
     with running(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (process, job):
         metrics = tmp_path / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and events(tmp_path, "start"), 60, "it did not start")
+        wait_for(lambda: metrics.exists() and events(tmp_path, "start"), "it did not start")
         rank = events(tmp_path, "start")[0]["ranks"][1]["pid"]
         os.kill(rank, signal.SIGTERM)
         output, _ = process.communicate(timeout=40)
@@ -107,4 +101,4 @@ def test_a_stop_signal_in_the_first_step_is_obeyed_there(tmp_path):
         assert "stopped by SIGTERM on rank 1 " in output
         assert "before the first step was finished; nothing to save: run the same command again" in output
         assert events(tmp_path, "stop")[0]["reason"].startswith("SIGTERM on rank 1")
-        wait_for(lambda: not members(job), 10, "left behind")
+        wait_for(lambda: not members(job), "left behind")

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +20,7 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.start import start
 from hvdtrain.launching.processes import runs
 from hvdtrain.training import inputs
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
@@ -79,10 +79,10 @@ def test_the_server_imports_the_program_for_its_workers_and_freezes_it(case, tmp
     *said, frozen, forked_there, argument = done.stdout.split()
     assert (said, forked_there, argument) == (prints, str(in_server), "7")
     assert not in_server or int(frozen) > 50_000  # torch's objects are several times as many
-    until = time.monotonic() + 60
-    while "exited" in top and not (tmp_path / "exited").exists():
-        assert time.monotonic() < until, "the server was killed, or is still there: it does not run its exit handlers"
-        time.sleep(0.01)
+    if "exited" in top:
+        wait_for(
+            (tmp_path / "exited").exists, "the server was killed, or is still there: its exit handlers did not run"
+        )
 
 
 def test_the_server_ends_with_its_rank_though_it_still_imports(tmp_path):
@@ -103,10 +103,7 @@ def test_the_server_ends_with_its_rank_though_it_still_imports(tmp_path):
         [sys.executable, "rank.py"], cwd=tmp_path, timeout=120, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     )
     server = int((tmp_path / "pid").read_text())
-    until = time.monotonic() + 60
-    while runs(server):
-        assert time.monotonic() < until, "the server is still there"
-        time.sleep(0.01)
+    wait_for(lambda: not runs(server), "the server is still there")
 
 
 def test_a_program_that_would_train_in_each_worker_ends_with_one_line(tmp_path):

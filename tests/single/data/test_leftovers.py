@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.data import leftovers
+from tests.waiting import wait_for
 
 RANK = """
 import sys, time, torch
@@ -69,10 +69,7 @@ def test_what_a_killed_rank_and_its_workers_leave_the_next_start_removes(rank, t
     assert len(left(tmp_path, other.pid)) > 5  # it lives
     other.kill()  # its workers see that, and leave nothing
     other.wait()
-    until = time.monotonic() + 30
-    while found := left(tmp_path, other.pid):
-        assert time.monotonic() < until, found
-        time.sleep(0.1)
+    wait_for(lambda: not left(tmp_path, other.pid), lambda: left(tmp_path, other.pid))
 
 
 def test_only_what_has_ended_and_is_ones_own_is_removed(tmp_path, monkeypatch):

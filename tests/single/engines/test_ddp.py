@@ -1,13 +1,13 @@
 """The ddp engine alone in its engine."""
 
 import contextlib
-import time
 from pathlib import Path
 
 import torch
 
 from hvdtrain.engines import ddp
 from hvdtrain.engines.start import start
+from tests.waiting import wait_for
 
 
 def threads() -> list[str]:
@@ -68,7 +68,5 @@ def test_shutdown_ends_gloos_threads():
             replica(torch.ones(1, 3)).sum().backward()
         del replica
         assert any("gloo" in name for name in threads())
-    until = time.monotonic() + 30  # a thread that was joined may stand in /proc a moment longer
-    while any("gloo" in name for name in threads()):
-        assert time.monotonic() < until, threads()
-        time.sleep(0.01)
+    # A thread that was joined may stand in /proc a moment longer.
+    wait_for(lambda: not any("gloo" in name for name in threads()), threads)

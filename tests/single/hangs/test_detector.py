@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Collection
 from functools import partial
 
@@ -16,6 +15,7 @@ from hvdtrain.hangs import detector
 from hvdtrain.hangs.activity import READING, UNREAD, Activity
 from hvdtrain.hangs.detector import COMPARE_SECONDS, Detector
 from hvdtrain.hangs.timeouts import HangTimeouts
+from tests.waiting import wait_for
 
 
 class Job:
@@ -287,9 +287,7 @@ def test_an_input_worker_that_is_stopped_is_named_after_the_limit_of_a_step():
         with job.activities[0].during(READING.name):
             assert job.detectors[0].report().report.limit == 600.0
             child.send_signal(signal.SIGSTOP)
-            until = time.monotonic() + 20
-            while detector.stopped_child() is None:
-                assert time.monotonic() < until
+            wait_for(lambda: detector.stopped_child() is not None, "no child is seen to be stopped")
             report = job.detectors[0].report().report
         assert report.limit == 30.0
         assert (

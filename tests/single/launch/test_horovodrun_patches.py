@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "launch"))
 import horovod_source
 import wheel_cache
 
+from tests.waiting import wait_for
+
 # As the console script does; the check for Gloo would load the extension, which a source tree does not have.
 HOROVODRUN = "from horovod.runner import launch; launch.gloo_built = lambda **_: True; launch.run_commandline()"
 
@@ -90,10 +92,7 @@ def test_it_ends_with_the_code_of_the_rank_that_ended_the_job(
 
 def test_told_to_stop_the_ranks_may_save_first(source: Path, tmp_path: Path) -> None:
     process = horovodrun(source, tmp_path, "time.sleep(60)")
-    until = time.monotonic() + 60
-    while len(list(tmp_path.glob("ready[01]"))) < 2:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lambda: len(list(tmp_path.glob("ready[01]"))) == 2, "the ranks did not start")
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)

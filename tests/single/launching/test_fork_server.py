@@ -15,6 +15,7 @@ import pytest
 
 from hvdtrain.launching.fork_client import VARIABLE
 from tests.e2e.launchers import MARK, ROOT, environment, kill, members, new_job
+from tests.waiting import wait_for
 
 SERVER = Path(__file__).parent / "fork_server.py"
 # Only programs that import hvdtrain have a server.
@@ -169,10 +170,7 @@ def test_ranks_end_with_their_server_and_it_with_its_starter(server):
     assert Path(f"/proc/{rank}").exists()  # it has time to save
     client.send_signal(signal.SIGUSR1)
     assert client.wait(20) == 75
-    until = time.monotonic() + 20
-    while members(some.job) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert members(some.job) == []
+    wait_for(lambda: not members(some.job), "the server is left")
     other.communicate()
 
 

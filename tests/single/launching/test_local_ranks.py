@@ -24,6 +24,7 @@ from hvdtrain.launching import capacity, preload, supervisor
 from hvdtrain.launching.forker import Forker
 from hvdtrain.starter import parse
 from tests.e2e.launchers import MARK, PYTHON, environment, kill, launch, members, new_job
+from tests.waiting import wait_for
 
 STARTER = f"{PYTHON} {shlex.quote(str(Path(__file__).parent / 'local_ranks.py'))} --oversubscribe"
 ENDED = f"hvdtrain.starter: error: rank 0 on {socket.gethostname()} ended with exit code {{}}\n"
@@ -294,11 +295,10 @@ class Running:
         except subprocess.TimeoutExpired:
             kill(self.job)
             raise AssertionError("not over") from None
-        until = time.monotonic() + 20
-        while (left := members(self.job)) and time.monotonic() < until:
-            time.sleep(0.05)
-        kill(self.job)
-        assert not left
+        try:
+            wait_for(lambda: not members(self.job), "what was started is left", 20)
+        finally:
+            kill(self.job)
         return self.process.returncode, out, err
 
 
@@ -437,9 +437,7 @@ def test_the_third_request_is_the_last(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_import_leaves_nothing(tmp_path, number):
     run = Running(tmp_path, SLEEP, 2, SETTINGS='{"import_seconds": 600}')
-    until = time.monotonic() + 30
-    while len(members(run.job)) < 2 and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_for(lambda: len(members(run.job)) >= 2, "nothing is imported")
     time.sleep(0.3)
     run.process.send_signal(number)
     code, out, err = run.ends()
@@ -463,9 +461,7 @@ def test_ranks_end_when_the_starter_is_killed(tmp_path):
 
 def test_the_import_ends_when_the_starter_is_killed(tmp_path):
     run = Running(tmp_path, SLEEP, 3, SETTINGS='{"import_seconds": 600}')
-    until = time.monotonic() + 30
-    while len(members(run.job)) < 2 and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_for(lambda: len(members(run.job)) >= 2, "nothing is imported")
     time.sleep(0.3)
     run.process.kill()
     assert run.ends()[0] == -9

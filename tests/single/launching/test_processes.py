@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import processes
 from hvdtrain.launching.processes import Process, is_stopped, launcher_name, launchers, lives, stat
+from tests.waiting import wait_for
 
 
 def test_without_proc_nothing_begins(tmp_path):
@@ -87,15 +87,10 @@ def test_a_process_is_gone_when_it_ended_even_if_another_has_its_number_or_nobod
     assert not lives(me._replace(started=me.started + 1))
     assert not is_stopped(child.pid)
     child.send_signal(19)
-    until = time.monotonic() + 10
-    while not is_stopped(child.pid) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert is_stopped(child.pid)
+    wait_for(lambda: is_stopped(child.pid), "it is not stopped")
     assert lives(me)
     child.kill()
-    while lives(me) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not lives(me)
+    wait_for(lambda: not lives(me), "it lives")
     child.communicate()
     assert not lives(me)
     assert lives(Process(os.getpid(), stat(os.getpid()).started, "self"))
