@@ -55,11 +55,11 @@ def test_division_by_the_ranks_loses_small_gradients():
     assert relative_error(512, 512.0) > 0.15
 
 
-@pytest.mark.parametrize("ranks", [*range(1, 70), 511, 1024, 5000])
-def test_the_divisor_is_a_power_of_two_on_many_ranks_and_one_without_fp16(ranks):
-    factor = default_predivision("fp16", ranks)
-    assert factor == ranks if ranks <= 8 else math.log2(factor) % 1 == 0 and 8 <= factor <= max(8, math.sqrt(ranks))
-    assert default_predivision("none", ranks) == default_predivision("bf16", ranks) == 1.0
+def test_the_divisor_is_a_power_of_two_on_many_ranks_and_one_without_fp16():
+    for ranks in [*range(1, 70), 511, 1024, 5000]:
+        factor = default_predivision("fp16", ranks)
+        assert factor == ranks if ranks <= 8 else math.log2(factor) % 1 == 0 and 8 <= factor <= max(8, math.sqrt(ranks))
+        assert default_predivision("none", ranks) == default_predivision("bf16", ranks) == 1.0
 
 
 @pytest.mark.parametrize(

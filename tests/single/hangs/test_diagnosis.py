@@ -46,48 +46,50 @@ def drawn(chance: random.Random) -> dict[int, Report]:
     return reports
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_whoever_is_blamed_has_had_its_time_and_nobody_waits_for_ever(seed):
-    chance = random.Random(seed)
-    reports = drawn(chance)
-    ranks = max(reports) + 1 + chance.randrange(2)  # the last may be silent, too
-    who = names(ranks)
-    starved = sum(report.starved for report in reports.values())
+def test_whoever_is_blamed_has_had_its_time_and_nobody_waits_for_ever():
+    for seed in range(300):
+        chance = random.Random(seed)
+        reports = drawn(chance)
+        ranks = max(reports) + 1 + chance.randrange(2)  # the last may be silent, too
+        who = names(ranks)
+        starved = sum(report.starved for report in reports.values())
 
-    def overdue(report: Report) -> bool:
-        return report.stalled >= report.limit + min(starved, MOST_STARVED * report.limit)
+        def overdue(report: Report, starved: float = starved) -> bool:
+            return report.stalled >= report.limit + min(starved, MOST_STARVED * report.limit)
 
-    diagnosis = diagnose_hang(reports, who)
-    asked = 0
-    while diagnosis.headline is None:
-        assert 0 < diagnosis.wait <= 600 * (1 + MOST_STARVED)
-        # No one had a reason to be blamed yet, and after that time nobody has moved.
-        assert not any(overdue(report) and report.collective is None for report in reports.values())
-        later = {rank: r._replace(stalled=r.stalled + diagnosis.wait + 1e-6) for rank, r in reports.items()}
-        reports, asked = later, asked + 1
-        assert asked <= len(LIMITS) * ranks
         diagnosis = diagnose_hang(reports, who)
-    # Exactly those who are to blame are named before the first comma or semicolon.
-    blamed = {rank for rank in range(ranks) if who[rank] + " " in diagnosis.headline.split(",")[0].split(";")[0] + " "}
-    silent = set(range(ranks)) - set(reports)
-    if "does not answer" in diagnosis.headline:
-        assert blamed == silent
-        assert overdue(reports[0])
-    elif "keeps the others waiting" in diagnosis.headline:
-        assert blamed
-        assert all(overdue(reports[rank]) and reports[rank].collective is None for rank in blamed)
-    else:
-        assert not silent
-        assert all(overdue(report) and report.collective for report in reports.values())
+        asked = 0
+        while diagnosis.headline is None:
+            assert 0 < diagnosis.wait <= 600 * (1 + MOST_STARVED)
+            # No one had a reason to be blamed yet, and after that time nobody has moved.
+            assert not any(overdue(report) and report.collective is None for report in reports.values())
+            later = {rank: r._replace(stalled=r.stalled + diagnosis.wait + 1e-6) for rank, r in reports.items()}
+            reports, asked = later, asked + 1
+            assert asked <= len(LIMITS) * ranks
+            diagnosis = diagnose_hang(reports, who)
+        # Exactly those who are to blame are named before the first comma or semicolon.
+        blamed = {
+            rank for rank in range(ranks) if who[rank] + " " in diagnosis.headline.split(",")[0].split(";")[0] + " "
+        }
+        silent = set(range(ranks)) - set(reports)
+        if "does not answer" in diagnosis.headline:
+            assert blamed == silent
+            assert overdue(reports[0])
+        elif "keeps the others waiting" in diagnosis.headline:
+            assert blamed
+            assert all(overdue(reports[rank]) and reports[rank].collective is None for rank in blamed)
+        else:
+            assert not silent
+            assert all(overdue(report) and report.collective for report in reports.values())
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_the_diagnosis_does_not_depend_on_who_comes_first(seed):
-    chance = random.Random(1000 + seed)
-    reports = drawn(chance)
-    who = names(max(reports) + 1)
-    shuffled = dict(sorted(reports.items(), key=lambda item: chance.random()))
-    assert diagnose_hang(shuffled, who) == diagnose_hang(reports, who)
+def test_the_diagnosis_does_not_depend_on_who_comes_first():
+    for seed in range(100):
+        chance = random.Random(1000 + seed)
+        reports = drawn(chance)
+        who = names(max(reports) + 1)
+        shuffled = dict(sorted(reports.items(), key=lambda item: chance.random()))
+        assert diagnose_hang(shuffled, who) == diagnose_hang(reports, who)
 
 
 def test_ranks_are_named_in_their_order_whoever_answered_first():
@@ -182,29 +184,29 @@ def test_other_collectives_at_the_same_place_are_told_at_once(case):
         assert said == f"ranks wait in different collectives ({two}): all must call the same ones"
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_ranks_that_call_the_same_in_the_same_order_never_differ(seed):
-    chance = random.Random(3000 + seed)
-    order = [chance.choice((LOSS, SYNC, SAVE, EVALUATE)) for _ in range(40)]
-    reports = {}
-    for rank in range(chance.choice((2, 3, 8))):
-        calls = chance.randint(20, 40)
-        reports[rank] = in_order(calls, *order[calls - chance.randint(1, 8) : calls])
-    assert different_collectives(reports, names(len(reports))) is None
+def test_ranks_that_call_the_same_in_the_same_order_never_differ():
+    for seed in range(100):
+        chance = random.Random(3000 + seed)
+        order = [chance.choice((LOSS, SYNC, SAVE, EVALUATE)) for _ in range(40)]
+        reports = {}
+        for rank in range(chance.choice((2, 3, 8))):
+            calls = chance.randint(20, 40)
+            reports[rank] = in_order(calls, *order[calls - chance.randint(1, 8) : calls])
+        assert different_collectives(reports, names(len(reports))) is None
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_more_patience_or_more_time_never_turns_an_end_into_a_wait_or_back(seed):
+def test_more_patience_or_more_time_never_turns_an_end_into_a_wait_or_back():
     """Who is blamed now is blamed later too, and who is not would not be with longer limits."""
-    chance = random.Random(2000 + seed)
-    reports = drawn(chance)
-    who = names(max(reports) + 1)
-    later = {rank: report._replace(stalled=report.stalled + 5.0) for rank, report in reports.items()}
-    patient = {rank: report._replace(limit=report.limit + 5.0) for rank, report in reports.items()}
-    if diagnose_hang(reports, who).headline is not None:
-        assert diagnose_hang(later, who).headline is not None
-    else:
-        assert diagnose_hang(patient, who).headline is None
+    for seed in range(100):
+        chance = random.Random(2000 + seed)
+        reports = drawn(chance)
+        who = names(max(reports) + 1)
+        later = {rank: report._replace(stalled=report.stalled + 5.0) for rank, report in reports.items()}
+        patient = {rank: report._replace(limit=report.limit + 5.0) for rank, report in reports.items()}
+        if diagnose_hang(reports, who).headline is not None:
+            assert diagnose_hang(later, who).headline is not None
+        else:
+            assert diagnose_hang(patient, who).headline is None
 
 
 @pytest.mark.parametrize(
