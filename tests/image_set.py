@@ -1,10 +1,16 @@
 """A small image set for tests: discs of six colours on noise, as JPEG files in class folders."""
 
+import importlib.util
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
 
+# No import: each process that collects tests would pay for it.
+needs_torchvision = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="needs torchvision: pip install 'hvdtrain[vision]'"
+)
 COLOURS = {
     "blue": (0.0, 0.0, 1.0), "cyan": (0.0, 1.0, 1.0), "green": (0.0, 1.0, 0.0),
     "magenta": (1.0, 0.0, 1.0), "red": (1.0, 0.0, 0.0), "yellow": (1.0, 1.0, 0.0),

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torchvision")
-
 from hvdtrain.data import make_shards
 from tests import image_set
 from tests.e2e.launchers import (
@@ -27,6 +25,7 @@ from tests.e2e.launchers import (
     wait_for_training,
 )  # fmt: skip
 
+pytestmark = image_set.needs_torchvision
 SLOW = pytest.mark.slow
 SCRIPT = "hvdtrain.imagenet --no-progress --model shufflenet_v2_x0_5 --image-size 32 --batch-size 8"
 SCRIPT += " --optimizer adam --lr 0.01 --lr-scaling none --warmup-epochs 0"

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.launchers import events, summary, train
 
@@ -20,6 +19,8 @@ def steps(trace: list[dict]) -> int:
 
 
 def scalars(directory: Path, name: str = "tensorboard") -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     accumulator = EventAccumulator(str(directory / name), size_guidance={"scalars": 0})
     accumulator.Reload()
     return {tag: [(s.step, s.value) for s in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}

@@ -6,14 +6,13 @@ import pytest
 import torch
 from PIL import Image
 
-pytest.importorskip("torchvision")
-
 from hvdtrain import imagenet
 from hvdtrain.data import images, loading, make_shards
 from hvdtrain.engines.errors import UserError
 from tests import image_set
 from tests.single.trained import Trained, trained
 
+pytestmark = image_set.needs_torchvision
 SMALL = "--model squeezenet1_1 --threads 1 --workers 0 --epochs 1"
 TRAIN, TEST = 12, 6
 

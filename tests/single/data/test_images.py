@@ -13,9 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("torchvision")
-
 from PIL import Image
 
 from hvdtrain import imagenet
@@ -31,6 +28,7 @@ from hvdtrain.training.inputs import Images
 from hvdtrain.training.state import Initial, TrainState
 from tests import image_set
 
+pytestmark = image_set.needs_torchvision
 SIDE = 32
 
 

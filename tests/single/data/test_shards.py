@@ -17,17 +17,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.single.examples import little_memory, one_line, spoilt, tried
-
-pytest.importorskip("torchvision")
-
 from hvdtrain.data import loading, make_shards, shard_index, shard_reading, shards
 from hvdtrain.data.shard_index import obtain, save, scan
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from tests import image_set
+from tests.single.examples import little_memory, one_line, spoilt, tried
 
+pytestmark = image_set.needs_torchvision
 TRAIN, TEST = 48, 31
 
 

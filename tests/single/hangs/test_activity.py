@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-import torch._dynamo.callback  # as torch.compile does
 
 from hvdtrain.hangs.activity import Activity
 
 
 @pytest.fixture(autouse=True)
-def reset():
+def dynamo():
+    import torch._dynamo.callback  # as torch.compile does
+
     yield
     torch._dynamo.reset()
 

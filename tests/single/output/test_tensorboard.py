@@ -1,16 +1,15 @@
 """TensorBoard's files: a script's values by its own names, and nothing asked for that an event need not have."""
 
+import importlib.util
 import json
 import os
 
 import pytest
 
-pytest.importorskip("tensorboard")
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.tensorboard import Board
 
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
 METRICS = {"loss": {"direction": "min", "percent": False}}
 
 
@@ -19,6 +18,8 @@ def event(name: str, **fields) -> tuple[str, dict]:
 
 
 def scalars(directory) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     accumulator.Reload()
     return {tag: [(s.step, s.value) for s in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}

@@ -5,7 +5,6 @@ import json
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
 from hvdtrain import report
 from hvdtrain.analysis.reporting import page, pictures
@@ -61,6 +60,12 @@ def test_a_run_of_any_kind_is_shown_and_nothing_is_called_damaged(kind, leave, t
     assert all(source.startswith("data:") for source in shown.sources)
     assert not shown.tags & {"script", "iframe", "object", "embed", "form"}
     assert ("Learning" in shown.text) == (kind != "watched")
+
+
+def empty_axes():
+    from matplotlib.figure import Figure
+
+    return Figure().subplots()
 
 
 def test_runs_of_all_kinds_are_compared(leave, tmp_path):
@@ -132,7 +137,7 @@ def test_two_sets_of_data_are_told_apart(leave):
 def test_the_axis_fits_the_values(metric, values, scale, limits, leave):
     lines = [step(101.0 + n, n, None, score=value) for n, value in enumerate(values, 1)]
     (run,) = read_runs([leave("run", start(100.0, metrics={"score": metric}), *lines)])
-    axes = Figure().subplots()
+    axes = empty_axes()
     pictures.scale(axes, [run], "score")
     assert axes.get_yscale() == scale
     if limits:
@@ -185,4 +190,4 @@ def test_any_record_with_metrics_makes_a_page(data, tmp_path):
         return
     page.build(found, [])
     for name in pictures.names_to_draw(found)[0]:
-        pictures.draw_values(Figure().subplots(), found, name, "seconds")
+        pictures.draw_values(empty_axes(), found, name, "seconds")
