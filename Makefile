@@ -21,9 +21,9 @@ setup:
 run: setup
 	. .venv/bin/activate && horovodrun -np $(NP) python -m hvdtrain.mnist $(RUN)
 
-# What a user relies on; then all the rest; both. JOBS files at a time, one more than cores (at most 8): many tests wait for
-# a launcher; TEST="FILE -k NAME -s" is pytest's, and one at a time.
-JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 1 : 8)))
+# What a user relies on; then all the rest; both. JOBS files at a time, two more than cores (at most 8): many tests wait for
+# a launcher or for a time limit; TEST="FILE -k NAME -s" is pytest's, and one at a time.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 2 : 8)))
 PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup
 	. .venv/bin/activate && python -m pytest $(or $(TEST),$(PARALLEL))

@@ -5,6 +5,8 @@ import signal
 
 from tests.hidden_gpus import HIDDEN
 
-os.environ.update(HIDDEN)  # before any test imports torch; what a test starts inherits it
+# Before any test imports torch; what a test starts inherits it.
+os.environ.update(HIDDEN)
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # who waits leaves the cores to others: tests run side by side
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, whose training is to ignore it; tests send it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

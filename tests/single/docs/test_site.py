@@ -56,6 +56,7 @@ def test_the_api_page_has_the_batch_of_a_step():
 
 
 @built
+@pytest.mark.slow  # `make docs` builds it, too
 def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
     site = tmp_path / "site"
     done = build(ROOT, site)
