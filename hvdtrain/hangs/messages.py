@@ -38,9 +38,11 @@ class Know(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """The sender leaves the job alone, because of this error."""
+    """The sender leaves the job alone, because of this error. mistake: of the input or the program, which other ranks may
+    make, too."""
 
     error: str
+    mistake: bool = False
 
 
 class End(NamedTuple):

@@ -40,9 +40,14 @@ Handler = Callable[[int, FrameType | None], object] | int | None  # what signal.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
 _ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
 MOST_TRACEBACKS = 3  # printed for internal errors of the thread
-LOST = "died: its connection closed unexpectedly"
-LEFT = "left"
-USER_ERROR = "UserError: "  # what the reason of a rank begins with whose input or program is wrong
+
+
+class Gone(NamedTuple):
+    """A rank whose connection has ended. said: its last words, if there were any. error: of the connection."""
+
+    since: float  # time.monotonic; infinity if it had finished
+    said: Fail | Bye | None
+    error: str = ""
 
 
 class Timing(NamedTuple):
@@ -161,7 +166,7 @@ class Monitor:
         self.stop_reason: str | None = None  # what requested the stop
         self.stop = Appointment("stop", self)
         self.save = Appointment("save", self)
-        self.gone: dict[int, tuple[float, str]] = {}  # disconnected ranks: since when, and the reason
+        self.gone: dict[int, Gone] = {}  # disconnected ranks
         self.leaving: Leaving | None = None  # once all other ranks have left
         self.signals = StopSignals()
         self.launchers: list[processes.Process] = []  # launchers of this rank; if one ends, the job stops
@@ -215,20 +220,20 @@ class Monitor:
         for channel in list(self.channels.values()):
             channel.send(message)
 
-    def close(self, failure: str | None = None) -> None:
+    def close(self, failure: Fail | None = None) -> None:
         """Disconnect from the others, with what went wrong here if this rank leaves them alone."""
         if self._closing:
             return
         self.activity.heartbeat()  # a forked child that leaves the rank's code this way ends here
         if failure is not None:
-            if failure.startswith(USER_ERROR):  # the others may have made the same mistake: say it once
-                self.send_all(Fail(failure))
+            if failure.mistake:  # the others may have made the same: say it once
+                self.send_all(failure)
             if self.channels:
                 time.sleep(0.2)  # another rank that has just died may be the cause
             for rank in [rank for rank in self.gone if not self.failed_alike(rank, failure)]:
                 say_within(f"hvdtrain: error: {self.name(rank)} {self._fate(rank)}\n")
         self._closing = True
-        self.send_all(Bye() if failure is None else Fail(failure))
+        self.send_all(failure or Bye())
         self.signals.wake()
         self._thread.join()
         for channel in self.channels.values():
@@ -236,9 +241,12 @@ class Monitor:
         self._selector.close()
         self.signals.close()
 
-    def failed_alike(self, rank: int, failure: str) -> bool:
+    def failed_alike(self, rank: int, failure: Fail) -> bool:
         """Return whether `rank` has said that it failed for the same reason as this one."""
-        return rank in self.gone and self.gone[rank][1] == f"failed: {failure}"
+        return rank in self.gone and self.gone[rank].said == failure
+
+    def _has_left(self, rank: int) -> bool:
+        return rank in self.gone and isinstance(self.gone[rank].said, Bye)
 
     # ---- the thread
 
@@ -273,7 +281,7 @@ class Monitor:
             self._interrupts += number == signal.SIGINT
             if self._interrupts > 1:
                 self.leave(130)
-            if self.gone.get(0, (0.0, ""))[1] == LEFT:
+            if self._has_left(0):
                 # All ranks have finished their last collective: there is nothing to agree on or to save.
                 self.leave(128 + number)
             self.request_stop(f"{number.name} on rank {self.rank} ({self.peers[self.rank].host})")
@@ -313,8 +321,8 @@ class Monitor:
         if messages is None or any(isinstance(message, Bye) for message in messages):
             self._selector.unregister(channel.socket)
             self.channels.pop(rank, None)
-            self.gone.setdefault(rank, (time.monotonic(), LOST if channel.error is None else str(channel.error)))
-            if not self.channels and all(what == LEFT for _, what in self.gone.values()):
+            self.gone.setdefault(rank, Gone(time.monotonic(), None, str(channel.error or "")))
+            if not self.channels and all(map(self._has_left, self.gone)):
                 self.leaving = self.make_leaving()
 
     def _handle(self, message: Message, rank: int, channel: Channel) -> None:
@@ -332,20 +340,20 @@ class Monitor:
                 channel.send(Know(what))
             case Know(what):
                 (self.stop if what == "stop" else self.save).confirm(rank)
-            case Fail(error):
-                self.gone[rank] = time.monotonic(), f"failed: {error}"
+            case Fail():
+                self.gone[rank] = Gone(time.monotonic(), message)
             case End(exit_code):
                 time.sleep(self.timing.look)  # a launcher may end the job at the first exit: let rank 0 print first
                 self.leave(exit_code)
             case Bye():
-                self.gone[rank] = float("inf"), LEFT
+                self.gone[rank] = Gone(float("inf"), message)
 
     def _look(self) -> None:
         now = time.monotonic()
         # Count only time in which this thread ran: a job that was suspended as a whole is not hung.
         elapsed, self._looked_at = min(now - self._looked_at, 2 * self.timing.look), now
-        for rank, (since, _) in list(self.gone.items()):
-            if now - since > self.timing.grace + (rank == 0):
+        for rank, gone in list(self.gone.items()):
+            if now - gone.since > self.timing.grace + (rank == 0):
                 self._end(f"{self.name(rank)} {self._fate(rank)}")
         self.activity.hear_of_compilations()
         self._miss_launcher()
@@ -369,14 +377,14 @@ class Monitor:
 
     def _fate(self, rank: int) -> str:
         """Return what became of a rank whose connection is gone."""
-        mine, theirs, what = self.peers[self.rank], self.peers[rank], self.gone[rank][1]
-        if what.startswith("failed: ") or what == LEFT:
-            return what
+        mine, theirs, gone = self.peers[self.rank], self.peers[rank], self.gone[rank]
+        if gone.said is not None:
+            return f"failed: {gone.said.error}" if isinstance(gone.said, Fail) else "left"
         if mine.place == theirs.place and processes.runs(theirs.pid):
             return "is cut off: its connection was lost, but its process runs"
-        if mine.place == theirs.place or what == LOST:
-            return LOST
-        return f"died or is cut off: its connection was lost ({what})"
+        if mine.place == theirs.place or not gone.error:
+            return "died: its connection closed unexpectedly"
+        return f"died or is cut off: its connection was lost ({gone.error})"
 
     def _miss_launcher(self) -> None:
         """Request a stop if one of the launchers of this rank has ended."""

@@ -5,7 +5,9 @@ import sys
 import threading
 from typing import Any
 
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.foreign import ForeignEngine, Listener
+from hvdtrain.hangs.messages import Fail
 from hvdtrain.hangs.monitor import Monitor, monitor_ranks
 from hvdtrain.hangs.timeouts import HangTimeouts
 
@@ -59,10 +61,12 @@ class ScriptWatchdog(Listener):
         self._close(None)
 
     def end(self, error: BaseException | None, exit_code: object) -> None:
-        failure = f"{type(error).__name__}: {error}" if error is not None else None
-        self._close(failure or (f"it ended with exit code {exit_code}" if exit_code else None))
+        if error is not None:
+            self._close(Fail(f"{type(error).__name__}: {error}", isinstance(error, UserError)))
+        else:
+            self._close(Fail(f"it ended with exit code {exit_code}") if exit_code else None)
 
-    def _close(self, failure: str | None) -> None:
+    def _close(self, failure: Fail | None) -> None:
         monitor, self.monitor = self.monitor, None
         if monitor is not None:
             with contextlib.suppress(OSError):

@@ -20,12 +20,12 @@ from hvdtrain.engines.accelerators import module_of
 from hvdtrain.engines.base import Engine, lay_state_as_weights
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.checkpoint import Facts
+from hvdtrain.training.portable import TENSOR, Held, described, from_json, to_json
 from hvdtrain.training.replicas import own_name
 from hvdtrain.training.state import Initial, TrainState
 
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # settings of torch's optimizers
 OTHER_VERSION = "the checkpoint was written by another version of hvdtrain: use that, or --resume never"
-TENSOR = "__tensor__"  # key of a JSON object that describes a tensor: number, shape and dtype
 
 
 def require_whole(facts: Facts, tensors: Mapping[str, Tensor]) -> None:
@@ -50,28 +50,20 @@ def require_whole(facts: Facts, tensors: Mapping[str, Tensor]) -> None:
             and facts["buffers"] == list(tensors["buffers"].shape)
             and all(type(length) is int for length in facts["buffers"])
             and len(facts["buffers"]) == 2
-            and all(is_packed(value, f"registered.{name}", tensors) for name, value in facts["registered"].items())
         )
-    except (KeyError, TypeError, AttributeError, RecursionError):
+        for name, value in facts["registered"].items():
+            from_json(value, lambda held, name=name: as_described(held, tensors[f"registered.{name}.{held[TENSOR]}"]))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise UserError(OTHER_VERSION)
 
 
-def is_packed(value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether `value` may have come from `pack`: its tensors are those in the file."""
-    if isinstance(value, dict) and TENSOR in value:
-        return value == described(tensors[f"{prefix}.{value[TENSOR]}"], value[TENSOR])
-    if isinstance(value, dict) and "__items__" in value:
-        pairs = value["__items__"]
-        return all(len(pair) == 2 and is_packed(pair[1], prefix, tensors) for pair in pairs)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return all(is_packed(item, prefix, tensors) for item in inner)
-
-
-def described(tensor: Tensor, number: int) -> Facts:
-    """Return the JSON object that stands for tensor `number`."""
-    return {TENSOR: number, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+def as_described(held: Held, tensor: Tensor) -> Tensor:
+    """Return `tensor`. Raises ValueError if the JSON object does not describe it."""
+    if held != described(tensor, held[TENSOR]):
+        raise ValueError(held)
+    return tensor
 
 
 def plain(value: object) -> object:
@@ -117,7 +109,7 @@ def collect(
     tensors: dict[str, Tensor] = {}
     for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
         tensors |= {f"{prefix}{own_name(name)}": tensor for name, tensor in model.state_dict().items()}
-    described = []
+    states = []
     for optimizer, prefix in zip(optimizers, prefixes("optimizer", len(optimizers)), strict=True):
         held = optimizer.state_dict()
         state: dict[int, dict[str, object]] = held["state"]
@@ -125,56 +117,47 @@ def collect(
             tensors |= {f"{prefix}{index}.{k}": v for k, v in entries.items() if isinstance(v, Tensor)}
         values = {i: {k: v for k, v in entries.items() if not isinstance(v, Tensor)} for i, entries in state.items()}
         groups = [{k: plain(v) for k, v in group.items() if k != "params"} for group in held["param_groups"]]
-        described.append({"values": {str(i): v for i, v in values.items() if v}, "groups": groups})
+        states.append({"values": {str(i): v for i, v in values.items() if v}, "groups": groups})
     packed = {}
     for name, what in registered.items():
         whole = what.state_dict()
         if isinstance(what, nn.Module):
             whole = {own_name(key): value for key, value in whole.items()}
-        packed[name] = pack(whole, f"registered.{name}", tensors, itertools.count())
+        packed[name] = pack(whole, f"registered.{name}", tensors)
         heartbeat()
-    return {"optimizers": described, "registered": packed}, tensors
+    return {"optimizers": states, "registered": packed}, tensors
 
 
-def pack(value: Any, prefix: str, tensors: dict[str, Tensor], numbers: Iterator[int]) -> Any:
-    """Return `value` as JSON. Its tensors are added to `tensors` as PREFIX.N, with the next of `numbers`.
+def pack(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
+    """Return `value` as JSON. Its tensors are added to `tensors` as PREFIX.N. Raises UserError for other objects."""
+    numbers = itertools.count()
 
-    Raises UserError for objects that JSON cannot represent.
-    """
-    if isinstance(value, Tensor):
+    def put(tensor: Tensor) -> int:
         number = next(numbers)
-        tensors[f"{prefix}.{number}"] = value
-        return described(value, number)
-    if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value):
-            return {key: pack(item, prefix, tensors, numbers) for key, item in value.items()}
-        return {"__items__": [[plain(key), pack(item, prefix, tensors, numbers)] for key, item in value.items()]}
-    if isinstance(value, (list, tuple)):
-        return [pack(item, prefix, tensors, numbers) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    name = prefix.partition(".")[2]
-    raise UserError(
-        f"run.register({name}=...): its state_dict holds a {type(value).__name__}, which a checkpoint cannot store: "
-        "leave it out, or register an object whose state_dict has only numbers, strings and tensors"
-    )
+        tensors[f"{prefix}.{number}"] = tensor
+        return number
+
+    try:
+        return to_json(value, put)
+    except TypeError as error:
+        name = prefix.partition(".")[2]
+        raise UserError(
+            f"run.register({name}=...): its state_dict holds a {error}, which a checkpoint cannot store: "
+            "leave it out, or register an object whose state_dict has only numbers, strings and tensors"
+        ) from error
 
 
 def unpack(engine: Engine, value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that was given to `pack`, on every rank. Only rank 0 needs `tensors`. A collective."""
-    if isinstance(value, dict) and TENSOR in value:
-        tensor = torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]))
+
+    def get(held: Held) -> Tensor:
+        name, tensor = f"{prefix}.{held[TENSOR]}", torch.empty(held["shape"], dtype=getattr(torch, held["dtype"]))
         if engine.rank == 0:
-            tensor.copy_(tensors[f"{prefix}.{value[TENSOR]}"])
-        engine.broadcast_(tensor, f"{prefix}.{value[TENSOR]}")
+            tensor.copy_(tensors[name])
+        engine.broadcast_(tensor, name)
         return tensor
-    if isinstance(value, dict) and "__items__" in value:
-        return {key: unpack(engine, item, prefix, tensors) for key, item in value["__items__"]}
-    if isinstance(value, dict):
-        return {key: unpack(engine, item, prefix, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [unpack(engine, item, prefix, tensors) for item in value]
-    return value
+
+    return from_json(value, get)
 
 
 def pack_each(kind: str, values: Sequence[Any]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.hangs import leaving
+from hvdtrain.hangs.messages import Fail
 from hvdtrain.hangs.monitor import Monitor
 from hvdtrain.launching.exit_codes import STOPPED
 from hvdtrain.output.run_output import RunOutput
@@ -62,7 +63,8 @@ class Guard:
         elif isinstance(error, Failure):
             self.output.event("error", kind="failure", message=str(error))
         agreed = error is None or (isinstance(error, (Failure, UserError)) and error.everywhere)
-        failure = None if agreed else f"{type(error).__name__}: {error}"
+        mistake = isinstance(error, UserError)
+        failure = None if agreed else Fail(f"{type(error).__name__}: {error}", mistake)
         self.monitor.close(failure)
         if isinstance(error, UserError) and failure and self.engine.rank and self.monitor.failed_alike(0, failure):
             error.everywhere = True  # rank 0 prints it

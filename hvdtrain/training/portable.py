@@ -1,66 +1,83 @@
-"""Values as JSON and back, such as the state of a data set: what JSON does not have is an object with the key KIND.
+"""Nested values as JSON and back, such as the state of a data set. What JSON does not have is an object with a key of OWN.
 
 Not pickle: a checkpoint holds no code.
 """
 
 import base64
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-KIND = "__kind__"
+TENSOR, ITEMS, TUPLE, BYTES, ARRAY = OWN = ("__tensor__", "__items__", "__tuple__", "__bytes__", "__array__")
+Held = dict[str, Any]  # JSON: what stands for a tensor: its place, shape and dtype
 
 
-def to_json(value: Any) -> Any:
-    """Return `value` as JSON. Raises TypeError for an object of another kind than numbers, text, bytes, tensors, arrays,
-    and lists, tuples and dictionaries of these."""
+def described(tensor: Tensor, place: object) -> Held:
+    """Return the JSON object that stands for a tensor. place: its bytes, or where they are, as JSON."""
+    return {TENSOR: place, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def embedded(tensor: Tensor) -> str:
+    """Return the tensor's bytes as text."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return base64.b64encode(flat.view(torch.uint8).numpy().data).decode() if flat.numel() else ""
+
+
+def extracted(value: Held) -> Tensor:
+    """Return the tensor that `embedded` has made text of."""
+    dtype, data = getattr(torch, value["dtype"]), bytearray(base64.b64decode(value[TENSOR]))
+    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(value["shape"])
+
+
+def to_json(value: Any, put: Callable[[Tensor], object] = embedded) -> Any:
+    """Return `value` as JSON. Raises TypeError, with the name of its type, for an object that is no number, text, bytes,
+    tensor, array, or list, tuple or dictionary of these.
+
+    put: called for each tensor, and for the bytes of others; returns its place, as JSON.
+    """
     numpy = sys.modules.get("numpy")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if type(value) is list:
-        return [to_json(item) for item in value]
+        return [to_json(item, put) for item in value]
     if isinstance(value, dict):
-        if all(type(key) is str and key != KIND for key in value):
-            return {key: to_json(item) for key, item in value.items()}
-        return {KIND: "dict", "items": [[to_json(key), to_json(item)] for key, item in value.items()]}
+        if all(type(key) is str and key not in OWN for key in value):
+            return {key: to_json(item, put) for key, item in value.items()}
+        return {ITEMS: [[to_json(key, put), to_json(item, put)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
-        return {KIND: "tuple", "items": [to_json(item) for item in value]}
-    if isinstance(value, (bytes, bytearray)):
-        return {KIND: "bytes", "data": base64.b64encode(value).decode()}
+        return {TUPLE: [to_json(item, put) for item in value]}
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous()
-        data = base64.b64encode(bytes(flat.view(-1).view(torch.uint8).numpy())).decode() if flat.numel() else ""
-        return {KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": [*value.shape], "data": data}
+        return described(value, put(value))
+    if isinstance(value, (bytes, bytearray)):
+        content = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+        return {BYTES: described(content, put(content))}
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        data = base64.b64encode(value.tobytes()).decode()
-        return {KIND: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": data}
+        return {ARRAY: [value.dtype.str, list(value.shape), to_json(value.tobytes(), put)]}
     if numpy is not None and isinstance(value, numpy.generic):
-        return to_json(value.item())
-    raise TypeError(f"it holds a {type(value).__name__}")
+        return to_json(value.item(), put)
+    raise TypeError(type(value).__name__)
 
 
-def from_json(value: Any) -> Any:
-    """Return what was given to `to_json`."""
+def from_json(value: Any, get: Callable[[Held], Tensor] = extracted) -> Any:
+    """Return what was given to `to_json`. get: called for each tensor, in the same order; returns it."""
     if isinstance(value, list):
-        return [from_json(item) for item in value]
+        return [from_json(item, get) for item in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(KIND)
-    if kind is None:
-        return {key: from_json(item) for key, item in value.items()}
-    if kind == "dict":
-        return {from_json(key): from_json(item) for key, item in value["items"]}
-    if kind == "tuple":
-        return tuple(from_json(item) for item in value["items"])
-    data = bytearray(base64.b64decode(value["data"]))
-    if kind == "bytes":
-        return bytes(data)
-    if kind == "tensor":
-        dtype = getattr(torch, value["dtype"])
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        return flat.reshape(value["shape"])
-    import numpy
+    if TENSOR in value:
+        return get(value)
+    if ITEMS in value:
+        return {from_json(key, get): from_json(item, get) for key, item in value[ITEMS]}
+    if TUPLE in value:
+        return tuple(from_json(item, get) for item in value[TUPLE])
+    if BYTES in value:
+        return get(value[BYTES]).numpy().tobytes()
+    if ARRAY in value:
+        import numpy
 
-    return numpy.frombuffer(data, dtype=value["dtype"]).reshape(value["shape"]).copy()
+        dtype, shape, data = value[ARRAY]
+        return numpy.frombuffer(from_json(data, get), dtype=dtype).reshape(shape).copy()
+    return {key: from_json(item, get) for key, item in value.items()}

@@ -119,11 +119,14 @@ class Part(IterableDataset[Item]):
 
 def state_of(what: Any) -> Any:
     """Return the state of a loader, data set or iterator, as JSON. Raises UserError."""
+    state = what.state_dict()
     try:
-        return to_json(what.state_dict())
+        return to_json(state)
     except TypeError as error:
         how = "keep to numbers, text, tensors, and lists and dictionaries of these"
-        raise UserError(f"the state_dict of {type(what).__name__} cannot be saved ({error}): {how}") from error
+        raise UserError(
+            f"the state_dict of {type(what).__name__} cannot be saved (it holds a {error}): {how}"
+        ) from error
 
 
 def without_state(position: Position) -> bool:

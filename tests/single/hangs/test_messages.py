@@ -7,7 +7,7 @@ from hvdtrain.hangs.messages import KINDS, Appoint, Ask, Bye, End, Fail, Know, S
 
 REPORT = Report(7, "step", float("inf"), 31.5, 0.0, None, "train.py:3, main")
 SENT = [Ask(), Stand(REPORT, ["a line\n", "ä"]), Stop("SIGTERM"), Appoint("save", 9, None), Appoint("stop", 9, "Ctrl-C"),
-        Know("save"), Fail("KeyError: 1"), End(75), Bye()]  # fmt: skip
+        Know("save"), Fail("KeyError: 1"), Fail("UserError: no", mistake=True), End(75), Bye()]  # fmt: skip
 
 
 @pytest.mark.parametrize("message", SENT, ids=repr)

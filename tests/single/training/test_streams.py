@@ -299,7 +299,8 @@ Pair = namedtuple("Pair", "a b")
 @pytest.mark.parametrize(
     "value",
     [
-        {"a": [1, 2.5, None, True, "x"], "b": {"c": []}}, (1, (2,), b"\0\xff"), {1: "x", (2, 3): [4]}, {portable.KIND: "x"},
+        {"a": [1, 2.5, None, True, "x"], "b": {"c": []}}, (1, (2,), b"\0\xff"), {1: "x", (2, 3): [4]},
+        {portable.TUPLE: "x"}, {"a": {portable.TENSOR: (1,)}},
         random.Random(1).getstate(), 2**200, [float("inf")],
     ],
 )  # fmt: skip
