@@ -62,7 +62,7 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Which samples one rank takes in each step of each epoch (sharding.py), as an object that can be sent to workers."""
+    """Which samples one rank takes in each step of each epoch (sharding.py)."""
 
     total: int  # samples in the training set
     per_epoch: int  # samples per epoch
@@ -75,12 +75,10 @@ class Plan:
     global_batch: int | None = None  # samples per step over all ranks; None: size * batch_size * accumulate
     first_epoch: int = 0  # epoch in which a resumed run continues
     taken: int = 0  # samples of that epoch that are already done
-    shuffle: bool = True  # False: in the order of the data set
-    device: str | torch.device = "cpu"  # of the indices; not an accelerator where workers get the plan
+    device: str | torch.device = "cpu"  # of the indices
     order: Callable[[int, int], Tensor] | None = None  # (seed, epoch) -> int64 [total]; None: `epoch_order`
-    batches: Callable[[int, int], list[Tensor]] | None = (
-        None  # (seed, epoch) -> batches that stay whole; takes precedence
-    )
+    # (seed, epoch) -> batches that stay whole; takes precedence
+    batches: Callable[[int, int], list[Tensor]] | None = None
     batches_per_step: int = 1  # of these, over all ranks
 
     def epoch(self, epoch: int) -> Iterator[PlannedStep]:
@@ -92,10 +90,7 @@ class Plan:
                 done = f"{self.taken} samples of this epoch are done, where no batch ends: use the same batch_sampler"
                 raise UserError(f"the checkpoint does not match the batches: {done}", everywhere=True)
             return steps_of_batches(left, self.rank, self.size, self.batches_per_step)
-        if not self.shuffle:
-            order = torch.arange(self.total)
-        else:
-            order = self.order(self.seed, epoch) if self.order else epoch_order(self.total, self.seed, epoch)
+        order = self.order(self.seed, epoch) if self.order else epoch_order(self.total, self.seed, epoch)
         order = order[: self.per_epoch].to(self.device)
         rest = order[self.taken :] if epoch == self.first_epoch else order
         return steps(rest, self.rank, self.size, self.batch_size, self.accumulate, self.global_batch)

@@ -5,7 +5,7 @@ R is the ratio of their batch sizes. Each rank takes the same share of both, so 
 The position in each follows from the number of samples of the first one that are done.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvdtrain.cli import Flags
 from hvdtrain.data.loading import Plan
-from hvdtrain.data.sharding import PlannedBatch, epoch_order, mixed_seed
+from hvdtrain.data.sharding import PlannedBatch, mixed_seed
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.inputs import Batch, Input
@@ -35,15 +35,8 @@ class Beside:
 
     def _order(self, epoch: int) -> Tensor:
         if epoch not in self._orders:
-            source = self._input
-            order: Callable[[int, int], Tensor] | None = source.order
-            if order is not None:
-                drawn = order(self._seed, epoch)
-            elif source.shuffle:
-                drawn = epoch_order(source.samples, self._seed, epoch)
-            else:
-                drawn = torch.arange(source.samples)
-            self._orders = {known: held for known, held in self._orders.items() if known >= epoch - 1} | {epoch: drawn}
+            self._orders = {known: held for known, held in self._orders.items() if known >= epoch - 1}
+            self._orders[epoch] = self._input.order(self._seed, epoch)
         return self._orders[epoch]
 
     def _taken(self, position: int, count: int) -> Tensor:
@@ -80,11 +73,12 @@ class Several(Input):
     def __init__(self, parts: Mapping[str, Part]):
         self._parts = dict(parts)
         self._first, *self._others = self._parts
-        first = self._parts[self._first][0]
-        self.samples, self.per_epoch, self.order = first.samples, first.per_epoch, first.order
-        self.shuffle = first.shuffle
+        self.samples = self._parts[self._first][0].samples
         self._done = 0
         self._planned: dict[str, Iterator[tuple[int, PlannedBatch]]] = {}
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        return self._parts[self._first][0].order(seed, epoch)
 
     def epoch_samples(self) -> int:
         return self._parts[self._first][0].epoch_samples()

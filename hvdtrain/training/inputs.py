@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from hvdtrain.cli import Flags
 from hvdtrain.data import loading
 from hvdtrain.data.loading import Plan, Source
-from hvdtrain.data.sharding import PlannedBatch, kept, mixed_seed, seed_generators, shard
+from hvdtrain.data.sharding import PlannedBatch, epoch_order, kept, mixed_seed, seed_generators, shard
 from hvdtrain.engines.accelerators import CPU, Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -50,11 +50,8 @@ class Input(ABC):
     """The samples of one `for step in run.steps(...)`, over all epochs."""
 
     samples: int  # number of samples in the data set
-    shuffle = True
     may_wait = True  # `load` may take long: for workers, a disk, a network
     indices_on = CPU  # where the indices are needed: reading them from an accelerator would stop the host
-    order: Callable[[int, int], Tensor] | None = None  # (seed, epoch) -> indices; None: `sharding.epoch_order`
-    per_epoch: int | None = None  # samples per epoch; None: all
 
     @abstractmethod
     def load(self, planned: PlannedBatch) -> Batch:
@@ -78,12 +75,16 @@ class Input(ABC):
             epochs = state.epoch + 1 + -(-steps * initial.global_batch // count)
         return Plan(
             self.samples, count, flags.seed, epochs, engine.rank, engine.size, flags.batch_size, flags.accumulate,
-            initial.global_batch, state.epoch, state.samples_of_epoch, self.shuffle, self.indices_on, self.order,
+            initial.global_batch, state.epoch, state.samples_of_epoch, self.indices_on, self.order,
         )  # fmt: skip
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """Return the order of the samples in `epoch` (from 0), int64 [n], the same on every rank."""
+        return epoch_order(self.samples, seed, epoch)
 
     def epoch_samples(self) -> int:
         """Return the number of samples per epoch, over all ranks."""
-        return min(self.per_epoch or self.samples, self.samples)
+        return self.samples
 
     def steps_per_epoch(self, initial: Initial) -> int:
         """Return the number of steps per epoch, over all ranks."""
@@ -95,6 +96,13 @@ class Input(ABC):
     def at_end(self, samples_of_epoch: int) -> bool:
         """Return whether the epoch has ended with this number of samples, over all ranks."""
         return samples_of_epoch == self.epoch_samples()
+
+    def restore(self, positions: Callable[[], list[Any] | None], state: TrainState) -> str | None:
+        """Continue where a checkpoint was saved. A collective. Return a line if samples of this epoch are repeated.
+
+        positions: a collective that returns what `position` returned on each rank; None if that was nothing.
+        """
+        return None
 
     def position(self) -> Any:
         """Return what this rank needs besides the number of samples to continue here, as JSON; None: nothing."""
@@ -155,32 +163,33 @@ class Loader(Input):
         self._batches: Iterator[Any] | None = None
         self.samples = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
         self._drawn = drawn(engine, given, seed)
-        self._whole = given.batch_size is None
+        self._whole = self._drawn if given.batch_size is None else None  # batches stay whole
+        if self._whole is None:
+            require_batch_size(given, batch_size)
+
+    def order(self, seed: int, epoch: int) -> Tensor:
         if self._drawn is not None:
-            self.per_epoch, self.order = self._drawn.samples, self._drawn.order
-        if self._whole:
-            return
-        require_batch_size(given, batch_size)
-        self.shuffle = not isinstance(given.sampler, SequentialSampler)
+            return self._drawn.order(seed, epoch)
+        in_order = isinstance(self._given.sampler, SequentialSampler)
+        return torch.arange(self.samples) if in_order else super().order(seed, epoch)
 
     def epoch_samples(self) -> int:
         return self.samples if self._drawn is None else self._drawn.samples
 
     def steps_per_epoch(self, initial: Initial) -> int:
-        if not self._whole or self._drawn is None:
+        if self._whole is None:
             return super().steps_per_epoch(initial)
-        return -(-len(self._drawn.batches(self._seed, 0)) // (initial.ranks * initial.accumulate))
+        return -(-len(self._whole.batches(self._seed, 0)) // (initial.ranks * initial.accumulate))
 
     def plan(
         self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int | None, steps: int | None
     ) -> Plan:
-        if not self._whole or self._drawn is None:
+        if self._whole is None:
             return super().plan(engine, flags, initial, state, epochs, steps)
-        per_step = initial.ranks * initial.accumulate
         if epochs is None and steps is not None:
             epochs = state.epoch + 1 + steps  # at least a step in each
         plan = super().plan(engine, flags, initial, state, epochs, steps)
-        return replace(plan, batches=self._drawn.batches, batches_per_step=per_step)
+        return replace(plan, batches=self._whole.batches, batches_per_step=initial.ranks * initial.accumulate)
 
     def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:
         jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
@@ -200,8 +209,14 @@ class Images(Input):
 
     def __init__(self, engine: Engine, source: Source, say: Any):
         self._engine, self._source, self._output, self._copies = engine, source, say, Copies(engine.device)
-        self.samples, self.per_epoch, self.order = source.train_count, source.per_epoch, source.order
+        self.samples = source.train_count
         self._batches: Iterator[loading.Loaded] | None = None
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        return self._source.order(seed, epoch) if self._source.order else super().order(seed, epoch)
+
+    def epoch_samples(self) -> int:
+        return min(self._source.per_epoch or self.samples, self.samples)
 
     def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:
         assert isinstance(plan, Plan)

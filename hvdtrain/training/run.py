@@ -29,7 +29,7 @@ from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.gather import gather
 from hvdtrain.training.guard import Guard, Stopped
-from hvdtrain.training.inputs import Input, is_stream, open_input, same_data
+from hvdtrain.training.inputs import Input, open_input, same_data
 from hvdtrain.training.local_steps import LocalSteps
 from hvdtrain.training.predictions import Predictions, write_predictions
 from hvdtrain.training.prepared import Prepared
@@ -315,12 +315,8 @@ class Run:
             raise UserError(
                 f"run.steps() got {opened.samples} samples, and {self._opened[2].total} in the epoch before"
             )
-        if self._opened is None and is_stream(data[0]):
-            from hvdtrain.training.streams import Stream
-
-            assert isinstance(opened, Stream)
-            if line := opened.restore(self.checkpoints.positions(), self.state):
-                self.say(line)
+        if self._opened is None and (line := opened.restore(self.checkpoints.positions, self.state)):
+            self.say(line)
         plan = opened.plan(self.engine, self.flags, self.initial, self.state, self._epochs, self._step_limit)
         if self.state.samples_of_epoch > plan.per_epoch > 0:
             done = f"{self.state.samples_of_epoch} samples of this epoch are done, and it has {plan.per_epoch}"

@@ -13,8 +13,7 @@ import functools
 import hashlib
 import itertools
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -166,19 +165,7 @@ def begin_worker(given: Any, worker: int) -> None:
         given(worker)
 
 
-class StreamReader(ABC):
-    """Reads one rank's stream of one epoch."""
-
-    @abstractmethod
-    def draw(self) -> tuple[Any, int] | None:
-        """Return the next batch and its number of samples; None at the end."""
-
-    @abstractmethod
-    def position(self) -> Position:
-        """Return the position after the last batch."""
-
-
-class Workers(StreamReader):
+class Workers:
     """Reads a DataLoader over an IterableDataset with its workers, which take turns, or without."""
 
     def __init__(self, engine: Engine, given: DataLoader[Any], seed: Seed, held: Position | None, *, keeps: bool):
@@ -192,6 +179,7 @@ class Workers(StreamReader):
             next(self._items)
 
     def draw(self) -> tuple[Any, int] | None:
+        """Return the next batch and its number of samples; None at the end."""
         for _ in range(max(1, self._workers)):
             with own_randomness(self._workers):
                 item = next(self._items)
@@ -205,10 +193,11 @@ class Workers(StreamReader):
         return None
 
     def position(self) -> Position:
+        """Return the position after the last batch."""
         return {"turn": self._turn, "parts": self._positions if self._workers else [self._part.position()]}
 
 
-class Whole(StreamReader):
+class Whole:
     """Reads a loader that has a state itself, such as torchdata's StatefulDataLoader, as it is."""
 
     def __init__(self, given: Any, seed: Seed, held: Position | None):
@@ -227,6 +216,7 @@ class Whole(StreamReader):
         self._items = iter(()) if self._ended else loading.while_workers_live(iter(given))
 
     def draw(self) -> tuple[Any, int] | None:
+        """See `Workers`."""
         with own_randomness(self._workers):
             if not self._workers:
                 seed_generators(mixed_seed(*self._seed, self._drawn))
@@ -236,11 +226,15 @@ class Whole(StreamReader):
         return None if self._ended else (batch, rows(batch))
 
     def position(self) -> Position:
+        """See `Workers`."""
         state = state_of(self._given) if self._drawn > self._held["drawn"] else self._held["state"]
         return {"drawn": self._drawn, "ended": self._ended, "state": state}
 
 
-def opened(engine: Engine, given: Any, seed: int, epoch: int, held: Position | None, *, keeps: bool) -> StreamReader:
+Reader = Workers | Whole  # of one rank's stream of one epoch
+
+
+def opened(engine: Engine, given: Any, seed: int, epoch: int, held: Position | None, *, keeps: bool) -> Reader:
     """Return the reader of this rank's stream. held: where to continue. keeps: whether positions are saved."""
     dataset = getattr(given, "dataset", given)
     if hasattr(dataset, "set_epoch"):
@@ -286,7 +280,7 @@ class Stream(Input):
         self._workers = getattr(given, "num_workers", 0)
         self._state = TrainState()
         self._per_step = 0  # batches, over all ranks
-        self._reader: StreamReader | None = None
+        self._reader: Reader | None = None
         self._held: Position | None = None  # this rank's position in the epoch to resume
         self._finished = False  # that epoch has no steps left
         self._first: tuple[Any, int] | None = None  # of this epoch
@@ -300,18 +294,19 @@ class Stream(Input):
             return {"workers": self._workers, "finished": True, "reader": None}
         return {"workers": self._workers, "finished": self._finished, "reader": self._reader.position()}
 
-    def restore(self, positions: Sequence[Position] | None, state: TrainState) -> str | None:
+    def restore(self, positions: Callable[[], list[Any] | None], state: TrainState) -> str | None:
         if not state.samples_of_epoch:
             return None
-        why = self._engine.all_gather_object(self._why_anew(positions), "stream.position")
-        if positions is not None and all(one["finished"] for one in positions):
+        held = positions()
+        why = self._engine.all_gather_object(self._why_anew(held), "stream.position")
+        if held is not None and all(one["finished"] for one in held):
             self._finished = True
             return None
         if reason := next((one for one in why if one), None):
             taken, state.samples_of_epoch = state.samples_of_epoch, 0
             return f"epoch {state.epoch + 1} of the stream begins anew, after {taken:,} samples: {reason}"
-        assert positions is not None
-        self._held = positions[self._engine.rank]["reader"]
+        assert held is not None
+        self._held = held[self._engine.rank]["reader"]
         return None
 
     def _why_anew(self, positions: Sequence[Position] | None) -> str | None:
@@ -380,7 +375,7 @@ class Stream(Input):
             self._drawn.clear()
         self._finished = True
 
-    def _open(self, epoch: int, held: Position | None, given: Any = None) -> StreamReader:
+    def _open(self, epoch: int, held: Position | None, given: Any = None) -> Reader:
         return opened(self._engine, self._given if given is None else given, self._seed, epoch, held, keeps=self._keeps)
 
     def _draw(self) -> tuple[Any, int] | None:
