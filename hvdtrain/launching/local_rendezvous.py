@@ -10,10 +10,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.launching.rendezvous import Rendezvous, own_address_towards, request
+from hvdtrain.launching.rendezvous import own_address_towards, request
+
+if TYPE_CHECKING:
+    from hvdtrain.launching.rendezvous_server import Rendezvous
 
 POLL_SECONDS = 0.1
 SAY_SECONDS = 10.0  # between two lines about missing ranks
@@ -137,6 +140,8 @@ class Meeting:
         """Register this starter with `ranks` ranks; the first starter begins to listen. Raises UserError."""
         mine = json.dumps(Came(socket.gethostname(), ranks)).encode()
         if self.number == 0:
+            from hvdtrain.launching.rendezvous_server import Rendezvous  # imports asyncio
+
             try:
                 self._server = Rendezvous(self.address, self.port)
             except OSError as error:

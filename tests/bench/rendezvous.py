@@ -15,7 +15,7 @@ import resource
 import time
 from multiprocessing.connection import Connection
 
-from hvdtrain.launching.rendezvous import Rendezvous
+from hvdtrain.launching.rendezvous_server import Rendezvous
 
 ADDRESS = 136  # bytes: a sockaddr_storage and a sequence number, in Gloo's TCP transport
 AT_ONCE = 1_000  # connections of the simulated ranks at a time, where a rank makes one after the other

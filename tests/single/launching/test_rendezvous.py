@@ -8,8 +8,9 @@ import urllib.request
 
 import pytest
 
-from hvdtrain.launching import rendezvous
-from hvdtrain.launching.rendezvous import Rendezvous, horovods_server, put, wait_for
+from hvdtrain.launching import rendezvous_server
+from hvdtrain.launching.rendezvous import horovods_server, put, wait_for
+from hvdtrain.launching.rendezvous_server import Rendezvous
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -85,7 +86,7 @@ def test_each_rank_gets_the_addresses_meant_for_it_as_soon_as_the_last_one_is_th
 
 
 def test_a_rank_that_waits_for_one_that_does_not_come_is_told_nothing_after_a_while(server, monkeypatch):
-    monkeypatch.setattr(rendezvous, "SELECTION_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous_server, "SELECTION_SECONDS", 0.2)
     ask(server, "PUT", "missing/0", addresses_of(0, 3))
     assert ask(server, "GET", "missing/addresses_of_0_of_3") == b""
 
