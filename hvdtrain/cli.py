@@ -19,15 +19,15 @@ SCHEDULES = ("constant", "onecycle", "cosine", "step")  # optim.schedule_factor
 OPTIMIZERS = ("sgd", "adam", "adamw")
 TRACKERS = ("mlflow", "wandb")
 # Flags that an engine does not support, with the values that it refuses; None: every value.
-UNSUPPORTED: dict[str, dict[str, tuple[str, ...] | None]] = {
+Refused = dict[str, tuple[str, ...] | None]
+IN_ONE_PROCESS: Refused = {
+    "compression": ("fp16", "bf16"), "reduction": ("sum", "adasum"), "gradient_predivide_factor": None,
+}  # fmt: skip
+UNSUPPORTED: dict[str, Refused] = {
     "horovod": {},
     "ddp": {"reduction": ("adasum",)},
-    "dataparallel": {
-        "compression": ("fp16", "bf16"),
-        "reduction": ("sum", "adasum"),
-        "gradient_predivide_factor": None,
-    },
-    "serial": {"compression": ("fp16", "bf16"), "reduction": ("sum", "adasum"), "gradient_predivide_factor": None},
+    "dataparallel": IN_ONE_PROCESS,
+    "serial": IN_ONE_PROCESS,
 }
 # Flags that may change when a run is resumed: where and how it runs, its output, and when it ends early.
 MAY_CHANGE = frozenset({

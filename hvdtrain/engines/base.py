@@ -269,10 +269,14 @@ class Engine(ABC):
         """Return the `value` of every rank, in rank order. It must be JSON-serializable; pickle is not used."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = self.all_gather(torch.tensor([len(text)]), name + ".length")[:, 0].tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(text)] = text
-        gathered = self.all_gather(padded, name)
-        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(gathered, lengths, strict=True)]
+        return [json.loads(bytes(theirs.tolist())) for theirs in self.all_gather_rows(text, lengths, name)]
+
+    def all_gather_rows(self, rows: Tensor, lengths: Sequence[int], name: str) -> list[Tensor]:
+        """Return the rows of each rank. lengths: number of rows of each rank, not all 0. The rest must be the same."""
+        padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        everyone = self.all_gather(padded, name)
+        return [theirs[:length] for theirs, length in zip(everyone, lengths, strict=True)]
 
     def broadcast_object(self, value: object, name: str) -> Any:
         """Return rank 0's `value` on every rank. It must be JSON-serializable; pickle is not used."""
@@ -359,11 +363,6 @@ class Engine(ABC):
             if other != values[0]:
                 said = f"ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}: {remedy}"
                 raise UserError(said, everywhere=True)
-
-    def mean(self, value: Tensor | float, count: int, name: str) -> float:
-        """Return the mean over the samples of all ranks. value: the mean over this rank's `count` samples."""
-        total, samples = self.sum(torch.tensor([float(value) * count, count], dtype=torch.float64), name)
-        return float(total) / float(samples)
 
     def average_buffers(self, model: nn.Module) -> None:
         """Replace the floating-point buffers (batch norm's running statistics) with their mean over ranks. One

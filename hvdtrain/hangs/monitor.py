@@ -12,12 +12,10 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import NamedTuple
 
 from hvdtrain.engines.base import Engine
@@ -33,8 +31,7 @@ from hvdtrain.hangs.stacks import stack_of, worth_printing
 from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.launching import processes
 from hvdtrain.launching.exit_codes import FAILED, STOPPED
-
-Handler = Callable[[int, FrameType | None], object] | int | None  # what signal.signal takes and returns
+from hvdtrain.launching.signal_socket import SignalSocket
 
 # A closed terminal sends SIGHUP, a batch system's limit on processor time SIGXCPU.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
@@ -65,49 +62,6 @@ TIMING = Timing()
 def remember_ignored() -> None:
     """Note which stop signals this process ignores. Call it before Horovod is imported, whose library handles SIGHUP."""
     _ignored.update(number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN)
-
-
-class StopSignals:
-    """Between `listen` and `restore`, stop signals only appear in `received`. Call both from the main thread."""
-
-    def __init__(self) -> None:
-        self.socket, self._wake = socket.socketpair()
-        self.socket.setblocking(False)
-        self._wake.setblocking(False)
-        self._handlers: dict[signal.Signals, Handler] = {}
-
-    def listen(self) -> None:
-        """Install the signal handlers."""
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        for number, handler in self._handlers.items():
-            if handler != signal.SIG_IGN and number not in _ignored:
-                signal.signal(number, lambda number, frame: None)
-
-    def restore(self) -> None:
-        """Restore the previous signal handlers. Idempotent."""
-        if self._handlers:
-            signal.set_wakeup_fd(-1)
-            for number, handler in self._handlers.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: a library's own
-            self._handlers = {}
-
-    def received(self) -> list[signal.Signals]:
-        """Return the stop signals received since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            return [signal.Signals(number) for number in self.socket.recv(4096) if number in STOP_SIGNALS]
-        return []
-
-    def wake(self, number: int = 0) -> None:
-        """Wake up the thread that waits for `socket`, as a signal of this number does. Thread-safe."""
-        with contextlib.suppress(OSError):
-            self._wake.send(bytes([number]))
-
-    def close(self) -> None:
-        """Restore the signal handlers and close the sockets."""
-        self.restore()
-        self.socket.close()
-        self._wake.close()
 
 
 class Appointment:
@@ -168,7 +122,7 @@ class Monitor:
         self.save = Appointment("save", self)
         self.gone: dict[int, Gone] = {}  # disconnected ranks
         self.leaving: Leaving | None = None  # once all other ranks have left
-        self.signals = StopSignals()
+        self.signals = SignalSocket()
         self.launchers: list[processes.Process] = []  # launchers of this rank; if one ends, the job stops
         self.detector = Detector(
             rank, [self.name(other) for other in range(len(peers))], activity, timeouts, self.watched, timing.reply,
@@ -188,7 +142,8 @@ class Monitor:
         """Start the thread. From then on, stop signals are requests."""
         if not self.guest:
             self.launchers = processes.launchers()
-            self.signals.listen()
+            heard = (number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
+            self.signals.listen(number for number in heard if number not in _ignored)
             os.register_at_fork(after_in_child=self._forked)
         self._selector.register(self.signals.socket, selectors.EVENT_READ)
         for rank, channel in self.channels.items():
@@ -277,7 +232,7 @@ class Monitor:
             time.sleep(0.1)
 
     def _hear_signals(self) -> None:
-        for number in self.signals.received():
+        for number in (signal.Signals(heard) for heard in self.signals.received() if heard in STOP_SIGNALS):
             self._interrupts += number == signal.SIGINT
             if self._interrupts > 1:
                 self.leave(130)

@@ -63,7 +63,8 @@ def main() -> NoReturn:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as forker, contextlib.suppress(OSError, ValueError):
             forker.settimeout(import_timeout.limit_seconds() or None)
             forker.connect(f"\0{name}")
-            require_own(forker)
+            if peer(forker)[1] != os.geteuid():  # everybody can see the name, and take it when the forker has ended
+                raise PermissionError("the forker is another user's")
             send(forker, request(words, os.environ, proxy=True))
             answers = forker.makefile("rb", buffering=0)
             pid = int(answers.readline())  # ValueError: the forker has ended, or could not fork
@@ -74,11 +75,10 @@ def main() -> NoReturn:
     os.execv(sys.executable, [sys.executable, *words])
 
 
-def require_own(forker: socket.socket) -> None:
-    """Raise PermissionError if another user listens: everybody can see the name, and take it when the forker has ended."""
-    _, user, _ = struct.unpack("3i", forker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if user != os.geteuid():
-        raise PermissionError("the forker is another user's")
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return pid and user ID of the process at the other end of `connection`."""
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
 
 
 def forward_signals(pid: int) -> None:

@@ -21,14 +21,14 @@ import secrets
 import selectors
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn, cast
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import capacity, exit_codes, preload, processes, rank_exit, run_script
-from hvdtrain.launching.fork_client import HANDED_ON, VARIABLE, Request
+from hvdtrain.launching.fork_client import HANDED_ON, VARIABLE, Request, peer
+from hvdtrain.launching.signal_socket import SignalSocket
 
 LOOK_SECONDS = 1.0  # between two checks whether the parent process still runs
 HELLO_SECONDS = 10.0  # time limit for a connected client to send its request
@@ -138,13 +138,10 @@ def serve(listener: socket.socket | None, connections: list[socket.socket], star
     Returns once no connection is left, and the starter of a `listener` has ended. Does not return in the ranks.
     """
     ranks: dict[int, Rank] = {}  # by pid
-    wake, wake_end = socket.socketpair()
-    wake.setblocking(False)
-    wake_end.setblocking(False)
-    signal.set_wakeup_fd(wake_end.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signals = SignalSocket()
+    signals.listen([signal.SIGCHLD])
     with selectors.DefaultSelector() as selector:
-        selector.register(wake, selectors.EVENT_READ)
+        selector.register(signals.socket, selectors.EVENT_READ)
         for connection in connections:
             selector.register(connection, selectors.EVENT_READ)
         if listener is not None:
@@ -153,9 +150,8 @@ def serve(listener: socket.socket | None, connections: list[socket.socket], star
         while ranks or waiting or (listener is not None and os.getppid() == starter):
             for key, _ in selector.select(LOOK_SECONDS):
                 ready = key.fileobj
-                if ready is wake:
-                    with contextlib.suppress(BlockingIOError):
-                        wake.recv(4096)
+                if ready is signals.socket:
+                    signals.received()
                 elif key.data is not None:  # who asked for this rank is gone
                     selector.unregister(ready)
                     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -168,7 +164,7 @@ def serve(listener: socket.socket | None, connections: list[socket.socket], star
                     if connection in waiting:
                         waiting.remove(connection)
                         selector.unregister(connection)
-                    open_here = [wake, wake_end, *waiting, *(rank.connection for rank in ranks.values())]
+                    open_here = [signals, *waiting, *(rank.connection for rank in ranks.values())]
                     rank = fork(connection, open_here if listener is None else [*open_here, listener])
                     if rank is not None:
                         ranks[rank.pid] = rank
@@ -203,7 +199,7 @@ def tell(connection: socket.socket, line: bytes) -> None:
         connection.sendall(line + b"\n")
 
 
-def fork(connection: socket.socket, others: Sequence[socket.socket]) -> Rank | None:
+def fork(connection: socket.socket, others: Sequence[socket.socket | SignalSocket]) -> Rank | None:
     """Fork the rank that is asked for over `connection`. Returns None if the request was invalid or the fork failed.
 
     others: sockets that the rank does not need. Does not return in the rank.
@@ -220,7 +216,6 @@ def fork(connection: socket.socket, others: Sequence[socket.socket]) -> Rank | N
             os.close(stream)
         return None
     if pid == 0:
-        signal.set_wakeup_fd(-1)
         for other in others:
             other.close()
         become_rank(connection, asked, streams, forker)
@@ -230,12 +225,6 @@ def fork(connection: socket.socket, others: Sequence[socket.socket]) -> Rank | N
         os.close(stream)
     tell(connection, b"%d" % pid)
     return Rank(pid, connection, asked)
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return pid and user ID of the process at the other end of `connection`."""
-    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, user
 
 
 def receive(connection: socket.socket, streams: list[int]) -> Request:

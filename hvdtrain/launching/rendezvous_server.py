@@ -25,8 +25,8 @@ class Rendezvous:
 
     Horovod's own server is Python's HTTPServer: its listen queue holds 5 connections, so the ninth rank is dropped and
     retries seconds later, and it starts a thread for each of the 3,000 requests of 24 ranks. The protocol has no
-    authentication: any process that can connect can misdirect the ranks of
-    this job. Therefore the server listens on one address only, stores only addresses, and does not use pickle.
+    authentication: any process that can connect can misdirect the ranks of this job. Therefore the server listens on one
+    address only, stores only addresses, and does not use pickle.
 
     port: 0 for any free port. Raises OSError if `address` cannot be bound.
     """

@@ -17,6 +17,7 @@ from hvdtrain.launching.exit_codes import STOPPED, TARGET_MISSED, WRONG_INPUT
 from hvdtrain.launching.fork_client import HANDED_ON, request, send
 from hvdtrain.launching.forker import FAILED, IMPORTED, REFUSED, Forker
 from hvdtrain.launching.local_rendezvous import FAILURE_SECONDS, environment
+from hvdtrain.launching.signal_socket import SignalSocket
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 MOST_REQUESTS = 3  # after so many of these signals, the ranks are killed
@@ -66,26 +67,23 @@ class Supervisor:
         self._leaving: set[int] = set()  # local ranks whose program has failed and whose exit handlers run
         self._handed_on: set[signal.Signals] = set()  # signals forwarded so far
         self._until: float | None = None  # time at which the other ranks are ended (time.monotonic)
-        self._wake, self._wake_end = socket.socketpair()
-        self._wake.setblocking(False)
-        self._wake_end.setblocking(False)
+        self._signals = SignalSocket()
 
     def run(self) -> int:
         """Return the exit code once all ranks have exited. Raises UserError or Failure if the rendezvous failed."""
-        signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
-        for number in (*HANDED_ON, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCHLD):
-            if signal.getsignal(number) != signal.SIG_IGN:  # ignored signals stay ignored (nohup)
-                signal.signal(number, lambda number, frame: None)
+        heard = (*HANDED_ON, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCHLD)
+        # Ignored signals stay ignored (nohup).
+        self._signals.listen(number for number in heard if signal.getsignal(number) != signal.SIG_IGN)
         threading.Thread(target=self._meet_others, name="meeting", daemon=True).start()
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._wake, selectors.EVENT_READ)
+                selector.register(self._signals.socket, selectors.EVENT_READ)
                 for local_rank, connection in enumerate(self._forker.connections):
                     selector.register(connection, selectors.EVENT_READ, local_rank)
                 while self._forker_runs and len(self._exited) < len(self._forker.connections):
                     before = set(self._exited)
                     for ready, _ in selector.select(self._timeout()):
-                        if ready.fileobj is self._wake:
+                        if ready.fileobj is self._signals.socket:
                             self._hear_signals()
                         elif not self._hear_forker(ready.data):
                             selector.unregister(ready.fileobj)
@@ -126,7 +124,7 @@ class Supervisor:
         """Thread: connect to the other hosts, then check regularly whether one of them has failed."""
         try:
             self._orders = self._meet(self._imported)
-            self._wake_up()
+            self._signals.wake()
             while self._failed is not None:
                 time.sleep(FAILURE_SECONDS)
                 if reason := self._failed():
@@ -135,11 +133,7 @@ class Supervisor:
             self._error = error
         except Exception as error:
             self._error = Failure(f"the meeting failed: {type(error).__name__}: {error}")
-        self._wake_up()
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_end.send(b"\0")
+        self._signals.wake()
 
     def _ask_for_ranks(self, orders: Orders) -> None:
         self._asked = True
@@ -186,13 +180,12 @@ class Supervisor:
         return bool(part)
 
     def _hear_signals(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            for number in self._wake.recv(4096):
-                if number == signal.SIGTSTP:  # Ctrl-Z
-                    self._send_all(signal.SIGSTOP)
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                elif number in (*HANDED_ON, signal.SIGWINCH):
-                    self._hand_on(signal.Signals(number))
+        for number in self._signals.received():
+            if number == signal.SIGTSTP:  # Ctrl-Z
+                self._send_all(signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif number in (*HANDED_ON, signal.SIGWINCH):
+                self._hand_on(signal.Signals(number))
 
     def _hand_on(self, number: signal.Signals) -> None:
         if number == signal.SIGHUP and self._pids:  # a closed terminal; torch's handler in the ranks does nothing

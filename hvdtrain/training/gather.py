@@ -1,6 +1,5 @@
 """Rows of all ranks with their gradient, for losses over the samples of all ranks, such as contrastive ones."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ class Gathered(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, engine: Engine, lengths: list[int], alone: bool) -> Tensor:
         ctx.engine, ctx.alone = engine, alone
         ctx.first, ctx.length = sum(lengths[: engine.rank]), lengths[engine.rank]
-        return rows_of_all(engine, rows, lengths, "gather")
+        return torch.cat(engine.all_gather_rows(rows, lengths, "gather"))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -29,14 +28,6 @@ class Gathered(torch.autograd.Function):
         if not ctx.alone:
             ctx.engine.all_reduce_(total, "sum", "gather.gradient")
         return total[ctx.first : ctx.first + ctx.length], None, None, None
-
-
-def rows_of_all(engine: Engine, rows: Tensor, lengths: Sequence[int], name: str) -> Tensor:
-    """Return the rows of all ranks, without a gradient. A collective. lengths: number of rows of each rank, not all 0."""
-    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    everyone = engine.all_gather(padded, name)
-    return torch.cat([theirs[:length] for theirs, length in zip(everyone, lengths, strict=True)])
 
 
 def gather(engine: Engine, rows: Tensor, *, alone: bool) -> Tensor:

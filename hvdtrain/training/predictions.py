@@ -10,7 +10,6 @@ from torch import Tensor
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.gather import rows_of_all
 
 Rows = tuple[Tensor, dict[str, Tensor]]  # indices, int64 [n]; by name, the samples' values, [n, ...]
 
@@ -62,12 +61,12 @@ class Predictions:
             )
         counts = [count for count, _ in everyone]
         indices = torch.cat(self._indices) if self._indices else torch.zeros(0, dtype=torch.int64)
-        order = rows_of_all(engine, indices, counts, "predict.indices")
+        order = torch.cat(engine.all_gather_rows(indices, counts, "predict.indices"))
         place = order.argsort(stable=True)
         values = {}
         for name, (shape, dtype) in known.items():
             own = mine.get(name, torch.zeros(0, *shape, dtype=getattr(torch, dtype)))
-            values[name] = rows_of_all(engine, own, counts, f"predict.{name}")[place]
+            values[name] = torch.cat(engine.all_gather_rows(own, counts, f"predict.{name}"))[place]
         return order[place], values
 
 

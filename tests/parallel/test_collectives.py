@@ -47,12 +47,6 @@ def test_gather_takes_values_of_any_length(engine):
     assert engine.all_gather_object(value, "values") == expected
 
 
-def test_mean_weighs_ranks_by_their_samples(engine):
-    values, counts = [2.0 + rank for rank in range(engine.size)], list(range(1, engine.size + 1))
-    expected = sum(v * c for v, c in zip(values, counts, strict=True)) / sum(counts)
-    assert engine.mean(values[engine.rank], counts[engine.rank], "mean") == pytest.approx(expected)
-
-
 def test_average_buffers_is_the_mean_of_each_and_spares_counters(engine):
     norm = torch.nn.BatchNorm1d(4)
     norm.running_mean.fill_(float(engine.rank))
