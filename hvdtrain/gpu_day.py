@@ -29,20 +29,18 @@ from hvdtrain import cli
 from hvdtrain.analysis import measuring
 from hvdtrain.analysis.gpu_day import results
 from hvdtrain.analysis.gpu_day.day import Day, Failed, NotRun
-from hvdtrain.analysis.gpu_day.results import NOT_OK, NOT_RUN, OK, Outcome
-from hvdtrain.analysis.gpu_day.rows import ROWS, Row
+from hvdtrain.analysis.gpu_day.results import NOT_OK, NOT_RUN, OK, Outcome, Row
+from hvdtrain.analysis.gpu_day.rows import ROWS
 from hvdtrain.analysis.launching import INTERRUPTED, interrupt
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
 
-LINES = [row.line for row in ROWS]
-
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.gpu_day", __doc__)
-    names = [line.name for line in LINES]
+    names = [row.name for row in ROWS]
     parser.add_argument("--only", type=cli.some_of(names), help="these rows, separated by commas (--list has all)")
     parser.add_argument("--list", action="store_true", help="print what each row must show, and run none")
     parser.add_argument(
@@ -83,7 +81,7 @@ def look(day: Day) -> dict[str, Any]:
 
 def outcome_of(row: Row, day: Day) -> Outcome:
     """Run one row, whatever becomes of it. Raises OSError if this command itself cannot write."""
-    name = row.line.name
+    name = row.name
     day.begin(name)
     began = time.monotonic()
     if day.device == "cuda" and day.gpus < row.gpus:
@@ -103,18 +101,18 @@ def outcome_of(row: Row, day: Day) -> Outcome:
 def run_rows(flags: Namespace, day: Day, facts: dict[str, Any], outcomes: dict[str, Outcome]) -> None:
     """Run the rows that were asked for, or have no outcome yet, and write the page after each."""
     for row in ROWS:
-        name = row.line.name
+        name = row.name
         if name not in flags.only if flags.only else outcomes.get(name, Outcome(NOT_RUN, "")).verdict != NOT_RUN:
             continue
         outcome = outcomes[name] = outcome_of(row, day)
         print(f"{outcome.verdict:7}  {name}: {outcome.showed}  ({outcome.seconds:.0f} s)", flush=True)
-        results.write(flags.output_dir, LINES, outcomes, facts)
+        results.write(flags.output_dir, ROWS, outcomes, facts)
 
 
 def main() -> int:
     flags = parse()
     if flags.list:
-        print("\n".join(f"{line.name:17} {line.must} ({line.claim})" for line in LINES))
+        print("\n".join(f"{row.name:17} {row.must} ({row.claim})" for row in ROWS))
         return 0
     if announced().size > 1:
         raise UserError("hvdtrain.gpu_day starts the launchers itself: start it without one")

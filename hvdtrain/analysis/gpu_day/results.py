@@ -2,9 +2,11 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdtrain.analysis.gpu_day.day import Day
 from hvdtrain.engines import files
 
 OK, NOT_OK, NOT_RUN = VERDICTS = ("ok", "not ok", "not run")
@@ -21,13 +23,23 @@ class Outcome(NamedTuple):
     figures: dict[str, Any] = {}  # noqa: RUF012 # never changed
 
 
-class Line(NamedTuple):
-    """What stands in the page about a row, whatever it showed."""
+class Showed(NamedTuple):
+    """What a row saw."""
+
+    ok: bool
+    text: str
+    figures: dict[str, Any] = {}  # noqa: RUF012 # never changed
+
+
+class Row(NamedTuple):
+    """What stands in the page about a row, whatever it showed, and how to run it. gpus: the fewest that it needs."""
 
     name: str
+    run: Callable[[Day], Showed]
     claim: str  # of which page, and in which words
-    must: str
+    must: str = "a rate"
     predicted: str = ""
+    gpus: int = 1
 
 
 def cell(text: str) -> str:
@@ -35,9 +47,9 @@ def cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split()) or " "
 
 
-def markdown(lines: list[Line], outcomes: dict[str, Outcome], facts: dict[str, Any]) -> str:
+def markdown(rows: Sequence[Row], outcomes: dict[str, Outcome], facts: dict[str, Any]) -> str:
     """Return the page. facts: what was measured on; the same for all rows."""
-    counts = Counter(outcomes[line.name].verdict if line.name in outcomes else NOT_RUN for line in lines)
+    counts = Counter(outcomes[row.name].verdict if row.name in outcomes else NOT_RUN for row in rows)
     text = ["# The first day on a GPU", ""]
     if facts["device"] == "cpu":
         text += [
@@ -46,26 +58,28 @@ def markdown(lines: list[Line], outcomes: dict[str, Outcome], facts: dict[str, A
         ]
     text += [f"{', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}. On: {facts['on']}.", ""]
     text += ["| row | claim | must show | showed | predicted | |", "|---|---|---|---|---|---|"]
-    for line in lines:
-        outcome = outcomes.get(line.name, Outcome(NOT_RUN, "not come to"))
+    for row in rows:
+        outcome = outcomes.get(row.name, Outcome(NOT_RUN, "not come to"))
         verdict = outcome.verdict if outcome.verdict == OK else f"**{outcome.verdict}**"
-        cells = (line.name, line.claim, line.must, outcome.showed, line.predicted, verdict)
+        cells = (row.name, row.claim, row.must, outcome.showed, row.predicted, verdict)
         text.append(f"| {' | '.join(map(cell, cells))} |")
     text += ["", "*predicted*: estimated for one H100 before anything had run on a GPU. No row is judged by it.", ""]
     text += ["## Commands", ""]
-    for line in lines:
-        if (ran := outcomes.get(line.name)) is not None and ran.commands:
-            text += [f"**{line.name}**, {ran.seconds:.0f} s", "", "```", *ran.commands, "```", ""]
+    for row in rows:
+        if (ran := outcomes.get(row.name)) is not None and ran.commands:
+            text += [f"**{row.name}**, {ran.seconds:.0f} s", "", "```", *ran.commands, "```", ""]
     return "\n".join(text)
 
 
-def write(directory: Path, lines: list[Line], outcomes: dict[str, Outcome], facts: dict[str, Any]) -> None:
+def write(directory: Path, rows: Sequence[Row], outcomes: dict[str, Outcome], facts: dict[str, Any]) -> None:
     """Write the page and the record. Raises OSError."""
-    rows = [line._asdict() | outcomes.get(line.name, Outcome(NOT_RUN, "not come to"))._asdict() for line in lines]
+    lines = [{field: getattr(row, field) for field in ("name", "claim", "must", "predicted")} for row in rows]
+    ran = [outcomes.get(row.name, Outcome(NOT_RUN, "not come to"))._asdict() for row in rows]
+    record = {**facts, "rows": [line | outcome for line, outcome in zip(lines, ran, strict=True)]}
     with files.replacing(directory / RECORD) as file:
-        file.write(json.dumps({**facts, "rows": rows}, indent=2, default=str) + "\n")
+        file.write(json.dumps(record, indent=2, default=str) + "\n")
     with files.replacing(directory / PAGE) as file:
-        file.write(markdown(lines, outcomes, facts))
+        file.write(markdown(rows, outcomes, facts))
 
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, Outcome]]:

@@ -10,33 +10,17 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdtrain.analysis import nvidia_smi
 from hvdtrain.analysis.gpu_day.day import Day, Done, Failed, NotRun, SignalRank, left_on_gpus, on_gpus
-from hvdtrain.analysis.gpu_day.results import Line
+from hvdtrain.analysis.gpu_day.results import Row, Showed
 from hvdtrain.analysis.launching import members
 
 MNIST = ["--dataset", "digits", "--model", "convnet", "--no-progress"]
 CLOSE = 1e-3  # absolute difference of two losses
 OFTEN = 0.5  # times per step
 SCALES, OF_NCCL_TESTS = 0.95, 0.8  # shares of ranks that never communicate, and of nccl-tests' bus bandwidth
-
-
-class Showed(NamedTuple):
-    """What a row saw."""
-
-    ok: bool
-    text: str
-    figures: dict[str, Any] = {}  # noqa: RUF012 # never changed
-
-
-class Row(NamedTuple):
-    """One row: what stands in the page about it, and how to run it. gpus: the fewest that it needs."""
-
-    line: Line
-    run: Callable[[Day], Showed]
-    gpus: int = 1
 
 
 # ---- the machine and the build
@@ -385,45 +369,39 @@ AMP = ("--amp", "bf16", "--channels-last")
 LARGE = (*AMP, "--batch-size", "256")
 
 
-def row(
-    name: str, run: Callable[[Day], Showed], claim: str, must: str = "a rate", predicted: str = "", gpus: int = 1
-) -> Row:
-    return Row(Line(name, claim, must, predicted), run, gpus)
-
-
 # Of every row: claim, what it must show, what was predicted.
 ROWS = (
-    row("device", device, "docs/install.md: only the driver is needed",
+    Row("device", device, "docs/install.md: only the driver is needed",
         "a driver for this CUDA; no MIG; compute mode Default"),
-    row("build", build, "docs/install.md: a build with NCCL", "Horovod with NCCL; torch has kernels for this GPU"),
-    row("doctor", doctor, "docs/run.md: the doctor", "no problem, on one rank and on several"),
-    row("one-rank", one_rank, f"{LIMITS}: training over NCCL", "learns the digits, over NCCL"),
-    row("sums", sums, "docs/how-it-works.md: the all-reduce", "1 + ... + N on each of N ranks, in six types"),
-    row("ranks", ranks, f"{LIMITS}: training over NCCL", "2 to 8 ranks learn the digits; replicas stay equal"),
-    row("ddp", ddp, "docs/migrate.md: both engines use NCCL", "two ranks learn the digits with --engine ddp"),
-    row("dataparallel", data_parallel, f"{LIMITS}: dataparallel over several GPUs", "learns the digits", gpus=2),
-    row("amp", mixed, f"{LIMITS}: fp16 with a loss scaler on a GPU", "bf16 and fp16 learn the digits"),
-    row("bits", bits, f"{LIMITS}: on GPUs, do not expect the same bits", "two runs differ by less than 0.1 in loss"),
-    row("deterministic", deterministic, "docs/choosing.md: the same bits on GPUs", "two runs have the same bits"),
-    row("cpu-loss", cpu_loss, "docs/evidence/accuracy.md: one loss curve",
+    Row("build", build, "docs/install.md: a build with NCCL", "Horovod with NCCL; torch has kernels for this GPU"),
+    Row("doctor", doctor, "docs/run.md: the doctor", "no problem, on one rank and on several"),
+    Row("one-rank", one_rank, f"{LIMITS}: training over NCCL", "learns the digits, over NCCL"),
+    Row("sums", sums, "docs/how-it-works.md: the all-reduce", "1 + ... + N on each of N ranks, in six types"),
+    Row("ranks", ranks, f"{LIMITS}: training over NCCL", "2 to 8 ranks learn the digits; replicas stay equal"),
+    Row("ddp", ddp, "docs/migrate.md: both engines use NCCL", "two ranks learn the digits with --engine ddp"),
+    Row("dataparallel", data_parallel, f"{LIMITS}: dataparallel over several GPUs", "learns the digits", gpus=2),
+    Row("amp", mixed, f"{LIMITS}: fp16 with a loss scaler on a GPU", "bf16 and fp16 learn the digits"),
+    Row("bits", bits, f"{LIMITS}: on GPUs, do not expect the same bits", "two runs differ by less than 0.1 in loss"),
+    Row("deterministic", deterministic, "docs/choosing.md: the same bits on GPUs", "two runs have the same bits"),
+    Row("cpu-loss", cpu_loss, "docs/evidence/accuracy.md: one loss curve",
         f"the CPU's test loss within {CLOSE:g}, in float32"),
-    row("host-reads", host_reads, "docs/gpus.md: what the host waits for",
+    Row("host-reads", host_reads, "docs/gpus.md: what the host waits for",
         "no line waits for the GPU at each step"),
-    row("input-workers", input_workers, "docs/examples.md: DataLoader workers", "CUDA starts in the rank only"),
-    row("killed", killed, f"{SURVIVING}: a rank that is killed",
+    Row("input-workers", input_workers, "docs/examples.md: DataLoader workers", "CUDA starts in the rank only"),
+    Row("killed", killed, f"{SURVIVING}: a rank that is killed",
         "the job ends, nothing is left; continued, the same bits (with --deterministic)"),
-    row("terminated", terminated, f"{SURVIVING}: SIGTERM to any rank",
+    Row("terminated", terminated, f"{SURVIVING}: SIGTERM to any rank",
         "exit code 75, nothing is left; continued, the same bits (with --deterministic)"),
-    row("stopped", stopped, f"{SURVIVING}: a rank that hangs", "rank 1 is named, the job ends, nothing is left"),
-    row("resnet50", resnet(), f"{SPEED}: ResNet-50 on one GPU", predicted="1,000 to 1,300 images/s"),
-    row("resnet50-amp", resnet(*AMP), f"{SPEED}: ResNet-50 on one GPU", predicted="2,100 to 2,400 images/s"),
-    row("resnet50-batch", resnet(*LARGE), f"{SPEED}: ResNet-50 on one GPU", predicted="2,400 to 2,600 images/s"),
-    row("resnet50-compile", resnet(*LARGE, "--compile"), f"{SPEED}: ResNet-50 on one GPU",
+    Row("stopped", stopped, f"{SURVIVING}: a rank that hangs", "rank 1 is named, the job ends, nothing is left"),
+    Row("resnet50", resnet(), f"{SPEED}: ResNet-50 on one GPU", predicted="1,000 to 1,300 images/s"),
+    Row("resnet50-amp", resnet(*AMP), f"{SPEED}: ResNet-50 on one GPU", predicted="2,100 to 2,400 images/s"),
+    Row("resnet50-batch", resnet(*LARGE), f"{SPEED}: ResNet-50 on one GPU", predicted="2,400 to 2,600 images/s"),
+    Row("resnet50-compile", resnet(*LARGE, "--compile"), f"{SPEED}: ResNet-50 on one GPU",
         predicted="2,700 to 3,000 images/s"),
-    row("gpt2", language(), "docs/examples.md: GPT-2", predicted="55,000 tokens/s"),
-    row("gpt2-compile", language("--amp", "bf16", "--compile"), "docs/examples.md: GPT-2",
+    Row("gpt2", language(), "docs/examples.md: GPT-2", predicted="55,000 tokens/s"),
+    Row("gpt2-compile", language("--amp", "bf16", "--compile"), "docs/examples.md: GPT-2",
         predicted="220,000 to 275,000 tokens/s"),
-    row("all-reduce", all_reduce, f"{SPEED}: the all-reduce",
+    Row("all-reduce", all_reduce, f"{SPEED}: the all-reduce",
         f"{OF_NCCL_TESTS} of nccl-tests' bus bandwidth, if it is there"),
-    row("scaling", scaling, "README: a share of ranks that never communicate", f"at least {SCALES}, on 2 to 8 GPUs", gpus=2),
+    Row("scaling", scaling, "README: a share of ranks that never communicate", f"at least {SCALES}, on 2 to 8 GPUs", gpus=2),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from tests.e2e.launchers import BIN, environment, launch
 from tests.single.analysis.nvidia_smi import GPU, put
 
 # Two halves: each within the limit of a launch.
-NAMES = [row.line.name for row in ROWS]
+NAMES = [row.name for row in ROWS]
 HALVES = (NAMES[: len(NAMES) // 2], NAMES[len(NAMES) // 2 :])
 
 

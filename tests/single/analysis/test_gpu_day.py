@@ -13,8 +13,7 @@ import pytest
 from hvdtrain import gpu_day
 from hvdtrain.analysis.gpu_day import probes, results, rows
 from hvdtrain.analysis.gpu_day.day import Day, Failed, NotRun, OnGpus, SignalRank, left_on_gpus
-from hvdtrain.analysis.gpu_day.results import NOT_OK, NOT_RUN, OK, Line, Outcome
-from hvdtrain.analysis.gpu_day.rows import Showed
+from hvdtrain.analysis.gpu_day.results import NOT_OK, NOT_RUN, OK, Outcome, Row, Showed
 from hvdtrain.engines.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,28 +31,26 @@ def day(tmp_path):
 
 
 def test_each_row_has_a_name_of_its_own_a_claim_on_a_page_and_something_to_show():
-    lines = [row.line for row in rows.ROWS]
-    assert len({line.name for line in lines}) == len(lines) > 20
-    for line in lines:
-        page = line.claim.partition(":")[0]
-        assert (ROOT / (f"{page}.md" if page == "README" else page)).is_file(), line
-        assert line.must, line
-    assert {line.name for line in lines if line.predicted} == {
+    assert len({row.name for row in rows.ROWS}) == len(rows.ROWS) > 20
+    for row in rows.ROWS:
+        page = row.claim.partition(":")[0]
+        assert (ROOT / (f"{page}.md" if page == "README" else page)).is_file(), row
+        assert row.must, row
+    assert {row.name for row in rows.ROWS if row.predicted} == {
         "resnet50", "resnet50-amp", "resnet50-batch", "resnet50-compile", "gpt2", "gpt2-compile",
     }  # fmt: skip
 
 
 def test_the_page_has_every_row_and_is_read_again(tmp_path):
-    lines = [
-        Line("a", "docs/x.md: it | works", "works", "9 images/s"),
-        Line("b", "README: b", "b"),
-        Line("c", "d", "e"),
-    ]
+    run = raising(AssertionError())
+    table = [
+        Row("a", run, "docs/x.md: it | works", "works", "9 images/s"), Row("b", run, "README: b", "b"), Row("c", run, "d", "e"),
+    ]  # fmt: skip
     outcomes = {
         "a": Outcome(OK, "8\nimages/s", 61.4, ("python -m a",), {"per_second": 8.0}),
         "b": Outcome(NOT_OK, "exit code 1", 2.0, ("A=1 python -m b", "python -m c")),
     }
-    results.write(tmp_path, lines, outcomes, FACTS)
+    results.write(tmp_path, table, outcomes, FACTS)
     text = (tmp_path / results.PAGE).read_text()
     assert "1 ok, 1 not ok, 1 not run. On: 1 x H100." in text
     assert "| a | docs/x.md: it \\| works | works | 8 images/s | 9 images/s | ok |" in text
@@ -64,7 +61,7 @@ def test_the_page_has_every_row_and_is_read_again(tmp_path):
     facts, again = results.read(tmp_path)
     assert facts == FACTS
     assert (again["a"], again["b"], again["c"].verdict) == (outcomes["a"], outcomes["b"], NOT_RUN)
-    assert "A rehearsal on the processor" in results.markdown(lines, outcomes, FACTS | {"device": "cpu"})
+    assert "A rehearsal on the processor" in results.markdown(table, outcomes, FACTS | {"device": "cpu"})
     assert results.read(tmp_path / "nowhere") == ({}, {})
 
 
@@ -76,9 +73,8 @@ def started(tmp_path, monkeypatch):
     """Start the command on rows that are functions; return its exit code, with each row's verdict and what it showed."""
 
     def start(functions: dict, *flags: str) -> tuple[int, dict[str, tuple[str, str]]]:
-        table = [rows.Row(Line(name, "README: x", "must"), run) for name, run in functions.items()]
+        table = [Row(name, run, "README: x", "must") for name, run in functions.items()]
         monkeypatch.setattr(gpu_day, "ROWS", table)
-        monkeypatch.setattr(gpu_day, "LINES", [row.line for row in table])
         monkeypatch.setattr(gpu_day, "look", lambda day: FACTS)
         monkeypatch.setattr(
             sys, "argv", ["gpu_day.py", "--output-dir", str(tmp_path / "out"), "--device", "cpu", *flags]
@@ -177,7 +173,7 @@ def test_the_list_needs_nothing(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--list"])
     monkeypatch.setattr(gpu_day, "look", lambda day: pytest.fail("it looked for GPUs"))
     assert gpu_day.main() == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [row.line.name for row in rows.ROWS]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [row.name for row in rows.ROWS]
 
 
 def test_minutes_and_quick_are_those_of_the_day(started):
@@ -208,7 +204,7 @@ def test_bad_flags(flags, said, tmp_path, monkeypatch):
 
 def test_rows_that_need_more_gpus_than_there_are_say_so(day):
     day.device, day.gpus = "cuda", 1
-    outcome = gpu_day.outcome_of(rows.Row(Line("x", "c", "m"), raising(AssertionError()), gpus=2), day)
+    outcome = gpu_day.outcome_of(Row("x", raising(AssertionError()), "c", "m", gpus=2), day)
     assert outcome == Outcome(NOT_RUN, "needs 2 GPUs")
 
 
