@@ -42,8 +42,7 @@ def make(directories: Sequence[Path], output_dir: Path) -> Path:
     path = output_dir / "report.html"
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        with files.replacing(path, "wb") as file:
-            file.write(whole.encode())
+        files.write(path, whole.encode(), sync=False)
     except OSError as error:
         raise UserError(f"--output-dir {output_dir} cannot be written ({error.strerror}): name another") from error
     return path

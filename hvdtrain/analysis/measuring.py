@@ -109,5 +109,4 @@ def make_directory(directory: Path) -> None:
 
 def write_json(path: Path, result: dict[str, object]) -> None:
     """Write `result` to `path` atomically. Values that JSON does not support are written as text."""
-    with files.replacing(path) as file:
-        file.write(json.dumps(result, indent=2, default=str) + "\n")
+    files.write(path, json.dumps(result, indent=2, default=str) + "\n", sync=False)

@@ -69,5 +69,4 @@ def png(draws: Sequence[Draw], height: float = HEIGHT, title: str = "") -> bytes
 
 def write(path: Path, title: str, draws: Sequence[Draw], height: float = HEIGHT) -> None:
     """Write the plots, side by side, to the PNG file `path`. Raises OSError."""
-    with files.replacing(path, "wb") as file:
-        file.write(png(draws, height, title))
+    files.write(path, png(draws, height, title), sync=False)

@@ -21,6 +21,7 @@ from hvdtrain import cli
 from hvdtrain.data.images import list_folder, refuse_other_classes
 from hvdtrain.data.shard_index import obtain
 from hvdtrain.data.sharding import epoch_order
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching.exit_codes import run
 
@@ -34,8 +35,7 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
     sizes = {}
     for number, indices in enumerate(order.tensor_split(count)):
         path = target / f"{number:06d}.tar"
-        partial = path.with_suffix(".partial")
-        with tarfile.open(partial, "w") as tar:
+        with files.replacing(path, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
             for index in indices.tolist():
                 name = Path(listing.name(index))
                 content = (root / name).read_bytes()
@@ -45,7 +45,6 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
                     member = tarfile.TarInfo(key + kind)
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
-        partial.rename(path)
         obtain(path, [])
         sizes[path.name] = len(indices)
     (target / "sizes.json").write_text(json.dumps(sizes, indent=0) + "\n")

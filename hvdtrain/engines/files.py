@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import stat
@@ -43,10 +44,16 @@ def replacing(path: Path, mode: str = "w", *, sync: bool = False) -> Iterator[IO
         raise
 
 
-def write(path: Path, content: bytes | bytearray) -> None:
-    """Write `path`, so that it is complete or absent, also after a power failure. Raises OSError."""
-    with replacing(path, "wb", sync=True) as file:
+def write(path: Path, content: bytes | bytearray | str, *, sync: bool = True) -> None:
+    """Write `path`, as `replacing` does. Raises OSError."""
+    with replacing(path, "w" if isinstance(content, str) else "wb", sync=sync) as file:
         file.write(content)
+
+
+def unused(path: Path) -> Path:
+    """Return a name beside `path` that is not there: for metrics.jsonl, metrics.1.jsonl or a higher number."""
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def sync_directory(directory: Path) -> None:

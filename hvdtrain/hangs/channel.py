@@ -134,13 +134,14 @@ def accept(
     Raises TimeoutError with the missing ranks after `seconds`.
     """
     channels: dict[int, Channel] = {}
-    callers: dict[socket.socket, Handshake] = {}  # the oldest first
     until = time.monotonic() + seconds
 
-    def drop(connection: socket.socket) -> None:
-        selector.unregister(connection)
-        del callers[connection]
-        connection.close()
+    def callers() -> list[Handshake]:  # the oldest first
+        return [ready.data for ready in selector.get_map().values() if ready.data is not None]
+
+    def drop(caller: Handshake) -> None:
+        selector.unregister(caller.socket)
+        caller.socket.close()
 
     with selectors.DefaultSelector() as selector:
         for listener in listeners:
@@ -152,39 +153,35 @@ def accept(
                 if left <= 0:
                     missing = [str(rank) for rank in range(1, size) if rank not in channels]
                     raise TimeoutError(f"rank {', '.join(missing)} did not connect within {seconds:.0f} s")
-                for key_of, _ in selector.select(min(left, 0.5)):
-                    connection = key_of.fileobj
-                    assert isinstance(connection, socket.socket)
-                    with contextlib.suppress(OSError):
-                        if connection not in callers:
-                            new, _ = connection.accept()
-                            callers[new] = Handshake(new)
-                            selector.register(new, selectors.EVENT_READ)
-                            continue
-                    if connection not in callers:
+                for ready, _ in selector.select(min(left, 0.5)):
+                    caller = ready.data
+                    if caller is None:
+                        assert isinstance(ready.fileobj, socket.socket)
+                        with contextlib.suppress(OSError):
+                            connection, _ = ready.fileobj.accept()
+                            selector.register(connection, selectors.EVENT_READ, Handshake(connection))
                         continue
                     try:
-                        rank = callers[connection].rank(key)
+                        rank = caller.rank(key)
                     except OSError:
-                        drop(connection)
+                        drop(caller)
                         continue
                     if rank is not None:
-                        selector.unregister(connection)
-                        del callers[connection]
+                        selector.unregister(caller.socket)
                         if rank in channels:  # it did not receive the answer, and has connected again
                             channels[rank].socket.close()
-                        channels[rank] = Channel(connection)
-                now = time.monotonic()
-                for connection, caller in list(callers.items()):
-                    if now > caller.until or len(callers) > size + PATIENCE:
-                        drop(connection)
+                        channels[rank] = Channel(caller.socket)
+                now, waiting = time.monotonic(), callers()
+                for number, caller in enumerate(waiting):
+                    if now > caller.until or len(waiting) - number > size + PATIENCE:
+                        drop(caller)
         except BaseException:
             for channel in channels.values():
                 channel.socket.close()
             raise
         finally:
-            for connection in list(callers):
-                drop(connection)
+            for caller in callers():
+                drop(caller)
     return channels
 
 

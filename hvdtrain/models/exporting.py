@@ -28,8 +28,7 @@ def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
         if path.suffix == ".safetensors":
             from safetensors.torch import save
 
-            with files.replacing(path, "wb") as file:
-                file.write(save(whole))
+            files.write(path, save(whole), sync=False)
         else:
             with files.replacing(path, "wb") as file:
                 torch.save(whole, file)

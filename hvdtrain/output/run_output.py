@@ -73,7 +73,7 @@ class RunOutput:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if os.path.lexists(path) and not (continued and stat.S_ISREG(path.lstat().st_mode)):
-                path.rename(_free_name(directory))  # a file of an earlier run, or a link, a pipe or a device
+                path.rename(files.unused(path))  # a file of an earlier run, or a link, a pipe or a device
             (directory / "summary.json").unlink(missing_ok=True)
             self._file = files.open_to_append(path)
         except OSError as error:
@@ -180,8 +180,7 @@ class RunOutput:
         self.event("end", **summary)
         if self.output_dir is not None:
             try:
-                with files.replacing(self.output_dir / "summary.json") as file:
-                    file.write(json.dumps(summary, indent=2) + "\n")
+                files.write(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n", sync=False)
             except OSError as error:
                 warn(f"{self.output_dir}/summary.json not written ({error.strerror}): {json.dumps(summary)}")
 
@@ -221,13 +220,6 @@ def automatic(notes: Sequence[str], verbose: bool) -> list[str]:
         others.insert(0, f"{len(settings)} setting{'s'[: len(settings) > 1]} for speed (-v: which)")
     lines = [*settings, *others] if verbose else others
     return [f"{'' if i else 'automatic:':10} {line}" for i, line in enumerate(lines)]
-
-
-def _free_name(directory: Path) -> Path:
-    number = 1
-    while os.path.lexists(path := directory / f"metrics.{number}.jsonl"):
-        number += 1
-    return path
 
 
 def versions() -> dict[str, str]:

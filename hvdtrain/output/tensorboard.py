@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.metric_names import Metric, number, recorded_metrics, tagged_values
 
@@ -30,10 +31,7 @@ class Board:
             how = "name another --output-dir"
             raise UserError(f"--tensorboard cannot write to {directory}: the path is not UTF-8: {how}") from error
         if directory.exists() and not continued:
-            number = 1
-            while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
-                number += 1
-            directory.rename(aside)
+            directory.rename(files.unused(directory))
         directory.mkdir(parents=True, exist_ok=True)
         self._make, self._directory, self._continued = tensorboard.SummaryWriter, directory, continued
         self._writer: SummaryWriter | None = None

@@ -131,8 +131,8 @@ class Sender(ABC):
 
     def _note(self) -> None:
         """Write down which record is that of this run."""
-        with files.replacing(self._directory / self.ID_FILE) as file:
-            file.write(json.dumps({"run_id": self._run, "tracking_uri": self._place}) + "\n")
+        told = json.dumps({"run_id": self._run, "tracking_uri": self._place})
+        files.write(self._directory / self.ID_FILE, told + "\n", sync=False)
 
 
 class MlflowTracker(Sender):

@@ -77,8 +77,7 @@ def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor])
             from safetensors.torch import save
 
             whole = {"index": indices, **values}
-            with files.replacing(path, "wb") as file:
-                file.write(save({name: value.contiguous() for name, value in whole.items()}))
+            files.write(path, save({name: value.contiguous() for name, value in whole.items()}), sync=False)
             return
         flat = {name: value.reshape(len(value), -1) for name, value in values.items()}
         head = [

@@ -159,11 +159,8 @@ class Checkpoints:
             self._writer = checkpoint.Writer(self.directory, self._flags.keep, self._written, self._lock)
 
     def _move_aside(self, directory: Path) -> None:
-        number = 1
-        while (aside := directory.with_name(f"checkpoints.{number}")).exists():
-            number += 1
         try:
-            directory.rename(aside)
+            directory.rename(files.unused(directory))
         except OSError as error:
             raise UserError(
                 f"{directory} cannot be moved aside ({error.strerror}): name another --output-dir"

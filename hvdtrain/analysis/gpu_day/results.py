@@ -76,10 +76,8 @@ def write(directory: Path, rows: Sequence[Row], outcomes: dict[str, Outcome], fa
     lines = [{field: getattr(row, field) for field in ("name", "claim", "must", "predicted")} for row in rows]
     ran = [outcomes.get(row.name, Outcome(NOT_RUN, "not come to"))._asdict() for row in rows]
     record = {**facts, "rows": [line | outcome for line, outcome in zip(lines, ran, strict=True)]}
-    with files.replacing(directory / RECORD) as file:
-        file.write(json.dumps(record, indent=2, default=str) + "\n")
-    with files.replacing(directory / PAGE) as file:
-        file.write(markdown(rows, outcomes, facts))
+    files.write(directory / RECORD, json.dumps(record, indent=2, default=str) + "\n", sync=False)
+    files.write(directory / PAGE, markdown(rows, outcomes, facts), sync=False)
 
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, Outcome]]:

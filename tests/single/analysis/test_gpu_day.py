@@ -44,8 +44,10 @@ def test_each_row_has_a_name_of_its_own_a_claim_on_a_page_and_something_to_show(
 def test_the_page_has_every_row_and_is_read_again(tmp_path):
     run = raising(AssertionError())
     table = [
-        Row("a", run, "docs/x.md: it | works", "works", "9 images/s"), Row("b", run, "README: b", "b"), Row("c", run, "d", "e"),
-    ]  # fmt: skip
+        Row("a", run, "docs/x.md: it | works", "works", "9 images/s"),
+        Row("b", run, "README: b", "b"),
+        Row("c", run, "d", "e"),
+    ]
     outcomes = {
         "a": Outcome(OK, "8\nimages/s", 61.4, ("python -m a",), {"per_second": 8.0}),
         "b": Outcome(NOT_OK, "exit code 1", 2.0, ("A=1 python -m b", "python -m c")),
