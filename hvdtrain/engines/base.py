@@ -10,7 +10,7 @@ import math
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines import gpu
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.portable import TENSOR, Held, from_json, to_json
 from hvdtrain.hangs import leaving
 from hvdtrain.hangs.activity import Activity
 
@@ -315,46 +316,45 @@ class Engine(ABC):
         raise RuntimeError(f"{where}{message}")
 
     def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy rank 0's optimizer state and settings to every rank. If rank 0 has no state yet, neither has any rank.
+        """Copy rank 0's optimizer state and settings to every rank. If rank 0 has no state yet, neither has any rank."""
+        local, sent = optimizer.state_dict(), list[Tensor]()
 
-        The structure is sent first, as JSON, so that ranks without state (only rank 0 reads the checkpoint) can receive it.
-        """
-        local = optimizer.state_dict()
-        plan = {
-            "state": {
-                str(index): {
-                    key: {
-                        "shape": list(value.shape),
-                        "dtype": str(value.dtype).removeprefix("torch."),
-                        # `step` of optimizers that are not fused: on a GPU, each would be read back in every step.
-                        "cpu": value.device.type == "cpu",
-                    }
-                    if isinstance(value, Tensor)
-                    else {"value": value}
-                    for key, value in entries.items()
-                }
-                for index, entries in local["state"].items()
-            },
-            "groups": [{k: v for k, v in group.items() if k != "params"} for group in local["param_groups"]],
-        }
-        plan = self.broadcast_object(plan, "optimizer.plan")
-        received: dict[int, dict[str, object]] = {}
-        for index, entries in plan["state"].items():
-            received[int(index)] = {}
-            for key, what in entries.items():
-                if "value" in what:
-                    received[int(index)][key] = what["value"]
-                    continue
-                device = torch.device("cpu") if what["cpu"] else self.device
-                tensor = torch.empty(what["shape"], dtype=getattr(torch, what["dtype"]), device=device)
-                if self.rank == 0:
-                    tensor.copy_(local["state"][int(index)][key])
-                self.broadcast_(tensor, f"optimizer.{index}.{key}")
-                received[int(index)][key] = tensor
+        def put(tensor: Tensor) -> int:
+            sent.append(tensor)
+            return len(sent) - 1
+
+        settings = [
+            {name: value for name, value in group.items() if name != "params"} for group in local["param_groups"]
+        ]
+        # The structure comes first, so that ranks without state (only rank 0 reads the checkpoint) can receive the rest.
+        # On the CPU: `step` of optimizers that are not fused. On a GPU, each would be read back in every step.
+        plan = to_json([local["state"], settings], put) if self.rank == 0 else None
+        told, on_cpu = self.broadcast_object([plan, [tensor.device.type == "cpu" for tensor in sent]], "optimizer.plan")
+        devices = [torch.device("cpu") if here else self.device for here in on_cpu]
+        state, settings = self.broadcast_tensors(told, sent.__getitem__, "optimizer", devices.__getitem__)
         if self.rank != 0:
-            groups = [mine | theirs for mine, theirs in zip(local["param_groups"], plan["groups"], strict=True)]
-            optimizer.load_state_dict({"state": received, "param_groups": groups})
+            groups = [mine | theirs for mine, theirs in zip(local["param_groups"], settings, strict=True)]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
             lay_state_as_weights(optimizer)
+
+    def broadcast_tensors(
+        self, told: Any, find: Callable[[Any], Tensor], name: str,
+        device_of: Callable[[Any], torch.device] = lambda place: torch.device("cpu"),
+    ) -> Any:  # fmt: skip
+        """Return on every rank the value that `portable.to_json` has made `told` of. A collective.
+
+        find: on rank 0, returns the tensor at a place. device_of: returns where to receive it.
+        """
+
+        def get(held: Held) -> Tensor:
+            place, dtype = held[TENSOR], getattr(torch, held["dtype"])
+            tensor = torch.empty(held["shape"], dtype=dtype, device=device_of(place))
+            if self.rank == 0:
+                tensor.copy_(find(place))
+            self.broadcast_(tensor, f"{name}.{place}")
+            return tensor
+
+        return from_json(told, get)
 
     def require_equal(self, what: str, value: object, remedy: str) -> None:
         """Raise UserError on every rank if `value` (JSON-serializable) differs between ranks. A collective."""

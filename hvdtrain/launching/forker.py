@@ -164,8 +164,8 @@ def serve(listener: socket.socket | None, connections: list[socket.socket], star
                     if connection in waiting:
                         waiting.remove(connection)
                         selector.unregister(connection)
-                    open_here = [signals, *waiting, *(rank.connection for rank in ranks.values())]
-                    rank = fork(connection, open_here if listener is None else [*open_here, listener])
+                    others = [*waiting, *(rank.connection for rank in ranks.values())]
+                    rank = fork(connection, [signals, *others, *([] if listener is None else [listener])])
                     if rank is not None:
                         ranks[rank.pid] = rank
                         selector.register(rank.connection, selectors.EVENT_READ, rank)

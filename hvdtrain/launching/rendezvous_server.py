@@ -77,6 +77,7 @@ class Rendezvous:
         with contextlib.closing(writer), contextlib.suppress(*expected):
             async with asyncio.timeout(SILENCE_SECONDS):
                 method, scope, key, value = await read_request(reader)
+            body: bytes | None
             if method == "GET" and (asked := SELECTION.fullmatch(key)):
                 body = await self._selection(scope, int(asked[1]), int(asked[2]))
             else:

@@ -8,6 +8,7 @@ outer.momentum                             with --sync-every: see local_steps.py
 """
 
 import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from hvdtrain.engines.accelerators import module_of
 from hvdtrain.engines.base import Engine, lay_state_as_weights
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.portable import TENSOR, Held, described, from_json, to_json
 from hvdtrain.training.checkpoint import Facts
-from hvdtrain.training.portable import TENSOR, Held, described, from_json, to_json
 from hvdtrain.training.replicas import own_name
 from hvdtrain.training.state import Initial, TrainState
 
@@ -52,15 +53,16 @@ def require_whole(facts: Facts, tensors: Mapping[str, Tensor]) -> None:
             and len(facts["buffers"]) == 2
         )
         for name, value in facts["registered"].items():
-            from_json(value, lambda held, name=name: as_described(held, tensors[f"registered.{name}.{held[TENSOR]}"]))
+            from_json(value, functools.partial(found, f"registered.{name}", tensors))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise UserError(OTHER_VERSION)
 
 
-def as_described(held: Held, tensor: Tensor) -> Tensor:
-    """Return `tensor`. Raises ValueError if the JSON object does not describe it."""
+def found(prefix: str, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+    """Return the tensor that `pack` has added. Raises KeyError, or ValueError if the JSON object describes another."""
+    tensor = tensors[f"{prefix}.{held[TENSOR]}"]
     if held != described(tensor, held[TENSOR]):
         raise ValueError(held)
     return tensor
@@ -149,15 +151,7 @@ def pack(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
 
 def unpack(engine: Engine, value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that was given to `pack`, on every rank. Only rank 0 needs `tensors`. A collective."""
-
-    def get(held: Held) -> Tensor:
-        name, tensor = f"{prefix}.{held[TENSOR]}", torch.empty(held["shape"], dtype=getattr(torch, held["dtype"]))
-        if engine.rank == 0:
-            tensor.copy_(tensors[name])
-        engine.broadcast_(tensor, name)
-        return tensor
-
-    return from_json(value, get)
+    return engine.broadcast_tensors(value, lambda number: tensors[f"{prefix}.{number}"], prefix)
 
 
 def pack_each(kind: str, values: Sequence[Any]) -> dict[str, Tensor]:

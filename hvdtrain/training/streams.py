@@ -28,8 +28,8 @@ from hvdtrain.data.sharding import PlannedBatch, PlannedStep, mixed_seed, seed_g
 from hvdtrain.engines.accelerators import Copies, tensors_in, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.portable import from_json, to_json
 from hvdtrain.training.inputs import Batch, Input, is_stateful, iterate, own_randomness, require_batch_size
-from hvdtrain.training.portable import from_json, to_json
 from hvdtrain.training.state import Initial, TrainState
 
 Position = dict[str, Any]  # JSON: where a reader is in its stream

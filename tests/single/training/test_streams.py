@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hvdtrain import training
 from hvdtrain.data import loading
+from hvdtrain.engines import portable
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import portable
 from tests.single.training import small
 
 N = 50  # not a multiple of batches and workers: the workers' streams end at different times
