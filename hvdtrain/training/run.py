@@ -369,7 +369,8 @@ class Run:
             if not step.left_out:
                 require_stepped(self._registered, self._stepped)
             self._stepped = {}
-        self.prepared().scaler.update()
+        assert self._prepared is not None
+        self._prepared.scaler.update()
         now = clock.end_step(step.count, step.local_count)
         if self.metrics_logger.unwritten:  # an evaluation within the step
             self.metrics_logger.evaluation(opened)
