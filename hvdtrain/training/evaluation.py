@@ -70,19 +70,10 @@ class Evaluation:
         """Add values: sums over samples, or one value per sample."""
         self._heartbeat()
         for name, value in values.items():
-            if count is None and isinstance(value, Tensor) and value.dtype == torch.bool:
-                self._require_one_each(name, value)
             total = torch.as_tensor(value).detach().to(torch.float64).sum()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
         if count is not None:
             self._counts = count if self._counts is None else self._counts + count
-
-    def _require_one_each(self, name: str, right: Tensor) -> None:
-        """Raise UserError for more answers than samples, whose sum over the samples would be no fraction."""
-        known = isinstance(self._data, int) or (self._indices is not None and len(self._indices))
-        if known and right.numel() > (samples := len(self.rows())):
-            how = "give it one for each sample, or the number of all as count=..."
-            raise UserError(f"run.record({name}=...) got {right.numel()} values for {samples} samples: {how}")
 
     def means(self) -> dict[str, float]:
         """Return the means over the samples of all ranks, and `count`. A collective. Raises UserError on every rank."""

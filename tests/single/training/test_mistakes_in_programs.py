@@ -77,10 +77,6 @@ MISTAKES = {
             "an optimizer has parameters of a model that was not given"),
         "the teacher taught": ({"student(batch)": "teacher(batch)"}, "got a loss without a gradient: compute it from the model"),
         "the average trained": ({"student(batch)": "averaged(batch)"}, "0.weight got no gradient in this step: freeze it"),
-        "all classes compared": (
-            {"averaged(test[mine]).argmax(1) == teacher(test[mine]).argmax(1)":
-             "averaged(test[mine]).sign() == teacher(test[mine]).sign()"},
-            r"run.record\(agreement=...\) got 2500 values for 500 samples: give it one for each sample"),
     },
     "reinforce": {
         "a number unpacked": ({"for batch in step.batches()": "for (batch,) in step.batches()"}, r"run.steps\(NUMBER\) gives indices"),
@@ -106,9 +102,6 @@ MISTAKES = {
         "the output instead of its loss": (
             {"model(**batch).loss": "model(**batch)"}, "got a SequenceClassifierOutput, not a scalar: give it the loss in it"),
         "no labels": ({', "labels": labels}': "}"}, "got None, not a loss: a Hugging Face model computes one if the batch has"),
-        "all classes compared": (
-            {'logits.argmax(1) == batch["labels"]': 'logits.round() == batch["labels"][:, None]'},
-            r"run.record\(accuracy=...\) got 200 values for 100 samples: give it one for each sample"),
     },
     "semi": {
         "a name misspelt": (
