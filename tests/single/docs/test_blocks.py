@@ -120,7 +120,7 @@ def test_predictions(tmp_path):
 
 
 def test_weights_and_biases(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="needs wandb: pip install 'hvdtrain[track]'")
+    wandb = pytest.importorskip("wandb", reason="needs wandb: pip install 'hvdtrain[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     flags = flags_for("--output-dir", str(tmp_path / "run"))
     try:
