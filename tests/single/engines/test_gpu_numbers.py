@@ -72,7 +72,7 @@ def test_ddp_sends_the_type_that_was_asked_for_and_gives_back_the_gradients(comp
         def then(self, finish: Any) -> Tensor:
             return finish(SimpleNamespace(value=lambda: [sent[0] * 4]))
 
-    def all_reduce(wire: Tensor, async_op: bool) -> SimpleNamespace:
+    def all_reduce(wire: Tensor, group: None, async_op: bool) -> SimpleNamespace:
         sent.append(wire)
         return SimpleNamespace(get_future=Sum)
 
