@@ -177,7 +177,7 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
                 probability, predicted = logits.softmax(1).topk(min(5, logits.shape[1]))
                 hits = predicted == labels[:, None]
                 loss = F.cross_entropy(logits, labels, reduction="none")
-                run.record(loss=loss, accuracy=hits[:, 0], accuracy_top5=hits)
+                run.record(loss=loss, accuracy=hits[:, 0], accuracy_top5=hits.any(1))
                 run.predict(label=labels, predicted=predicted, probability=probability)
 
 
