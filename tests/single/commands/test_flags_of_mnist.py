@@ -80,8 +80,8 @@ def test_the_optimizer_and_its_settings(many, few):
 def test_amp_computes_in_its_type_in_training_and_in_evaluation(many, few):
     assert {output.dtype for output in [*many.outputs, *many.tested]} == {torch.bfloat16}
     assert {output.dtype for output in [*few.outputs, *few.tested]} == {torch.float16}
-    assert many.run.prepared().scaler.get_scale() == 1.0
-    assert few.run.prepared().scaler.get_scale() > 1.0  # without it, small gradients are lost
+    assert many.run._prepared.scaler.get_scale() == 1.0
+    assert few.run._prepared.scaler.get_scale() > 1.0  # without it, small gradients are lost
 
 
 def test_label_smoothing_is_in_the_loss_that_is_trained_and_not_in_the_recorded_one(many, few):
