@@ -19,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 
+from hvdtrain.launching.processes import command_line
 from tests import image_set
 from tests.e2e.cluster import Cluster
 from tests.e2e.launchers import members
@@ -31,16 +32,12 @@ RESNET = (
 SLICE = 0.03  # seconds: how often the slow rank is stopped
 
 
-def comm_of(pid: int) -> str:
-    """Return the name of a process's program, without its folder."""
-    return Path(f"/proc/{pid}/comm").read_text()
-
-
 def slow_down(job: str, begin: float, seconds: float, seed: int, ended: threading.Event) -> None:
     """Make one rank three times slower for a time, `begin` seconds from now: it runs for a third of each slice."""
     if ended.wait(begin):
         return
-    rank = random.Random(seed).choice([pid for pid in members(job) if comm_of(pid).startswith("python")])
+    ranks = [pid for pid in members(job) if "python" in "".join(command_line(pid)[:1])]  # the others are nsenter
+    rank = random.Random(seed).choice(ranks)
     until = time.monotonic() + seconds
     while time.monotonic() < until and not ended.is_set():
         for sent, rest in ((signal.SIGSTOP, SLICE * 2 / 3), (signal.SIGCONT, SLICE / 3)):

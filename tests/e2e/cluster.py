@@ -4,7 +4,8 @@
         cluster.run("a", ["hostname"])
 
 Joined by a bridge; what lies on disk is shared between them, as on a cluster. Everything lives in namespaces whose first
-process is ours, so that nothing is left when it ends. Needs root; ssh between hosts needs OpenSSH's sshd.
+process is ours, so that nothing is left when it ends. It ends at the latest with the process that made the hosts. Needs
+root; ssh between hosts needs OpenSSH's sshd.
 """
 
 import os
@@ -24,7 +25,8 @@ from .launchers import MARK, ROOT, Done, environment, kill, new_job, remaining
 SSHD = "/usr/sbin/sshd"
 # A login has an environment of its own. SetEnv counts once: all in one line.
 SET_ENVIRONMENT = "SetEnv " + " ".join(f"{name}={value}" for name, value in HIDDEN.items())
-TOOLS = ("ip", "unshare", "nsenter", "tc")
+TOOLS = ("ip", "unshare", "nsenter", "setpriv", "tc")
+WITH_US = ("setpriv", "--pdeathsig", "KILL")  # a command after it is killed when the thread that started it has ended
 RELAY_MTU = 9000  # bytes: jumbo frames, a sixth as many calls of the relay
 ENTER = ("--net", "--uts", "--mount", "--pid", "--ipc")
 
@@ -98,7 +100,7 @@ class Cluster:
     def _hold(self, label: str) -> int:
         """Return the process that keeps a new set of namespaces alive."""
         holder = subprocess.Popen(
-            ["unshare", *ENTER, "--fork", "--kill-child", "--mount-proc", "sleep", "infinity"],
+            [*WITH_US, "unshare", *ENTER, "--fork", "--kill-child", "--mount-proc", "sleep", "infinity"],
             env=environment(**{MARK: self.job}), stdin=subprocess.DEVNULL,
         )  # fmt: skip
         self._holders.append(holder)
@@ -210,8 +212,11 @@ class Cluster:
 
     def _popen(self, name: str, command: list[str], extra: dict[str, str] | None = None, **options) -> subprocess.Popen:
         options = dict(cwd=ROOT, stdin=subprocess.DEVNULL, text=True, start_new_session=True) | options
+        # Also nsenter is killed: it stops itself when its child is stopped, and would keep our pipes open for ever.
         return subprocess.Popen(
-            self._command(self._first[name], command), env=environment(**{MARK: self.job, **(extra or {})}), **options
+            [*WITH_US, *self._command(self._first[name], command)],
+            env=environment(**{MARK: self.job, **(extra or {})}),
+            **options,
         )
 
     def start(self, name: str, command: list[str], *, quiet: bool = False, **extra: str) -> subprocess.Popen:

@@ -147,7 +147,7 @@ def test_gradients_that_are_not_finite_are_named_and_skipped_by_their_host(engin
 
 def test_the_first_rank_of_another_host_names_what_is_not_finite(engine, live_on, capsys):
     if engine.size < 3:
-        pytest.skip("no second host with two ranks")
+        pytest.skip("a host with two ranks beside another: needs three ranks")
     live_on("abb")
     with a_run(engine, *FAR, "--max-skipped", "9", epochs=1) as run:
         net = nn.Linear(3, 1)
