@@ -16,11 +16,12 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.ddp import COLLECTIVES_TIMEOUT, MEETING_SECONDS, DdpEngine, create_group, serve
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
+from hvdtrain.launching.processes import boot_id
 
 
 def host() -> str:
-    """Return the name of this host."""
-    return socket.gethostname()
+    """Return what tells this host from others: also from another of the same name."""
+    return f"{socket.gethostname()} {boot_id()}"
 
 
 class OneRank(SerialEngine):
@@ -76,8 +77,8 @@ class RanksOfHost(DdpEngine):
                 store.set_timeout(COLLECTIVES_TIMEOUT)
             except (RuntimeError, OSError) as error:
                 first = str(error).splitlines()[0]
-                how = "give each host a name of its own"
-                raise UserError(f"--sync-within host: the ranks of {host()} did not meet: {first}: {how}") from error
+                name, how = socket.gethostname(), "let them reach 127.0.0.1, or leave --sync-within out"
+                raise UserError(f"--sync-within host: the ranks of {name} did not meet: {first}: {how}") from error
         create_group(store, rank, size)
 
     def ranks(self) -> Sequence[int]:

@@ -59,6 +59,22 @@ def refuse_unsupported(
                 raise UserError(f"run.prepare(): {names[parameter]} is in two optimizers: {how}")
 
 
+def refuse_idle_sync_batch_norm(models: Sequence[nn.Module], engine: str, *, local_steps: bool) -> None:
+    """Raise UserError for layers that would not synchronize the statistics of batch norm, or would do so in every step
+    with --sync-every."""
+    for layer in (layer for model in models for layer in model.modules() if type(layer).__name__ == "SyncBatchNorm"):
+        of_torch = isinstance(layer, nn.SyncBatchNorm)
+        if local_steps:
+            how = "use nn.BatchNorm, or leave --sync-every out"
+            raise UserError(f"run.prepare(): SyncBatchNorm makes ranks wait in every step: {how}")
+        if of_torch and engine == "horovod":
+            how = "use horovod.torch.SyncBatchNorm, or --engine ddp"
+            raise UserError(f"run.prepare(): torch.nn.SyncBatchNorm synchronizes nothing under Horovod: {how}")
+        if not of_torch and engine == "ddp":
+            how = "use torch.nn.SyncBatchNorm, or --engine horovod"
+            raise UserError(f"run.prepare(): horovod.torch.SyncBatchNorm does not work under --engine ddp: {how}")
+
+
 _of_earlier_runs: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers, and layers with trainable parameters
 
 
@@ -130,6 +146,7 @@ class Prepared:
         named = named_parameters(models)
         with engine.raising_together("prepare"):
             refuse_unsupported(models, optimizers, {parameter: name for name, parameter in named})
+            refuse_idle_sync_batch_norm(models, engine.name, local_steps=worker is not engine)
             refuse_those_of_earlier_runs(models, optimizers)
         if engine.device.type != "cpu":
             for optimizer in optimizers:

@@ -51,7 +51,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="", help="of tc; empty: no limit")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds from host to host")
-    parser.add_argument("--hosts", type=int, default=2, help="one rank on each (default: 2)")
+    parser.add_argument("--hosts", type=int, default=2, help="(default: 2)")
+    parser.add_argument("--ranks", type=int, default=1, help="on each host (default: 1)")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds in which one rank is three times slower")
     parser.add_argument("--text", type=lambda given: Path(given).resolve(), metavar="FILE")
     parser.add_argument("--seeds", default="1")
@@ -80,8 +81,12 @@ def measured(flags: argparse.Namespace, seed: int, side: str) -> dict[str, objec
         command += [*(LM if flags.text else RESNET).split(), *COMMON.split(), "--engine", flags.engine, *data]
         command += [f"--{one}" for one in given.split(",") if one]
         command += ["--seed", str(seed), "--output-dir", str(out)]
-        place = dict(WORLD_SIZE=str(flags.hosts), MASTER_ADDR="a", MASTER_PORT="9000")
-        ranks = {host: cluster.start(host, command, RANK=str(rank), **place) for rank, host in enumerate(names)}
+        size = flags.hosts * flags.ranks
+        place = dict(WORLD_SIZE=str(size), MASTER_ADDR="a", MASTER_PORT="9000")
+        ranks = {
+            f"rank {rank}": cluster.start(names[rank // flags.ranks], command, RANK=str(rank), **place)
+            for rank in range(size)
+        }
         ended = threading.Event()
         brake = threading.Thread(target=slow_down, args=(cluster.job, 15.0, flags.slow, seed, ended))
         if flags.slow:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines import parts
-from hvdtrain.engines.errors import Failure
+from hvdtrain.engines.errors import Failure, UserError
 from tests.parallel.test_local_steps import LOCAL, plain, train
 from tests.parallel.test_loop import N, X, Y, a_run
 
@@ -109,6 +109,31 @@ def test_on_other_hosts_each_rank_begins_with_the_optimizer_of_rank_0(engine, li
     assert ended[1] != ended[0] == ended[-1 if engine.size == 3 else 0]
     assert again == ended
     assert (said, repeated) == (engine.rank == 0, False)
+
+
+def test_a_host_whose_ranks_do_not_meet_ends_the_run_on_every_rank(engine, live_on, monkeypatch):
+    """Of three ranks, the last is on a host where nothing is wrong."""
+    if engine.size == 1 or engine.name != "horovod":
+        pytest.skip("two ranks of a host meet beside Horovod: needs two ranks, and Horovod")
+    live_on("aab")
+
+    def refused(*given, **options):
+        raise RuntimeError("connection refused")
+
+    if engine.rank == 1:
+        monkeypatch.setattr(torch.distributed, "TCPStore", refused)
+    with pytest.raises(UserError, match=r"^rank 1 on .*: the ranks of .* did not meet: connection refused") as raised:
+        train(engine, *FAR)
+    assert raised.value.everywhere
+
+
+def test_hosts_of_one_name_are_told_apart(monkeypatch):
+    """By their running kernel."""
+    names = set()
+    for boot in ("one", "other"):
+        monkeypatch.setattr(parts, "boot_id", lambda boot=boot: boot)
+        names.add(parts.host())
+    assert len(names) == 2
 
 
 def test_a_mean_over_tokens_weighs_every_token_of_a_host_alike(engine, live_on):

@@ -135,6 +135,26 @@ def test_sparse_gradients_of_a_parameter_are_refused(engine):
                 step.update()
 
 
+def test_batch_norm_synchronized_by_the_other_engine_is_refused(engine):
+    """Under Horovod, torch's normalizes each rank's samples alone, without a word."""
+    import horovod.torch as hvd
+
+    kind = nn.SyncBatchNorm if engine.name == "horovod" else hvd.SyncBatchNorm
+    net = nn.Sequential(nn.Linear(3, 2), kind(2))
+    said = f"{kind.__module__.split('.')[0]}.*: use .*SyncBatchNorm, or --engine"
+    with pytest.raises(UserError, match=said), a_run(engine) as run:
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("within", ["rank", "host"])
+def test_synchronized_batch_norm_is_refused_beside_local_steps(engine, within):
+    net = nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2))
+    local = ("--sync-every", "4", "--sync-within", within)
+    said = "wait in every step: use nn.BatchNorm, or leave --sync-every out"
+    with pytest.raises(UserError, match=said), a_run(engine, *local) as run:
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
 @pytest.mark.parametrize("case", MISTAKES)
 def test_ranks_that_differ_are_told_in_one_line(engine, case):
     if engine.size == 1:
