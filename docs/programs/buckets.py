@@ -56,7 +56,7 @@ class Counter(nn.Module):
 
 
 def main():
-    flags = training.parser("buckets", __doc__, epochs=3).parse()
+    flags = training.parser("buckets", __doc__, epochs=3).parse_args()
     with training.start(flags) as run:
         sampler = Buckets([len(line) for line in LINES], characters=600)
         train = DataLoader(LINES, batch_sampler=sampler, collate_fn=collate)

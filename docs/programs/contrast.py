@@ -18,7 +18,7 @@ def view(x: Tensor) -> Tensor:
 
 
 def main():
-    flags = training.parser("contrast", __doc__, epochs=4, batch_size=32).parse()
+    flags = training.parser("contrast", __doc__, epochs=4, batch_size=32).parse_args()
     with training.start(flags) as run:
         x = run.to_device(torch.randn(2_000, 16))
         net = encoder()

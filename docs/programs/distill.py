@@ -12,7 +12,7 @@ def network(width: int) -> nn.Sequential:
 
 
 def main():
-    flags = training.parser("distill", __doc__, epochs=4, batch_size=32).parse()
+    flags = training.parser("distill", __doc__, epochs=4, batch_size=32).parse_args()
     with training.start(flags, metrics={"agreement": "max"}) as run:
         x, test = run.to_device(torch.randn(2_000, 8), torch.randn(500, 8))
         teacher = network(64).eval().requires_grad_(False).to(run.device)

@@ -9,7 +9,7 @@ FOLDS = 3
 
 
 def main():
-    flags = training.parser("folds", __doc__, epochs=4, batch_size=32).parse()
+    flags = training.parser("folds", __doc__, epochs=4, batch_size=32).parse_args()
     x = torch.rand(1_200, 2, generator=torch.Generator().manual_seed(1)) * 6 - 3
     y = x.sum(1, keepdim=True).sin()
     losses = []

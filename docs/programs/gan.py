@@ -23,7 +23,7 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def main():
-    flags = training.parser("gan", __doc__, epochs=4, batch_size=64).parse()
+    flags = training.parser("gan", __doc__, epochs=4, batch_size=64).parse_args()
     with training.start(flags, metrics={"distance": "min"}) as run:
         data, noise = ring(4_000, 1), run.to_device(torch.randn(1_000, 8))
         generator, critic = network(8, 2), network(2, 1)

@@ -33,7 +33,7 @@ def collate(samples: list[tuple[str, int]]) -> dict[str, Tensor]:
 
 
 def main():
-    flags = training.parser("huggingface", __doc__, epochs=6, batch_size=32).parse()
+    flags = training.parser("huggingface", __doc__, epochs=6, batch_size=32).parse_args()
     with training.start(flags, metrics={"accuracy": "max"}) as run:
         train = DataLoader(texts(1_000, 1), batch_size=flags.batch_size, shuffle=True, collate_fn=collate)
         test = DataLoader(texts(200, 2), batch_size=100, collate_fn=collate)

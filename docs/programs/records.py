@@ -37,7 +37,7 @@ class Tagger(nn.Module):
 
 
 def main():
-    flags = training.parser("records", __doc__, epochs=3, batch_size=32).parse()
+    flags = training.parser("records", __doc__, epochs=3, batch_size=32).parse_args()
     with training.start(flags) as run:
         train = DataLoader(samples(1_000, 1), batch_size=flags.batch_size, shuffle=True, collate_fn=collate)
         model = Tagger()

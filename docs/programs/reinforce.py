@@ -20,7 +20,7 @@ def episodes(policy: nn.Module, count: int) -> tuple[Tensor, Tensor]:
 
 
 def main():
-    flags = training.parser("reinforce", __doc__, epochs=4, batch_size=64).parse()
+    flags = training.parser("reinforce", __doc__, epochs=4, batch_size=64).parse_args()
     with training.start(flags) as run:
         policy = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 4))
         optimizer = torch.optim.Adam(policy.parameters(), lr=0.01)

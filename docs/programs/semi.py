@@ -22,7 +22,7 @@ def consistency(net: nn.Module, points: torch.Tensor) -> torch.Tensor:
 
 
 def main():
-    flags = training.parser("semi", __doc__, epochs=20, batch_size=16).parse()
+    flags = training.parser("semi", __doc__, epochs=20, batch_size=16).parse_args()
     with training.start(flags) as run:
         labelled = DataLoader(moons(200, 1), batch_size=flags.batch_size, shuffle=True)
         unlabelled = DataLoader(moons(3_000, 2), batch_size=7 * flags.batch_size, shuffle=True)

@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def main():
-    flags = training.parser("tokens", __doc__, epochs=3, batch_size=16).parse()
+    flags = training.parser("tokens", __doc__, epochs=3, batch_size=16).parse_args()
     with training.start(flags) as run:
         lines = encode(SENTENCES)
         model = Model()

@@ -18,7 +18,7 @@ def clouds(count: int, seed: int) -> TensorDataset:
 
 
 def main():
-    flags = training.parser("weighted", __doc__, epochs=4, batch_size=32).parse()
+    flags = training.parser("weighted", __doc__, epochs=4, batch_size=32).parse_args()
     with training.start(flags) as run:
         data = clouds(2_000, 1)
         sampler = WeightedRandomSampler(1 / RARITY[data.tensors[1]], len(data))

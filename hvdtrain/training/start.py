@@ -58,9 +58,8 @@ class TrainingBlock:
 def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) -> TrainingBlock:
     """Start the engine, find the checkpoint to resume from, and monitor the ranks until the block ends. A context manager.
 
-    flags: the result of `training.parser(...).parse()`. metrics: the metrics that evaluations record, each with "min" or
-    "max", whichever is better (default: loss, "min"); the first one determines the best checkpoint. Raises UserError on
-    every rank.
+    flags: of `training.parser(...).parse_args()`. metrics: the metrics that evaluations record, each with "min" or "max",
+    whichever is better (default: loss, "min"); the first one determines the best checkpoint. Raises UserError on every rank.
     """
     return TrainingBlock(_start(flags, metrics))
 
@@ -68,7 +67,7 @@ def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) ->
 @contextlib.contextmanager
 def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator[Run]:
     if not isinstance(flags, Flags):
-        raise UserError("training.start() takes what training.parser(...).parse() returned", everywhere=True)
+        raise UserError("training.start() takes what training.parser(...).parse_args() returned", everywhere=True)
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training.start() in another thread than the main one, which stop signals reach: call it there")
     if _running:

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
+from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from hvdtrain import training
 from tests.single.training.small import N, X, Y, flags_for
@@ -24,6 +26,8 @@ RUN_IN = {  # what a block holds -> the test that runs it
     "torch.compile": "test_a_compiled_model",
     "run.predict": "test_predictions",
     "wandb.init": "test_weights_and_biases",
+    "datasets.ImageFolder": "test_rare_images_are_drawn_as_often_as_others",
+    "load_file": "test_exported_weights_are_loaded",
 }
 
 
@@ -117,6 +121,31 @@ def test_predictions(tmp_path):
     label, predicted = rows[0].index("label"), rows[0].index("predicted")
     assert [int(row[label]) for row in rows[1:]] == labels.tolist()
     assert sum(row[label] == row[predicted] for row in rows[1:]) / N == pytest.approx(accuracy)
+
+
+def test_rare_images_are_drawn_as_often_as_others(tmp_path):
+    for label, count in (("common", 9), ("rare", 1)):
+        (tmp_path / label).mkdir()
+        for number in range(count):
+            Image.new("RGB", (8, 8)).save(tmp_path / label / f"{number}.png")
+    scope = dict(torch=torch, torchvision=torchvision, WeightedRandomSampler=WeightedRandomSampler)
+    scope |= dict(root=tmp_path, transform=None)
+    exec(block("datasets.ImageFolder"), scope)
+    assert scope["sampler"].weights.tolist() == pytest.approx([1 / 9] * 9 + [1])
+    assert scope["sampler"].num_samples == len(scope["folder"]) == 10
+
+
+def test_exported_weights_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with training.start(flags_for()) as run:
+        net = nn.Linear(3, 1)
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        run.export("runs/weights.safetensors")
+    fresh = nn.Linear(3, 1)
+    exec(block("load_file"), dict(model=fresh))
+    assert torch.equal(fresh.weight, net.weight)
+    assert not fresh.training
 
 
 def test_weights_and_biases(tmp_path, monkeypatch):
