@@ -20,7 +20,6 @@ import os
 import signal
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,28 +36,21 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
+def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.gpu_day", __doc__)
+    add = parser.add_argument
     names = [row.name for row in ROWS]
-    parser.add_argument("--only", type=cli.some_of(names), help="these rows, separated by commas (--list has all)")
-    parser.add_argument("--list", action="store_true", help="print what each row must show, and run none")
-    parser.add_argument(
-        "--minutes", type=cli.positive, default=55.0, help="begin no command after this time (default: 55)"
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal, which shows nothing about GPUs"
-    )
-    parser.add_argument("--quick", action="store_true", help="each command as small as possible: nothing is measured")
-    parser.add_argument(
-        "--nccl-tests", type=Path, metavar="PROGRAM", help="nccl-tests' all_reduce_perf (default: from PATH, if there)"
-    )
-    parser.add_argument(
-        "--output-dir",
-        type=Path,
-        default=Path("runs/gpu-day"),
-        help="for the page and the logs (default: runs/gpu-day)",
-    )
+    add("--only", type=cli.some_of(names), help="these rows, separated by commas (--list has all)")
+    add("--list", action="store_true", help="print what each row must show, and run none")
+    add("--minutes", type=cli.positive, default=55.0, help="begin no command after this time (default: 55)")
+    devices = ("cuda", "cpu")
+    add("--device", choices=devices, default="cuda", help="cpu: a rehearsal, which shows nothing about GPUs")
+    add("--quick", action="store_true", help="each command as small as possible: nothing is measured")
+    program = "nccl-tests' all_reduce_perf (default: from PATH, if there)"
+    add("--nccl-tests", type=Path, metavar="PROGRAM", help=program)
+    default = Path("runs/gpu-day")
+    add("--output-dir", type=Path, default=default, help="for the page and the logs (default: runs/gpu-day)")
     return parser.parse(argv)
 
 
@@ -98,7 +90,7 @@ def outcome_of(row: Row, day: Day) -> Outcome:
     return Outcome(verdict, text, time.monotonic() - began, tuple(day.commands), figures)
 
 
-def run_rows(flags: Namespace, day: Day, facts: dict[str, Any], outcomes: dict[str, Outcome]) -> None:
+def run_rows(flags: cli.Flags, day: Day, facts: dict[str, Any], outcomes: dict[str, Outcome]) -> None:
     """Run the rows that were asked for, or have no outcome yet, and write the page after each."""
     for row in ROWS:
         name = row.name

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain import cli
 from hvdtrain.analysis import nvidia_smi
 from hvdtrain.analysis.launching import command, complaint, members, run_job
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
+from hvdtrain.launching.processes import command_line
 
 LEAST_SECONDS = 20.0  # a command that may take less is not started
 LEAST_CONTEXT = 100  # MiB; a process with CUDA holds several times as much
@@ -70,12 +70,6 @@ class Day:
         """The numbers of ranks to try: all that one GPU shares, or those that have one each."""
         most = 2 if self.quick else 8 if self.gpus <= 1 else self.gpus
         return [count for count in (2, 4, 8) if count <= most]
-
-    @property
-    def deterministic(self) -> list[str]:
-        """The flag for the same bits on GPUs, if this version has it."""
-        known = cli.training_parser("hvdtrain.mnist", None)._option_string_actions
-        return ["--deterministic"] if "--deterministic" in known else []
 
     def ranks(
         self, name: str, count: int, module: str, *flags: object, variant: str = "horovod", **options: Any
@@ -131,9 +125,9 @@ def processes_of_rank(job: str, rank: int, module: str) -> list[int]:
     for pid in members(job):
         try:
             lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            words = command_line(pid)
             environment = dict(os.fsdecode(line).split("=", 1) for line in lines if b"=" in line)
-            if module.encode() in words and b"python" in words[0] and announced(environment).rank == rank:
+            if module in words and "python" in words[0] and announced(environment).rank == rank:
                 found.append(pid)
         except (OSError, UserError):  # it has ended
             continue

@@ -130,9 +130,7 @@ def bits(day: Day) -> Showed:
 
 
 def deterministic(day: Day) -> Showed:
-    if not day.deterministic:
-        raise NotRun("this version has no --deterministic")
-    same, apart = same_bits(day, *day.deterministic)
+    same, apart = same_bits(day, "--deterministic")
     return Showed(same, f"{'the same bits' if same else 'other bits'}; test losses differ by {apart:.2g}")
 
 
@@ -152,15 +150,9 @@ def cpu_loss(day: Day) -> Showed:
 def host_reads(day: Day) -> Showed:
     """Runs of two lengths: what the longer one reads more often is read by its steps, whatever start and end read."""
     quiet = [
-        "--engine",
-        "serial",
-        "--no-progress",
         "--device",
         day.device,
-        "--log-steps",
-        "100000",
-        "--check-steps",
-        "0",
+        *["--engine", "serial", "--no-progress", "--log-steps", "100000", "--check-steps", "0"],
     ]
     batch = 2 if day.quick else 16
     image = ["--model", "resnet18", "--image-size", "32", "--dataset", "synthetic", "--classes", "10"]
@@ -206,7 +198,7 @@ def end_and_resume(day: Day, number: signal.Signals, code: int | None) -> Showed
     """Train; train again and send a signal to rank 1; continue, and compare."""
     before = on_gpus()
     flags = ["--epochs", "20" if day.quick else "60", "--train-samples", "1600", "--batch-size", "32"]
-    flags += ["--check-steps", "50", "--checkpoint-steps", "20", *day.deterministic]
+    flags += ["--check-steps", "50", "--checkpoint-steps", "20", "--deterministic"]
     whole = trained(day, "whole", 2, *flags)[1]
     done = ended_by_signal(day, number, code, *flags)
     after = on_gpus()
