@@ -7,8 +7,6 @@ OUT: the --output-dir of a run, whose newest checkpoint is taken, or a checkpoin
 `run.export("model.pt2", model, example)`.
 """
 
-import sys
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,18 +14,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.cli import Parser
+from hvdtrain.cli import Flags, Parser
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import exporting, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.convnet import MODELS
+from hvdtrain.output.run_output import warn
 from hvdtrain.training import checkpoint, contents
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.replicas import own_name
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
+def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the command's flags. Raises UserError."""
     parser = Parser("hvdtrain.export", __doc__)
     parser.add_argument("run", type=Path, help="the --output-dir of a run, or a checkpoint")
@@ -45,11 +44,10 @@ def model_of(facts: Facts, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Te
     """Return the untrained model of hvdtrain.mnist, .imagenet or .lm, and an example of its input. Raises UserError."""
     config, name = facts["config"], facts["config"].get("model")
     sizes = [field.name for field in fields(gpt.Sizes)]
-    if all(size in config for size in sizes):
-        vocabulary = len(next(tensor for tensor in weights.values() if tensor.ndim == 2))
+    if "tokens.weight" in weights and all(size in config for size in sizes):
         chosen = gpt.Sizes(**{size: config[size] for size in sizes})
-        return gpt.GPT(chosen, vocabulary), torch.zeros(2, chosen.context, dtype=torch.int64)
-    if "image_size" in config:
+        return gpt.GPT(chosen, len(weights["tokens.weight"])), torch.zeros(2, chosen.context, dtype=torch.int64)
+    if "image_size" in config and "classes" in facts["data"]:
         require_torchvision()
         side = config["image_size"]
         return build_model(name, facts["data"]["classes"], side), torch.rand(2, 3, side, side)
@@ -63,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code. Raises UserError."""
     flags = parse(argv)
     kind = exporting.require_kind(flags.to)
-    facts, tensors = checkpoint.find(flags.run, str(flags.run), lambda line: print(f"warning: {line}", file=sys.stderr))
+    facts, tensors = checkpoint.find(flags.run, str(flags.run), warn, keep_names=True)
     weights = weights_of(tensors)
     if kind in exporting.WEIGHTS:
         exporting.write_weights(weights, flags.to)

@@ -7,10 +7,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hvdtrain import export, mnist, training
+from hvdtrain import export, imagenet, lm, mnist, training
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.convnet import MODELS
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, contents
+from tests import image_set
+from tests.single.trained import trained
 from tests.single.training import small
 
 
@@ -72,6 +74,37 @@ def test_an_onnx_program_computes_what_the_model_does_for_any_batch(tmp_path):
         torch.testing.assert_close(computed(tmp_path / "model.onnx", x), net(x))
 
 
+SCRIPTS = {
+    "mnist": (mnist, "--dataset digits --train-samples 64 --batch-size 64 --epochs 1"),
+    "imagenet": (imagenet, "--dataset synthetic --classes 5 --train-samples 4 --batch-size 2 --image-size 40 --epochs 1"
+                 " --model squeezenet1_1 --workers 0"),
+    "lm": (lm, "--text {text} --layers 1 --heads 2 --width 16 --context 8 --steps 1 --batch-size 4 --sample-tokens 0"),
+}  # fmt: skip
+
+
+@image_set.needs_torchvision
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_model_of_each_script_is_made_from_its_record(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 30)
+    script, flags = SCRIPTS[name]
+    seen = trained(script, flags.format(text=tmp_path / "text"), tmp_path / "run")
+    facts, tensors = checkpoint.find(tmp_path / "run", "run", print)
+    weights = export.weights_of(tensors)
+    model, example = export.model_of(facts, weights)
+    contents.load_model(model, weights)
+    torch.testing.assert_close(model.eval()(example), seen.model.eval()(example))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_keeps_its_name(tmp_path, capsys):
+    program(tmp_path / "run")
+    damaged = tmp_path / "run" / "checkpoints" / "step-99999999.safetensors"
+    damaged.write_bytes(b"of another version, perhaps")
+    assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "w.pt")]) == 0
+    assert "trying the previous one" in capsys.readouterr().err
+    assert damaged.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["pt2", pytest.param("onnx", marks=needs_onnx)])
 def test_a_script_of_ours_is_exported_from_its_record(ending, tmp_path):
@@ -121,3 +154,6 @@ def test_a_model_that_cannot_be_followed_and_one_that_is_not_known_are_refused_i
         export.main([str(tmp_path / "mine"), "--to", str(tmp_path / "m.pt2")])
     with pytest.raises(UserError, match="cannot be written"):
         export.main([str(tmp_path / "mine"), "--to", str(tmp_path / "none" / "w.safetensors")])
+    sizes = dict.fromkeys(("layers", "heads", "width", "context", "bias", "tied", "image_size"), 1)  # flags of its own
+    with pytest.raises(UserError, match="of a program whose model is not known here"):
+        export.model_of({"config": sizes, "data": {}}, {"0.weight": torch.zeros(2, 2)})
