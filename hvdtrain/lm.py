@@ -37,6 +37,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
+from hvdtrain.output.run_output import warn
 from hvdtrain.training import checkpoint, contents, optim
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
@@ -61,22 +62,12 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.lm", __doc__, epochs=None, batch_size=None, accumulate=None)
     add = parser.add_argument
-    add(
-        "--text",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="text to train on (default: the standard library's sources)",
-    )
+    add("--text", type=Path, nargs="+", default=[], metavar="FILE",
+        help="text to train on (default: the standard library's sources)")  # fmt: skip
     add("--recipe", choices=tuple(RECIPES), default="shakespeare-cpu", help="a set of values for the flags not given")
     add("--tokens", choices=vocabularies.KINDS, help="pairs: needs the package tokenizers")
-    add(
-        "--vocabulary-size",
-        type=training.positive_int,
-        default=50_257,
-        help="pairs: number of tokens to learn from the text",
-    )
+    size = "pairs: number of tokens to learn from the text"
+    add("--vocabulary-size", type=training.positive_int, default=50_257, help=size)
     add("--tokenizer", type=Path, help="pairs: use this tokenizer.json instead of learning one")
     add("--layers", type=training.positive_int, help="transformer blocks")
     add("--heads", type=training.positive_int, help="attention heads per layer")
@@ -95,12 +86,8 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sample", metavar="PROMPT", help="do not train: continue PROMPT with the checkpoint --resume PATH, or "
         "the newest in --output-dir")  # fmt: skip
-    add(
-        "--sample-tokens",
-        type=training.count,
-        default=200,
-        help="length of a sample, also after each epoch (default: 200)",
-    )
+    length = "length of a sample, also after each epoch (default: 200)"
+    add("--sample-tokens", type=training.count, default=200, help=length)
     add("--temperature", type=training.positive, default=0.8, help="sampling temperature (default: 0.8)")
     parser.set_help(
         epochs="passes through the text, instead of --steps",
@@ -110,6 +97,9 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     parser.may_change_on_resume("recipe", "text", "tokenizer", "compile", "sample", "sample_tokens", "temperature")
     flags = parser.parse(argv, RECIPES)
     if flags.epochs is not None:
+        if (steps := parser.parse(argv).steps) is not None:
+            said = f"--steps {steps} cannot go with --epochs {flags.epochs}: leave one of them out"
+            raise UserError(said, everywhere=True)
         flags.steps = None
     if flags.width % flags.heads:
         raise UserError(f"--width {flags.width} is not a multiple of --heads {flags.heads}", everywhere=True)
@@ -275,7 +265,7 @@ def sample(flags: Flags) -> int:
     named = flags.resume if isinstance(flags.resume, Path) else flags.output_dir
     if named is None:
         raise UserError("--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir")
-    facts, tensors = checkpoint.find(named, f"--sample from {named}", lambda line: print(line, file=sys.stderr))
+    facts, tensors = checkpoint.find(named, f"--sample from {named}", warn, keep_names=True)
     try:
         vocabulary = vocabularies.restore(**facts["registered"]["vocabulary"])
         rows = tensors["model.tokens.weight"].shape[0]
@@ -283,8 +273,9 @@ def sample(flags: Flags) -> int:
     except (KeyError, TypeError) as error:
         raise UserError(f"--sample from {named}: not a checkpoint of hvdtrain.lm: name one that is") from error
     contents.load_model(net, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
-    prompt = vocabulary.encode(flags.sample).tolist() or [0]
-    print(flags.sample + printable(continuation(net, vocabulary, prompt, flags, lambda: None)))
+    asked = flags.sample.encode(errors="surrogateescape").decode(errors="replace")  # argv may hold any bytes
+    prompt = vocabulary.encode(asked).tolist() or [0]
+    print(printable(asked + continuation(net, vocabulary, prompt, flags, lambda: None)))
     return 0
 
 

@@ -103,7 +103,6 @@ def test_a_run_records_what_it_promises_and_is_sampled_from(book, tmp_path, monk
         ("--text {tmp}/nowhere", "name a file that can be read"),
         ("--text {tmp}/latin", "not UTF-8 (invalid continuation byte)"),
         ("--text {book} --compile", "--compile on a CPU needs a C++ compiler: install g++, or leave it out"),
-        ("--text {book} --width 17", "--width 17 is not a multiple of --heads 2"),
         ("--sample x", "--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir"),
         ("--sample x --resume {tmp}/nowhere", "name a valid checkpoint"),
         ("--sample x --output-dir {tmp}", "it has no valid checkpoint"),
@@ -135,3 +134,16 @@ def test_what_would_move_the_cursor_is_not_printed():
 
 def test_the_manual_names_every_recipe():
     assert all(f"--recipe {name}" in str(lm.__doc__) for name in lm.RECIPES)
+
+
+def test_a_prompt_of_any_bytes_is_continued_and_no_checkpoint_is_renamed(book, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    assert train(monkeypatch, f"--text {book} --tokens bytes --output-dir {out}") == 0
+    damaged = out / "checkpoints" / "step-99999999.safetensors"
+    damaged.write_bytes(b"of another version, perhaps")
+    capsys.readouterr()
+    assert train(monkeypatch, f"--output-dir {out} --sample caf\udce9 --sample-tokens 3") == 0  # Latin-1, typed
+    shown = capsys.readouterr()
+    assert shown.out.startswith("caf\ufffd")
+    assert "trying the previous one" in shown.err
+    assert damaged.exists()
