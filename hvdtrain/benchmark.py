@@ -20,7 +20,6 @@ if __name__ == "__main__":
 import copy
 import socket
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,24 +59,23 @@ class Repeat(NamedTuple):
     communication: float
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
+def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.benchmark", __doc__)
+    add = parser.add_argument
     models = f"convnet, {', '.join(gpt.SIZES)}, or any torchvision classifier (default: resnet50)"
-    parser.add_argument("--model", default="resnet50", help=models)
-    parser.add_argument("--batch-size", type=cli.positive_int, help="per rank (default: convnet 64, gpt 12, others 32)")
-    parser.add_argument(
-        "--image-size", type=cli.positive_int, help="pixels (default: 224; inception_v3 299; convnet 28)"
-    )
-    parser.add_argument("--amp", choices=cli.AMP, default="off", help="compute in this type where it is safe")
-    parser.add_argument("--channels-last", action="store_true", help="store images as height, width, channel")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
-    parser.add_argument("--no-communication", action="store_true", help="each rank trains on its own: the upper bound")
-    parser.add_argument("--warmup-steps", type=cli.positive_int, default=5, help="not counted (default: 5)")
-    parser.add_argument("--repeats", type=cli.positive_int, default=10, help="the result is their mean (default: 10)")
-    parser.add_argument("--steps", type=cli.positive_int, help="steps per repeat (default: as many as take a second)")
-    parser.add_argument("--seed", type=cli.seed, default=1, help="of weights and data (default: 1)")
-    parser.add_argument("--output-dir", type=Path, help="write benchmark.json to this directory")
+    add("--model", default="resnet50", help=models)
+    add("--batch-size", type=cli.positive_int, help="per rank (default: convnet 64, gpt 12, others 32)")
+    add("--image-size", type=cli.positive_int, help="pixels (default: 224; inception_v3 299; convnet 28)")
+    add("--amp", choices=cli.AMP, default="off", help="compute in this type where it is safe")
+    add("--channels-last", action="store_true", help="store images as height, width, channel")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--no-communication", action="store_true", help="each rank trains on its own: the upper bound")
+    add("--warmup-steps", type=cli.positive_int, default=5, help="not counted (default: 5)")
+    add("--repeats", type=cli.positive_int, default=10, help="the result is their mean (default: 10)")
+    add("--steps", type=cli.positive_int, help="steps per repeat (default: as many as take a second)")
+    add("--seed", type=cli.seed, default=1, help="of weights and data (default: 1)")
+    add("--output-dir", type=Path, help="write benchmark.json to this directory")
     cli.add_compression(parser)
     cli.add_engine(parser)
     flags = parser.parse(argv)
@@ -114,7 +112,7 @@ def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = tor
     return counter.get_total_flops() // 2 or None
 
 
-def random_batches(flags: Namespace, engine: Engine, classes: int, shape: Sequence[int]) -> Batches:
+def random_batches(flags: cli.Flags, engine: Engine, classes: int, shape: Sequence[int]) -> Batches:
     """Yield random batches without end, different on each rank. shape: of an image, or (context,) for tokens."""
     generator, size = torch.Generator().manual_seed(flags.seed + engine.rank), flags.batch_size
     pool = size * POOL_BATCHES
@@ -136,7 +134,7 @@ def random_batches(flags: Namespace, engine: Engine, classes: int, shape: Sequen
 class Trainer:
     """Trains the steps to measure. Creating it is a collective."""
 
-    def __init__(self, flags: Namespace, engine: Engine, model: nn.Module, batches: Batches):
+    def __init__(self, flags: cli.Flags, engine: Engine, model: nn.Module, batches: Batches):
         self.flags, self.engine, self.batches = flags, engine, batches
         self.others: Engine = engine  # whose gradients are averaged
         if flags.no_communication:
@@ -239,7 +237,7 @@ def cpu_seconds(repeats: Sequence[Repeat]) -> float:
 
 
 def summarize(
-    flags: Namespace, engine: Engine, found: Measured, flops: int | None, gradient_bytes: int
+    flags: cli.Flags, engine: Engine, found: Measured, flops: int | None, gradient_bytes: int
 ) -> dict[str, Any]:
     """Return the content of benchmark.json. A collective."""
     facts = dict(rank=engine.rank, host=socket.gethostname(), device=str(engine.device))
@@ -264,7 +262,7 @@ def summarize(
         gradient_bytes=gradient_bytes,  # per step, in the parameters' dtype, before any compression
         flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
         peak=dict(resident_bytes=resident) | (dict(cuda_allocated_bytes=cuda) if engine.device.type == "cuda" else {}),
-        ranks=ranks, automatic=engine.notes, config=vars(flags), versions=versions(),
+        ranks=ranks, automatic=engine.notes, config=flags.given(), versions=versions(),
     )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ if __name__ == "__main__":
 import socket
 import statistics
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,23 +42,18 @@ BLOCKS = 5  # timed blocks per size: their median is the result, their range the
 MOST_IN_BLOCK = 1000
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
+def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.reduce", __doc__)
-    # dest: `refuse_foreign` has other rules for a `reduction` of gradients.
-    parser.add_argument(
-        "--reduction", dest="op", choices=REDUCTIONS, default="sum", help="how values are combined (default: sum)"
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="type of the values (default: float32; with --sweep float32 and float16)"
-    )
-    parser.add_argument("--sweep", action="store_true", help="measure its speed by size, in powers of two")
-    parser.add_argument("--min-bytes", type=cli.byte_count, default=4, help="smallest size of --sweep (default: 4)")
-    parser.add_argument(
-        "--max-bytes", type=cli.byte_count, default=256 * 2**20, help="largest size of --sweep (default: 268435456)"
-    )
-    parser.add_argument("--seconds-per-size", type=cli.positive, default=0.5, help="about (default: 0.5)")
-    parser.add_argument("--output-dir", type=Path, help="with --sweep: write reduce.json to this directory")
+    add = parser.add_argument
+    # dest: `refuse_unsupported` has other rules for a `reduction` of gradients.
+    add("--reduction", dest="op", choices=REDUCTIONS, default="sum", help="how values are combined (default: sum)")
+    add("--dtype", choices=DTYPES, help="type of the values (default: float32; with --sweep float32 and float16)")
+    add("--sweep", action="store_true", help="measure its speed by size, in powers of two")
+    add("--min-bytes", type=cli.byte_count, default=4, help="smallest size of --sweep (default: 4)")
+    add("--max-bytes", type=cli.byte_count, default=2**28, help="largest size of --sweep (default: 268435456)")
+    add("--seconds-per-size", type=cli.positive, default=0.5, help="about (default: 0.5)")
+    add("--output-dir", type=Path, help="with --sweep: write reduce.json to this directory")
     cli.add_engine(parser)
     flags = parser.parse(argv)
     if flags.op not in engine_class(flags.engine).reductions:
@@ -170,7 +164,7 @@ def line(row: Row) -> str:
     return f"{row['bytes']:11d} {row['count']:11d} {row['dtype']:>9} {times} {row['repeats']:8d} {speeds}"
 
 
-def sweep(engine: Engine, flags: Namespace) -> None:
+def sweep(engine: Engine, flags: cli.Flags) -> None:
     """Measure every size and dtype, print each row of the table, and write reduce.json. A collective."""
     with engine.raising_together("output"):
         if engine.rank == 0 and flags.output_dir is not None:
@@ -195,7 +189,7 @@ def sweep(engine: Engine, flags: Namespace) -> None:
     if engine.rank == 0 and flags.output_dir is not None:
         result = dict(
             title=about, engine=engine.name, description=engine.description, world_size=engine.size, hosts=hosts,
-            device=str(engine.device), config=vars(flags), automatic=engine.notes, hardware=measuring.hardware(),
+            device=str(engine.device), config=flags.given(), automatic=engine.notes, hardware=measuring.hardware(),
             versions=versions(), rows=rows,
         )  # fmt: skip
         measuring.write_json(flags.output_dir / "reduce.json", result)

@@ -13,7 +13,6 @@ from hvdtrain.launching import startup
 if __name__ == "__main__":
     startup.begin()
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
+def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.report", __doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="--output-dir of a run")
@@ -40,11 +39,9 @@ def make(directories: Sequence[Path], output_dir: Path) -> Path:
     found = runs.read_runs(directories)
     whole = page.build(found, list(pictures.draw_all(found)))
     path = output_dir / "report.html"
-    try:
+    with files.output_to(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
         files.write(path, whole.encode(), sync=False)
-    except OSError as error:
-        raise UserError(f"--output-dir {output_dir} cannot be written ({error.strerror}): name another") from error
     return path
 
 

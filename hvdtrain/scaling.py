@@ -24,7 +24,6 @@ import os
 import random
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,29 +44,23 @@ def rank_counts(text: str) -> list[int]:
     return sorted({cli.positive_int(number) for number in text.split(",")})
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
+def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     """Return the parsed command line with defaults filled in. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.scaling", __doc__)
+    add = parser.add_argument
     engines = f"of {','.join(VARIANTS)} (default: horovod,ddp)"
-    parser.add_argument("--engines", type=cli.some_of(VARIANTS), default=["horovod", "ddp"], help=engines)
-    parser.add_argument(
-        "--ranks", type=rank_counts, help="numbers of ranks (default: 1, 2, 4, ... up to the cores or GPUs, at least 2)"
-    )
-    parser.add_argument("--rounds", type=cli.positive_int, default=3, help="runs of every configuration (default: 3)")
-    parser.add_argument("--hosts", help="NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
-    parser.add_argument(
-        "--interface", metavar="NAME", help="network interface between the hosts (default: searched for)"
-    )
-    parser.add_argument("--threads", type=cli.threads, help="per rank (default: cores / most ranks on a host)")
-    parser.add_argument("--timeout", type=cli.positive, default=600, help="of a run, in seconds (default: 600)")
-    parser.add_argument("--seed", type=cli.seed, default=1, help="seed for the order within rounds (default: 1)")
-    parser.add_argument(
-        "--output-dir",
-        type=Path,
-        default=Path("runs/scaling"),
-        help="for tables, plots and logs (default: runs/scaling)",
-    )
-    parser.add_argument("benchmark", nargs="*", metavar="-- FLAGS", help="flags of hvdtrain.benchmark")
+    add("--engines", type=cli.some_of(VARIANTS), default=["horovod", "ddp"], help=engines)
+    counts = "numbers of ranks (default: 1, 2, 4, ... up to the cores or GPUs, at least 2)"
+    add("--ranks", type=rank_counts, help=counts)
+    add("--rounds", type=cli.positive_int, default=3, help="runs of every configuration (default: 3)")
+    add("--hosts", help="NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
+    add("--interface", metavar="NAME", help="network interface between the hosts (default: searched for)")
+    add("--threads", type=cli.threads, help="per rank (default: cores / most ranks on a host)")
+    add("--timeout", type=cli.positive, default=600, help="of a run, in seconds (default: 600)")
+    add("--seed", type=cli.seed, default=1, help="seed for the order within rounds (default: 1)")
+    default = Path("runs/scaling")
+    add("--output-dir", type=Path, default=default, help="for tables, plots and logs (default: runs/scaling)")
+    add("benchmark", nargs="*", metavar="-- FLAGS", help="flags of hvdtrain.benchmark")
     flags = parser.parse_args(argv)
     cores = len(os.sched_getaffinity(0))
     total = slots(flags.hosts) if flags.hosts else None
@@ -100,7 +93,7 @@ def configurations(engines: Sequence[str], ranks: Sequence[int]) -> list[Configu
     return found
 
 
-def command_of(which: Configuration, flags: Namespace, directory: Path) -> list[str]:
+def command_of(which: Configuration, flags: cli.Flags, directory: Path) -> list[str]:
     """Return the command line that runs one configuration."""
     bound = which.name in (ALONE, APART)
     variant = "ddp" if bound else which.name  # without communication, Gloo's threads sleep; Horovod's do not
@@ -109,14 +102,14 @@ def command_of(which: Configuration, flags: Namespace, directory: Path) -> list[
     return command(variant, which.ranks, "hvdtrain.benchmark", benchmark, flags.hosts, flags.interface)
 
 
-def measure(which: Configuration, flags: Namespace, directory: Path) -> Benchmark | str:
+def measure(which: Configuration, flags: cli.Flags, directory: Path) -> Benchmark | str:
     """Run one configuration once, and return the content of benchmark.json, or why there is none."""
-    directory.mkdir(parents=True, exist_ok=True)
     log, result = directory / "log", directory / "benchmark.json"
-    result.unlink(missing_ok=True)  # of an earlier measurement
     try:
+        directory.mkdir(parents=True, exist_ok=True)
+        result.unlink(missing_ok=True)  # of an earlier measurement
         ended = run_job(command_of(which, flags, directory), flags.timeout, log)
-    except UserError as error:
+    except (UserError, OSError) as error:  # no launcher, or such as a full disk
         return str(error)
     if ended.code is None:
         return f"not finished after {flags.timeout:g} s, killed; see {log}"
@@ -130,7 +123,7 @@ def measure(which: Configuration, flags: Namespace, directory: Path) -> Benchmar
 
 
 def measure_all(
-    flags: Namespace, planned: list[Configuration], rounds: Rounds, failed: dict[Configuration, str]
+    flags: cli.Flags, planned: list[Configuration], rounds: Rounds, failed: dict[Configuration, str]
 ) -> None:
     """Fill `rounds` and `failed` after each run, so that an interruption loses nothing. What failed is not run again."""
     order = random.Random(flags.seed)
@@ -174,8 +167,8 @@ def main() -> int:
         print("interrupted: ended the running job, kept the measurements so far", file=sys.stderr, flush=True)
     rows = results.summarize(rounds, planned)
     if rows:
+        print(f"\n{results.table(rows)}\n", flush=True)  # first: there may be no space to write it
         results.write(flags, rows, rounds, failed)
-        print(f"\n{results.table(rows)}\n", flush=True)
         print(f"{flags.output_dir}: scaling.json, scaling.png", flush=True)
     for which, why in failed.items():
         print(f"hvdtrain.scaling: error: {which}: {why}", file=sys.stderr, flush=True)

@@ -13,7 +13,6 @@ import torch
 
 from hvdtrain.engines import files
 from hvdtrain.engines.accelerators import module_of
-from hvdtrain.engines.errors import UserError
 
 # Student's t, two-sided 95 %, for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2).
 STUDENT_T = (
@@ -97,16 +96,14 @@ def hardware() -> dict[str, object]:
 
 def make_directory(directory: Path) -> None:
     """Create `directory`. Raises UserError if it is not writable, so that this is known before measuring."""
-    try:
+    with files.output_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
         trial = directory / f".trial.{os.getpid()}"
         trial.touch()
         trial.unlink()
-    except OSError as error:
-        how = "name another directory, or free some space"
-        raise UserError(f"--output-dir {directory} cannot be written ({error.strerror}): {how}") from error
 
 
 def write_json(path: Path, result: dict[str, object]) -> None:
-    """Write `result` to `path` atomically. Values that JSON does not support are written as text."""
-    files.write(path, json.dumps(result, indent=2, default=str) + "\n", sync=False)
+    """Write `result` to `path` atomically. Values that JSON does not support are written as text. Raises UserError."""
+    with files.output_to(path.parent):
+        files.write(path, json.dumps(result, indent=2, default=str) + "\n", sync=False)

@@ -1,12 +1,13 @@
 """Results of hvdtrain.scaling: bounds, speed-up and efficiency over rounds, as a table, a file and plots."""
 
 import statistics
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.analysis import measuring, plotting
+from hvdtrain.cli import Flags
+from hvdtrain.engines import files
 from hvdtrain.output.clock import PHASES
 from hvdtrain.output.run_output import versions
 
@@ -105,8 +106,8 @@ def table(rows: Sequence[ScalingRow]) -> str:
     return "\n".join(lines)
 
 
-def write(flags: Namespace, rows: Sequence[ScalingRow], rounds: Rounds, failed: dict[Configuration, str]) -> None:
-    """Write scaling.json and its plots, scaling.png, to --output-dir."""
+def write(flags: Flags, rows: Sequence[ScalingRow], rounds: Rounds, failed: dict[Configuration, str]) -> None:
+    """Write scaling.json and its plots, scaling.png, to --output-dir. Raises UserError."""
     named = [
         {key: value._asdict() if isinstance(value, Spread) else value for key, value in row._asdict().items()}
         for row in rows
@@ -117,7 +118,7 @@ def write(flags: Namespace, rows: Sequence[ScalingRow], rounds: Rounds, failed: 
         for which, result in results.items()
     ]
     content: dict[str, object] = dict(
-        config=vars(flags), hardware=measuring.hardware(), versions=versions(), rows=named, runs=runs
+        config=flags.given(), hardware=measuring.hardware(), versions=versions(), rows=named, runs=runs
     )
     content["failed"] = {str(which): why for which, why in failed.items()}
     measuring.write_json(flags.output_dir / "scaling.json", content)
@@ -125,7 +126,8 @@ def write(flags: Namespace, rows: Sequence[ScalingRow], rounds: Rounds, failed: 
     rank = result["ranks"][0]
     title = f"{result['model']}, batch {result['batch_size_per_rank']} per rank, {rank['device'].split(':')[0]}, "
     title += f"{rank['threads']} thread{'s'[: rank['threads'] > 1]} per rank; n = {len(rounds)}"
-    draw(rows, title, flags.output_dir / "scaling.png")
+    with files.output_to(flags.output_dir):
+        draw(rows, title, flags.output_dir / "scaling.png")
 
 
 def draw(rows: Sequence[ScalingRow], title: str, path: Path) -> None:

@@ -13,12 +13,11 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import IO, Any
 
+from hvdtrain.engines.errors import UserError
+
 SMALL = 2**20  # bytes
-NO_SYNC = (
-    errno.EINVAL,
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-)  # from file systems without fsync, or without that of directories
+# From file systems without fsync, or without that of directories.
+NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 PARTIAL = ".partial"  # end of the names of files that are being written
 
 
@@ -54,6 +53,16 @@ def unused(path: Path) -> Path:
     """Return a name beside `path` that is not there: for metrics.jsonl, metrics.1.jsonl or a higher number."""
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
+
+
+@contextlib.contextmanager
+def output_to(directory: Path) -> Iterator[None]:
+    """Context manager around what writes to --output-dir: an OSError becomes a UserError."""
+    try:
+        yield
+    except OSError as error:
+        how = "name another directory, or free some space"
+        raise UserError(f"--output-dir {directory} cannot be written ({error.strerror or error}): {how}") from error
 
 
 def sync_directory(directory: Path) -> None:

@@ -25,7 +25,6 @@ from torch import nn
 
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine, Setting
-from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import processes
 from hvdtrain.output.clock import Window
 from hvdtrain.output.metric_names import Metric
@@ -70,15 +69,12 @@ class RunOutput:
         if directory is None:
             return
         path = directory / "metrics.jsonl"
-        try:
+        with files.output_to(directory):
             directory.mkdir(parents=True, exist_ok=True)
             if os.path.lexists(path) and not (continued and stat.S_ISREG(path.lstat().st_mode)):
                 path.rename(files.unused(path))  # a file of an earlier run, or a link, a pipe or a device
             (directory / "summary.json").unlink(missing_ok=True)
             self._file = files.open_to_append(path)
-        except OSError as error:
-            how = "name another directory, or free some space"
-            raise UserError(f"--output-dir {directory} cannot be written ({error.strerror}): {how}") from error
         if self._wants_board:
             from hvdtrain.output.tensorboard import Board
 

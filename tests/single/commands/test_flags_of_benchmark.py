@@ -73,6 +73,7 @@ def test_steps_and_batches(plain, many):
     assert (len(plain.inputs), len(many.inputs)) == (1 + 1, 2 + 3 * 4)
     assert {len(images) for images in plain.inputs} == {4}
     assert {len(images) for images in many.inputs} == {6}
+    assert not [name for name in many.result["config"] if name.startswith("_")]  # flags, and nothing of the parser
 
 
 def test_amp_and_memory_format(plain, many):
@@ -142,11 +143,9 @@ def test_a_sweep_has_the_sizes_and_types_that_were_asked_for_and_is_written(caps
     assert [(row["bytes"], row["dtype"]) for row in rows] == [(16, "float64"), (32, "float64"), (64, "float64")]
 
 
-def test_seconds_per_size_are_what_a_size_takes(monkeypatch):
+def test_seconds_per_size_are_what_a_size_takes(engine, monkeypatch):
     """The clock is the number of all-reduces: a millisecond each."""
     count = [0]
-    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
-    engine.device = torch.device("cpu")
     monkeypatch.setattr(reduce, "block_seconds", lambda engine, tensor, op, name, times: count.append(times) or 1e-3)
     for seconds, expected in ((0.05, 10), (0.5, 100)):
         del count[:]

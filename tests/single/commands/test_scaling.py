@@ -1,11 +1,13 @@
 """The scaling table's arithmetic, its flags, its pictures."""
 
+import errno
 import json
 import sys
 
 import pytest
 
 from hvdtrain import scaling
+from hvdtrain.analysis.launching import Ended
 from hvdtrain.analysis.scaling_results import ALONE, APART, Configuration, summarize, table, write
 from hvdtrain.engines.errors import UserError
 from hvdtrain.scaling import configurations, parse
@@ -84,22 +86,6 @@ def test_what_follows_two_dashes_is_the_benchmarks():
     assert "--no-communication" not in scaling.command_of(DDP, flags, flags.output_dir)
 
 
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        ("--engines horovod,smoke", "'smoke' is not one of horovod, horovod-gloo"),
-        ("--ranks 1,x", "'x' is not a whole number"),
-        ("--ranks 8 --hosts a:4", "--ranks 8, but --hosts a:4 has 4 slots"),
-        ("--hosts a", "'a' is not NAME:SLOTS"),
-        ("--interface eth0", "--interface joins hosts: name them with --hosts"),
-    ],
-)
-def test_bad_flags(flags, complaint):
-    with pytest.raises(UserError) as caught:
-        parse(flags.split())
-    assert complaint in str(caught.value)
-
-
 def test_it_is_not_for_many_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -123,3 +109,29 @@ def test_a_run_that_fails_says_why(program, why, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "command_of", lambda *_: [sys.executable, "-c", program])
     flags = parse(["--timeout", "1", "--output-dir", str(tmp_path)])
     assert scaling.measure(DDP, flags, tmp_path / "run").startswith(why)
+
+
+def test_what_was_measured_before_the_disk_was_full_is_shown(tmp_path, monkeypatch, capsys):
+    def job(words, limit, log):
+        if done:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done.append(words)
+        log.with_name("benchmark.json").write_text(json.dumps(result(123)))
+        return Ended(0, 1.0)
+
+    def write(path, content, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    done: list[list[str]] = []
+    monkeypatch.setattr(scaling, "run_job", job)
+    monkeypatch.setattr("hvdtrain.engines.files.write", write)
+    monkeypatch.setattr(scaling.signal, "signal", lambda *_: None)
+    words = ["scaling.py", "--engines", "ddp", "--ranks", "1,2", "--rounds", "2", "--output-dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(
+        UserError, match=r"cannot be written \(No space left on device\): name another directory, or free"
+    ):
+        scaling.main()
+    shown = capsys.readouterr().out
+    assert shown.count("FAILED: [Errno 28] No space left on device") == 4
+    assert "| 123 (123 to 123) |" in shown
