@@ -1,23 +1,16 @@
 """Handles unreadable images and shards: they are reported, counted over all ranks, and allowed up to a limit."""
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
 
+if TYPE_CHECKING:
+    from hvdtrain.output.run_output import RunOutput
+
 SAID_AT_ONCE = 10  # maximum number of lines printed at a time
-
-
-class Output(Protocol):
-    """The methods of the run's output that are used here."""
-
-    def event(self, name: str, **fields: object) -> None:
-        """Record an event."""
-
-    def say(self, line: str) -> None:
-        """Print a line on rank 0."""
 
 
 class CorruptSample(NamedTuple):
@@ -51,7 +44,7 @@ class CorruptSamples:
         """Return the number of lost samples, as of the last `settle`."""
         return sum(self._known.values())
 
-    def settle(self, engine: Engine, output: Output) -> None:
+    def settle(self, engine: Engine, output: "RunOutput") -> None:
         """Exchange and report new corrupt samples. A collective. Raises UserError on all ranks if the limit is exceeded."""
         if not engine.sum(torch.tensor([len(self._new)]), "corrupt.count").item():
             return

@@ -13,7 +13,6 @@ if __name__ == "__main__":
 import io
 import json
 import tarfile
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +51,7 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
     return count
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
+def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     """Return the command's flags. Raises UserError."""
     parser = cli.Parser("hvdtrain.data.make_shards", __doc__)
     parser.add_argument("folder", type=Path, help="has train/CLASS/* and val/CLASS/*")

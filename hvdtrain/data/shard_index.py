@@ -37,7 +37,7 @@ OFFSET, SIZE, LABEL, CRC = range(4)  # columns of a table
 ROW_BYTES = 4 * 8
 NO_IMAGE = -1  # in SIZE
 NO_CLASS = -1  # in LABEL
-IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff", "gif")
+IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff", "gif")
 MEMBER = re.compile(
     r"((?:.*/|)[^.]+)[.]([^/]*)"
 )  # key and type, as webdataset has them: up to the first dot, and after

@@ -33,7 +33,6 @@ Kind = TypeVar("Kind", dict[str, Any], list[Any])  # of a JSON file's content
 SPLITS = ("train", "val")
 IMAGENET_CLASSES = 1000
 LONGEST_ROUND = 30.0  # maximum seconds of indexing between two collectives, so that no rank appears to hang
-ROWS = 2**16  # rows of a table sent at a time
 MOST_NOTES = 3  # maximum number of lines about changed shards
 
 
@@ -176,7 +175,9 @@ def open_indexed(engine: Engine, names: list[str]) -> tuple[Shards, dict[str, ob
     ]
     told = engine.all_gather_object([facts, made, notes], "index.facts")
     tables: list[Tensor] = [rows] * len(paths)
-    for (theirs, _, _), part in zip(told, share(engine, rows), strict=True):
+    lengths = [sum(fact[2] for fact in theirs) for theirs, _, _ in told]
+    parts = engine.all_gather_rows(rows, lengths, "index.table") if any(lengths) else [rows] * len(told)
+    for (theirs, _, _), part in zip(told, parts, strict=True):
         counts = [fact[2] for fact in theirs]
         for fact, table in zip(theirs, part.split(counts), strict=True):
             tables[fact[0]] = table
@@ -198,19 +199,6 @@ def open_indexed(engine: Engine, names: list[str]) -> tuple[Shards, dict[str, ob
             engine.notes.append(f"{len(changed) - MOST_NOTES:,} more")
     sizes = torch.tensor([len(table) for table in tables], dtype=torch.int64)
     return Shards(names, sizes, torch.cat(tables), damaged), {"shards": len(names), **identity}
-
-
-def share(engine: Engine, rows: Tensor) -> list[Tensor]:
-    """Return the `rows` (int64 [n, 4]; n may differ) of each rank, on every rank. A collective."""
-    counts = engine.all_gather_object(len(rows), "index.rows")
-    parts: list[list[Tensor]] = [[] for _ in counts]
-    for first in range(0, max(counts), ROWS):
-        piece = torch.zeros(min(ROWS, max(counts) - first), 4, dtype=torch.int64)
-        some = rows[first : first + len(piece)]
-        piece[: len(some)] = some
-        for rank, theirs in enumerate(engine.all_gather(piece, "index.table")):
-            parts[rank].append(theirs[: max(0, counts[rank] - first)])
-    return [torch.cat([rows[:0], *part]) for part in parts]
 
 
 def short_names(names: list[str]) -> list[str]:

@@ -34,7 +34,6 @@ def directory(engine, tmp_path_factory):
 
 
 def test_every_rank_has_the_index_and_one_made_each_part(engine, directory, monkeypatch):
-    monkeypatch.setattr(shards, "ROWS", 2)  # several rounds
     made = []
     monkeypatch.setattr(shards, "obtain", lambda path, notes: made.append(path.name) or obtain(path, notes))
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from hvdtrain.data import loading, make_shards, shard_index, shard_reading, shards
 from hvdtrain.data.shard_index import obtain, save, scan
@@ -127,7 +128,7 @@ def test_each_test_image_once_over_all_ranks(size, tars, monkeypatch, numbered):
     assert sorted(seen) == list(range(TEST))
 
 
-def test_labels_are_those_of_the_folder(tars):
+def test_labels_are_those_of_the_folder(tars, engine):
     source, _ = open_them(tars)
     labels = torch.cat([batch.labels for batch in source.train(plan_of(0, 1))])
     assert sorted(labels.tolist()) == sorted(list(range(6)) * 8)
@@ -135,8 +136,21 @@ def test_labels_are_those_of_the_folder(tars):
     for path in sorted((tars / "train").glob("*.tar")):
         with tarfile.open(path) as tar:
             keys += [name.removesuffix(".jpg") for name in tar.getnames() if name.endswith(".jpg")]
-    reader = shard_reading.Reader(shards.open_indexed(open_them(tars)[1], shards.find("train", None, tars))[0])
+    reader = shard_reading.Reader(shards.open_indexed(engine, shards.find("train", None, tars))[0])
     assert [reader.name(index).rpartition(": ")[2] for index in range(TRAIN)] == keys
+
+
+def test_each_kind_of_image_that_a_folder_may_have_is_read_from_its_shards(tmp_path):
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    for split in ("train", "val"):
+        (tmp_path / "folder" / split / "a").mkdir(parents=True)
+        for ending in IMG_EXTENSIONS:
+            Image.new("L", (8, 8), 99).save(tmp_path / "folder" / split / "a" / f"x{ending}")
+        make_shards.make(tmp_path / "folder" / split, tmp_path / split, per_shard=99, seed=1)
+    count = len(IMG_EXTENSIONS)
+    (batch,) = open_them(tmp_path)[0].train(loading.Plan(count, count, 1, 1, 0, 1, count))
+    assert (batch.samples, batch.corrupt) == (count, [])
 
 
 @pytest.mark.parametrize(("name", "value"), [("OPEN_FILES", 1), ("READING_THREADS", 1)])
@@ -320,23 +334,17 @@ def test_samples_are_those_that_webdataset_finds(kind, tmp_path):
     assert index.problem is None
 
 
-def test_samples_without_image_or_class_are_named(tmp_path):
+def test_samples_without_image_or_class_are_named(engine, tmp_path):
     jpeg = b"\xff\xd8 as far as anybody looks here"
     files = {"a.jpg": jpeg, "a.cls": b"1", "b.cls": b"1", "c.jpg": jpeg, "d.jpg": jpeg, "d.cls": b"6"}
     path = tar_of(tmp_path / "odd.tar", files | {"e.jpg": jpeg, "e.cls": b"cat"})
-    opened, _ = shards.open_indexed(open_world(), [str(path)])
+    opened, _ = shards.open_indexed(engine, [str(path)])
     dataset = shard_reading.ShardBatches(opened, Numbered(), 6, reports=True)
     batch = dataset[shard_reading.Job(0, [0, 1, 2, 3, 4], [], True)]
     assert numbers(batch) == [0]
     assert {each.name: each.why[:10] for each in batch.corrupt} == {
         f"{path}: b": "no image i", f"{path}: c": "no class (", f"{path}: d": "class 6 of", f"{path}: e": "no class (",
     }  # fmt: skip
-
-
-def open_world() -> SerialEngine:
-    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
-    engine.device = torch.device("cpu")
-    return engine
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
