@@ -131,8 +131,8 @@ class Parser(argparse.ArgumentParser):
             flags._not_given = self._actions_not_in(argv)
         elif given.get("predict") is not None:
             raise UserError("--predict needs --evaluate, the run whose model predicts", everywhere=True)
+        absolute(flags, absolute_path if "engine" in given else expanded)
         if "engine" in given:
-            absolute(flags)
             refuse_unsupported(flags.engine, given)
         if (given.get("amp"), given.get("reduction")) == ("fp16", "adasum"):
             # Adasum steps inside backward(), on scaled gradients, and ranks would detect overflows independently.
@@ -207,20 +207,25 @@ def settle_local_steps(flags: argparse.Namespace) -> None:
     flags.outer_momentum = 0.5 if flags.outer_momentum is None else flags.outer_momentum
 
 
-def absolute(flags: argparse.Namespace) -> None:
-    """Make the paths in `flags` absolute, because the program may change its working directory later."""
-    for name, value in vars(flags).items():
-        if isinstance(value, Path):
-            setattr(flags, name, absolute_path(value))
-        elif isinstance(value, list) and names_files(value):
-            setattr(flags, name, [absolute_path(item) if isinstance(item, Path) else item for item in value])
+def expanded(path: Path) -> Path:
+    """Return `path` with a leading ~ expanded, which the shell does not do in --data-dir=~/x."""
+    with contextlib.suppress(RuntimeError):  # no such user
+        return path.expanduser()
+    return path
 
 
 def absolute_path(path: Path) -> Path:
-    """Return `path` made absolute. A leading ~ is expanded, which the shell does not do in --data-dir=~/x."""
-    with contextlib.suppress(RuntimeError):  # no such user
-        path = path.expanduser()
-    return path.absolute()
+    """Return `path` made absolute."""
+    return expanded(path).absolute()
+
+
+def absolute(flags: argparse.Namespace, change: Callable[[Path], Path] = absolute_path) -> None:
+    """Make the paths in `flags` absolute, because the program may change its working directory later; or `change` them."""
+    for name, value in vars(flags).items():
+        if isinstance(value, Path):
+            setattr(flags, name, change(value))
+        elif isinstance(value, list) and names_files(value):
+            setattr(flags, name, [change(item) if isinstance(item, Path) else item for item in value])
 
 
 def names_files(value: object) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import doctor, report, scaling
+from hvdtrain import doctor, export, report, scaling, unpack
 from hvdtrain.analysis.launching import Ended
 from hvdtrain.data import make_shards
 from tests import image_set
@@ -96,3 +96,17 @@ def test_shards_have_at_most_so_many_samples_in_the_order_of_the_seed(tmp_path, 
         assert list(json.loads((target / "train" / "sizes.json").read_text()).values()) == [4, 4, 4]
         contents.append((target / "train" / "000000.tar").read_bytes())
     assert contents[0] != contents[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "flag"),
+    [
+        (report, "out --output-dir=~/made", "output_dir"),
+        (scaling, "--output-dir=~/made", "output_dir"),
+        (export, "out --to=~/made", "to"),
+        (unpack, "~/made", "directory"),
+        (doctor, "--output-dir=~/made", "output_dir"),
+    ],
+)
+def test_paths_may_begin_at_home(command, words, flag):
+    assert getattr(command.parse(words.split()), flag) == Path.home() / "made"
