@@ -1,4 +1,4 @@
-"""Write docs/reference/flags.md and metrics.md from the source: python docs/site/reference.py. A test compares them."""
+"""Write docs/reference/flags.md from the source: python docs/site/reference.py. A test compares it."""
 
 import argparse
 import importlib
@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest import mock
 
 from hvdtrain import cli
-from hvdtrain.output.events import EVENTS, EVERY_EVENT
 
 PAGES = Path(__file__).resolve().parents[1] / "reference"
 COMMANDS = ("mnist", "imagenet", "lm", "benchmark", "reduce", "scaling", "report", "doctor", "gpu_day", "export")
@@ -81,26 +80,8 @@ def flags_page() -> str:
     return "\n".join(parts)
 
 
-def metrics_page() -> str:
-    parts = ["# metrics.jsonl\n", MADE]
-    parts.append(
-        "A run with `--output-dir OUT` appends to `OUT/metrics.jsonl`: one event a line, as JSON. `summary.json` has the "
-        "fields of the last event, `end`.\nFields that do not apply are left out.\n"
-    )
-    parts += ["## Every event\n", fields(EVERY_EVENT)]
-    for event, (when, of_it) in EVENTS.items():
-        parts += [f"## {event}\n", f"Written {when}.\n", fields(of_it)]
-    return "\n".join(parts)
-
-
-def fields(of_it: dict[str, str]) -> str:
-    rows = [f"| `{name}` | {text} |" for name, text in of_it.items()]
-    return "\n".join(["| field | meaning |", "|---|---|", *rows]) + "\n"
-
-
 def main() -> int:
     (PAGES / "flags.md").write_text(flags_page())
-    (PAGES / "metrics.md").write_text(metrics_page())
     return 0
 
 
