@@ -60,50 +60,30 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's 
 def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.imagenet", __doc__, epochs=None, batch_size=None)
-    parser.add_argument(
-        "--dataset",
-        choices=("folder", "shards", "synthetic"),
-        default="folder",
-        help="form of the images (default: folder)",
-    )
-    parser.add_argument("--data-dir", type=Path, help="directory with train/ and val/, of folders or of shards")
-    parser.add_argument("--train-shards", help="a path or a glob of tar files, instead of --data-dir")
-    parser.add_argument("--test-shards", help="the same for the test set")
-    parser.add_argument("--train-samples", type=training.positive_int, help="samples per epoch (default: all)")
-    parser.add_argument(
-        "--classes",
-        type=training.positive_int,
-        help="number of classes, for shards and synthetic (default: that of the shards, or 1000)",
-    )
-    parser.add_argument("--image-size", type=training.positive_int, default=224, help="pixels (default: 224)")
-    parser.add_argument(
-        "--reduced-decode",
-        action="store_true",
-        help="decode large JPEG images at 1/2, 1/4 or 1/8 of their size: faster, slightly different pixels",
-    )
-    parser.add_argument(
-        "--workers", type=training.count, help="DataLoader workers per rank (default: derived from this rank's cores)"
-    )
-    parser.add_argument(
-        "--max-corrupt",
-        "--max-broken",
-        type=training.non_negative,
-        default=0.001,
-        help="stop if more samples than this cannot be read: a share if below 1, else a number (default: 0.001)",
-    )
-    parser.add_argument(
-        "--recipe", choices=tuple(RECIPES), default="cosine", help="a set of values for the flags not given"
-    )
-    parser.add_argument("--model", default="resnet50", help="any torchvision classifier (default: resnet50)")
-    parser.add_argument(
-        "--memory-format", choices=tuple(MEMORY_FORMATS), default="channels_last", help="of the images and of computing"
-    )
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    add = parser.add_argument
+    kinds = ("folder", "shards", "synthetic")
+    add("--dataset", choices=kinds, default="folder", help="form of the images (default: folder)")
+    add("--data-dir", type=Path, help="directory with train/ and val/, of folders or of shards")
+    add("--train-shards", help="a path or a glob of tar files, instead of --data-dir")
+    add("--test-shards", help="the same for the test set")
+    add("--train-samples", type=training.positive_int, help="samples per epoch (default: all)")
+    classes = "number of classes, for shards and synthetic (default: that of the shards, or 1000)"
+    add("--classes", type=training.positive_int, help=classes)
+    add("--image-size", type=training.positive_int, default=224, help="pixels (default: 224)")
+    reduced = "decode large JPEG images at 1/2, 1/4 or 1/8 of their size: faster, slightly different pixels"
+    add("--reduced-decode", action="store_true", help=reduced)
+    add("--workers", type=training.count, help="DataLoader workers per rank (default: derived from this rank's cores)")
+    most = "stop if more samples than this cannot be read: a share if below 1, else a number (default: 0.001)"
+    add("--max-corrupt", "--max-broken", type=training.non_negative, default=0.001, help=most)
+    add("--recipe", choices=tuple(RECIPES), default="cosine", help="a set of values for the flags not given")
+    add("--model", default="resnet50", help="any torchvision classifier (default: resnet50)")
+    formats = tuple(MEMORY_FORMATS)
+    add("--memory-format", choices=formats, default="channels_last", help="of the images and of computing")
+    add("--compile", action="store_true", help="torch.compile the model")
     add_optimization(parser)
     parser.set_help(lr="peak learning rate, before scaling (default: 0.1 times --batch-size over 256)")
-    parser.may_change_on_resume(
-        "dataset", "data_dir", "train_shards", "test_shards", "train_samples"
-    )  # see describe_data
+    # For the first five, see describe_data.
+    parser.may_change_on_resume("dataset", "data_dir", "train_shards", "test_shards", "train_samples")
     parser.may_change_on_resume("compile", "max_corrupt", "memory_format", "workers")
     return parser.parse(argv, RECIPES)
 

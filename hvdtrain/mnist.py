@@ -60,20 +60,13 @@ METRICS = {"accuracy": training.Metric("max", percent=True), "loss": training.Me
 def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.mnist", __doc__, epochs=None, batch_size=None)
-    parser.add_argument(
-        "--dataset",
-        choices=idx.NAMES,
-        default="auto",
-        help="what to train on (default: MNIST if present or downloadable, else digits)",
-    )
-    parser.add_argument("--data-dir", type=Path, help="where the data files are, or are downloaded to")
-    parser.add_argument("--train-samples", type=training.positive_int, help="train only on the first N samples")
-    parser.add_argument(
-        "--recipe", choices=tuple(RECIPES), default="fast", help="a set of values for the flags not given"
-    )
-    parser.add_argument(
-        "--model", choices=tuple(MODELS), help="the network (default: cosinenet; with --recipe classic convnet)"
-    )
+    add = parser.add_argument
+    add("--dataset", choices=idx.NAMES, default="auto",
+        help="what to train on (default: MNIST if present or downloadable, else digits)")  # fmt: skip
+    add("--data-dir", type=Path, help="where the data files are, or are downloaded to")
+    add("--train-samples", type=training.positive_int, help="train only on the first N samples")
+    add("--recipe", choices=tuple(RECIPES), default="fast", help="a set of values for the flags not given")
+    add("--model", choices=tuple(MODELS), help="the network (default: cosinenet; with --recipe classic convnet)")
     add_optimization(parser)
     parser.set_help(
         epochs="passes through the training set (default: 1; of the digits 10; --recipe classic 10)",

@@ -7,7 +7,6 @@ DIR/launch/slurm.sbatch start training, `make -C DIR setup` creates an environme
 """
 
 import shutil
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent
 BESIDE = PACKAGE / "_checkout"  # setup.py puts it into the wheel
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
+def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.unpack", __doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="directory to write to; new, or empty")
