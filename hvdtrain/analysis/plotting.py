@@ -18,6 +18,7 @@ MARKERS = "osD^vP"
 DASHES = ("-", "--", "-.", ":")
 
 WIDTH, HEIGHT = 3.35, 2.2  # inches of one plot
+DPI = 200
 STYLE: Any = {
     "font.size": 7.5, "axes.titlesize": 7.5, "figure.titlesize": 7, "axes.linewidth": 0.5, "lines.linewidth": 1.0,
     "lines.markersize": 3.2, "errorbar.capsize": 1.5, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
@@ -52,7 +53,7 @@ def png(draws: Sequence[Draw], height: float = HEIGHT, title: str = "") -> bytes
 
     written = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH * len(draws), height), layout="constrained", dpi=200)
+        figure = Figure(figsize=(WIDTH * len(draws), height), layout="constrained", dpi=DPI)
         for draw, axes in zip(draws, figure.subplots(1, len(draws), squeeze=False)[0], strict=True):
             draw(axes)
         figure.suptitle(title)

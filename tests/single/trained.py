@@ -83,7 +83,7 @@ def trained(script: ModuleType, flags: str, out: Path | None = None) -> Trained:
             del seen.optimizer.step
 
     threads = torch.get_num_threads()
-    words = f"--engine serial --no-progress {flags}".split()
+    words = f"--engine serial --no-progress --threads 1 {flags}".split()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "prepare", prepared)
         patch.setattr(Step, "backward", backwards)

@@ -11,6 +11,7 @@ from tests.e2e.cluster import Cluster, needs_hosts
 from tests.e2e.launchers import LAUNCHERS, PYTHON, Done, launch, several
 
 DOCTOR = [sys.executable, "-m", "hvdtrain.doctor"]
+SLOW = pytest.mark.slow
 
 
 def faults(done: Done) -> list[str]:
@@ -29,14 +30,12 @@ def test_alone():
     assert "0 problems" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "launcher", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mpirun", "horovodrun")), "gloo"]
-)
+@pytest.mark.parametrize("launcher", ["starter", *(pytest.param(name, marks=SLOW) for name in ("mpirun", "gloo"))])
 def test_two_ranks(launcher, tmp_path):
     start = LAUNCHERS[launcher].format(ranks=2)
     done = launch(f"{start} {shlex.join(DOCTOR)} --output-dir {tmp_path}", OMP_NUM_THREADS="1")
     assert done.code == 0, done
-    transport = "Gloo" if launcher == "gloo" else "MPI"
+    transport = "MPI" if launcher == "mpirun" else "Gloo"
     for expected in (f"all-reduce, horovod over {transport}", "every rank alike: ", "seen by all", "ranks: 2 on "):
         assert done.stdout.count(expected) == 1, done
     assert list(tmp_path.iterdir()) == []
@@ -48,7 +47,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_fault_on_one_host(tmp_path):
     runs = several("alone", 1, tmp_path, {f"{n}": f"{how} --json" for n, how in enumerate(FAULTS)}, "hvdtrain.doctor")
     for done, expected in zip(runs.values(), FAULTS.values(), strict=True):
@@ -56,7 +55,7 @@ def test_a_fault_on_one_host(tmp_path):
         assert any(expected in fault for fault in faults(done)), done
 
 
-@pytest.mark.slow
+@SLOW
 def test_ranks_that_differ():
     body = "import sys, torch, hvdtrain.doctor as d; from hvdtrain.engines import launchers; "
     body += "from hvdtrain.launching import exit_codes; "
@@ -66,7 +65,7 @@ def test_ranks_that_differ():
     assert any("problem: torch differs: rank 0 has 2.0, rank 1 has 2.1" in fault for fault in faults(done)), done
 
 
-@pytest.mark.slow
+@SLOW
 def test_more_threads_than_cores_is_a_warning():
     core = min(os.sched_getaffinity(0))
     done = launch(
@@ -77,7 +76,7 @@ def test_more_threads_than_cores_is_a_warning():
     assert any("warning: cores: 1; ranks on this host: 2" in fault for fault in faults(done)), done
 
 
-@pytest.mark.slow
+@SLOW
 @needs_hosts
 def test_faults_between_hosts(tmp_path):
     """A directory that only one host has, a host that does not know the other's name, a name without an address."""
@@ -117,7 +116,7 @@ def test_faults_between_hosts(tmp_path):
         assert any("this host's name b does not resolve" in fault for fault in faults(nameless)), nameless
 
 
-@pytest.mark.slow
+@SLOW
 @needs_hosts
 def test_bandwidth_is_that_of_the_wire(tmp_path):
     """Two hosts whose cable carries so much: the doctor can see no more, whatever else the machine is doing."""

@@ -65,10 +65,10 @@ def two(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
     return root, several("mpirun", 2, root, runs)
 
 
-SLOWLY = [pytest.param(launcher, marks=pytest.mark.slow) for launcher in ("mpirun", "gloo")]
+SLOWLY = [pytest.param(launcher, marks=pytest.mark.slow) for launcher in ("mpirun", "gloo", "starter")]
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun", "starter", *SLOWLY])
+@pytest.mark.parametrize("launcher", ["horovodrun", *SLOWLY])
 def test_two_ranks_learn_the_digits_under_every_launcher(launcher, learned):
     directory, done = learned(launcher)
     assert done.code == 0, done
@@ -81,6 +81,7 @@ def test_two_ranks_learn_the_digits_under_every_launcher(launcher, learned):
     assert done.stdout.count("test accuracy") == 3, done  # once an epoch: rank 0 alone speaks
 
 
+@pytest.mark.slow
 def test_same_seed_same_bits_under_each_launcher(learned):
     bits = {who: summary(learned(who)[0])["parameters_sha256"] for who in ("horovodrun", "starter")}
     assert len(set(bits.values())) == 1, bits

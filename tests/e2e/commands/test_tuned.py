@@ -7,7 +7,6 @@ import pytest
 
 from tests.e2e.launchers import LAUNCHERS, PYTHON, events, launch, summary
 
-SLOWLY = [pytest.param(launcher, marks=pytest.mark.slow) for launcher in ("horovodrun", "gloo")]
 TUNED = f"{PYTHON} -m hvdtrain.tuned"
 PLAIN = "tests/foreign/mnist.py --samples 600 --batch-size 10"
 
@@ -84,13 +83,20 @@ def hash_of(done) -> str:
     return re.search(r"parameters [0-9a-f]{64}", done.stdout)[0]
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", *SLOWLY])
-def test_a_plain_script_ends_as_without_us_and_is_recorded(launcher, tmp_path):
+# Trap: torch imports its compiler where a plain script makes its optimizer, which takes longer than its training.
+SLOWLY = [pytest.param(launcher, True, marks=pytest.mark.slow) for launcher in ("horovodrun", "mpirun")]
+
+
+@pytest.mark.parametrize(("launcher", "compared"), [("gloo", False), *SLOWLY])
+def test_a_plain_script_ends_as_without_us_and_is_recorded(launcher, compared, tmp_path):
     start = LAUNCHERS[launcher].format(ranks=2)
-    # Waiting ranks of the plain one give their core away, or it takes ten times as long beside other tests.
-    plain = launch(f"{start} {PYTHON} {PLAIN}", OMP_NUM_THREADS="1", OMPI_MCA_mpi_yield_when_idle="1")
     done = launch(f"{start} {TUNED} --output-dir {tmp_path} {PLAIN}")
-    assert hash_of(done) == hash_of(plain)  # a sum of two has one order
+    assert hash_of(done)
+    if (
+        compared
+    ):  # waiting ranks of the plain one give their core away, or it takes ten times as long beside other tests
+        plain = launch(f"{start} {PYTHON} {PLAIN}", OMP_NUM_THREADS="1", OMPI_MCA_mpi_yield_when_idle="1")
+        assert hash_of(done) == hash_of(plain)  # a sum of two has one order
     assert f"on this host 2 x {max(1, len(os.sched_getaffinity(0)) // 2)} thread" in done.stderr, done
     assert len([line for line in done.stderr.splitlines() if "hvdtrain" in line]) == 1, done
     begun = events(tmp_path, "start")

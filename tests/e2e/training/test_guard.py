@@ -29,18 +29,18 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("rank", "point", "kind", "blame"),
+    ("launcher", "rank", "point", "kind", "blame"),
     [
-        (1, "backward", "stop", "does not answer"),
-        pytest.param(1, "load", "spin", "keeps the others waiting, at ", marks=SLOW),
-        pytest.param(0, "load", "stop", "does not answer", marks=SLOW),
-        pytest.param(1, "snapshot", "spin", "keeps the others waiting, at ", marks=SLOW),
+        ("starter", 1, "backward", "stop", "does not answer"),
+        pytest.param("mpirun", 1, "load", "spin", "keeps the others waiting, at ", marks=SLOW),
+        pytest.param("mpirun", 0, "load", "stop", "does not answer", marks=SLOW),
+        pytest.param("mpirun", 1, "snapshot", "spin", "keeps the others waiting, at ", marks=SLOW),
     ],
 )
-def test_a_hung_rank_is_named_and_ends_the_job(rank, point, kind, blame, tmp_path):
+def test_a_hung_rank_is_named_and_ends_the_job(launcher, rank, point, kind, blame, tmp_path):
     # More ranks than cores: those that wait in MPI spin, but that does not keep the others from running.
     ranks, attack = 4 if kind == "spin" else 2, dict(rank=rank, point=point, kind=kind, count=5)
-    done = attacked(tmp_path, ranks=ranks, flags="--step-timeout 4 --epochs 200", attack=attack)
+    done = attacked(tmp_path, ranks=ranks, launcher=launcher, flags="--step-timeout 4 --epochs 200", attack=attack)
     took = time.time() - struck_at(tmp_path)
     assert done.code not in (0, 2, 75), done
     assert f"rank {rank} on {os.uname().nodename} {blame}" in done.stderr, done

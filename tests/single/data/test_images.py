@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import random
+import re
 import shutil
 import struct
 from collections import Counter
@@ -19,7 +20,6 @@ from hvdtrain import imagenet
 from hvdtrain.data import images, loading, make_shards, shards, synthetic
 from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models import classifiers as models
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import optim
@@ -43,13 +43,6 @@ def tars(folder, tmp_path_factory) -> Path:
     assert make_shards.make(folder / "train", target / "train", per_shard=12, seed=1) == 4
     assert make_shards.make(folder / "val", target / "val", per_shard=11, seed=1) == 3
     return target
-
-
-@pytest.fixture
-def engine() -> SerialEngine:
-    engine = SerialEngine(tuning=True, rank=0, size=1, launcher="none")
-    engine.device = torch.device("cpu")
-    return engine
 
 
 @pytest.fixture
@@ -394,14 +387,14 @@ def test_shards_are_made_once_and_from_the_same_classes(folder, tars, tmp_path, 
             make_shards.main()
 
 
-def test_every_classifier_of_torchvision_can_be_built():
-    from torchvision.models import list_models
+def test_a_classifier_of_each_family_of_torchvision_can_be_built():
+    from torchvision import models as theirs
 
-    known = list_models(module=__import__("torchvision").models)
-    assert len(known) >= 80
-    for name in known:
-        if name.startswith("regnet") and name != "regnet_y_400mf":  # one of them will do: these want real memory
-            continue
+    families: dict[str, str] = {}
+    for name in theirs.list_models(module=theirs):
+        families.setdefault(re.match(r"[a-z]+(_v\d)?", name)[0], name)
+    assert len(families) > 15
+    for name in (families | {"regnet": "regnet_y_400mf"}).values():
         with torch.device("cpu" if name.startswith("regnet") else "meta"):
             model = models.build_model(name, classes=7, side=224)
         last = [module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)][-1]

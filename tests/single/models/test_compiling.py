@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 
 from hvdtrain.models.classifiers import build_model
 from hvdtrain.models.compiling import blocks, compiled
@@ -32,6 +30,9 @@ def test_the_blocks_of_a_model(build, count, kind):
 
 def test_gradients_of_a_block_are_ready_before_the_block_below_has_run():
     """Of a model compiled as one, all would be ready at the end: none could be reduced during the backward pass."""
+    from functorch.compile import make_boxed_func  # here: it imports the compiler, which takes seconds
+    from torch._dynamo.backends.common import aot_autograd
+
     seen: list[str] = []
 
     def noted(graph, inputs):

@@ -28,6 +28,12 @@ from tests.single.examples import changed, tried
 
 __all__ = ["leave"]  # a fixture
 
+
+@pytest.fixture(autouse=True)
+def coarse(monkeypatch):
+    monkeypatch.setattr("hvdtrain.analysis.plotting.DPI", 40)  # as good for what is looked at here
+
+
 PICTURES = {
     "classifier": ["Loss over samples", "Loss over seconds", "Accuracy over samples", "Accuracy over seconds"],
     "regression": ["Loss over samples", "Loss over seconds"],
