@@ -10,3 +10,15 @@ def this_process_works_on():
     yield
     if leaving := sys.modules.get("hvdtrain.hangs.leaving"):
         leaving.stop()
+
+
+@pytest.fixture
+def engine():
+    """The engine of one process, as `start` returns it."""
+    import torch
+
+    from hvdtrain.engines.single import SerialEngine
+
+    made = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+    made.device = torch.device("cpu")
+    return made

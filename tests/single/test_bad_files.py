@@ -30,14 +30,6 @@ from hvdtrain.training.state import TrainState
 from tests.single.data import fake_mnist as fake
 from tests.single.examples import JSON, changed, little_memory, one_line, spoilt, tried
 
-
-@pytest.fixture
-def engine() -> SerialEngine:
-    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
-    engine.device = torch.device("cpu")
-    return engine
-
-
 # IDX
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.launchers import events, summary, train
+from tests.single.output.test_tensorboard import scalars
 
 pytestmark = pytest.mark.slow  # tests/single/output has the formats
 
@@ -16,14 +17,6 @@ def profile(directory: Path, rank: int) -> list[dict]:
 
 def steps(trace: list[dict]) -> int:
     return len([e for e in trace if e["name"].startswith("ProfilerStep#") and e.get("cat") == "user_annotation"])
-
-
-def scalars(directory: Path, name: str = "tensorboard") -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(directory / name), size_guidance={"scalars": 0})
-    accumulator.Reload()
-    return {tag: [(s.step, s.value) for s in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +47,7 @@ def test_watching_changes_nothing_of_the_training(watched, tmp_path):
 
 def test_tensorboard_has_what_metrics_has(watched):
     directory, _ = watched
-    found = scalars(directory)
+    found = scalars(directory / "tensorboard")
     assert set(found) == {
         *("train/loss", "train/accuracy", "train/objective", "test/loss", "test/accuracy"),
         *("run/learning_rate", "run/samples_per_second"),

@@ -1,6 +1,5 @@
 """Flags and launchers' variables as nobody should set them: one line and exit code 2, or a right answer."""
 
-import contextlib
 import dataclasses
 import io
 import subprocess
@@ -14,6 +13,7 @@ from hvdtrain import benchmark, cli, doctor, gpu_day, imagenet, lm, mnist, reduc
 from hvdtrain.engines import launchers
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import exit_codes, local_rendezvous, rendezvous
+from tests.single.commands.test_every_flag import flags_of
 from tests.single.examples import one_line, tried
 
 NUMBERS = st.one_of(
@@ -35,23 +35,7 @@ PARSERS = {
 }
 
 
-def flags_of(script: str) -> list[str]:
-    """Return every flag that a script has, as its own help lists them."""
-    known: list[str] = []
-    parse = cli.Parser.parse
-
-    def listed(self, argv=None, recipes=None):
-        known.extend(option for action in self._actions for option in action.option_strings)
-        return parse(self, argv, recipes)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli.Parser, "parse", listed)
-        with contextlib.suppress(UserError):  # it needs one that was not given
-            PARSERS[script]([])
-    return sorted(set(known) - {"-h", "--help"})
-
-
-FLAGS = {script: flags_of(script) for script in PARSERS}
+FLAGS = {script: sorted(name for flag in flags_of(script) for name in flag.option_strings) for script in PARSERS}
 
 
 def ends(main) -> int:

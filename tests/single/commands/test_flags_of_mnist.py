@@ -10,7 +10,6 @@ from hvdtrain import mnist
 from hvdtrain.data import idx
 from hvdtrain.data.published import PUBLISHED
 from hvdtrain.data.sharding import epoch_order
-from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.training import checkpoint
 from hvdtrain.training.resume import Checkpoints
@@ -163,13 +162,12 @@ def test_target_accuracy_ends_training_or_is_missed(goal, code, tmp_path):
 
 
 @pytest.mark.parametrize(("choice", "expected"), [("auto", "cuda"), ("cpu", "cpu"), ("cuda", "cuda")])
-def test_a_device_that_is_chosen(choice, expected, monkeypatch):
+def test_a_device_that_is_chosen(choice, expected, engine, monkeypatch):
     """On a machine with a GPU, as far as torch says."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("init", "set_device"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     assert engine.choose_device(choice).type == expected
 
 

@@ -89,54 +89,6 @@ def test_what_ddp_alone_can_do_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("argv", "complaint"),
-    [
-        (["--epoch", "1"], "unrecognized arguments: --epoch"),
-        (["--lr", "-1"], "argument --lr: '-1' is not a number above 0"),
-        (["--lr", "nan"], "argument --lr: 'nan' is not a number above 0"),
-        (["--momentum", "1"], "argument --momentum: '1' is not a number of at least 0 and below 1"),
-        (["--batch-size", "0"], "argument --batch-size: '0' is not a whole number of at least 1"),
-        (["--batch-size", "1.5"], "'1.5' is not a whole number"),
-        (["--seed", "-1"], "'-1' is not a whole number of at least 0"),
-        (["--engine", "smoke"], "invalid choice: 'smoke'"),
-        (["--epochs"], "expected one argument"),
-    ],
-)
-def test_bad_flags_are_one_line_with_the_remedy(argv, complaint):
-    with pytest.raises(UserError) as caught:
-        parse(argv)
-    assert complaint in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert "--help" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        ("--engine serial --compression fp16", "--compression fp16 is not for --engine serial: leave it out, or use"),
-        ("--engine dataparallel --reduction sum", "--reduction sum is not for --engine dataparallel"),
-        (
-            "--engine ddp --reduction adasum",
-            "--reduction adasum is not for --engine ddp: leave it out, or use --engine",
-        ),
-        ("--engine serial --gradient-predivide-factor 2", "--gradient-predivide-factor 2.0 is not for --engine serial"),
-        ("--reduction adasum --amp fp16", "--amp fp16 cannot go with --reduction adasum"),
-        ("--compression bf16 --reduction adasum", "--compression bf16 cannot go with --reduction adasum: use"),
-        ("--engine serial --compression bf16", "--compression bf16 is not for --engine serial: leave it out, or use"),
-        ("--sync-within host", "--sync-within host is for weights: give --sync-every, of at least 2"),
-        (
-            "--deterministic --tuning off",
-            "--deterministic cannot go with --tuning off, with which Horovod sums gradients",
-        ),
-    ],
-)
-def test_options_of_other_engines_are_refused_by_name(flags, complaint):
-    with pytest.raises(UserError) as caught:
-        parse(flags.split())
-    assert complaint in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("content", "complaint"),
     [
         (None, "No such file"),

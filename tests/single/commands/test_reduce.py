@@ -49,19 +49,3 @@ def test_a_wrong_result_is_never_a_bandwidth():
 )
 def test_numbers_as_people_write_them(value, text):
     assert reduce.text(torch.tensor([value])) == text
-
-
-@pytest.mark.parametrize(
-    ("argv", "complaint"),
-    [
-        ("--engine ddp --reduction adasum", "--reduction adasum is not for --engine ddp: use --engine horovod"),
-        ("--engine serial --reduction adasum", "is not for --engine serial: use --engine horovod"),
-        ("--dtype int4", "invalid choice: 'int4'"),
-        ("--min-bytes 8 --max-bytes 4", "--min-bytes 8 is more than --max-bytes 4"),
-        ("--seconds-per-size 0", "'0' is not a number above 0"),
-    ],
-)
-def test_bad_flags(argv, complaint):
-    with pytest.raises(UserError) as caught:
-        reduce.parse(argv.split())
-    assert complaint in str(caught.value)

@@ -6,7 +6,6 @@ from argparse import Namespace
 import pytest
 import torch
 
-from hvdtrain.engines.single import SerialEngine
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
@@ -22,9 +21,7 @@ from hvdtrain.output.run_output import RunOutput
     ],
     ids=["whole", "cut", "short", "failed"],
 )
-def test_steps_are_recorded_after_five(trained, recorded, said, tmp_path, capsys):
-    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
-    engine.device = torch.device("cpu")
+def test_steps_are_recorded_after_five(trained, recorded, said, engine, tmp_path, capsys):
     flags, alive = Namespace(profile=2, output_dir=tmp_path), []
     output = RunOutput(engine, tmp_path, progress=False)
 

@@ -183,10 +183,9 @@ def test_the_bar_is_drawn_in_one_line_and_taken_away(monkeypatch, columns):
     assert drawn[3] == ""
 
 
-def test_a_line_is_said_above_the_bar(monkeypatch, capsys):
+def test_a_line_is_said_above_the_bar(engine, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", Terminal(80, monkeypatch))
     monkeypatch.setattr(terminal, "find", lambda: terminal.Screen(sys.stdout, True, 7))
-    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     with RunOutput(engine, None, progress=True) as output:
         output.progress("epoch 1/2", 1, 100, FIGURES, window(rank(0, 9, 1)))
         output.say("a line")
@@ -196,14 +195,13 @@ def test_a_line_is_said_above_the_bar(monkeypatch, capsys):
     assert after.endswith("\r\x1b[K")
 
 
-def test_a_launcher_that_no_longer_reads_does_not_end_its_rank_before_it_has_saved(monkeypatch):
+def test_a_launcher_that_no_longer_reads_does_not_end_its_rank_before_it_has_saved(engine, monkeypatch):
     class Gone(io.StringIO):
         def write(self, text):
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(sys, "stdout", Gone())
     monkeypatch.setattr(terminal, "find", lambda: terminal.Screen(sys.stdout, True, 7))
-    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     with pytest.raises(OSError, match="Input/output"):  # one process: `| head` ends it
         RunOutput(engine, None, progress=False).say("a line")
     engine.size = 2

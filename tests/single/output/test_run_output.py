@@ -5,13 +5,11 @@ import json
 import os
 from io import FileIO
 
-from hvdtrain.engines.single import SerialEngine
 from hvdtrain.output.run_output import RunOutput
 
 
-def test_a_file_system_that_fails_a_seek_costs_lines_not_the_run(tmp_path, capfd, monkeypatch):
+def test_a_file_system_that_fails_a_seek_costs_lines_not_the_run(engine, tmp_path, capfd):
     """As one that turned stale does."""
-    engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     with RunOutput(engine, tmp_path, progress=False) as output:
         output.open(continued=False)
         output.event("before")

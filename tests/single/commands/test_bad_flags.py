@@ -1,0 +1,76 @@
+"""Flags that a command refuses: one line, which names the flag and what is allowed."""
+
+import pytest
+
+from hvdtrain.engines.errors import UserError
+from tests.single.commands.test_bad_settings import PARSERS
+
+# Command -> flags -> what the line has.
+REFUSED = {
+    "mnist": {
+        "--epoch 1": "unrecognized arguments: --epoch",
+        "--lr -1": "argument --lr: '-1' is not a number above 0",
+        "--lr nan": "argument --lr: 'nan' is not a number above 0",
+        "--momentum 1": "argument --momentum: '1' is not a number of at least 0 and below 1",
+        "--batch-size 0": "argument --batch-size: '0' is not a whole number of at least 1 (--help lists every flag)",
+        "--batch-size 1.5": "'1.5' is not a whole number",
+        "--seed -1": "'-1' is not a whole number of at least 0",
+        "--engine smoke": "invalid choice: 'smoke'",
+        "--epochs": "expected one argument",
+        "--engine serial --compression fp16": "--compression fp16 is not for --engine serial: leave it out, or use",
+        "--engine dataparallel --reduction sum": "--reduction sum is not for --engine dataparallel",
+        "--engine ddp --reduction adasum":
+            "--reduction adasum is not for --engine ddp: leave it out, or use --engine horovod",
+        "--engine serial --gradient-predivide-factor 2": "--gradient-predivide-factor 2.0 is not for --engine serial",
+        "--reduction adasum --amp fp16": "--amp fp16 cannot go with --reduction adasum",
+        "--compression bf16 --reduction adasum": "--compression bf16 cannot go with --reduction adasum: use",
+        "--engine serial --compression bf16": "--compression bf16 is not for --engine serial: leave it out, or use",
+        "--sync-within host": "--sync-within host is for weights: give --sync-every, of at least 2",
+        "--deterministic --tuning off":
+            "--deterministic cannot go with --tuning off, with which Horovod sums gradients",
+        "--profile 5": "--profile needs --output-dir",
+        "--tensorboard": "--tensorboard needs --output-dir",
+        "--track mlflow": "--track needs --output-dir",
+    },
+    "imagenet": {"--track mlflow": "--track needs --output-dir", "--workers -1": "'-1' is not a whole number"},
+    "lm": {
+        "--width 17": "--width 17 is not a multiple of --heads 4",
+        "--steps 5 --epochs 1": "--steps 5 cannot go with --epochs 1: leave one of them out",
+    },
+    "benchmark": {
+        "--model convnet --image-size 32": "takes images of 28 pixels",
+        "--engine serial --compression fp16": "--compression fp16 is not for --engine serial",
+        "--steps 0": "'0' is not a whole number",
+        "--model gpt-small --image-size 32": "--model gpt-small takes no images: leave out --image-size",
+        "--model gpt2 --channels-last": "--model gpt2 takes no images: leave out --channels-last",
+    },
+    "reduce": {
+        "--engine ddp --reduction adasum": "--reduction adasum is not for --engine ddp: use --engine horovod",
+        "--engine serial --reduction adasum": "is not for --engine serial: use --engine horovod",
+        "--dtype int4": "invalid choice: 'int4'",
+        "--min-bytes 8 --max-bytes 4": "--min-bytes 8 is more than --max-bytes 4",
+        "--seconds-per-size 0": "'0' is not a number above 0",
+    },
+    "scaling": {
+        "--engines horovod,smoke": "'smoke' is not one of horovod, horovod-gloo",
+        "--ranks 1,x": "'x' is not a whole number",
+        "--ranks 8 --hosts a:4": "--ranks 8, but --hosts a:4 has 4 slots",
+        "--hosts a": "'a' is not NAME:SLOTS",
+        "--interface eth0": "--interface joins hosts: name them with --hosts",
+    },
+    "gpu_day": {
+        "--only bits,nothing": "'nothing' is not one of device, build",
+        "--minutes 0": "not a number above 0",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"), [(command, flags) for command, cases in REFUSED.items() for flags in cases]
+)
+def test_refused_in_one_line(command, flags):
+    with pytest.raises(UserError) as caught:
+        PARSERS[command](flags.split())
+    assert REFUSED[command][flags] in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert caught.value.everywhere or command == "scaling"  # said once, by rank 0
