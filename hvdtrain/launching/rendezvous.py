@@ -1,9 +1,7 @@
 """Rendezvous of a job's ranks: the address of rank 0, and requests to a server (rendezvous_server.py)."""
 
-import contextlib
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Mapping
 
@@ -75,15 +73,15 @@ def request(
 
 
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the first host of this job step, and a port derived from the job ID. Raises UserError."""
+    """Return the first host of this job step, and a port derived from the job ID. Raises UserError.
+
+    Slurm writes `a[1,3-4],b`. In a container there is no `scontrol` to expand that.
+    """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
     number = environment.get("SLURM_JOB_ID", "0")
     if not re.fullmatch("[0-9]{1,20}", number):
         raise UserError(f"SLURM_JOB_ID={number[:40]!r} is not a number: set MASTER_ADDR and MASTER_PORT")
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        nodes = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=10
-        ).stdout
-    if not nodes.split():
+    first = re.sub(r"\[([0-9]+)[^]]*\]", r"\1", nodes).split(",")[0].strip()
+    if not first:
         raise UserError("Slurm names no host (SLURM_JOB_NODELIST is empty): set MASTER_ADDR and MASTER_PORT")
-    return nodes.split()[0], 20_000 + int(number) % 10_000
+    return first, 20_000 + int(number) % 10_000

@@ -59,8 +59,23 @@ def test_interface_and_port_are_those_that_were_named(size, monkeypatch):
     assert (meeting.address, meeting.port, interface) == ("10.0.0.7", 9000, "eth7")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,m[2-3]", "n1"),
+        ("n[01,03-04]-ib,m", "n01-ib"),
+        ("rack[1-2]n[007-128]", "rack1n007"),
+        ("n[4]", "n4"),
+    ],
+)
+def test_the_first_host_of_a_slurm_job(nodes, first, monkeypatch):
+    """Also in a container, where Slurm's own commands are not there."""
+    monkeypatch.setenv("PATH", "")
+    assert meeting_point({"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "10007"}, "Slurm") == (first, 20007)
+
+
 def test_meeting_point():
     assert meeting_point({"MASTER_ADDR": "a", "MASTER_PORT": "9000"}, "Slurm") == ("a", 9000)
-    assert meeting_point({"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "10007"}, "Slurm") == ("n1", 20007)
     with pytest.raises(UserError, match="set MASTER_ADDR and MASTER_PORT"):
         meeting_point({"MASTER_ADDR": "a"}, "torchrun")
