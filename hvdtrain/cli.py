@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import copy
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -121,7 +122,11 @@ class Parser(argparse.ArgumentParser):
 
         Raises UserError for invalid flags and unsupported combinations.
         """
-        flags = super().parse_args(argv, Flags(self.prog))
+        words = sys.argv[1:] if argv is None else argv
+        for word in words:  # trap: argparse takes this value away, and returns the default, or a list
+            if word.startswith("--") and word.endswith("=--"):
+                self.error(f"argument {word[:-3]}: expected one argument")
+        flags = super().parse_args(words, Flags(self.prog))
         flags._may_change = self._may_change
         for name, value in (recipes or {}).get(getattr(flags, "recipe", ""), {}).items():
             if getattr(flags, name) is None:
@@ -150,6 +155,18 @@ class Parser(argparse.ArgumentParser):
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag} needs --output-dir, to write there", everywhere=True)
         return flags
+
+    def parse_own(self, argv: Sequence[str]) -> tuple[Flags, list[str]]:
+        """Parse the flags in front of a program (FILE, or -m MODULE, perhaps after --). Return them and the program's words.
+
+        Raises UserError, as `parse` does.
+        """
+        alone = {flag for action in self._actions if action.nargs == 0 for flag in action.option_strings}
+        end = 0
+        while end < len(argv) and argv[end].startswith("-") and argv[end] not in ("-", "-m", "--"):
+            end += 1 if "=" in argv[end] or argv[end] in alone else 2
+        words = list(argv[end:])
+        return self.parse(argv[:end]), words[1:] if words[:1] == ["--"] else words
 
     def _actions_not_in(self, argv: Sequence[str] | None) -> dict[str, argparse.Action]:
         """Return the flags that are not in `argv`, by their names in the result."""

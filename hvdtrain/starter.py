@@ -40,7 +40,6 @@ from hvdtrain.launching.local_rendezvous import (
 from hvdtrain.launching.rendezvous import meeting_point
 
 COME_SECONDS = 10.0  # how long a host whose import failed tries to tell the others, which would wait for it
-VALUELESS = ("--oversubscribe", "--help")
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -66,17 +65,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--start-timeout", type=non_negative, default=import_timeout.limit_seconds(), metavar="SECONDS",
         help="with --local-ranks: limit for the import (default: 600; 0: none)",
     )  # fmt: skip
-    end = 0
-    while end < len(argv) and argv[end].startswith("--"):
-        end += 1 if "=" in argv[end] or argv[end] in VALUELESS else 2
-    options = parser.parse_args(argv[:end])
+    options, words = parser.parse_own(argv)
     if options.local_ranks is None and (options.oversubscribe or options.imports):
         parser.error("--oversubscribe and --import need --local-ranks")
-    words = list(argv[end:])
-    if words and re.fullmatch(
-        r"python[0-9.]*", Path(words[0]).name
-    ):  # other launchers need the interpreter; here it is this one
-        words = words[1:]
+    if words and re.fullmatch(r"python[0-9.]*", Path(words[0]).name):
+        words = words[1:]  # other launchers need the interpreter; here it is this one
     return options, words
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hvdtrain.engines.foreign import Listener
 
 NAME = "hvdtrain.tuned"
-VALUELESS = ("--repeatable", "--help", "-h")
 
 
 def seconds(text: str) -> float | str:
@@ -46,12 +45,8 @@ def seconds(text: str) -> float | str:
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of hvdtrain.tuned, and the script to run with its arguments. Raises UserError on bad input."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = Parser(NAME, __doc__)
     parser.usage = f"LAUNCHER python -m {NAME} [OPTIONS] (FILE | -m MODULE) ARGUMENTS..."
-    end = 0
-    while end < len(argv) and argv[end].startswith("-") and argv[end] not in ("-", "-m"):
-        end += 1 if "=" in argv[end] or argv[end] in VALUELESS else 2
     parser.add_argument(
         "--watch", type=seconds, metavar="SECONDS",
         help="end the job after so long without progress; auto: 30 or more, an hour if a rank works (default: never)",
@@ -62,9 +57,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         help="write metrics.jsonl and summary.json to this directory (default: write nothing)",
     )
     parser.add_argument("--repeatable", action="store_true", help="make runs repeat bit for bit; not with hvd.join")
-    flags = parser.parse_args(argv[:end])
+    flags, words = parser.parse_own(sys.argv[1:] if argv is None else argv)
     absolute(flags)  # the script may change its working directory
-    return flags, list(argv[end:])
+    return flags, words
 
 
 def tune(told: Announced, repeatable: bool) -> str:

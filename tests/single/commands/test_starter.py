@@ -41,6 +41,7 @@ def test_places_agree_with_horovods_own_launcher():
             "-m hvdtrain.mnist --seed 1",
         ),
         ("--local-ranks 8 python train.py", "train.py"),
+        ("--local-ranks 8 -- -m hvdtrain.mnist -- x", "-m hvdtrain.mnist -- x"),
     ],
 )
 def test_own_options_end_where_the_program_begins(words, program):
