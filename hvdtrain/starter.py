@@ -135,7 +135,7 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
             meetings[0].fail(reason)
 
     failed = (lambda: meetings[0].failure()) if told.size > 1 else None
-    supervisor = Supervisor(started, words, meet, failed, tell, options.start_timeout)
+    supervisor = Supervisor(started, words, meet, failed, tell, min(options.start_timeout, import_timeout.MOST_SECONDS))
     try:
         return supervisor.run()
     except (UserError, Failure) as error:

@@ -91,7 +91,7 @@ class Leaving:
     def _set_alarm(self) -> None:
         """At exit: have the kernel end this process, for the time in which none of its threads can run Python."""
         if os.getpid() == self._pid and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, OverflowError, ValueError):
                 signal.setitimer(signal.ITIMER_REAL, self.limit + ALARM_SECONDS)
 
 

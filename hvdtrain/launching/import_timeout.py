@@ -11,6 +11,7 @@ from collections.abc import Iterator
 PIPE = "HVDTRAIN_START_PIPE"  # from launch/restarts.sh: pid, file descriptor, link of the descriptor in /proc
 LIMIT = "HVDTRAIN_START_TIMEOUT"
 LIMIT_SECONDS = 600.0
+MOST_SECONDS = 1e6  # what every clock and timer here can take: eleven days
 AFTER_MESSAGE = 3.0  # seconds from the message to the end; rank 0 is RANK_ZERO_FIRST earlier than the others
 RANK_ZERO_FIRST = 2.0
 RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
@@ -33,7 +34,7 @@ def report_start() -> None:
 def limit_seconds() -> float:
     """Return the time limit from the environment; 0: no limit."""
     with contextlib.suppress(ValueError):
-        return max(0.0, float(os.environ.get(LIMIT) or LIMIT_SECONDS))
+        return min(max(0.0, float(os.environ.get(LIMIT) or LIMIT_SECONDS)), MOST_SECONDS)
     return LIMIT_SECONDS
 
 

@@ -65,6 +65,11 @@ def test_who_works_on_is_left_alone(body):
     assert (done.returncode, done.stderr) == (0, ""), done
 
 
+def test_a_limit_that_is_too_long_for_the_kernels_timer_is_no_error():
+    done = run("watch.start()", 1e10)
+    assert (done.returncode, done.stderr) == (0, ""), done
+
+
 def test_one_whose_threads_cannot_run_is_ended_by_the_kernel():
     """An exit handler inside C, with Python's lock."""
     done = run("leaving.ALARM_SECONDS = 0.5\natexit.register(ctypes.PyDLL(None).sleep, 1000)\nwatch.start()", 1.0)

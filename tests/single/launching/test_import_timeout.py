@@ -59,7 +59,9 @@ def test_a_rank_whose_output_nobody_reads_is_ended_too(tmp_path):
     os.close(writer)
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "1", "HVDTRAIN_START_TIMEOUT": "0"}, {}])
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "1"}, {}, *({"RANK": "1", "HVDTRAIN_START_TIMEOUT": most} for most in ("0", "inf"))]
+)
 def test_a_sound_import_keeps_no_thread_and_says_nothing(variables, tmp_path):
     done = run(tmp_path, "import time\ntime.sleep(0.1)", **variables)
     assert (done.returncode, done.stdout, done.stderr) == (0, "['MainThread']\n", ""), done

@@ -155,7 +155,7 @@ names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE",
 print(__name__, sys.argv[1:], sys.path[0] == os.getcwd(), os.environ["OMP_NUM_THREADS"], len(os.listdir("/proc/self/task")),
       *(os.environ["HOROVOD_" + name] for name in names))
 """
-    done = start(tmp_path, script + "\n#", 3, OMP_NUM_THREADS="5")
+    done = start(tmp_path, script + "\n#", 3, "--start-timeout 1e9", OMP_NUM_THREADS="5")
     assert done.code == 0, done
     expected = [f"__main__ [] True 5 1 {rank} 3 {rank} 3 0 1 gloo lo" for rank in range(3)]
     assert sorted(done.stdout.splitlines()) == expected, done
