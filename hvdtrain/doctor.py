@@ -29,8 +29,8 @@ ALONE = (  # checks of each rank on its own: one that raises does not hide the o
     host.check_memory_and_disk, host.check_data,
 )  # fmt: skip
 TOGETHER = (
-    ranks.check_places, gpus.check_one_rank_per_gpu, ranks.check_cores, ranks.check_all_reduce, ranks.check_alike,
-    ranks.check_neighbours, ranks.check_output,
+    ranks.check_places, ranks.check_cores, ranks.check_all_reduce, ranks.check_alike, ranks.check_neighbours,
+    ranks.check_output,
 )  # fmt: skip
 
 

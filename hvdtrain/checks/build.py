@@ -35,6 +35,3 @@ def check_build(found: Findings, here: Here) -> None:
 
             versions["mpi"] = MPI.Get_library_version().split(",")[0].splitlines()[0]
     found.ok(f"torch {versions['torch']}, Horovod {versions['horovod']} with {versions['built with']}")
-    if torch.cuda.is_available() and not built["NCCL"]:
-        do = "make setup SETUP=--gpu"
-        found.problem("there is a GPU, but Horovod was built without NCCL", "training would leave the GPU idle", do)

@@ -1,7 +1,6 @@
 """GPUs before CUDA starts, as nvidia-smi lists them: what would leave them idle, or refuse a rank."""
 
 import os
-import socket
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,7 +9,6 @@ import torch
 from hvdtrain.analysis import nvidia_smi
 from hvdtrain.analysis.nvidia_smi import Gpu
 from hvdtrain.checks.findings import Findings, Here
-from hvdtrain.engines.base import Engine
 
 
 def check_gpus(found: Findings, here: Here) -> None:
@@ -51,18 +49,3 @@ def judge(found: Findings, there: Sequence[Gpu], cuda: str | None, seen: int, vi
     else:
         do = "in a container: --nv, or --gpus all; under Slurm: --gres=gpu:N"
         found.problem(f"torch sees none of the {len(there)} GPUs of this host", idle, do)
-
-
-def check_one_rank_per_gpu(found: Findings, here: Here, engine: Engine) -> None:
-    """Check that no two ranks have the same GPU, whatever each calls it. A collective."""
-    mine = torch.cuda.get_device_properties(engine.device) if engine.device.type == "cuda" else None
-    place = [socket.gethostname(), str(getattr(mine, "uuid", "")), getattr(mine, "name", "")]
-    rows = engine.all_gather_object(place, "gpus")
-    for rank, (host, uuid, name) in enumerate(rows):
-        first = next(other for other, row in enumerate(rows) if row[:2] == [host, uuid])
-        if uuid and first < rank:
-            what = f"ranks {first} and {rank} share a GPU on {host}: {name}, {uuid}"
-            if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
-                found.warning(what, "NCCL was told to allow it: slower than one rank", "one rank per GPU")
-            else:
-                found.problem(what, "NCCL refuses it", "one rank per GPU, or show each its own: CUDA_VISIBLE_DEVICES")

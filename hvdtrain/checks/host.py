@@ -49,8 +49,9 @@ def check_interfaces(found: Findings, here: Here) -> None:
 
     known, states = psutil.net_if_addrs(), psutil.net_if_stats()
     for variable in ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include"):
-        for name in os.environ.get(variable, "").split(","):
-            plain = name.lstrip("=^")
+        named = os.environ.get(variable, "")
+        for name in [] if named.startswith("^") else named.split(","):  # ^: all but these
+            plain = name.lstrip("=")
             if plain and "/" not in plain and not any(interface.startswith(plain) for interface in known):
                 do = f"name one of {', '.join(sorted(known))} ({variable}, or --interface)"
                 found.problem(f"{variable}={name}: no such interface here", "the ranks would not find each other", do)

@@ -94,7 +94,7 @@ def check_output(found: Findings, here: Here, engine: Engine) -> None:
             what = f"--output-dir {directory} cannot be written: {written}"
             found.problem(what, "results would be lost", "name another")
     written = engine.broadcast_object(written, "written")
-    sees = (directory / name).exists()
+    sees = os.access(directory / name, os.F_OK)
     missing = [rank for rank, seen in enumerate(engine.all_gather_object(sees, "sees")) if not seen]
     if engine.rank == 0 and not written:
         (directory / name).unlink(missing_ok=True)

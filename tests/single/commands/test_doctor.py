@@ -1,7 +1,6 @@
 """The doctor's checks of GPUs, on facts that this machine does not have; and that a check which fails hides no other."""
 
 import json
-import socket
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import torch
 
 from hvdtrain import doctor
 from hvdtrain.analysis.nvidia_smi import Gpu
-from hvdtrain.checks import gpus, host
+from hvdtrain.checks import build, gpus, host
 from hvdtrain.checks.findings import Findings, Here
 from tests.single.analysis.nvidia_smi import GPU, put
 
@@ -60,33 +59,13 @@ def test_equal_gpus_are_one_line():
     ]
 
 
-@pytest.mark.parametrize(
-    ("places", "shared", "expected"),
-    [
-        ([["a", "GPU-1"], ["a", "GPU-2"], ["b", "GPU-1"]], "", []),  # a UUID counts within a host: containers may copy it
-        ([["a", "GPU-1"], ["a", "GPU-2"], ["a", "GPU-1"]], "", ["problem: ranks 0 and 2 share a GPU on a: H100, GPU-1"]),
-        ([["a", "GPU-1"]] * 2, "1", ["warning: ranks 0 and 1 share a GPU on a: H100, GPU-1"]),
-        ([["a", ""], ["a", ""]], "", []),  # on processors, or where torch tells no UUID
-    ],
-)  # fmt: skip
-def test_two_ranks_on_one_gpu(places, shared, expected, monkeypatch):
-    """Whatever each rank calls it: with one GPU visible to each, both say cuda:0."""
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
-    about = SimpleNamespace(uuid=places[0][1], name="H100")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    sent = []
-
-    def gather(mine, name):
-        sent.append(mine)
-        return [[*place, "H100"] for place in places]
-
-    engine = SimpleNamespace(device=torch.device("cuda", 0), all_gather_object=gather)
+def test_a_build_without_nccl_is_no_fault_where_the_cpu_trains(monkeypatch):
+    """On a GPU, the engine refuses it as it starts."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     found = Findings()
-    gpus.check_one_rank_per_gpu(found, Here(SimpleNamespace()), engine)
-    assert sent == [[socket.gethostname(), places[0][1], "H100"]]
-    assert [fault.startswith(line) for fault, line in zip(faults(found), expected, strict=True)] == [True] * len(
-        expected
-    )
+    build.check_build(found, Here(SimpleNamespace(engine="horovod", device="cpu")))
+    assert faults(found) == []
 
 
 def test_with_gpus_dev_shm_must_hold_what_nccl_wants(monkeypatch):
@@ -96,6 +75,23 @@ def test_with_gpus_dev_shm_must_hold_what_nccl_wants(monkeypatch):
         found = Findings()
         host.check_memory_and_disk(found, Here(SimpleNamespace()))
         assert [fault.partition(";")[0] for fault in faults(found)] == expected
+
+
+@pytest.mark.parametrize(
+    ("named", "missing"),
+    [("^docker,virbr", []), ("=lo", []), ("lo,ib9", ["problem: NCCL_SOCKET_IFNAME=ib9: no such interface here"])],
+)
+def test_interfaces_that_are_named_must_be_there_but_not_those_that_are_excluded(named, missing, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", named)
+    found = Findings()
+    host.check_interfaces(found, Here(SimpleNamespace()))
+    assert [fault.partition(": name one of")[0] for fault in faults(found) if "IFNAME" in fault] == missing
+
+
+def test_an_output_directory_that_cannot_be_looked_at_is_a_finding(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--engine", "serial", "--output-dir", f"{tmp_path}/{'x' * 300}"])
+    assert doctor.main() == 1
+    assert "cannot be written: File name too long" in capsys.readouterr().out
 
 
 def test_the_doctor_names_a_gpu_that_would_be_left_idle(tmp_path, monkeypatch, capsys):
