@@ -140,32 +140,6 @@ def test_signal_before_the_limit_requeues_until_done(cluster, tmp_path):
         assert f"rank {rank} runs 1" in log
 
 
-def test_other_exit_codes_do_not_requeue(cluster, tmp_path):
-    pmix_or_skip()
-    program = "program=(python -c 'import sys; sys.exit(3)')"
-    edits = {HOW: "how=pmix", PROGRAM: program}
-    state, log = cluster.batch(edited(tmp_path, edits), 60)
-    assert state == "FAILED", log
-
-
-def test_a_failure_requeues_as_long_as_checkpoints_come(cluster, tmp_path):
-    """Two failures with a new checkpoint each, then one without."""
-    pmix_or_skip()
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, pathlib, sys\n"
-        "run = min(int(os.environ.get('SLURM_RESTART_COUNT', '0')), 1)\n"
-        "pathlib.Path(sys.argv[1], 'checkpoints').mkdir(parents=True, exist_ok=True)\n"
-        "pathlib.Path(sys.argv[1], 'checkpoints', f'step-{run:08d}.safetensors').touch()\n"
-        "sys.exit(139)\n"
-    )
-    edits = {r"^output=\S+": f"output={tmp_path}/out", PROGRAM: f"program=(python {program} {tmp_path}/out)"}
-    state, log = cluster.batch(edited(tmp_path, edits | {HOW: "how=pmix"}), 120)
-    assert state == "FAILED", log
-    assert log.count("continuing from") == 2, log
-    assert log.count("not started again") == 1, log
-
-
 def test_training_goes_on_where_the_signal_stopped_it(cluster, tmp_path):
     """hvdtrain.mnist: checkpoint at the signal (sent here at once, not at a limit), requeued, resumed."""
     program = train(tmp_path).replace(")", " --epochs 100000)")

@@ -402,3 +402,31 @@ def test_slurms_script_prints_its_command_unedited_and_anywhere(how, start, tmp_
     assert (done.returncode, done.stderr) == (0, ""), done
     assert done.stdout.startswith(start)
     assert done.stdout.endswith(f"--output-dir {tmp_path}/hvdtrain/runs/0 --no-progress\n")
+
+
+# Attempts of one job after each other: exit code, newest checkpoint, whether Slurm is to start it again.
+ATTEMPTS = [(137, None, False), (75, None, True), (137, 1, True), (137, 1, False), (1, 2, True), (1, 3, True)]
+ATTEMPTS += [(1, 4, False), (2, 5, False), (3, 6, False), (0, 7, False)]  # after three restarts
+
+
+def test_slurms_script_starts_a_job_again_as_long_as_checkpoints_come(tmp_path):
+    """With stand-ins for srun and scontrol; test_slurm.py has real ones."""
+    output = tmp_path / "hvdtrain" / "runs" / "7" / "checkpoints"
+    for directory in (tmp_path / "bin", tmp_path / "hvdtrain" / ".venv" / "bin"):
+        directory.mkdir(parents=True)
+    (tmp_path / "hvdtrain" / ".venv" / "bin" / "activate").touch()
+    program(tmp_path / "bin" / "srun", "exit $CODE")
+    program(tmp_path / "bin" / "scontrol", f'echo "$*" > {tmp_path}/said')
+    for code, step, again in ATTEMPTS:
+        if step is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / f"step-{step:08d}.safetensors").touch()
+        env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "SLURM_JOB_ID": "7", "CODE": str(code)}
+        script = ROOT / "launch" / "slurm.sbatch"
+        done = subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, done
+        assert (tmp_path / "said").exists() == again, (code, step, done)
+        assert (f"exit code {code}: not started again" in done.stderr) == (not again and code in (1, 137)), done
+        if again:
+            assert (tmp_path / "said").read_text() == "requeue 7\n"
+            (tmp_path / "said").unlink()
