@@ -53,35 +53,26 @@ refuse() { # MESSAGE: one line and exit code 2
 
 [[ -r /proc/self/stat ]] || refuse 'no /proc here, which MPI and Horovod read: mount it (as root: mount -t proc proc /proc)'
 
-read_options() { # ARGUMENTS...: sets the variables below, and `program` to what follows the options
+declare -A variable_of=( # of an option with a value
+    [-np]=ranks [-n]=ranks [-H]=hosts [--interface]=interface [--pass]=pass_anyway [--transport]=transport [--port]=port
+    [--fusion-mb]=fusion_mb [--cycle-ms]=cycle_ms [--timeline]=timeline [--autotune]=autotune [--restarts]=restarts
+    [--min-np]=min_ranks [--start-timeout]=start_timeout
+)
+
+read_options() { # ARGUMENTS...: sets these variables, and `program` to what follows the options
     ranks='' hosts='' interface='' transport=auto fusion_mb='' cycle_ms='' timeline='' autotune='' port=9000
     restarts=0 min_ranks='' start_timeout=600 kept=() # kept: the options that every restart passes on unchanged
     while (($#)); do
         case $1 in
         --) shift && break ;;
         -h | --help) printf '%s\n%s\n' "$usage" "$options_help" && exit 0 ;;
-        -np | -n | -H | --interface | --pass | --transport | --port | --fusion-mb | --cycle-ms | --timeline | --autotune | \
-            --restarts | --min-np | --start-timeout)
+        -*)
+            [[ -n ${variable_of[$1]-} ]] || refuse "unknown option $1 (--help lists them; the program comes after --)"
             (($# > 1)) || refuse "$1 needs a value (--help)"
             case $1 in -np | -n | -H | --restarts | --min-np) ;; *) kept+=("$1" "$2") ;; esac
-            case $1 in
-            -np | -n) ranks=$2 ;;
-            -H) hosts=$2 ;;
-            --interface) interface=$2 ;;
-            --pass) pass_anyway+=("$2") ;;
-            --transport) transport=$2 ;;
-            --port) port=$2 ;;
-            --fusion-mb) fusion_mb=$2 ;;
-            --cycle-ms) cycle_ms=$2 ;;
-            --timeline) timeline=$2 ;;
-            --autotune) autotune=$2 ;;
-            --restarts) restarts=$2 ;;
-            --min-np) min_ranks=$2 ;;
-            --start-timeout) start_timeout=$2 ;;
-            esac
+            if [[ $1 == --pass ]]; then pass_anyway+=("$2"); else printf -v "${variable_of[$1]}" %s "$2"; fi
             shift 2
             ;;
-        -*) refuse "unknown option $1 (--help lists them; the program comes after --)" ;;
         *) break ;;
         esac
     done
@@ -96,11 +87,11 @@ check_options() {
     [[ -z $hosts || $hosts =~ ^$host(,$host)*$ ]] || refuse "-H $hosts: write names and slots, as in -H a:4,b:4"
     [[ -z $interface || $interface =~ ^[A-Za-z0-9_.-]+$ ]] || refuse "--interface $interface: not the name of an interface"
     [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || refuse "-np $ranks: not a whole number of at least 1"
-    [[ $restarts =~ ^[0-9]{1,6}$ ]] || refuse "--restarts $restarts: not a whole number"
+    [[ $restarts =~ ^(0|[1-9][0-9]{0,5})$ ]] || refuse "--restarts $restarts: not a whole number"
     [[ -z $min_ranks || $min_ranks =~ ^[1-9][0-9]{0,6}$ ]] || refuse "--min-np $min_ranks: not a whole number of at least 1"
-    [[ $start_timeout =~ ^[0-9]{1,6}$ ]] || refuse "--start-timeout $start_timeout: not a whole number of seconds"
+    [[ $start_timeout =~ ^(0|[1-9][0-9]{0,5})$ ]] || refuse "--start-timeout $start_timeout: not a whole number of seconds"
     [[ $port =~ ^[1-9][0-9]{3,4}$ && $port -ge 1024 && $port -lt 65536 ]] || refuse "--port $port: not a port from 1024 to 65535"
-    [[ -z $fusion_mb || $fusion_mb =~ ^[0-9]+$ ]] || refuse "--fusion-mb $fusion_mb: not a whole number"
+    [[ -z $fusion_mb || $fusion_mb =~ ^(0|[1-9][0-9]{0,5})$ ]] || refuse "--fusion-mb $fusion_mb: not a whole number"
     [[ -z $cycle_ms || $cycle_ms =~ $number ]] || refuse "--cycle-ms $cycle_ms: not a number"
     [[ $transport =~ ^(auto|mpi|gloo)$ ]] || refuse "--transport $transport: choose auto, mpi or gloo"
     local passed

@@ -186,6 +186,8 @@ def test_what_sites_need_is_passed_and_no_secret(name, settings, tmp_path):
         ("--interface 'eth0 -x' -np 2 true", "not the name of an interface"),
         ("--pass TOKEN=1 -np 2 true", "--pass TOKEN=1: give the name of a variable, not its value"),
         ("--start-timeout 1.5 -np 2 true", "--start-timeout 1.5: not a whole number of seconds"),
+        ("--restarts 08 -np 2 true", "--restarts 08: not a whole number"),
+        ("--fusion-mb 010 -np 2 true", "--fusion-mb 010: not a whole number"),
         ("--transport tcp -np 2 true", "--transport tcp: choose auto, mpi or gloo"),
         ("--cycle-ms 1ms -np 2 true", "--cycle-ms 1ms: not a number"),
         ("--port 80 -np 2 true", "--port 80: not a port"),
