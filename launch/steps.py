@@ -18,7 +18,10 @@ REMEDIES = {  # of errors of the system, by their number
     **dict.fromkeys(
         (errno.ENOSPC, errno.EDQUOT), "free some space, or choose another place (for the checkout, --cache-dir, TMPDIR)"
     ),
-    **dict.fromkeys((errno.EROFS, errno.EACCES), "choose a place that you can write to (--cache-dir, TMPDIR)"),
+    **dict.fromkeys(
+        (errno.EROFS, errno.EACCES, errno.EEXIST, errno.ENOTDIR),
+        "choose a place that you can write to (--cache-dir, TMPDIR)",
+    ),
     errno.EAGAIN: "no more processes are allowed: end some, raise `ulimit -u`, or --jobs 1",
 }
 

@@ -65,7 +65,8 @@ def test_a_setup_starts_over_after_one_that_did_not_end_and_remembers_its_option
         assert not list((venv / "bin").glob("activate*"))  # it cannot be used
         return "create .venv" in done.stdout, " ".join(json.loads(record.read_text())["wanted"]["requirements"])
 
-    venv.mkdir()
+    (checkout / "scratch").mkdir()
+    venv.symlink_to(checkout / "scratch")  # where there is more space
     record.write_text('{"state": "creating"}')  # killed before it had a Python
     (checkout / "sitecustomize.py").write_text(  # on a file system without links
         "import os\ndef refuse(*_, **__):\n    raise PermissionError(1, 'no')\nos.symlink = os.link = refuse\n"
@@ -87,6 +88,7 @@ def test_a_setup_starts_over_after_one_that_did_not_end_and_remembers_its_option
     (venv / "torn").touch()
     assert run() == (True, wanted)  # the last one did not end: what it left may be incomplete
     assert not (venv / "torn").exists()
+    assert venv.is_symlink()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_space_is_asked_for(
     free: float, torch: str | None, in_uv: bool, refused: str,
     program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(program, "VENV", tmp_path / ".venv")
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
     if in_uv:
         (tmp_path / "uv" / "archive-v0" / "x" / f"torch-{steps.pins()['torch']}.dist-info").mkdir(parents=True)
@@ -214,7 +216,11 @@ def test_space_is_asked_for(
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.EDQUOT, "free some space"), (errno.EROFS, "that you can write to"), (errno.EAGAIN, "ulimit -u")],
+    [
+        (errno.EDQUOT, "free some space"),
+        *((number, "that you can write to") for number in (errno.EROFS, errno.EEXIST, errno.ENOTDIR)),
+        (errno.EAGAIN, "ulimit -u"),
+    ],
 )
 def test_an_error_of_the_system_has_its_remedy(number: int, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> None:
