@@ -31,7 +31,7 @@ class Evaluation:
             raise UserError(f"run.evaluating() got a {kind}: give it a number of samples, or a DataLoader")
         self._engine, self._data, self._seed, self._heartbeat = engine, data, seed, heartbeat
         self._sums: dict[str, Tensor] = {}
-        self._counts: Tensor | float | None = None  # sum of `count`, if given
+        self._counts: dict[str, Tensor | float] = {}  # sums of `count`, of the names with which it was given
         self._samples = 0  # of this rank, in the batches yielded so far
         self._indices: Tensor | None = None  # of the current batch, if there is one
 
@@ -67,28 +67,32 @@ class Evaluation:
         return self._indices
 
     def add(self, values: Mapping[str, Tensor | float], count: Tensor | float | None) -> None:
-        """Add values: sums over samples, or one value per sample."""
+        """Add values: sums over samples, or one value per sample. count: the number of items in each of these sums."""
         self._heartbeat()
         for name, value in values.items():
+            if name in self._sums and (count is not None) != (name in self._counts):
+                raise UserError("run.record(count=...) in one batch and not in another: give it in all, or in none")
             total = torch.as_tensor(value).detach().to(torch.float64).sum()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
-        if count is not None:
-            self._counts = count if self._counts is None else self._counts + count
+            if count is not None:
+                self._counts[name] = self._counts[name] + count if name in self._counts else count
 
     def means(self) -> dict[str, float]:
-        """Return the means over the samples of all ranks, and `count`. A collective. Raises UserError on every rank."""
+        """Return the means over the samples of all ranks, and `count`, that of the first. A collective. Raises UserError on
+        every rank."""
         # A rank without samples has recorded nothing, so collect the names from all ranks.
-        mine = [list(self._sums), self._counts is not None]
-        everyone = self._engine.all_gather_object(mine, "evaluate.names")
-        names = list(dict.fromkeys(name for theirs, _ in everyone for name in theirs))
+        everyone = self._engine.all_gather_object([list(self._sums), list(self._counts)], "evaluate.names")
+        names, counted = (list(dict.fromkeys(n for theirs in everyone for n in theirs[part])) for part in (0, 1))
         if not names:
             raise UserError("run.evaluating() recorded nothing: write run.record(loss=...) in it", everywhere=True)
-        counted = any(with_count for _, with_count in everyone)
-        mine_count = (0.0 if self._counts is None else self._counts) if counted else float(self._samples)
-        *values, count = read([*(self._sums.get(name, 0.0) for name in names), mine_count])
-        *sums, total = self._engine.sum(torch.tensor([*values, count], dtype=torch.float64), "evaluate").tolist()
-        if isinstance(self._data, int) and not counted:
-            total = float(self._data)
-        if total <= 0:
+        own = [self._sums.get(name, 0.0) for name in names] + [self._counts.get(name, 0.0) for name in counted]
+        mine = torch.tensor([*read(own), float(self._samples)], dtype=torch.float64)
+        *sums, samples = self._engine.sum(mine, "evaluate").tolist()
+        if isinstance(self._data, int):
+            samples = float(self._data)
+        counts = dict(zip(counted, sums[len(names) :], strict=True))
+        totals = [counts.get(name, samples) for name in names]
+        if min(totals) <= 0:
             raise UserError("the test set has no readable samples: see --test-shards, --data-dir", everywhere=True)
-        return {name: value / total for name, value in zip(names, sums, strict=True)} | {"count": total}
+        means = {name: value / total for name, value, total in zip(names, sums, totals, strict=False)}
+        return means | {"count": totals[0]}

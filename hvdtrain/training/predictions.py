@@ -18,24 +18,24 @@ class Predictions:
     """This rank's predictions in one evaluation. whole: the script has one part of a number of samples, not batches."""
 
     def __init__(self, *, whole: bool):
-        self._whole, self._indices = whole, list[Tensor]()
+        self._whole = whole
+        self._indices: dict[str, list[Tensor]] = {}
         self._values: dict[str, list[Tensor]] = {}
 
     def add(self, indices: Tensor, values: Mapping[str, Tensor]) -> None:
         """Add a row for each of `indices`; of a whole part, the next rows of it. Raises UserError."""
         if not values:
             raise UserError("run.predict() got nothing: write run.predict(predicted=...)")
-        count = 0
         for name, value in values.items():
+            if name == "index":
+                raise UserError("run.predict(index=...): the file's own column has this name: give another one")
             if not isinstance(value, Tensor) or not value.ndim:
                 raise UserError(f"run.predict({name}=...): give a tensor with a row for each sample")
-            count = len(value)
-        if self._whole:
-            done = sum(map(len, self._indices))
-            indices = indices[done : done + count]
-        for name, value in values.items():
-            if len(value) != len(indices):
-                said = f"has {len(value)} rows for {len(indices)} samples"
+            rows = self._indices.setdefault(name, [])
+            done = sum(map(len, rows)) if self._whole else 0
+            rows.append(indices[done : done + len(value)] if self._whole else indices)
+            if len(value) != len(rows[-1]):
+                said = f"has {len(value)} rows for {len(rows[-1])} samples"
                 raise UserError(f"run.predict({name}=...) {said}: give a row for each sample of the batch")
             own = value.detach().cpu()
             if own.dtype in (torch.float16, torch.bfloat16):
@@ -43,25 +43,31 @@ class Predictions:
             elif own.dtype is torch.bool:
                 own = own.byte()
             self._values.setdefault(name, []).append(own)
-        self._indices.append(indices)
 
     def of_all(self, engine: Engine) -> Rows | None:
         """Return the predictions of all ranks, in the order of the data set; None if there are none. A collective."""
         mine = {name: torch.cat(parts) for name, parts in self._values.items()}
+        indices = {name: torch.cat(parts) for name, parts in self._indices.items()}
+        first = next(iter(indices.values()), torch.zeros(0, dtype=torch.int64))
+        unlike = next((name for name, those in indices.items() if not torch.equal(those, first)), None)
         shapes = {
             name: [list(value.shape[1:]), str(value.dtype).removeprefix("torch.")] for name, value in mine.items()
         }
-        everyone = engine.all_gather_object([sum(map(len, self._indices)), shapes], "predict.shapes")
-        known = next((theirs for _, theirs in everyone if theirs), None)
+        everyone = engine.all_gather_object([len(first), shapes, unlike], "predict.shapes")
+        known = next((theirs for _, theirs, _ in everyone if theirs), None)
         if known is None:
             return None
-        if any(theirs not in ({}, known) for _, theirs in everyone):
+        if name := next((name for _, _, name in everyone if name), None):
+            how = "give each value in every batch"
+            raise UserError(
+                f"run.predict({name}=...) is not for the samples of the other values: {how}", everywhere=True
+            )
+        if any(theirs not in ({}, known) for _, theirs, _ in everyone):
             raise UserError(
                 "run.predict() got other names, shapes or types on another rank: give the same", everywhere=True
             )
-        counts = [count for count, _ in everyone]
-        indices = torch.cat(self._indices) if self._indices else torch.zeros(0, dtype=torch.int64)
-        order = torch.cat(engine.all_gather_rows(indices, counts, "predict.indices"))
+        counts = [count for count, *_ in everyone]
+        order = torch.cat(engine.all_gather_rows(first, counts, "predict.indices"))
         place = order.argsort(stable=True)
         values = {}
         for name, (shape, dtype) in known.items():

@@ -567,7 +567,7 @@ class Run:
         """Record values of an evaluation.
 
         Inside `evaluating`: sums over this rank's samples, or one value per sample. They are summed over ranks and divided
-        by the number of samples, or by the sum of `count`, for instance a number of tokens.
+        by the number of samples, or by the sum of their `count`, for instance a number of tokens.
         After `evaluating`: values that are added to the evaluation unchanged. They must be the same on all ranks.
         """
         require_free(values)

@@ -72,7 +72,22 @@ def test_predictions_are_in_the_order_of_the_data_set(tmp_path, data):
     assert [float(row["probability_0"]) for row in rows] == pytest.approx(held["probability"][:, 0].tolist())
 
 
-def own_program(directory, *argv, predict=True, evaluates=True, shuffled=False, beside=None, rows=lambda x: x):
+def together(run, x, y):
+    run.predict(given=x, wanted=y[:, 0])
+
+
+def apart(run, x, y):
+    run.predict(wanted=y[:, 0])
+    run.predict(given=x)
+
+
+def in_full_batches(run, x, y):
+    run.predict(wanted=y)
+    if len(x) == 16:
+        run.predict(given=x)
+
+
+def own_program(directory, *argv, predict=together, evaluates=True, beside=None):
     """A program of a user: its evaluation takes a loader, in batches. beside: whether another evaluation predicts."""
     flags = flags_for(*argv, *(["--output-dir", str(directory)] if directory else []))
     with training.start(flags) as run:
@@ -89,18 +104,18 @@ def own_program(directory, *argv, predict=True, evaluates=True, shuffled=False, 
                     if beside:
                         run.predict(given=X[mine])
             if evaluates:
-                with run.evaluating(DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=shuffled)) as batches:
+                with run.evaluating(DataLoader(TensorDataset(X, Y), batch_size=16)) as batches:
                     for x, y in batches:
                         run.record(loss=(model(x) - y).square())
-                        if predict:
-                            run.predict(given=rows(x), wanted=y[:, 0])
+                        predict(run, x, y)
     return run
 
 
-def test_a_program_of_ones_own_predicts_in_the_order_of_its_data(tmp_path):
+@pytest.mark.parametrize("predict", [together, apart])
+def test_a_program_of_ones_own_predicts_in_the_order_of_its_data(predict, tmp_path):
     run = own_program(tmp_path / "run")
     evaluate = ("--evaluate", str(tmp_path / "run"), "--predict", str(tmp_path / "p.safetensors"))
-    again = own_program(None, *evaluate, beside=False)
+    again = own_program(None, *evaluate, beside=False, predict=predict)
     assert again.evaluation == run.evaluation
     held = load_file(tmp_path / "p.safetensors")
     assert torch.equal(held["given"], X)
@@ -134,14 +149,28 @@ REFUSED = {
         "--evaluate: the --output-dir .* has",
     ),
     "no evaluation": (EVALUATE, {"evaluates": False}, "--evaluate: this program has evaluated nothing"),
-    "no prediction": (PREDICT, {"predict": False}, "--predict: this program has predicted nothing"),
+    "no prediction": (PREDICT, {"predict": lambda *_: None}, "--predict: this program has predicted nothing"),
     "a row for each sample": (
         PREDICT,
-        {"rows": lambda x: x[:1]},
+        {"predict": lambda run, x, y: run.predict(given=x[:1])},
         r"run.predict\(given=...\) has 1 rows for 16 samples",
     ),
     "two predictions": (PREDICT, {"beside": True}, "two evaluations have predicted, and there is one file"),
-    "a number": (PREDICT, {"rows": lambda x: 1.0}, r"run.predict\(given=...\): give a tensor"),
+    "in some batches alone": (
+        PREDICT,
+        {"predict": in_full_batches},
+        r"run.predict\(given=...\) is not for the samples of the other values: give each value in every batch",
+    ),
+    "the name of the file's own column": (
+        PREDICT,
+        {"predict": lambda run, x, y: run.predict(index=y)},
+        r"run.predict\(index=...\): the file's own column has this name",
+    ),
+    "a number": (
+        PREDICT,
+        {"predict": lambda run, x, y: run.predict(given=1.0)},
+        r"run.predict\(given=...\): give a tensor",
+    ),
     "the file's directory": ((*EVALUATE, "--predict", "{tmp}/none/p.csv"), {}, "--predict .*p.csv cannot be written"),
     "the file's ending": ((*EVALUATE, "--predict", "p.txt"), {}, "'p.txt' does not end in .csv or .safetensors"),
     "only --predict": (("--predict", "p.csv"), {}, "--predict needs --evaluate"),

@@ -105,6 +105,9 @@ MISTAKES = {
     "record of evaluations at the wrong place": (dict(after_update="run.record(a=1.0)"), r"run.record\(\) outside of run.evaluating"),
     "a name that is taken": (dict(in_batches="step.record(samples=1.0)"), "samples is a field of every record"),
     "an evaluation that records nothing": (dict(after="with run.evaluating(len(X)): pass"), "recorded nothing: write run.record"),
+    "a count in one batch of an evaluation": (
+        dict(after="with run.evaluating(2): run.record(a=1.0, count=1); run.record(a=1.0)"),
+        r"run.record\(count=...\) in one batch and not in another: give it in all, or in none"),
     "an evaluation of no samples": (dict(after="with run.evaluating(0): run.record(a=0.0)"), "no readable samples"),
     "an evaluation of tensors": (dict(after="with run.evaluating(X): pass"), "got a Tensor: give it a number of samples"),
     "other flags": (dict(before="import argparse; flags = argparse.Namespace(epochs=2)"), "takes what training.parser"),

@@ -371,6 +371,25 @@ def test_every_start_removes_what_a_killed_rank_has_left(tmp_path, monkeypatch):
         assert [path.name for path in tmp_path.iterdir()] == [living.name]
 
 
+def test_tensors_and_paths_in_the_summary_are_numbers_and_text(tmp_path):
+    with training.start(flags_for("--output-dir", str(tmp_path))) as run:
+        prepared(run)
+        run.event("seen", rates=torch.tensor([0.5, 2.0]))
+        run.summary(best=torch.tensor(0.5), where=tmp_path)
+    assert events(tmp_path, "seen")[0]["rates"] == [0.5, 2.0]
+    assert (summary(tmp_path)["best"], summary(tmp_path)["where"]) == (0.5, str(tmp_path))
+
+
+def test_each_value_of_an_evaluation_is_divided_by_its_own_count():
+    with training.start(flags_for()) as run:
+        prepared(run)
+        with run.evaluating(N):
+            run.record(loss=30.0, count=10)
+            run.record(hits=torch.ones(N))
+            run.record(right=5.0, count=10)
+        assert run.evaluation == {"loss": 3.0, "hits": 1.0, "right": 0.5, "count": 10}
+
+
 def test_another_thread_is_told_where_to_start():
     """Signals arrive in the main thread only."""
 
