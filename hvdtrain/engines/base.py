@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import gpu
+from hvdtrain.engines import buffers, gpu
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import TENSOR, Held, from_json, to_json
 from hvdtrain.hangs import leaving
@@ -367,13 +367,9 @@ class Engine(ABC):
     def average_buffers(self, model: nn.Module) -> None:
         """Replace the floating-point buffers (batch norm's running statistics) with their mean over ranks. One
         all-reduce."""
-        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        if self.size == 1 or not buffers:
-            return
-        flat = torch.cat([buffer.reshape(-1).float() for buffer in buffers])
-        flat = self.sum(flat, "average_buffers") / self.size
-        for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
+        flat = buffers.flatten([model])
+        if self.size > 1 and len(flat):
+            buffers.unflatten(self.sum(flat, "average_buffers") / self.size, [model])
 
     def __enter__(self) -> "Engine":
         return self

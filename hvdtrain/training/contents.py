@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,9 +69,12 @@ def found(prefix: str, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
 
 
 def plain(value: object) -> object:
-    """Return `value` as it would be read back from JSON: tuples become lists, other objects such as paths become strings."""
+    """Return `value` as it would be read back from JSON: tuples and tensors become lists or numbers, other
+    objects such as paths become strings."""
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
+    if isinstance(value, Tensor):
+        return value.tolist()
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
@@ -115,23 +118,33 @@ def collect(
     for optimizer, prefix in zip(optimizers, prefixes("optimizer", len(optimizers)), strict=True):
         held = optimizer.state_dict()
         state: dict[int, dict[str, object]] = held["state"]
-        for index, entries in state.items():
-            tensors |= {f"{prefix}{index}.{k}": v for k, v in entries.items() if isinstance(v, Tensor)}
-        values = {i: {k: v for k, v in entries.items() if not isinstance(v, Tensor)} for i, entries in state.items()}
         groups = [{k: plain(v) for k, v in group.items() if k != "params"} for group in held["param_groups"]]
-        states.append({"values": {str(i): v for i, v in values.items() if v}, "groups": groups})
+        values: dict[str, Facts] = {}
+        for index, entries in state.items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{prefix}{index}.{key}"] = value
+                    continue
+                told = f"the state of {type(optimizer).__name__}", "use another optimizer"
+                values.setdefault(str(index), {})[key] = pack(value, f"{prefix}{index}.{key}", tensors, *told)
+        states.append({"values": values, "groups": groups})
     packed = {}
     for name, what in registered.items():
         whole = what.state_dict()
         if isinstance(what, nn.Module):
             whole = {own_name(key): value for key, value in whole.items()}
-        packed[name] = pack(whole, f"registered.{name}", tensors)
+        how = "leave it out, or register an object whose state_dict has only numbers, strings and tensors"
+        told = f"run.register({name}=...): its state_dict", how
+        packed[name] = pack(whole, f"registered.{name}", tensors, *told)
         heartbeat()
     return {"optimizers": states, "registered": packed}, tensors
 
 
-def pack(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON. Its tensors are added to `tensors` as PREFIX.N. Raises UserError for other objects."""
+def pack(value: Any, prefix: str, tensors: dict[str, Tensor], what: str, how: str) -> Any:
+    """Return `value` as JSON. Its tensors are added to `tensors` as PREFIX.N. Raises UserError for other objects.
+
+    what: its name, and how: the remedy, for this error.
+    """
     numbers = itertools.count()
 
     def put(tensor: Tensor) -> int:
@@ -142,11 +155,7 @@ def pack(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     try:
         return to_json(value, put)
     except TypeError as error:
-        name = prefix.partition(".")[2]
-        raise UserError(
-            f"run.register({name}=...): its state_dict holds a {error}, which a checkpoint cannot store: "
-            "leave it out, or register an object whose state_dict has only numbers, strings and tensors"
-        ) from error
+        raise UserError(f"{what} holds a {error}, which a checkpoint cannot store: {how}") from error
 
 
 def unpack(engine: Engine, value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> Any:
@@ -168,24 +177,6 @@ def unpack_each(kind: str, tensors: Mapping[str, Tensor]) -> list[Any] | None:
         return [json.loads(bytes(tensors[f"{kind}.{rank}"].numpy())) for rank in range(len(ranks))] or None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(OTHER_VERSION) from error
-
-
-def flatten(models: Sequence[nn.Module]) -> Tensor:
-    """Return this rank's floating-point buffers as one float32 tensor [n] on the CPU."""
-    parts = [buffer.detach().reshape(-1).float() for buffer in floating_buffers(models)]
-    return torch.cat(parts).cpu() if parts else torch.zeros(0)
-
-
-def unflatten(flat: Tensor, models: Sequence[nn.Module]) -> None:
-    """Copy `flat`, as returned by `flatten`, into the floating-point buffers of `models`."""
-    buffers = list(floating_buffers(models))
-    for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-        buffer.copy_(part.view_as(buffer))
-
-
-def floating_buffers(models: Sequence[nn.Module]) -> Iterable[Tensor]:
-    """Return the floating-point buffers of all models, in order."""
-    return (buffer for model in models for buffer in model.buffers() if buffer.is_floating_point())
 
 
 def load(
@@ -264,19 +255,38 @@ def load_by_own_names(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], held: Facts) -> None:
     """Load state into `optimizer`. tensors: by I.NAME (I: the parameter's index). held: its other values and settings."""
-    state: dict[int, dict[str, object]] = {int(index): dict(values) for index, values in held["values"].items()}
+    packed: set[str] = set()  # names of the tensors that are parts of other values
+
+    def find(place: str, told: Held) -> Tensor:
+        packed.add(f"{place}.{told[TENSOR]}")
+        return found(place, tensors, told)
+
+    state: dict[int, dict[str, object]] = {}
+    for index, values in held["values"].items():
+        state[int(index)] = {k: from_json(v, functools.partial(find, f"{index}.{k}")) for k, v in values.items()}
     for name, tensor in tensors.items():
         index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = tensor
+        if name not in packed:
+            state.setdefault(int(index), {})[key] = tensor
     groups = []
     for mine, theirs in zip(optimizer.state_dict()["param_groups"], held["groups"], strict=True):
         for name, value in theirs.items():
             if kind_of(value) != kind_of(mine.get(name, value)):
                 raise ValueError(f"{name} is {plain(value)!r}")
         # How to compute is this run's choice: the checkpoint may come from another kind of device.
-        groups.append({**mine, **theirs, **{name: mine[name] for name in IMPLEMENTATION if name in mine}})
+        own = {name: mine[name] for name in IMPLEMENTATION if name in mine}
+        groups.append(mine | settings(mine, theirs) | own)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     lay_state_as_weights(optimizer)
+
+
+def settings(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings `theirs` of a parameter group, from JSON, as tensors where `mine` are tensors: a learning rate."""
+    return {
+        name: torch.as_tensor(value, dtype=now.dtype, device=now.device) if isinstance(now, Tensor) else value
+        for name, value in theirs.items()
+        for now in [mine.get(name)]
+    }
 
 
 def kind_of(setting: object) -> str:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from hvdtrain.cli import Flags
 from hvdtrain.engines.base import WIRE_DTYPES, Engine
+from hvdtrain.engines.buffers import floating_buffers
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.training.contents import floating_buffers
 from hvdtrain.training.prepared import Prepared
 
 

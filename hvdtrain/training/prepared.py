@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hvdtrain.cli import Flags
 from hvdtrain.engines.base import Engine, Reduction
+from hvdtrain.engines.buffers import floating_buffers
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.weights import load_weights
-from hvdtrain.training.contents import floating_buffers
 from hvdtrain.training.replicas import Models, named_parameters
 from hvdtrain.training.schedules import is_scheduled
 from hvdtrain.training.verdict import fuse, takes_flag

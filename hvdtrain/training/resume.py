@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.cli import Flags
-from hvdtrain.engines import files
+from hvdtrain.engines import buffers, files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.output.metric_names import Metric
@@ -212,11 +212,12 @@ class Checkpoints:
         self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
         if self.facts is None:
             return
-        rows = torch.zeros(self.facts["buffers"], dtype=torch.float32)
+        own = buffers.flatten(models)
+        rows = torch.zeros(self.facts["buffers"], dtype=own.dtype)
         with self.engine.raising_together("checkpoint"):
             if self._found is not None:
                 contents.load(self._found, models, optimizers, scaler)
-                if rows.shape[1:] != contents.flatten(models).shape:
+                if rows.shape[1:] != own.shape:
                     raise UserError("the checkpoint does not match the model: it has different buffers: check --model")
                 rows.copy_(self._found[1]["buffers"])
         for model in models:
@@ -231,7 +232,7 @@ class Checkpoints:
             mine = rows[self.engine.rank] if len(rows) == self.engine.size else rows.mean(0)
             if self._flags.evaluate is not None:  # the same on each rank; the mean of equal rows may be rounded
                 mine = rows[0] if bool((rows == rows[0]).all()) else rows.mean(0)
-            contents.unflatten(mine, models)
+            buffers.unflatten(mine, models)
         if self.facts["scaler"]:
             scaler.load_state_dict(self.facts["scaler"])
         if self.lengthened:  # so that a scheduler begins as in a new run: `schedules.redone`
@@ -270,7 +271,7 @@ class Checkpoints:
             if not any(optimizer is one for one in begun_again):
                 # A torch scheduler sets the learning rate when it is created. Restore the saved one.
                 for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
-                    group.update(values)
+                    group.update(contents.settings(group, values))
 
     def positions(self) -> list[Any] | None:
         """Return each rank's position in its stream, on every rank; None if there is none. A collective."""
@@ -307,7 +308,7 @@ class Checkpoints:
         """
         if not self.writes:
             return
-        buffers = self.engine.all_gather(contents.flatten(models), "checkpoint.buffers")
+        rows = self.engine.all_gather(buffers.flatten(models).cpu(), "checkpoint.buffers")
         positions = [] if position is None else self.engine.all_gather_object(position, "checkpoint.positions")
         own = {} if local is None else own_states.gather(self.engine, self.workers, optimizers, scaler, state.skipped)
         if self._writer is None:
@@ -324,13 +325,13 @@ class Checkpoints:
             "config": self._config,
             "data": self._data,
             "scaler": scaler.state_dict(),
-            "buffers": list(buffers.shape),
+            "buffers": list(rows.shape),
             "workers": self.workers,
         }
         if local is not None:
             tensors |= {"outer.momentum": local.momentum()}
         snapshot = contents.snapshot(tensors, heartbeat)
-        self._writer.put(facts, {**snapshot, **own, **contents.pack_each("position", positions), "buffers": buffers})
+        self._writer.put(facts, {**snapshot, **own, **contents.pack_each("position", positions), "buffers": rows})
 
     def _score(self, state: TrainState) -> Facts | None:
         """Return metric, direction and value of this checkpoint, if there was an evaluation."""

@@ -47,15 +47,16 @@ def test_gather_takes_values_of_any_length(engine):
     assert engine.all_gather_object(value, "values") == expected
 
 
-def test_average_buffers_is_the_mean_of_each_and_spares_counters(engine):
-    norm = torch.nn.BatchNorm1d(4)
-    norm.running_mean.fill_(float(engine.rank))
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
+def test_average_buffers_is_the_mean_of_each_and_spares_counters(engine, dtype, near):
+    norm = torch.nn.BatchNorm1d(4).to(dtype)
+    norm.running_mean.fill_(engine.rank + 1 / 3)
     norm.running_var.fill_(2.0 * engine.rank)
     norm.num_batches_tracked.fill_(7)
     engine.average_buffers(norm)
     mean = sum(range(engine.size)) / engine.size
-    torch.testing.assert_close(norm.running_mean, torch.full((4,), mean))
-    torch.testing.assert_close(norm.running_var, torch.full((4,), 2 * mean))
+    torch.testing.assert_close(norm.running_mean, torch.full((4,), mean + 1 / 3, dtype=dtype), rtol=near, atol=near)
+    torch.testing.assert_close(norm.running_var, torch.full((4,), 2 * mean, dtype=dtype))
     assert norm.num_batches_tracked == 7
 
 

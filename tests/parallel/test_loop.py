@@ -12,10 +12,10 @@ from torch import nn
 
 from hvdtrain import training
 from hvdtrain.data.sharding import epoch_order
+from hvdtrain.engines.buffers import flatten
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.horovod import carries_bf16
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
-from hvdtrain.training.contents import flatten
 from hvdtrain.training.guard import Stopped
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.start import started

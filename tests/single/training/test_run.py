@@ -288,6 +288,58 @@ def regression(directory, *argv, epochs=3, stop_after=None):
     return run, dict(averaged.state_dict()), optimizer.param_groups[0]["lr"]
 
 
+class Nested(torch.optim.SGD):
+    """Keeps lists of tensors, as SOAP and Shampoo do."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            (mean,) = self.state[parameter].setdefault("means", [torch.zeros_like(parameter)])
+            parameter.data.sub_(mean.lerp_(parameter.data, 0.5), alpha=0.01)
+
+
+class Odd(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        self.state[self.param_groups[0]["params"][0]]["seen"] = object()
+
+
+STATES = {
+    "statistics in float64": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+    ),
+    "lists in an optimizer's state": (network, lambda p: Nested(p, lr=0.1, momentum=0.9)),
+    "a learning rate that is a tensor": (network, lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01))),
+}
+
+
+def kept(directory, make, optimizer_of, epochs):
+    """Train `make()` and return its state."""
+    with training.start(flags_for("--output-dir", str(directory), epochs=epochs)) as run:
+        torch.manual_seed(5)
+        net = make()
+        model, _ = run.prepare(net, optimizer_of(net.parameters()))
+        kind = next(net.parameters()).dtype
+        fit(run, [X.to(kind), Y.to(kind)], lambda step, x, y: F.mse_loss(model(x), y))
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_all_of_a_state_goes_on_with_the_run(case, tmp_path):
+    whole = kept(tmp_path / "whole", *STATES[case], 3)
+    kept(tmp_path / "apart", *STATES[case], 1)
+    apart = kept(tmp_path / "apart", *STATES[case], 3)
+    assert all(torch.equal(whole[name], apart[name]) for name in whole)
+
+
+def test_an_optimizer_whose_state_cannot_be_saved_is_told_at_the_first_checkpoint(tmp_path):
+    with pytest.raises(
+        UserError, match=r"^the state of Odd holds a object, which a checkpoint cannot store: use another"
+    ):
+        kept(tmp_path, network, lambda p: Odd(p, lr=0.1), 1)
+
+
 def test_schedulers_and_averaged_weights_go_on_with_the_run(tmp_path):
     _, whole, rate = regression(tmp_path / "whole")
     with pytest.raises(RuntimeError):
