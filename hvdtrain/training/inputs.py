@@ -332,9 +332,20 @@ def is_stream(what: object) -> bool:
 
 
 def require_batches(given: DataLoader[Any]) -> None:
-    """Raise UserError if the DataLoader loads samples by index, and not in batches."""
+    """Raise UserError if the DataLoader loads samples by index, and not in batches, or iterates in a way of its own."""
+    require_torchs_iterator(given)
+    if not hasattr(given.dataset, "__len__"):
+        raise UserError(f"the DataLoader's {type(given.dataset).__name__} has no length: give it __len__")
     if given.batch_size is None and given.batch_sampler is None:
         raise UserError("the DataLoader has batch_size=None: give it batch_size=flags.batch_size, or a batch_sampler")
+
+
+def require_torchs_iterator(given: DataLoader[Any]) -> None:
+    """Raise UserError for a subclass of DataLoader that does something in its iterator, which is not called."""
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(type(given), name) is not getattr(DataLoader, name) and not is_stateful(given):
+            how = "use DataLoader, with its work in collate_fn or in the loop over step.batches()"
+            raise UserError(f"the DataLoader is a {type(given).__name__}, whose own {name} is not called: {how}")
 
 
 def require_batch_size(given: DataLoader[Any], batch_size: int) -> None:

@@ -165,9 +165,11 @@ class Prepared:
         self.trained: dict[
             torch.optim.Optimizer, list[nn.Parameter]
         ] = {}  # trainable parameters, in the order of `named`
+        self._frozen: set[nn.Parameter] = set()
         for optimizer in self.optimizers:
             own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             self.trained[optimizer] = [p for _, p in named if p in own and p.requires_grad]
+            self._frozen |= {parameter for parameter in own if not parameter.requires_grad}
         # Optimizers on an accelerator that leave out an update by themselves. Not before the first one, which must be
         # known to be sound: the fused SGD would leave the momentum uninitialized that it allocates in it.
         self.flagged: set[torch.optim.Optimizer] = set()
@@ -188,10 +190,17 @@ class Prepared:
             engine.broadcast_optimizer_state(optimizer)
 
     def require_same_groups(self) -> None:
-        """Raise UserError if a parameter was added to an optimizer after `prepare`: its gradient would not be reduced."""
-        for optimizer, known in self.trained.items():
-            held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-            if not held.issubset(known):
+        """Raise UserError for a parameter that was added to an optimizer, or unfrozen, after `prepare`: its gradient would
+        not be reduced."""
+        for optimizer, trained in self.trained.items():
+            known = set(trained)
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if parameter in known or not parameter.requires_grad:
+                    continue
+                if parameter in self._frozen:
+                    how = "leave it unfrozen, with lr=0 in its param group until it is trained"
+                    said = f"{self._names[parameter]} was frozen at run.prepare(), so its gradients are not reduced"
+                    raise UserError(f"{said}: {how}")
                 how = "create the optimizer with all of its parameters"
                 raise UserError(f"a parameter was added to an optimizer after run.prepare(): {how}")
 
@@ -266,6 +275,6 @@ class Prepared:
     @staticmethod
     def _about_missing(names: list[str]) -> str:
         return (
-            f"{names[0]} got no gradient in this step: freeze it (requires_grad_(False)), or if this is intended, "
-            "run.prepare(..., find_unused_parameters=True)"
+            f"{names[0]} got no gradient in this step: freeze it before run.prepare() (requires_grad_(False)), or if "
+            "this is intended, run.prepare(..., find_unused_parameters=True)"
         )

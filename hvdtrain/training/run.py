@@ -168,11 +168,15 @@ class Run:
         return prepared.in_order_of(parts)
 
     def register(self, **objects: Any) -> None:
-        """Save objects in every checkpoint, and restore them now if the run is resumed. A collective; after `prepare`.
+        """Save objects in every checkpoint, and restore them now if the run is resumed. A collective; after
+        `prepare`, before the first step.
 
         objects: with `state_dict` and `load_state_dict`, such as a torch scheduler or averaged weights.
         """
         prepared = self.prepared("run.register()")
+        if self._opened is not None:
+            how = "call it before the loop over run.epochs"
+            raise UserError(f"run.register() once training has begun, where a resumed run could not restore it: {how}")
         for name, what in objects.items():
             if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
                 raise UserError(f"run.register({name}=...) got a {type(what).__name__}: it has no state_dict")
@@ -293,7 +297,7 @@ class Run:
         dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs. Of a stream (a
         DataLoader over an IterableDataset, or a loader with a state_dict), each rank gives its part.
         """
-        self.prepared("run.steps()")
+        prepared = self.prepared("run.steps()")
         if not self._in_epoch:
             raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
         if self._in_steps or self._had_steps:
@@ -302,6 +306,7 @@ class Run:
         if self.flags.evaluate is not None:
             self._had_steps = True
             return iter(())
+        prepared.require_same_groups()
         self._in_steps = True
         return self._steps(*self._open(data))
 
@@ -325,7 +330,6 @@ class Run:
         if self._opened is None:
             with self.raising_together("schedules"):
                 require_registered(self.prepared().optimizers, self._registered)
-                self.prepared().require_same_groups()
             for line in require_length(self._registered, steps, self._epochs) if steps else ():
                 self.say(f"warning: {line}")
             self._stepped = positions(self._registered, steps) if steps != self._epochs else {}

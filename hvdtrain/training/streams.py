@@ -29,7 +29,15 @@ from hvdtrain.engines.accelerators import Copies, tensors_in, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import from_json, to_json
-from hvdtrain.training.inputs import Batch, Input, is_stateful, iterate, own_randomness, require_batch_size
+from hvdtrain.training.inputs import (
+    Batch,
+    Input,
+    is_stateful,
+    iterate,
+    own_randomness,
+    require_batch_size,
+    require_torchs_iterator,
+)
 from hvdtrain.training.state import Initial, TrainState
 
 Position = dict[str, Any]  # JSON: where a reader is in its stream
@@ -273,8 +281,10 @@ class Stream(Input):
     samples = 0
 
     def __init__(self, engine: Engine, given: Any, seed: int, batch_size: int, output: Any):
-        if isinstance(given, DataLoader) and given.batch_size is not None:
-            require_batch_size(given, batch_size)
+        if isinstance(given, DataLoader):
+            require_torchs_iterator(given)
+            if given.batch_size is not None:
+                require_batch_size(given, batch_size)
         self._engine, self._given, self._seed, self._output = engine, given, seed, output
         self._copies = Copies(engine.device)
         self._workers = getattr(given, "num_workers", 0)

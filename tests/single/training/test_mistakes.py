@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
@@ -21,6 +21,16 @@ class Endless(Sampler):
 
     def __iter__(self):
         return iter(range(len(X)))
+
+
+class Open(Dataset):
+    def __getitem__(self, index):
+        return DATA[index]
+
+
+class Mixing(DataLoader):
+    def __iter__(self):
+        return ((x.flip(0), y) for x, y in super().__iter__())
 
 
 class Stateful:
@@ -78,6 +88,9 @@ MISTAKES = {
     "another batch size": (dict(data="DataLoader(DATA, 32)"), r"write DataLoader\(..., batch_size=flags.batch_size\)"),
     "drop_last": (dict(data="DataLoader(DATA, 8, drop_last=True)"), "an uneven last step is weighted instead"),
     "a sampler without a length": (dict(data="DataLoader(DATA, 8, sampler=Endless())"), "Endless has no length: give it __len__"),
+    "a data set without a length": (dict(data="DataLoader(Open(), 8)"), "the DataLoader's Open has no length: give it __len__"),
+    "a loader that does something in its iterator": (
+        dict(data="Mixing(DATA, 8)"), "the DataLoader is a Mixing, whose own __iter__ is not called: use DataLoader, with its work"),
     "collate_fn returns None": (dict(data="DataLoader(DATA, 8, collate_fn=print)"), "collate_fn returned None: let it return"),
     "a Dataset in place of a loader": (dict(data="DATA"), "run.steps got TensorDataset: give it tensors"),
     "a list in place of a tensor": (dict(data="X.tolist(), Y.tolist()"), "run.steps got list, list: give it tensors"),
@@ -93,11 +106,16 @@ MISTAKES = {
     "a parameter added later": (
         dict(prepare="net, torch.optim.SGD(net[0].parameters(), lr=0.1)", prepared='optimizer.add_param_group({"params": net[3].parameters()})'),
         r"added to an optimizer after run.prepare\(\): create the optimizer with all"),
+    "a layer unfrozen later": (
+        dict(prepare="(net[0].requires_grad_(False), net)[1], torch.optim.SGD(net.parameters(), lr=0.1)",
+             in_epoch="net[0].requires_grad_(run.state.epoch > 0)"),
+        r"^0.weight was frozen at run.prepare\(\), so its gradients are not reduced: leave it unfrozen, with lr=0"),
     "prepare twice": (dict(prepared="run.prepare(net, optimizer)"), "was called twice: give it all models"),
     "a loader prepared": (dict(prepare="net, DataLoader(DATA, 8)"), "got Sequential, DataLoader: give it models and optimizers"),
     "a wrapped model": (dict(prepare="nn.DataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)"), "DataParallel, which would reduce"),
     "a list registered": (dict(prepared="run.register(losses=[])"), r"run.register\(losses=...\) got a list: it has no state_dict"),
     "a function registered": (dict(prepared="run.register(it=Stateful())"), "holds a builtin_function_or_method, which a checkpoint"),
+    "registered after an epoch": (dict(after="run.register(late=network())"), r"run.register\(\) once training has begun, where a"),
     "an unknown target": (dict(stop_at='{"acuracy": 0.9}'), r'acuracy has no direction: training.start\(flags, metrics='),
     "a target that is not recorded": (
         dict(metrics='{"accuracy": "max"}', stop_at='{"accuracy": 0.9}', after=EVALUATE), r"recorded right, and not accuracy: write run.record\(accuracy"),
