@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NoReturn
 
 from hvdtrain.engines.errors import UserError
@@ -85,8 +86,9 @@ class Flags(argparse.Namespace):
                     raise UserError(f"{said}: give this flag", everywhere=True) from error
 
     def given(self) -> dict[str, object]:
-        """Return the flags by name, as stored in records and checkpoints."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        """Return the flags by name, as stored in records and checkpoints: functions by their names, not their addresses."""
+        held = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {name: value.__qualname__ if isinstance(value, FunctionType) else value for name, value in held.items()}
 
 
 class Parser(argparse.ArgumentParser):

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -115,7 +115,7 @@ class RunOutput:
     def event(self, name: str, **fields: object) -> None:
         """Append an event to metrics.jsonl, as one line of JSON. Thread-safe."""
         elapsed = round(time.monotonic() - self._began, 3)  # seconds since this process started, on a monotonic clock
-        line = json.dumps({"event": name, "time": time.time(), "elapsed": elapsed, **fields}, default=str) + "\n"
+        line = json.dumps({"event": name, "time": time.time(), "elapsed": elapsed, **fields}, default=encoded) + "\n"
         with self._lock:  # the checkpoint writer and the watchdog call this from their threads
             self._write(line)
         if self._board is not None:
@@ -176,9 +176,13 @@ class RunOutput:
         self.event("end", **summary)
         if self.output_dir is not None:
             try:
-                files.write(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n", sync=False)
+                files.write(
+                    self.output_dir / "summary.json", json.dumps(summary, indent=2, default=encoded) + "\n", sync=False
+                )
             except OSError as error:
-                warn(f"{self.output_dir}/summary.json not written ({error.strerror}): {json.dumps(summary)}")
+                warn(
+                    f"{self.output_dir}/summary.json not written ({error.strerror}): {json.dumps(summary, default=encoded)}"
+                )
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -201,6 +205,11 @@ class RunOutput:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def encoded(value: Any) -> object:
+    """Return what stands in JSON for a value that it does not have: numbers for a tensor or an array, else text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def warn(line: str) -> None:

@@ -592,12 +592,13 @@ class Run:
     def export(self, path: str | Path, model: torch.nn.Module | None = None, *example: Tensor) -> None:
         """Write a model for use without hvdtrain, on rank 0. A collective.
 
-        path: the state_dict as weights.safetensors or weights.pt; or the program, as model.pt2 or model.onnx. model: as
-        created by the script, also averaged weights (default: the first of `prepare`). example: what a call of it gets,
-        with at least two samples; only for programs.
+        path: the state_dict as weights.safetensors or weights.pt; or the program, as model.pt2 or model.onnx. model: one
+        of `prepare`, or of the script, such as averaged weights (default: the first of `prepare`). example: what a call
+        of it gets, with at least two samples; only for programs.
         """
-        path, first = Path(path), self.prepared("run.export()").models[0]
-        chosen = getattr(model, "_orig_mod", model) if model is not None else first
+        path, prepared = Path(path), self.prepared("run.export()")
+        own = dict(zip(prepared.replicas, prepared.models, strict=True))  # in DDP, a replica has other names
+        chosen = prepared.models[0] if model is None else own.get(model, getattr(model, "_orig_mod", model))
         kind = exporting.require_kind(path)
         if kind in exporting.PROGRAMS and not example:
             raise UserError(f"run.export({path.name!r}): a program needs an example: run.export(FILE, model, example)")

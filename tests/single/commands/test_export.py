@@ -40,6 +40,16 @@ def test_weights_have_the_models_own_names(tmp_path):
         torch.testing.assert_close(state, dict(net.state_dict()))
 
 
+def test_the_model_that_prepare_has_returned_is_written_under_its_own_names_too(tmp_path):
+    """In DDP, its names begin with "module."."""
+    with training.start(small.flags_for("--engine", "ddp", epochs=1)) as run:
+        net = small.network()
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        assert model is not net
+        run.export(tmp_path / "w.safetensors", model)
+    assert load_file(tmp_path / "w.safetensors").keys() == net.state_dict().keys()
+
+
 def test_a_program_computes_what_the_model_does_for_any_batch(tmp_path):
     net = program(tmp_path / "run", tmp_path / "model.pt2", lambda net: net, torch.randn(4, 3)).eval()
     exported = torch.export.load(tmp_path / "model.pt2").module()

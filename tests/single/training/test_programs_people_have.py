@@ -294,6 +294,13 @@ def test_a_second_training_in_the_directory_of_the_first_is_reported(tmp_path, c
     assert f"has trained into {tmp_path / 'fold-1'} before, and continues that run" in capsys.readouterr().out
 
 
+def test_a_function_among_the_flags_is_known_by_its_name():
+    """Its address is another one in each process: ranks would differ, and a resumed run."""
+    flags = flags_for()
+    flags.command = train
+    assert flags.given()["command"] == "train"
+
+
 # ---- names
 
 
