@@ -153,7 +153,7 @@ EFFECTS: dict[str, list[Tests]] = {
         OTHERS + "shards_have_at_most_so_many_samples_in_the_order_of_the_seed": "--samples-per-shard --seed"
     }],
     "export": [{"single/commands/test_export.py::test_weights_have_the_models_own_names": "--to"}],
-    "training.verify": [{"single/training/test_checkpoint.py::test_export_gives_the_models_own_weights": "--export"}],
+    "training.verify": [],
 }  # fmt: skip
 
 

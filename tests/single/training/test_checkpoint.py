@@ -233,16 +233,14 @@ def test_a_directory_moved_while_a_checkpoint_is_written_gets_nothing_under_its_
     lock.release()
 
 
-def test_export_gives_the_models_own_weights(tmp_path, capsys):
-    from safetensors.torch import load_file
-
-    path = tmp_path / checkpoint.name_of(12)
-    checkpoint.write(path, FACTS, TENSORS)
-    assert verify.main([str(path), "--export", str(tmp_path / "w.safetensors")]) == 0
-    assert set(load_file(tmp_path / "w.safetensors")) == {"weight", "half", "steps", "empty"}
-    assert json.loads(capsys.readouterr().out)["state"] == {"epoch": 1, "step": 12}
-    with pytest.raises(UserError, match=r"--export .*: cannot be written"):
-        verify.main([str(path), "--export", str(tmp_path / "none" / "w.safetensors")])
+def test_verify_prints_the_facts_of_a_sound_checkpoint_alone(sound, tmp_path, capsys):
+    path = tmp_path / "x"
+    path.write_bytes(sound)
+    assert verify.main([str(path)]) == 0
+    assert json.loads(capsys.readouterr().out) == FACTS
+    path.write_bytes(sound[:-1])
+    with pytest.raises(UserError, match=f"^{path}: .*: name another checkpoint"):
+        verify.main([str(path)])
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
