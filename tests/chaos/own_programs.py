@@ -1,6 +1,6 @@
 """Programs of users that end, fork, catch signals, or are started, in a way that only a whole process shows.
 
-What is called in the wrong order or with a wrong value is in tests/single/training/test_run.py.
+What is called in the wrong order or with a wrong value is in tests/single/training/test_mistakes.py.
 """
 
 from pathlib import Path

@@ -288,5 +288,5 @@ MUTANTS = [
            'return name.replace("_orig_mod.", "")', "return name",
            f"{PEOPLE}::test_a_compiled_model_is_saved_under_its_own_names"),
     mutant("a kept output is noticed", "hvdtrain/training/reuse.py", "!= self._loop:", "!= self._loop and False:",
-           f"{PEOPLE}::test_what_would_be_wrong_in_silence_is_refused_in_one_line"),
+           MISTAKES),
 ]  # fmt: skip

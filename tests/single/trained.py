@@ -1,6 +1,5 @@
 """A training script's main, run in this process on the serial engine, and what it computed with."""
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from hvdtrain.training.run import Run
 from hvdtrain.training.step import Step
+from tests.e2e import launchers
 
 
 @dataclass
@@ -34,13 +34,12 @@ class Trained:
     threads: int = 0
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        lines = (self.out / "metrics.jsonl").read_text().splitlines() if self.out else []
-        return [event for event in map(json.loads, lines) if event["event"] == name]
+        return launchers.events(self.out, name) if self.out else []
 
     @property
     def summary(self) -> dict[str, Any]:
         assert self.out is not None
-        return json.loads((self.out / "summary.json").read_text())
+        return launchers.summary(self.out)
 
 
 def trained(script: ModuleType, flags: str, out: Path | None = None) -> Trained:

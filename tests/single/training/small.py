@@ -33,13 +33,13 @@ def fit(
 ) -> list[float]:  # fmt: skip
     """The loop as its author writes it; return the loss of each step's last micro-batch.
 
-    loss_of: the loss of a micro-batch, given the step and the batch. each: is called after each update.
+    loss_of: the loss of a micro-batch, given the step and the parts of the batch. each: is called after each update.
     """
     losses = []
     for _ in run.epochs(epochs or (None if steps else run.flags.epochs), steps=steps):
         for step in run.steps(*data):
             for batch in step.batches():
-                loss = loss_of(step, *batch)
+                loss = loss_of(step, *(batch if isinstance(batch, (tuple, list)) else [batch]))
                 step.backward(loss)
             step.update()
             losses.append(loss.item())

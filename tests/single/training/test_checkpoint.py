@@ -253,16 +253,6 @@ def test_a_file_system_without_fsync_still_gets_checkpoints(code, tmp_path, monk
     assert checkpoint.read(tmp_path / checkpoint.name_of(12))[0] == FACTS
 
 
-def test_an_fsync_that_fails_fails_the_checkpoint(tmp_path, monkeypatch):
-    def fail(handle):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="Input/output error"):
-        checkpoint.write(tmp_path / checkpoint.name_of(12), FACTS, TENSORS)
-    assert not list(tmp_path.iterdir())
-
-
 def test_of_a_thousand_damaged_checkpoints_ten_are_named(sound, tmp_path):
     (tmp_path / checkpoint.name_of(1)).write_bytes(sound)
     for step in range(2, 1002):

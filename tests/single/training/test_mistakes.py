@@ -1,7 +1,6 @@
 """Mistakes that people make: each ends in one line with the remedy, not in a traceback, a hang or wrong weights.
 
-Those that need several ranks are in tests/parallel/test_mistakes.py; of optimizers and layers, in
-test_programs_people_have.py.
+Those that need several ranks are in tests/parallel/test_mistakes.py.
 """
 
 import pytest
@@ -43,7 +42,7 @@ class Stateful:
 
 DATA = TensorDataset(X, Y)
 FORM = dict(  # a program, with blanks for its mistakes
-    before="", data="X, Y", in_epoch="", at_step="", before_loss="", loss="F.mse_loss(model(x), y)",
+    before="", unprepared="", data="X, Y", in_epoch="", at_step="", before_loss="", loss="F.mse_loss(model(x), y)",
     backward="step.backward(loss)", in_batches="", update="step.update()", after_update="", after="", epochs="2",
     prepare="net, torch.optim.SGD(net.parameters(), lr=0.1)", metrics="None", prepared="", stop_at="None", loop="step.batches()",
 )  # fmt: skip
@@ -51,6 +50,7 @@ PROGRAM = """
 {before}
 with training.start(flags, metrics={metrics}) as run:
     net = network()
+    {unprepared}
     model, optimizer = run.prepare({prepare})
     {prepared}
     for _ in run.epochs({epochs}, stop_at={stop_at}):
@@ -68,6 +68,37 @@ with training.start(flags, metrics={metrics}) as run:
 """
 EVALUATE = "with run.evaluating(len(X)): run.record(right=torch.ones(len(X)))"
 MISTAKES = {
+    "steps before prepare": (dict(unprepared="run.steps(X)"), r"run.steps\(\) before run.prepare\(\)"),
+    "epochs before prepare": (dict(unprepared="next(run.epochs(1))"), r"run.epochs\(\) before run.prepare\(\)"),
+    "data described twice": (dict(unprepared='run.describe_data("a", "b"); run.describe_data("a", "b")'), "was already called"),
+    "no optimizer": (dict(prepare="net"), r"run.prepare\(\) got Sequential: give it models and optimizers"),
+    "L-BFGS": (dict(prepare="net, torch.optim.LBFGS(net.parameters())"), "LBFGS computes the loss several times in a step"),
+    "SparseAdam": (dict(prepare="net, torch.optim.SparseAdam(net.parameters())"), "SparseAdam needs sparse gradients"),
+    "sparse gradients": (
+        dict(prepare="nn.Sequential(nn.Embedding(4, 2, sparse=True)), torch.optim.SGD(net.parameters(), lr=0.1)"),
+        "0 has sparse gradients, which are not reduced: leave sparse=True out"),
+    "a parameter of two optimizers": (
+        dict(prepare="net, *(torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))"), "0.weight is in two optimizers: give each"),
+    "a metric without a direction": (dict(metrics='{"loss": "down"}'), "metrics: loss is 'down'"),
+    "a metric whose name is taken": (dict(metrics='{"loss": "min", "step": "max"}'), "^step is a field of every record: give"),
+    "steps without epochs": (dict(prepared="run.steps(X)"), r"run.steps\(\) outside of run.epochs\(\)"),
+    "no steps": (dict(in_epoch="continue"), r"epoch 1 had no steps"),
+    "two lengths of training": (dict(epochs="1, steps=2"), "a number of epochs, or steps"),
+    "fewer epochs than none": (dict(epochs="-1"), "at least 0, not -1"),
+    "no data": (dict(data=""), "run.steps got nothing"),
+    "no batches": (dict(data="DataLoader(DATA, None)"), "batch_size=None: give it"),
+    "batches within batches": (dict(before_loss="next(step.batches())"), r"step.batches\(\) inside step.batches\(\)"),
+    "backward before the batches": (dict(at_step="step.backward(model(X).mean())"), r"step.backward\(\) outside of step.batches\(\)"),
+    "update before the batches": (dict(at_step="step.update()"), r"step.update\(\) without gradients"),
+    "backward twice": (
+        dict(before="flags.accumulate = 2", in_batches="step.backward(F.mse_loss(model(x), y))"),
+        r"4 backward passes in 2 micro-batches for one optimizer: add the losses up"),
+    "a count in one micro-batch": (
+        dict(before="flags.accumulate, counts = 2, iter(({}, {'count': 3}))", backward="step.backward(loss, **next(counts))"),
+        r"step.backward\(count=...\) in one micro-batch and not in another"),
+    "another optimizer": (
+        dict(backward="step.backward(loss, torch.optim.SGD(network().parameters(), lr=0.1))"), "this optimizer did not come from run.prepare"),
+    "an evaluation within another": (dict(after="with run.evaluating(5), run.evaluating(5): pass"), r"run.evaluating\(\) inside of run.eval"),
     "forgot backward": (dict(backward=""), "a micro-batch had no backward pass: write `for batch"),
     "loss.backward() instead": (dict(backward="loss.backward()"), "a micro-batch had no backward pass"),
     "forgot the update": (dict(update=""), "has gradients that were not applied: call step.update"),
@@ -121,6 +152,7 @@ MISTAKES = {
         dict(metrics='{"accuracy": "max"}', stop_at='{"accuracy": 0.9}', after=EVALUATE), r"recorded right, and not accuracy: write run.record\(accuracy"),
     "record of training at the wrong place": (dict(after_update="step.record(a=1.0)"), r"step.record\(\) outside of step.batches"),
     "record of evaluations at the wrong place": (dict(after_update="run.record(a=1.0)"), r"run.record\(\) outside of run.evaluating"),
+    "a name of an evaluation that is taken": (dict(after="run.record(step=1.0)"), "^step is a field of every record: give"),
     "a name that is taken": (dict(in_batches="step.record(samples=1.0)"), "samples is a field of every record"),
     "an evaluation that records nothing": (dict(after="with run.evaluating(len(X)): pass"), "recorded nothing: write run.record"),
     "a count in one batch of an evaluation": (
@@ -132,19 +164,18 @@ MISTAKES = {
 }  # fmt: skip
 
 
+def run(changed, *argv):
+    """Run the program with other words in its blanks, and return its names."""
+    scope = globals() | dict(flags=flags_for(*argv), F=F, nn=nn, DataLoader=DataLoader, training=training)
+    exec(PROGRAM.format(**FORM | changed), scope)
+    return scope
+
+
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_ends_in_one_line_with_the_remedy(case, tmp_path):
     changed, complaint = MISTAKES[case]
-    scope = dict(globals()) | {
-        "flags": flags_for("--output-dir", str(tmp_path)),
-        "F": F,
-        "nn": nn,
-        "torch": torch,
-        "DataLoader": DataLoader,
-        "training": training,
-    }
     with pytest.raises(UserError, match=complaint) as caught:
-        exec(PROGRAM.format(**FORM | changed), scope)
+        run(changed, "--output-dir", str(tmp_path))
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -158,14 +189,6 @@ RIGHT = {  # what looks like a mistake, and is right
 
 @pytest.mark.parametrize("case", RIGHT)
 def test_what_looks_like_a_mistake_is_right(case):
-    scope = dict(globals()) | {
-        "flags": flags_for(),
-        "F": F,
-        "nn": nn,
-        "torch": torch,
-        "DataLoader": DataLoader,
-        "training": training,
-    }
-    exec(PROGRAM.format(**FORM | RIGHT[case]), scope)
+    scope = run(RIGHT[case])
     assert scope["run"].state.samples == 80
     assert any(not torch.equal(p, q) for p, q in zip(scope["net"].parameters(), network().parameters(), strict=True))

@@ -15,7 +15,17 @@ from hvdtrain.engines.errors import UserError
 PROGRAMS = Path(__file__).resolve().parents[3] / "docs" / "programs"
 SERIAL = "--engine serial --threads 1 --no-progress"
 
+QUICK = {"ring(4_000, 1)": "ring(300, 1)"}
+ACCUMULATE = QUICK | {"batch_size=64": "batch_size=64, accumulate=2"}
+KEPT = {  # what the critic was shown
+    "fake = generator(torch.randn(len(real), 8, device=real.device))\n                    loss = softplus(-critic(fake))":
+    "loss = softplus(-critic(fake))",
+}  # fmt: skip
 MISTAKES = {
+    "gan": {
+        "a fake of the loop before": (
+            ACCUMULATE | KEPT, "step 1: a model got an output of the loop before, which is that of its last micro-batch: compute it again"),
+    },
     "weighted": {
         "weights of the classes": (
             {"1 / RARITY[data.tensors[1]]": "1 / RARITY"},
@@ -194,7 +204,11 @@ def test_a_queue_that_has_grown_is_not_resumed(monkeypatch, tmp_path):
         run(monkeypatch, "contrast", grows, f"--epochs 2 --output-dir {tmp_path}")
 
 
-@pytest.mark.parametrize("name", ["contrast", "distill", "folds", "weighted"])
-def test_as_it_stands_a_program_ends_without_a_warning(name, monkeypatch, capsys):
-    assert run(monkeypatch, name, {}, "--epochs 1") == 0
+RIGHT = [(name, {}) for name in ("contrast", "distill", "folds", "weighted")]
+RIGHT += [("gan", ACCUMULATE), ("gan", QUICK | KEPT)]  # a fake of its own micro-batch
+
+
+@pytest.mark.parametrize(("name", "changed"), RIGHT)
+def test_a_program_that_is_right_ends_without_a_warning(name, changed, monkeypatch, capsys):
+    assert run(monkeypatch, name, changed, "--epochs 1") == 0
     assert "warning" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Programs as people write them: what was wrong in silence is refused in one line, and a run can be made longer."""
+"""Programs as people write them: torch's schedulers, compiled models, and a run that is made longer."""
 
 import json
 
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import checkpoint
+from tests.e2e.launchers import summary
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
 
 # ---- schedules
@@ -96,96 +97,6 @@ def test_total_steps_are_those_of_all_ranks_and_micro_batches():
             assert [run.total_steps(given, 2) for given in (X, N, loader)] == [expected] * 3
 
 
-def unregistered(run):
-    net = network()
-    model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    one_cycle(optimizer, 10)
-    train(run, model)
-
-
-def made_before(run):
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    one_cycle(optimizer, 10)
-    run.prepare(net, optimizer)
-
-
-def two_optimizers(run):
-    net = network()
-    run.prepare(net, *(torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2)))
-
-
-def prepare(make_net, make_optimizer):
-    def program(run):
-        net = make_net()
-        run.prepare(net, make_optimizer(net.parameters()))
-
-    return program
-
-
-def gan(run, keep):
-    generator, critic = network(), nn.Linear(1, 1)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
-    generator, critic, g_optimizer, c_optimizer = run.prepare(generator, critic, *optimizers)
-    for _ in run.epochs(1):
-        for step in run.steps(X, Y):
-            for x, y in step.batches():
-                fake = generator(x)
-                step.backward(critic(fake.detach()).mean() - critic(y).mean(), c_optimizer)
-            step.update(c_optimizer)
-            for x, _y in step.batches():
-                if not keep:
-                    fake = generator(x)
-                step.backward(-critic(fake).mean(), g_optimizer)
-            step.update(g_optimizer)
-
-
-def one_loss_twice(run):
-    generator, critic = nn.Linear(3, 2), nn.Linear(2, 1)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
-    generator, critic, *optimizers = run.prepare(generator, critic, *optimizers)
-    for _ in run.epochs(1):
-        for step in run.steps(X):
-            for (x,) in step.batches():
-                loss = critic(generator(x)).square().mean()
-                step.backward(loss, optimizers[1])
-            step.update(optimizers[1])
-            for _ in step.batches():
-                step.backward(-loss, optimizers[0])
-
-
-ACCUMULATED = ("--accumulate", "2")
-REFUSED = {
-    "a scheduler that is not registered": (unregistered, (), r"run\.register\(scheduler=scheduler\)"),
-    "a scheduler made before prepare": (made_before, (), r"scheduler was created before run\.prepare\(\)"),
-    "L-BFGS": (prepare(network, torch.optim.LBFGS), (), "LBFGS computes the loss several times in a step"),
-    "sparse gradients": (
-        prepare(lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), lambda p: torch.optim.SGD(p, lr=0.1)),
-        (),
-        "0 has sparse gradients, which are not reduced: leave sparse=True out",
-    ),
-    "SparseAdam": (prepare(network, torch.optim.SparseAdam), (), "SparseAdam needs sparse gradients"),
-    "a parameter of two optimizers": (two_optimizers, (), "0.weight is in two optimizers: give each"),
-    "a fake of the loop before": (lambda run: gan(run, keep=True), ACCUMULATED, "an output of the loop before"),
-    "one loss for two updates": (one_loss_twice, (), r"got a part of an earlier loss: detach\(\)"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_would_be_wrong_in_silence_is_refused_in_one_line(case):
-    program, argv, complaint = REFUSED[case]
-    with pytest.raises(UserError, match=complaint) as caught, training.start(flags_for(*argv)) as run:
-        program(run)
-    assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(("argv", "keep"), [((), True), ((), False), (ACCUMULATED, False)])
-def test_a_fake_of_its_own_micro_batch_is_right(argv, keep):
-    with training.start(flags_for(*argv)) as run:
-        gan(run, keep)
-    assert run.state.step == (3 if argv else 5)
-
-
 # ---- torch.compile
 
 
@@ -205,7 +116,7 @@ def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
         facts, tensors = checkpoint.read(newest)
         assert {key for key in tensors if key.startswith("model")} == {f"model.{n}" for n in network().state_dict()}
         assert "_orig_mod" not in json.dumps(facts["registered"])
-        sums.append(json.loads((tmp_path / name / "summary.json").read_text())["parameters_sha256"])
+        sums.append(summary(tmp_path / name)["parameters_sha256"])
     assert len(set(sums)) == 1
 
 
@@ -249,8 +160,8 @@ def lengthened(directory, *argv, make=None, steps=False, **defaults):
                 scheduler.step()
 
         train(run, model, steps=flags.epochs if steps else None, each=each)
-    summary = json.loads((directory / "summary.json").read_text())
-    return summary["parameters_sha256"], rates, (summary["epochs"], summary["steps"])
+    told = summary(directory)
+    return told["parameters_sha256"], rates, (told["epochs"], told["steps"])
 
 
 @pytest.mark.parametrize("make", [None, lambda o, n: StepLR(o, 4, 0.5)], ids=["constant", "without an end"])

@@ -1,7 +1,6 @@
 """What --output-dir, --resume, --checkpoint-steps and --keep do, in one process."""
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from hvdtrain.hangs.activity import Activity
 from hvdtrain.training import checkpoint
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.state import Initial
+from tests.e2e.launchers import events, summary
 
 
 def alone(directory: Path, flags: str = "") -> int:
@@ -33,13 +33,7 @@ def alone(directory: Path, flags: str = "") -> int:
 
 
 def results(directory: Path) -> dict:
-    summary = json.loads((directory / "summary.json").read_text())
-    return {k: v for k, v in summary.items() if "second" not in k}
-
-
-def events(directory: Path, name: str) -> list[dict]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == name]
+    return {k: v for k, v in summary(directory).items() if "second" not in k}
 
 
 def test_a_finished_run_started_again_says_the_same(tmp_path, capsys):

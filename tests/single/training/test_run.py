@@ -1,6 +1,5 @@
-"""The run object: what is left out or called elsewhere is an error that says what to write; and what the loop computes."""
+"""The run object: what the loop computes, saves and restores. Mistakes in a program: test_mistakes.py."""
 
-import json
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -17,112 +16,13 @@ from hvdtrain.data import leftovers
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training import checkpoint
+from tests.e2e.launchers import events, summary
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
 
 
 def prepared(run):
     net = network()
     return run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-
-
-def twice_backward(step, model):
-    for x, y in step.batches():
-        for _ in range(2):
-            step.backward(F.mse_loss(model(x), y))
-
-
-def nested(step, model):
-    for _ in step.batches():
-        for _ in step.batches():
-            pass
-
-
-def counted_once(step, model):
-    for number, (x, y) in enumerate(step.batches()):
-        step.backward(F.mse_loss(model(x), y), **({"count": 3} if number else {}))
-
-
-def foreign_optimizer(step, model):
-    for x, y in step.batches():
-        step.backward(F.mse_loss(model(x), y), torch.optim.SGD(network().parameters(), lr=0.1))
-
-
-# What is called too early, too late or twice; mistakes within a program that is otherwise whole: test_mistakes.py.
-WRONG_STEPS = {
-    "backward twice": (twice_backward, r"4 backward passes in 2 micro-batches for one optimizer: add the losses up"),
-    "nested": (nested, r"step.batches\(\) inside step.batches\(\)"),
-    "backward outside": (lambda s, m: s.backward(m(X).mean()), r"step.backward\(\) outside of step.batches\(\)"),
-    "update first": (lambda s, m: s.update(), r"step.update\(\) without gradients"),
-    "a count in one micro-batch": (counted_once, "in one micro-batch and not in another"),
-    "a foreign optimizer": (foreign_optimizer, r"this optimizer did not come from run.prepare\(\)"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_STEPS)
-def test_a_step_that_is_not_whole_says_what_to_write(case):
-    body, complaint = WRONG_STEPS[case]
-    with pytest.raises(UserError, match=complaint), training.start(flags_for("--accumulate", "2")) as run:
-        model, _ = prepared(run)
-        for _ in run.epochs(1):
-            for step in run.steps(X, Y):
-                body(step, model)
-
-
-def nested_evaluation(run):
-    with run.evaluating(5), run.evaluating(5):
-        pass
-
-
-def given(*data):
-    return lambda run: [next(run.steps(*data)) for _ in run.epochs(1)]
-
-
-PAIRS = TensorDataset(X, Y)
-UNPREPARED = {
-    "steps before prepare": (lambda run: run.steps(X), r"run.steps\(\) before run.prepare\(\)"),
-    "epochs before prepare": (lambda run: next(run.epochs(1)), r"run.epochs\(\) before run.prepare\(\)"),
-    "register before prepare": (lambda run: run.register(x=network()), r"run.register\(\) before run.prepare\(\)"),
-    "no optimizer": (
-        lambda run: run.prepare(network()),
-        r"run.prepare\(\) got Sequential: give it models and optimizers",
-    ),
-    "data described twice": (lambda run: [run.describe_data("a", "b") for _ in range(2)], "was already called"),
-}
-WRONG_PROGRAMS = UNPREPARED | {
-    "steps without epochs": (lambda run: run.steps(X), r"run.steps\(\) outside of run.epochs\(\)"),
-    "no steps": (lambda run: list(run.epochs(1)), r"epoch 1 had no steps"),
-    "two lengths of training": (lambda run: next(run.epochs(1, steps=2)), "a number of epochs, or steps"),
-    "fewer epochs than none": (lambda run: next(run.epochs(-1)), "at least 0, not -1"),
-    "evaluation nested": (nested_evaluation, r"run.evaluating\(\) inside of run.evaluating\(\)"),
-    "a name that is taken": (lambda run: run.record(step=1.0), "^step is a field of every record: give"),
-    "no data": (given(), "run.steps got nothing"),
-    "no batches": (given(DataLoader(PAIRS, None)), "batch_size=None: give it"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_PROGRAMS)
-def test_a_program_that_is_not_whole_says_what_to_write(case):
-    program, complaint = WRONG_PROGRAMS[case]
-    with pytest.raises(UserError, match=complaint) as caught, training.start(flags_for()) as run:
-        if case not in UNPREPARED:
-            prepared(run)
-        program(run)
-    assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_metric_has_a_direction_and_a_name_of_its_own():
-    for metrics, complaint in (
-        ({"loss": "down"}, "metrics: loss is 'down'"),
-        ({"loss": "min", "step": "max"}, "^step is a field"),
-    ):
-        with pytest.raises(UserError, match=complaint), training.start(flags_for(), metrics=metrics):
-            pass
-
-
-def test_an_index_loop_asks_for_indices():
-    with pytest.raises(UserError, match=r"use batch\.indices"), training.start(flags_for()) as run:
-        model, _ = prepared(run)
-        fit(run, [N], lambda step, x, y: model(x).mean())
 
 
 def test_accumulation_is_the_large_batch():
@@ -255,11 +155,6 @@ def test_a_step_left_out_changes_nothing_and_training_goes_on(tmp_path):
     assert error["message"].endswith(": step skipped") or error["kind"] == "non-finite"
 
 
-def events(directory, name):
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == name]
-
-
 def regression(directory, *argv, epochs=3, stop_after=None):
     """A program without accuracy, with a scheduler of torch's and averaged weights; return the run."""
     parser = training.parser("regression", None, epochs=epochs, batch_size=8)
@@ -347,7 +242,7 @@ def test_schedulers_and_averaged_weights_go_on_with_the_run(tmp_path):
     _, apart, rate_apart = regression(tmp_path / "apart")
     assert rate == rate_apart
     assert all(torch.equal(whole[name], apart[name]) for name in whole)
-    sums = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "apart")]
+    sums = [summary(tmp_path / name) for name in ("whole", "apart")]
     assert sums[0]["parameters_sha256"] == sums[1]["parameters_sha256"]
 
 
@@ -358,8 +253,7 @@ def test_metrics_are_the_scripts_own(tmp_path, capsys):
     assert [set(line) >= {"error", "root", "count"} for line in evaluations] == [True] * 3
     assert "accuracy" not in (tmp_path / "metrics.jsonl").read_text()
     assert f"error {evaluations[-1]['error']:.4f}  root {evaluations[-1]['root']:.4f} of 40" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["error"] == evaluations[-1]["error"]
+    assert summary(tmp_path)["error"] == evaluations[-1]["error"]
     (run,) = read_runs([tmp_path])
     assert run.name
     best = min(evaluations, key=lambda line: line["error"])
@@ -375,7 +269,7 @@ def test_training_by_steps_ends_in_the_middle_of_an_epoch(tmp_path):
         seen = []
         train(run, model, steps=7, each=lambda step: seen.append((step.number, round(run.progress * 7))))
     assert seen == [(number, number - 1) for number in range(1, 8)]
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 7
+    assert summary(tmp_path)["steps"] == 7
 
 
 def test_a_goal_that_is_reached_ends_training_and_one_that_is_not_gives_three(tmp_path):
@@ -402,7 +296,7 @@ def test_modes_and_random_numbers_of_training_survive_an_evaluation():
                 for x, y in step.batches():
                     step.backward(F.mse_loss(model(x), y))
                 step.update()
-            with run.evaluating(DataLoader(PAIRS, 16)) as batches:
+            with run.evaluating(DataLoader(TensorDataset(X, Y), 16)) as batches:
                 assert not net.training
                 for x, y in batches:
                     run.record(loss=(model(x) - y).square())

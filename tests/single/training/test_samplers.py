@@ -16,7 +16,6 @@ from torch.utils.data import WeightedRandomSampler as Weighted
 from hvdtrain import training
 from hvdtrain.data.loading import Plan
 from hvdtrain.data.sharding import batches_after, steps_of_batches
-from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.training.samplers import Drawn
 from tests.single.training import small
@@ -121,30 +120,6 @@ def test_drawing_leaves_the_generators_alone():
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
 
-class Counting(Own):
-    def __init__(self):
-        self.count = 0
-
-    def __iter__(self):
-        self.count += 1
-        return iter([(i + self.count) % N for i in range(N)])
-
-
-class Shrinking(Epochs):
-    def __iter__(self):
-        return iter(range(N - self.epoch))
-
-
-class NoLength:
-    def __iter__(self):
-        return itertools.count()
-
-
-class Words(Own):
-    def __iter__(self):
-        return iter(["a", "b"])
-
-
 def train(flags, loader, each=lambda step: None):
     """Return, by epoch, what the model saw: the index of each sample."""
     seen = {}
@@ -164,22 +139,6 @@ def train(flags, loader, each=lambda step: None):
 
 def flags_for(*argv, epochs=3):
     return small.flags_for(*argv, epochs=epochs, batch_size=4)
-
-
-WRONG = {
-    "one that counts": (Counting(), "Counting draws another order each time"),
-    "one that yields fewer later": (Shrinking(), "draws 39 samples in epoch 2, and 40 in the first"),
-    "one without a length": (NoLength(), "NoLength has no length: give it __len__"),
-    "one of words": (Words(None), "Words draws something else than indices"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_sampler_that_could_not_go_on_is_refused_in_one_line(case):
-    sampler, complaint = WRONG[case]
-    with pytest.raises(UserError, match=complaint) as caught:
-        train(flags_for(), DataLoader(DATA, 4, sampler=sampler))
-    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *BATCHES])

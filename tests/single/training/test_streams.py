@@ -15,6 +15,7 @@ from hvdtrain import training
 from hvdtrain.data import loading
 from hvdtrain.engines import portable
 from hvdtrain.engines.errors import UserError
+from tests.e2e.launchers import events
 from tests.single.training import small
 
 N = 50  # not a multiple of batches and workers: the workers' streams end at different times
@@ -177,23 +178,27 @@ def killed_at(number, directory):
 
 
 def resumed_at(directory):
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return next(line["taken"] for line in lines if line["event"] == "resume")
+    return events(directory, "resume")[0]["taken"]
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-def test_a_killed_run_continues_at_the_very_sample(kind, tmp_path):
-    seen, weights = train(flags_for(), LOADERS[kind]())
+def killed_and_continued(make, tmp_path):
+    seen, weights = train(flags_for(), make())
     assert [sorted(seen[epoch]) for epoch in (0, 1)] == [list(range(N))] * 2
-    assert seen[0] != seen[1]
     flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
     with pytest.raises(RuntimeError, match="killed"):
-        train(flags, LOADERS[kind](), killed_at(19, tmp_path))  # of 26 steps
-    rest, after = train(flags, LOADERS[kind]())
+        train(flags, make(), killed_at(19, tmp_path))  # of 26 steps
+    rest, after = train(flags, make())
     taken = resumed_at(tmp_path)
     assert 0 < taken < N
     assert rest == {1: seen[1][taken:]}
     assert after == weights
+    return seen
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_killed_run_continues_at_the_very_sample(kind, tmp_path):
+    seen = killed_and_continued(LOADERS[kind], tmp_path)
+    assert seen[0] != seen[1]
 
 
 def test_more_steps_continue_at_the_very_sample(tmp_path):

@@ -82,15 +82,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("kind", RESUMED)
 def test_a_killed_run_continues_at_the_very_sample(kind, tmp_path):
-    seen, weights = train(flags_for(), RESUMED[kind]())
-    assert [sorted(seen[epoch]) for epoch in (0, 1)] == [list(range(N))] * 2
-    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(RuntimeError, match="killed"):
-        train(flags, RESUMED[kind](), killed_at(19, tmp_path))
-    rest, after = train(flags, RESUMED[kind]())
-    assert 0 < resumed_at(tmp_path) < N
-    assert rest == {1: seen[1][resumed_at(tmp_path) :]}
-    assert after == weights
+    test_streams.killed_and_continued(RESUMED[kind], tmp_path)
 
 
 def test_datasets_still_mistakes_the_state_of_a_worker_for_that_of_the_rank(tmp_path):
