@@ -232,7 +232,7 @@ MUTANTS = [
     mutant("exit code 75", "hvdtrain/launching/exit_codes.py", "STOPPED = 75", "STOPPED = 1",
            f"{RESUME}::test_stop_signal_saves_and_leaves_with_75"),
     mutant("exit code 2 for bad input", "hvdtrain/engines/errors.py", "exit_code = 2", "exit_code = 1",
-           "tests/single/engines/test_start.py::test_user_error_is_one_line_and_code_two"),
+           "tests/single/engines/test_start.py::test_a_command_ends_with_its_code_and_one_line_for_users"),
     mutant("only who knows the secret joins", "hvdtrain/hangs/channel.py",
            "if not hmac.compare_digest(proof, hmac.digest(key, b\"rank\"", "if False and (proof, hmac.digest(key, b\"rank\"",
            "tests/single/hangs/test_channel.py"),

@@ -9,11 +9,11 @@ from hvdtrain.engines import gpu
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.horovod import carries_bf16
 from hvdtrain.training.start import started
-from hvdtrain.training.state import Metric
+from tests.parallel.test_loop import a_run
+from tests.single.training.small import fit
 
 WEIGHTS = 3  # of nn.Linear(3, 1, bias=False)
 GRADIENT = 6.0  # of each weight, on every rank
-LOSS = {"loss": Metric("min")}
 
 
 @pytest.fixture
@@ -44,11 +44,9 @@ def seen(found: list[Tensor], call):
 
 def one_step(engine, sent, *argv: str) -> tuple[Tensor, Tensor]:
     """Train a step; return what was sent for it, and the reduced gradient of the weights."""
-    parser = training.parser("test", None, epochs=1, batch_size=2)
-    flags = parser.parse(["--engine", engine.name, "--no-progress", *argv])
     x = torch.full((2 * engine.size, 3), GRADIENT)
     found: list[Tensor] = []
-    with started(engine, flags, LOSS) as run:
+    with a_run(engine, *argv, epochs=1, batch_size=2) as run:
         net = nn.Linear(3, 1, bias=False)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
         for _ in run.epochs(1):
@@ -104,22 +102,20 @@ def test_replicas_are_compared_at_check_steps(engine, every, compared, monkeypat
     monkeypatch.setattr(
         type(engine), "all_gather", lambda self, t, name: (asked.append(name), all_gather(self, t, name))[1]
     )
-    parser = training.parser("test", None, epochs=1, batch_size=2)
-    flags = parser.parse(["--engine", engine.name, "--no-progress", "--check-steps", str(every)])
     if engine.size == 1:
         pytest.skip("one rank has nothing to be compared with")
     found = []
-    with started(engine, flags, LOSS) as run:
+    with a_run(engine, "--check-steps", str(every), epochs=1, batch_size=2) as run:
         net = nn.Linear(3, 1)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(torch.ones(10 * engine.size, 3)):
-                if "guard.replicas" in asked:
-                    found.append(step.number - 1)
-                del asked[:]
-                for (inputs,) in step.batches():
-                    step.backward(model(inputs).mean())
-                step.update()
+
+        def loss_of(step, inputs):
+            if "guard.replicas" in asked:
+                found.append(step.number - 1)
+            del asked[:]
+            return model(inputs).mean()
+
+        fit(run, [torch.ones(10 * engine.size, 3)], loss_of)
     assert found == compared
 
 
@@ -141,20 +137,17 @@ def test_linear_scaling_and_its_warm_up_begin_at_the_rate_of_one_rank(engine, mo
 def test_replicas_that_differ_end_the_run_on_every_rank(engine):
     if engine.size == 1:
         pytest.skip("one rank has nothing to be compared with")
-    parser = training.parser("test", None, epochs=1, batch_size=2)
-    flags = parser.parse(["--engine", engine.name, "--no-progress", "--check-steps", "2"])
     steps = []
-    with pytest.raises(Failure, match=r"weights"), started(engine, flags, LOSS) as run:
+    with pytest.raises(Failure, match=r"weights"), a_run(engine, "--check-steps", "2", epochs=1, batch_size=2) as run:
         net = nn.Linear(3, 1)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(torch.ones(20 * engine.size, 3)):
-                steps.append(step.number)
-                for (inputs,) in step.batches():
-                    step.backward(model(inputs).mean())
-                step.update()
-                if step.number == 3 and run.rank == run.size - 1:
-                    net.weight.data[0, 0] += 1.0
+
+        def each(step):
+            steps.append(step.number)
+            if step.number == 3 and run.rank == run.size - 1:
+                net.weight.data[0, 0] += 1.0
+
+        fit(run, [torch.ones(20 * engine.size, 3)], lambda step, inputs: model(inputs).mean(), each=each)
     assert steps[-1] <= 4
 
 

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines import parts
 from hvdtrain.engines.errors import Failure, UserError
-from tests.parallel.test_local_steps import LOCAL, plain, train
+from tests.parallel.test_local_steps import LOCAL, mean_of_workers, plain, train
 from tests.parallel.test_loop import N, X, Y, a_run
+from tests.single.training.small import fit
 
 HOSTS = ("aab", "aba")  # of each rank, its host; of two ranks, the first two letters
 FAR = ("--sync-every", "100", "--outer-lr", "1", "--outer-momentum", "0", "--sync-within", "host")
@@ -36,27 +36,14 @@ def test_each_host_trains_as_one_process_with_the_samples_of_its_ranks(engine, h
         torch.manual_seed(5)
         net = nn.Linear(3, 1)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model(x), y))
-                step.update()
-                weights = engine.all_gather_object(net.weight.flatten().tolist(), "weights")
-                assert all((weights[rank] == weights[engine.rank]) == (rank in members) for rank in range(engine.size))
-    ends = []
-    for name in hosts[: engine.size]:
-        ranks = [rank for rank in range(engine.size) if hosts[rank] == name]
-        torch.manual_seed(5)
-        alone = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-        for indices in epoch_order(N, 1, 0).split(4 * engine.size):
-            mine = torch.cat([indices[rank :: engine.size] for rank in ranks])
-            weight = len(mine) * engine.size / len(ranks) / len(indices)
-            optimizer.zero_grad()
-            (F.mse_loss(alone(X[mine]), Y[mine]) * weight).backward() if len(mine) else None
-            optimizer.step()
-        ends.append(alone.weight.detach())
-    torch.testing.assert_close(net.weight.detach(), torch.stack(ends).mean(0), rtol=1e-4, atol=1e-6)
+
+        def look(step):
+            weights = engine.all_gather_object(net.weight.flatten().tolist(), "weights")
+            assert all((weights[rank] == weights[engine.rank]) == (rank in members) for rank in range(engine.size))
+
+        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y), each=look)
+    workers = [[rank for rank in range(engine.size) if hosts[rank] == name] for name in hosts[: engine.size]]
+    torch.testing.assert_close(net.weight.detach(), mean_of_workers(engine, workers), rtol=1e-4, atol=1e-6)
 
 
 def test_a_single_host_trains_as_without_the_flag(engine, live_on):
@@ -95,11 +82,7 @@ def test_on_other_hosts_each_rank_begins_with_the_optimizer_of_rank_0(engine, li
             model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9))
             begun = engine.all_gather_object(plain(optimizer, run), "begun")
             said = "begins with the optimizer state of rank 0" in capsys.readouterr().out
-            for _ in run.epochs(epochs):
-                for step in run.steps(X, Y):
-                    for x, y in step.batches():
-                        step.backward(F.mse_loss(model(x), y))
-                    step.update()
+            fit(run, [X, Y], lambda step, x, y, model=model: F.mse_loss(model(x), y))
             kept.append((begun, engine.all_gather_object(plain(optimizer, run), "ended"), said))
     (_, first, _), (begun, ended, said), (again, _, repeated) = kept
     if engine.size == 1:
@@ -152,19 +135,24 @@ def test_a_mean_over_tokens_weighs_every_token_of_a_host_alike(engine, live_on):
     assert gradient == pytest.approx(sum(count * count for count in counts) / sum(counts) / 3, rel=1e-6)
 
 
-def test_gradients_that_are_not_finite_are_named_and_skipped_by_their_host(engine, live_on, capsys):
-    members, culprit = live_on("aab"), min(engine.size - 1, 1)
-    skipped = []
+def with_nan_on(engine, culprit, steps) -> list[int]:
+    """Train with a loss that is NaN on one rank. Return the number of skipped steps before each, as this rank knows it."""
+    skipped = {}
     with a_run(engine, *FAR, "--max-skipped", "9", epochs=1) as run:
         net = nn.Linear(3, 1)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(steps=3):
-            for step in run.steps(X.repeat(engine.size, 1)):
-                skipped.append(run.state.skipped)
-                for (x,) in step.batches():
-                    step.backward(model(x).mean() * (float("nan") if engine.rank == culprit else 1.0))
-                step.update()
-    assert skipped == ([0, 1, 2] if culprit in members else [0, 0, 0])
+
+        def loss_of(step, x):
+            skipped[step.number] = run.state.skipped
+            return model(x).mean() * (float("nan") if engine.rank == culprit else 1.0)
+
+        fit(run, [X.repeat(engine.size, 1)], loss_of, steps=steps)
+    return list(skipped.values())
+
+
+def test_gradients_that_are_not_finite_are_named_and_skipped_by_their_host(engine, live_on, capsys):
+    members, culprit = live_on("aab"), min(engine.size - 1, 1)
+    assert with_nan_on(engine, culprit, steps=3) == ([0, 1, 2] if culprit in members else [0, 0, 0])
     said = capsys.readouterr()
     assert (f"rank {culprit}" in said.out) == (engine.rank == 0), said
     assert "warning" not in said.err  # rank 0 has said it
@@ -174,14 +162,7 @@ def test_the_first_rank_of_another_host_names_what_is_not_finite(engine, live_on
     if engine.size < 3:
         pytest.skip("a host with two ranks beside another: needs three ranks")
     live_on("abb")
-    with a_run(engine, *FAR, "--max-skipped", "9", epochs=1) as run:
-        net = nn.Linear(3, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(steps=1):
-            for step in run.steps(X.repeat(engine.size, 1)):
-                for (x,) in step.batches():
-                    step.backward(model(x).mean() * (float("nan") if engine.rank == 2 else 1.0))
-                step.update()
+    with_nan_on(engine, 2, steps=1)
     said = capsys.readouterr()
     assert [said.err.count("rank 2"), said.out.count("rank 2")] == [int(engine.rank == 1), 0], said
 

@@ -132,26 +132,33 @@ def test_a_run_that_was_stopped_anywhere_ends_with_the_same_bits(engine, stop, s
     assert step % 2 == 0 or step % steps_per_epoch == 0  # after an exchange
 
 
+def mean_of_workers(engine, workers):
+    """Return the mean over ranks of the weights that a loop of plain torch has for each. workers: of each rank, all ranks of
+    its worker."""
+    ends = []
+    for ranks in workers:
+        torch.manual_seed(5)
+        alone = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for indices in epoch_order(N, 1, 0).split(4 * engine.size):
+            mine = torch.cat([indices[rank :: engine.size] for rank in ranks])
+            weight = len(mine) * engine.size / len(ranks) / len(indices)  # of the last, uneven step
+            optimizer.zero_grad()
+            (F.mse_loss(alone(X[mine]), Y[mine]) * weight).backward() if len(mine) else None
+            optimizer.step()
+        ends.append(alone.weight.detach())
+    return torch.stack(ends).mean(0)
+
+
 def test_one_exchange_is_the_mean_of_what_each_rank_has_learnt(engine):
-    """Outer rate 1 without momentum averages the weights, as a loop of plain torch for each rank does."""
+    """Outer rate 1 without momentum averages the weights."""
     with a_run(engine, "--sync-every", "100", "--outer-lr", "1", "--outer-momentum", "0", epochs=1) as run:
         torch.manual_seed(5)
         net = nn.Linear(3, 1)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y))
-    ends = []
-    for rank in range(engine.size):
-        torch.manual_seed(5)
-        plain = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-        for indices in epoch_order(N, 1, 0).split(4 * engine.size):
-            mine = indices[rank :: engine.size]
-            weight = len(mine) * engine.size / len(indices)  # of the last, uneven step
-            optimizer.zero_grad()
-            (F.mse_loss(plain(X[mine]), Y[mine]) * weight).backward() if len(mine) else None
-            optimizer.step()
-        ends.append(plain.weight.detach())
-    torch.testing.assert_close(net.weight.detach(), torch.stack(ends).mean(0), rtol=1e-4, atol=1e-6)
+    expected = mean_of_workers(engine, [[rank] for rank in range(engine.size)])
+    torch.testing.assert_close(net.weight.detach(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_parameter_without_a_gradient_is_left_alone_where_that_is_intended(engine):

@@ -68,7 +68,12 @@ def torchrun(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
 
 @pytest.mark.parametrize(
     ("how", "engine"),
-    [("alone", "dataparallel"), ("alone", "horovod"), ("two", "horovod"), ("torchrun", "ddp")],
+    [
+        ("alone", "dataparallel"),
+        ("alone", "horovod"),
+        pytest.param("two", "horovod", marks=pytest.mark.slow),
+        ("torchrun", "ddp"),
+    ],
 )
 def test_engines_draw_one_loss_curve(how, engine, alone, request):
     """Without batch norm, which sees each rank's own samples."""
