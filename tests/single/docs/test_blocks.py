@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
-from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
@@ -124,6 +122,9 @@ def test_predictions(tmp_path):
 
 
 def test_rare_images_are_drawn_as_often_as_others(tmp_path):
+    import torchvision  # whose import takes a second
+    from PIL import Image
+
     for label, count in (("common", 9), ("rare", 1)):
         (tmp_path / label).mkdir()
         for number in range(count):
