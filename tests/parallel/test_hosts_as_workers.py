@@ -14,6 +14,7 @@ from tests.parallel.test_local_steps import LOCAL, mean_of_workers, plain, train
 from tests.parallel.test_loop import N, X, Y, a_run
 from tests.single.training.small import fit
 
+pytestmark = pytest.mark.slow
 HOSTS = ("aab", "aba")  # of each rank, its host; of two ranks, the first two letters
 FAR = ("--sync-every", "100", "--outer-lr", "1", "--outer-momentum", "0", "--sync-within", "host")
 

@@ -17,10 +17,12 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
 
 @pytest.mark.leaves("pytest-of-")  # the suite's own temporary files
 @pytest.mark.parametrize(("launcher", "engine", "ranks"), CASES)
-def test_parallel_suite(launcher, engine, ranks):
+def test_parallel_suite(launcher, engine, ranks, request):
+    """The slow cases also run the slow tests."""
     start = {**LAUNCHERS, "torchrun": TORCHRUN}[launcher].format(ranks=ranks)
     python = "" if launcher == "torchrun" else PYTHON
-    suite = f"{python} -m pytest -x -q --color=no -p no:cacheprovider {shlex.quote(str(ROOT))}/tests/parallel"
+    marks = "-m ''" if request.node.get_closest_marker("slow") else ""
+    suite = f"{python} -m pytest {marks} -x -q --color=no -p no:cacheprovider {shlex.quote(str(ROOT))}/tests/parallel"
     done = launch(f"{start} {suite}", timeout=200, HVDTRAIN_TEST_ENGINE=engine)
     assert done.code == 0, done
     assert done.stdout.count(" passed") == ranks, done
