@@ -17,9 +17,8 @@ SITE = (
     Path(sysconfig.get_path("purelib")) / "nvidia"
 )  # torch's CUDA wheels, in the environment that Horovod is built for
 USUAL = Path("/usr/local/cuda")
-ARCHITECTURES = (
-    "80,90"  # A100, H100; the compiler adds PTX of the last one, from which newer GPUs compile at their first use
-)
+# A100, H100; the compiler adds PTX of the last one, from which newer GPUs compile at their first use
+ARCHITECTURES = "80,90"
 
 
 @dataclass(frozen=True)

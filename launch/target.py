@@ -37,10 +37,6 @@ class Target:
     flags: str  # variables of the environment that change the build
     patches: str
 
-    def as_dict(self) -> dict[str, object]:
-        """Return the fields by name."""
-        return asdict(self)
-
     def key(self) -> str:
         """Return the key of the wheel cache."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -32,7 +33,7 @@ def store_wheel(entry: Path, wheel: Path, target: Target) -> Path:
     record = {
         "wheel": wheel.name,
         "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        "built_against": target.as_dict(),
+        "built_against": dataclasses.asdict(target),
     }
     partial = entry / f".{wheel.name}.{os.getpid()}"
     try:

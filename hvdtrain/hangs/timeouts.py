@@ -4,10 +4,7 @@ from typing import NamedTuple
 
 from hvdtrain.hangs.activity import STEP, Phase
 
-LEAST_SECONDS, TIMES_LONGEST = (
-    30.0,
-    20.0,
-)  # automatic limit of a step: at least 30 s, and 20 times the longest step so far
+LEAST_SECONDS, TIMES_LONGEST = 30.0, 20.0  # automatic limit of a step: at least 30 s, 20 times the longest step so far
 TIMES_LONGEST_ASKED = 3.0  # a limit that was asked for is raised to 3 times the longest step so far
 TIMES_STEP = 10.0  # limit of long phases, and of a rank at work: 10 times the limit of a step,
 # or this number of seconds, if that is more:
@@ -19,8 +16,6 @@ PHASE_SECONDS = {
     "output that nobody reads": 600.0,
     "work of one rank": 600.0,
 }
-
-
 WORKING_SECONDS = 3600.0  # or this, for a rank at work in a script that cannot say what it is doing
 
 

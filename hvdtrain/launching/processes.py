@@ -67,9 +67,8 @@ class Turns(NamedTuple):
 def stat(which: int | str, proc: Path = PROC) -> Stat | None:
     """Return the state of a process, or of a thread ("PID/task/TID"); None if there is none."""
     with contextlib.suppress(OSError, IndexError, ValueError):
-        fields = (
-            (proc / str(which) / "stat").read_text().rpartition(")")[2].split()
-        )  # from the third field of proc(5) on
+        # From the third field of proc(5) on.
+        fields = (proc / str(which) / "stat").read_text().rpartition(")")[2].split()
         return Stat(fields[0], int(fields[1]), (int(fields[11]) + int(fields[12])) * TICK_SECONDS, int(fields[19]))
     return None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.launching import processes
 from tests.chaos.attempts import Attempt, Job, wait_for
 from tests.e2e.launchers import ROOT
 
@@ -58,10 +59,6 @@ def children(pid: int) -> list[int]:
     return []
 
 
-def descendants(pid: int) -> list[int]:
-    return [pid, *(below for child in children(pid) for below in descendants(child))]
-
-
 def fork_server(rank: int) -> int:
     """Return the process that forks the DataLoader workers of a rank."""
     named = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(rank)}
@@ -77,12 +74,12 @@ def worker(here: Path, job: Job) -> list[int]:
 
 
 def everything(here: Path, job: Job) -> list[int]:
-    return descendants(job.pid)[1:]
+    return processes.descendants(job.pid)
 
 
 def starter(here: Path, job: Job) -> list[int]:
     """Return the process that all ranks have in common."""
-    return [pid for pid in descendants(job.pid) if set(ranks(here)) <= set(children(pid))][:1]
+    return [pid for pid in [job.pid, *processes.descendants(job.pid)] if set(ranks(here)) <= set(children(pid))][:1]
 
 
 def send(which: Processes, *numbers: signal.Signals, gap: float = 0.0) -> During:

@@ -17,6 +17,7 @@ from hvdtrain.hangs.monitor import Monitor, Timing
 from hvdtrain.hangs.peers import Peer
 from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.launching import processes
+from tests.waiting import wait_for
 
 FAST = Timing(look=0.1, reply=1.0, grace=0.5, leave=0.3)
 NOBODY = 2**22 + 1  # no process has this number
@@ -83,10 +84,7 @@ class Job:
             rank.start()
 
     def wait_until(self, what, seconds: float = 20.0) -> None:
-        until = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < until, [(rank.code, rank.said, rank.activity.phase) for rank in self.ranks[:4]]
-            time.sleep(0.02)
+        wait_for(what, lambda: [(rank.code, rank.said, rank.activity.phase) for rank in self.ranks[:4]], seconds)
 
     def ended(self) -> bool:
         return all(rank.code is not None for rank in self.ranks)

@@ -12,8 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
 from typing import Any
@@ -28,6 +26,8 @@ import installer  # noqa: E402
 import stages  # noqa: E402
 import steps  # noqa: E402
 from steps import BuildFailure, Refusal  # noqa: E402
+
+from tests.waiting import wait_for  # noqa: E402
 
 
 @pytest.fixture
@@ -386,13 +386,6 @@ def test_root_may_start_mpirun_until_it_deactivates_and_others_are_left_alone(ac
 # ------------------------------------------------------------------------------------------------------------ stages
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_a_stage_is_one_line_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     with stages.stage("do it"):
         pass
@@ -410,6 +403,6 @@ def test_a_long_stage_shows_its_step(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(stages, "_write", shown.append)
     with stages.stage("do it") as current:
         current.note = "at something"
-        until(lambda: sum("at something" in text for text in shown) >= 3)
+        wait_for(lambda: sum("at something" in text for text in shown) >= 3, shown)
     assert re.search(r"\n    \d+ s  at something \.\.\.", "".join(shown))
     assert re.search(r" \d\.\d s\n$", shown[-1])

@@ -1,6 +1,5 @@
 """Ranks that a fork server forks for their clients: what they take over, how both end. The ranks import nothing."""
 
-import contextlib
 import json
 import os
 import shlex
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.launching import processes
 from hvdtrain.launching.fork_client import VARIABLE
 from tests.e2e.launchers import MARK, ROOT, environment, kill, members, new_job
 from tests.waiting import wait_for
@@ -127,17 +127,6 @@ def waiting(server: Server) -> tuple[subprocess.Popen, int]:
     return client, int(client.stdout.readline())
 
 
-def gone(pid: int) -> bool:
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                time.sleep(0.02)
-                continue
-        return True
-    return False
-
-
 def test_signals_and_ends_go_through_the_client(server):
     some = server(PROGRAM + WAIT)
     client, rank = waiting(some)
@@ -148,7 +137,7 @@ def test_signals_and_ends_go_through_the_client(server):
     assert client.wait(20) == -signal.SIGKILL  # as the rank
     client, rank = waiting(some)
     client.kill()  # as a launcher does with the others of a failed job
-    assert gone(rank)
+    wait_for(lambda: not processes.runs(rank), "it lives", 20)
     assert some.process.poll() is None
 
 
@@ -157,7 +146,7 @@ def test_ranks_end_with_their_server_and_it_with_its_starter(server):
     client, rank = waiting(some)
     some.process.kill()
     assert client.wait(20) == 1
-    assert gone(rank)
+    wait_for(lambda: not processes.runs(rank), "it lives", 20)
     command = shlex.join([sys.executable, str(SERVER), str(some.script)])
     other = subprocess.Popen(
         ["sh", "-c", f"{command} & read line"], cwd=ROOT, env=some.variables,
