@@ -36,7 +36,7 @@ def run(program: run_script.Program, report: Callable[[int], object]) -> NoRetur
     try:
         run_script.run(program)
     except SystemExit as left:
-        code = _code_of(left)
+        code = code_of(left)
     except BaseException as error:
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
@@ -50,7 +50,8 @@ def run(program: run_script.Program, report: Callable[[int], object]) -> NoRetur
     sys.exit(code)
 
 
-def _code_of(left: SystemExit) -> int:
+def code_of(left: SystemExit) -> int:
+    """Return the exit code of a program that was left by this exception, as the interpreter does."""
     if left.code is None:
         return 0
     if isinstance(left.code, int):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launchers import BIN, MARK, ROOT, Done, environment, kill, new_job, summary
+from tests.e2e.launchers import BIN, MARK, ROOT, Done, environment, kill, launch, new_job
 
 HOSTILE = 'it\'s $(touch owned) "a" `id`\n;b'
 VERSIONS = {
@@ -218,53 +218,37 @@ CASES = {
 }  # fmt: skip
 
 
+# Each rank writes its arguments, directory and environment to a file of its own.
+SHOW = """
+import json, os, sys
+rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+open(sys.argv[1] + rank, "w").write(json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)]))
+"""
+OF_ONE_START = ("OMPI_", "PMIX_", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_SECRET_KEY", MARK, "SHLVL", "OLDPWD", "_")
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_hostile_names_arrive_as_they_are(case, tmp_path):
+def test_what_is_printed_is_what_runs_and_hostile_names_arrive_as_they_are(case, tmp_path):
     """A checkout, a working directory and arguments full of quotes: nothing is split, nothing is run."""
     name, *options = CASES[case]
     here = tmp_path / HOSTILE
     shutil.copytree(ROOT / "launch", here / "launch")
-    show = "import json, os, sys; open(sys.argv[1] + os.environ['HOROVOD_RANK' if 'HOROVOD_RANK' in os.environ "
-    show += (
-        "else 'OMPI_COMM_WORLD_RANK'], 'w').write(json.dumps([sys.argv, os.getcwd(), os.environ['HOROVOD_TIMELINE']]))"
-    )
-    (here / "show.py").write_text(show)
-    arguments = ["-np", "2", *options, "--timeline", HOSTILE, sys.executable, "show.py", "out", HOSTILE, "*", ""]
-    done = wrapper(name, *arguments, launch_dir=here / "launch", cwd=here)
-    assert done.code == 0, done
+    (here / "show.py").write_text(SHOW)
+    arguments, words = ["-np", "2", *options, "--timeline", HOSTILE, sys.executable, "show.py"], [HOSTILE, "*", ""]
+    ran = wrapper(name, *arguments, "ran", *words, launch_dir=here / "launch", cwd=here)
+    line = dry(name, *arguments, "pasted", *words, env=environment())
+    pasted = launch(shlex.join(["bash", "-c", line]), cwd=here)
+    assert (ran.code, pasted.code) == (0, 0), (ran, pasted)
     for rank in ("0", "1"):
-        argv, directory, timeline = json.loads((here / f"out{rank}").read_text())
-        assert (argv, directory, timeline) == (["show.py", "out", HOSTILE, "*", ""], str(here), HOSTILE)
-    assert sorted(path.name for path in here.iterdir()) == ["launch", "out0", "out1", "show.py"]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case == "mpirun over Gloo" else pytest.mark.slow) for case in CASES],
-)
-def test_what_is_printed_is_what_runs(case, tmp_path):
-    """The printed line, pasted into bash, trains; and so does the wrapper, to the same bits."""
-    name, *options = CASES[case]
-    program = [sys.executable, "-m", "hvdtrain.mnist", "--dataset", "digits", "--epochs", "1"]
-    program += ["--no-progress", "--output-dir"]
-    hashes = []
-    for how in ("wrapper", "pasted"):
-        arguments = [*options, "-np", "2", "--", *program, str(tmp_path / how)]
-        if how == "wrapper":
-            done = wrapper(name, *arguments)
-        else:
-            line = dry(name, *arguments, env=environment())
-            job = new_job()
-            run = subprocess.run(
-                ["bash", "-c", line], env=environment(**{MARK: job}), capture_output=True, text=True, timeout=100,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-            kill(job)
-            done = Done(run.returncode, run.stdout, run.stderr, 0.0)
-        assert done.code == 0, done
-        assert ("horovod over Gloo" if options else "horovod over MPI") in done.stdout
-        hashes.append(summary(tmp_path / how)["parameters_sha256"])
-    assert hashes[0] == hashes[1]
+        shown = []
+        for how in ("ran", "pasted"):
+            argv, directory, variables = json.loads((here / f"{how}{rank}").read_text())
+            assert (argv, directory, variables["HOROVOD_TIMELINE"]) == (words, str(here), HOSTILE)
+            assert (variables.get("HOROVOD_CONTROLLER") == "gloo") == bool(options)
+            assert ("OMPI_COMM_WORLD_SIZE" in variables) == (case != "horovodrun over Gloo")
+            shown.append({key: value for key, value in variables.items() if not key.startswith(OF_ONE_START)})
+        assert shown[0] == shown[1]
+    assert sorted(path.name for path in here.iterdir()) == ["launch", "pasted0", "pasted1", "ran0", "ran1", "show.py"]
 
 
 def test_only_named_variables_reach_the_ranks():

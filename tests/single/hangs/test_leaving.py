@@ -12,10 +12,11 @@ from hvdtrain.hangs import leaving
 leaving.LOOK_SECONDS, leaving.ALARM_SECONDS = 0.1, 60.0
 watch = leaving.Leaving("rank 1 on b", LIMIT, threading.main_thread().ident)
 
-def work(seconds):
+def work(seconds):  # at a fifth of a core: a twentieth counts as work
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        sum(range(1000))
+        sum(range(500_000))
+        time.sleep(0.04)
 
 """
 
@@ -52,7 +53,7 @@ def test_it_is_ended_and_says_where(body, does):
     [
         "watch.start()\nwork(3)",
         "watch.start()\nthreading.Thread(target=work, args=[3]).start()",
-        "watch.start()\nsubprocess.run([sys.executable, '-S', '-c', 'for i in range(3 * 10**7): pass'])",
+        "watch.start()\nsubprocess.run([sys.executable, '-S', '-c', 'for i in range(10**7): pass'])",
         "watch.start()\nfor _ in range(30): time.sleep(0.1); leaving.heartbeat()",
         "watch.start()\nleaving.stop()\ntime.sleep(3)",
         "watch.start()\nwith leaving.disconnecting(): work(0.5)\nwork(3)",
