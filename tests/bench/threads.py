@@ -14,10 +14,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "Linear(1024, 1024), batch 512": (lambda: nn.Linear(1024, 1024), (512, 1024)),
     "Conv2d(1, 64, 4, 2, 1), batch 64, 28x28": (lambda: nn.Conv2d(1, 64, 4, 2, 1), (64, 1, 28, 28)),
     "Conv2d(64, 128, 4, 2, 1), batch 64, 14x14": (lambda: nn.Conv2d(64, 128, 4, 2, 1), (64, 64, 14, 14)),
-    "ConvTranspose2d(128, 64, 4, 2, 1), batch 64, 7x7": (
-        lambda: nn.ConvTranspose2d(128, 64, 4, 2, 1),
-        (64, 128, 7, 7),
-    ),
+    "ConvTranspose2d(128, 64, 4, 2, 1), batch 64, 7x7": (lambda: nn.ConvTranspose2d(128, 64, 4, 2, 1), (64, 128, 7, 7)),
     "ConvTranspose2d(64, 1, 4, 2, 1), batch 64, 14x14": (lambda: nn.ConvTranspose2d(64, 1, 4, 2, 1), (64, 64, 14, 14)),
     "BatchNorm2d(64), batch 64, 14x14": (lambda: nn.BatchNorm2d(64), (64, 64, 14, 14)),
     "LayerNorm(512), 512 rows": (lambda: nn.LayerNorm(512), (512, 512)),

@@ -52,10 +52,7 @@ def markdown(rows: Sequence[Row], outcomes: dict[str, Outcome], facts: dict[str,
     counts = Counter(outcomes[row.name].verdict if row.name in outcomes else NOT_RUN for row in rows)
     text = ["# The first day on a GPU", ""]
     if facts["device"] == "cpu":
-        text += [
-            "**A rehearsal on the processor.** It shows that every command runs. It says nothing about GPUs.",
-            "",
-        ]
+        text += ["**A rehearsal on the processor.** It shows that every command runs. It says nothing about GPUs.", ""]
     text += [f"{', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}. On: {facts['on']}.", ""]
     text += ["| row | claim | must show | showed | predicted | |", "|---|---|---|---|---|---|"]
     for row in rows:

@@ -22,10 +22,7 @@ SCRIPTS = {
         imagenet,
         "--data-dir {folder} --model shufflenet_v2_x0_5 --image-size 32 --batch-size 8 --epochs 2 --workers 0",
     ),
-    "lm": (
-        lm,
-        "--text {text} --layers 1 --heads 1 --width 8 --context 8 --steps 3 --batch-size 4 --sample-tokens 0",
-    ),
+    "lm": (lm, "--text {text} --layers 1 --heads 1 --width 8 --context 8 --steps 3 --batch-size 4 --sample-tokens 0"),
 }
 
 

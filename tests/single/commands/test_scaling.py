@@ -97,10 +97,7 @@ def test_it_is_not_for_many_ranks(monkeypatch):
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        (
-            "import sys; sys.exit('error: no such thing')",
-            "exit code 1: error: no such thing; see ",
-        ),
+        ("import sys; sys.exit('error: no such thing')", "exit code 1: error: no such thing; see "),
         ("import time; time.sleep(60)", "not finished after 1 s, killed"),
         ("pass", "wrote no "),
     ],
