@@ -262,6 +262,8 @@ class HorovodEngine(Engine):
             compressor = PredividedCompressor(wire_dtype, how.predivide, factor_after)
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in named if parameter in own]
+        if complex_ := next((name for name, parameter in named if parameter.is_complex()), None):
+            raise UserError(f"{complex_} is complex, which Horovod does not reduce: use --engine ddp", everywhere=True)
         if not all(parameter.is_contiguous() for _, parameter in named):
             compressor = MemoryOrderCompressor(compressor)
         # The wrapped optimizer starts with empty state: load a checkpoint and broadcast after this line, not before.

@@ -137,6 +137,8 @@ def collect(
         told = f"run.register({name}=...): its state_dict", how
         packed[name] = pack(whole, f"registered.{name}", tensors, *told)
         heartbeat()
+    if long := next((name for name, tensor in tensors.items() if tensor.dtype == torch.complex128), None):
+        raise UserError(f"{long} is complex128, which a checkpoint cannot store: use complex64")
     return {"optimizers": states, "registered": packed}, tensors
 
 

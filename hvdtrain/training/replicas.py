@@ -94,6 +94,8 @@ def checksum(parameter: Tensor) -> Tensor:
     It changes if a single bit flips, or if two different values are swapped. Computed on the parameter's device, in chunks:
     positions and products are of int64, four times the memory of a large float32 parameter.
     """
+    if parameter.is_complex():
+        parameter = torch.view_as_real(parameter.detach())
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
     total, done = torch.zeros((), dtype=torch.int64, device=parameter.device), 0
     for chunk in chunks(parameter.detach()):

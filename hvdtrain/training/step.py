@@ -60,7 +60,8 @@ def finite(parameters: Sequence[nn.Parameter], adasum: bool) -> bool:
     if not tensors:
         return True
     # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
-    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).tolist()
+    parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    sums = torch.stack([part.sum(dtype=torch.float32) for part in parts]).tolist()
     return all(map(math.isfinite, sums))
 
 

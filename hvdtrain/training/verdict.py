@@ -23,7 +23,8 @@ def not_finite(parameters: Sequence[nn.Parameter]) -> Tensor:
     if all(gradient.dtype == torch.float32 for gradient in gradients):
         sizes = list(torch._foreach_norm(gradients, 1))  # one kernel for many tensors
     else:
-        sizes = [gradient.float().abs().sum() for gradient in gradients]  # a sum in a shorter type could overflow
+        parts = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
+        sizes = [part.float().abs().sum() for part in parts]  # a sum in a shorter type could overflow
     return torch.stack(sizes).isfinite().all().logical_not().float()
 
 

@@ -155,6 +155,29 @@ def test_synchronized_batch_norm_is_refused_beside_local_steps(engine, within):
         run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wave = nn.Parameter(torch.ones(3, 1, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x + 0j) @ self.wave
+
+
+def test_complex_parameters_are_trained_or_refused_in_one_line(engine):
+    def program():
+        with a_run(engine) as run:
+            model, _ = run.prepare(net := Complex(), torch.optim.SGD(net.parameters(), lr=0.1))
+            fit(run, [X], lambda step, x: model(x).abs().square().mean())
+        return net.wave.tolist()
+
+    if engine.name == "horovod":
+        with pytest.raises(UserError, match=r"^wave is complex, which Horovod does not reduce: use --engine ddp"):
+            program()
+    else:
+        assert len(set(map(str, engine.all_gather_object(str(program()), "ends")))) == 1
+
+
 @pytest.mark.parametrize("case", MISTAKES)
 def test_ranks_that_differ_are_told_in_one_line(engine, case):
     if engine.size == 1:

@@ -153,11 +153,12 @@ class Largest(TorchDispatchMode):
         torch.randn(512, 512, 3, 3).to(memory_format=torch.channels_last),
         torch.randn(2, 2**20).t(),
         torch.randn(2**20, 2).t(),
+        torch.randn(2**20 + 3, dtype=torch.complex64),
         torch.tensor(3.5),
         torch.randn(0),
         torch.randn(4, 0).t(),
     ],
-    ids=["float32", "bf16", "channels_last", "tall", "wide", "scalar", "empty", "empty columns"],
+    ids=["float32", "bf16", "channels_last", "tall", "wide", "complex", "scalar", "empty", "empty columns"],
 )
 def test_replicas_are_compared_in_chunks_with_the_same_sums(parameter):
     kind = torch.int16 if parameter.dtype == torch.bfloat16 else torch.int32

@@ -235,6 +235,16 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_told_at_the_first_checkpoin
         kept(tmp_path, network, lambda p: Odd(p, lr=0.1), 1)
 
 
+def test_a_tensor_that_cannot_be_saved_is_told_at_the_first_checkpoint(tmp_path):
+    def make():
+        net = network()
+        net.register_buffer("wave", torch.zeros(2, dtype=torch.complex128))
+        return net
+
+    with pytest.raises(UserError, match=r"^model.wave is complex128, which a checkpoint cannot store: use complex64"):
+        kept(tmp_path, make, lambda p: torch.optim.SGD(p, lr=0.1), 1)
+
+
 def test_schedulers_and_averaged_weights_go_on_with_the_run(tmp_path):
     _, whole, rate = regression(tmp_path / "whole")
     with pytest.raises(RuntimeError):

@@ -23,12 +23,12 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [*made, nn.Parameter(torch.zeros(2))]  # the last one has no gradient
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("bad", [None, *BAD])
 def test_the_flag_says_what_the_check_says(dtype, bad):
     made = parameters(dtype)
     if bad is not None:
-        made[1].grad[2, 3] = BAD[bad]
+        made[1].grad[2, 3] = complex(1.0, BAD[bad]) if dtype.is_complex else BAD[bad]
     flag = not_finite(made)
     assert flag.dtype == torch.float32
     assert flag.shape == ()
