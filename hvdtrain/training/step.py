@@ -60,8 +60,8 @@ def finite(parameters: Sequence[nn.Parameter], adasum: bool) -> bool:
     if not tensors:
         return True
     # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
-    parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    sums = torch.stack([part.sum(dtype=torch.float32) for part in parts]).tolist()
+    real = [(torch.view_as_real(t) if t.is_complex() else t).sum(dtype=torch.float32) for t in tensors]
+    sums = torch.stack(real).tolist()
     return all(map(math.isfinite, sums))
 
 
