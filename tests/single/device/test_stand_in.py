@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RESUMED = "--output-dir OUT/again --resume OUT/mnist/checkpoints/step-00000008.safetensors --checkpoint-steps 10"
 MNIST = "--dataset digits --train-samples 1280 --epochs 1 --batch-size 64"
 SHARDS = "--dataset shards --data-dir SHARDS --workers 0"
-IMAGES = "--model resnet18 --image-size 32 --batch-size 8 --train-samples 48 --epochs 1"
+IMAGES = "--model squeezenet1_1 --image-size 33 --batch-size 8 --train-samples 48 --epochs 1"
 AUGMENT = "--epochs 1 --workers 0"
 LM = "--layers 1 --heads 2 --width 32 --context 16 --batch-size 4 --steps 12 --sample-tokens 2 --warmup-steps 2"
 

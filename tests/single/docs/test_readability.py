@@ -1,16 +1,10 @@
 """docs/site/readability.py finds what it is for in bad samples, and nothing in good ones. (`make docs` runs it.)"""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-FILE = Path(__file__).resolve().parents[3] / "docs" / "site" / "readability.py"
-spec = importlib.util.spec_from_file_location("readability", FILE)
-assert spec is not None
-assert spec.loader is not None
-readability = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(readability)
+from tests.single.docs import program_of_the_site
+
+readability = program_of_the_site("readability")
 LONG = "word " * 26
 
 BAD = {

@@ -2,21 +2,17 @@
 
 import ast
 import fnmatch
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.launching import exit_codes
+from tests.single.docs import program_of_the_site
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = ROOT / "docs" / "reference"
-spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "site" / "reference.py")
-assert spec is not None
-assert spec.loader is not None
-reference = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference)
+reference = program_of_the_site("reference")
 
 
 def test_the_page_of_flags_is_up_to_date():
