@@ -1,7 +1,8 @@
-"""`hvdtrain.scaling` with real launchers."""
+"""`hvdtrain.scaling`, and `hvdtrain.benchmark` which it starts, with real launchers."""
 
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -30,8 +31,17 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path):
     horovod = found["horovod", 2]
     share = horovod["samples_per_second"]["median"] / found["apart", 2]["samples_per_second"]["median"]
     assert abs(horovod["efficiency_apart"]["median"] - share) < 1e-6
-    for name, communicates in (("apart-2-round1", False), ("horovod-2-round1", True)):
-        assert json.loads((tmp_path / "runs" / name / "benchmark.json").read_text())["communicates"] == communicates
+    apart, together = (tmp_path / "runs" / f"{name}-2-round1" for name in ("apart", "horovod"))
+    assert not json.loads((apart / "benchmark.json").read_text())["communicates"]
+    result = json.loads((together / "benchmark.json").read_text())
+    assert (result["engine"], result["world_size"], result["communicates"]) == ("horovod", 2, True)
+    assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
+    # Of all ranks, over the slowest one's time: never more than what the ranks made each for itself, over all repeats.
+    over_all = statistics.harmonic_mean(result["samples_per_second_repeats"])
+    assert over_all <= sum(rank["samples_per_second"] for rank in result["ranks"]) * 1.001
+    seconds = result["seconds_per_sample"]
+    assert seconds["communication"] / sum(seconds.values()) > 0.005  # on quiet cores 0.1 to 0.4; without any 0.0005
+    assert (together / "log").read_text().count("samples/s") == 3  # one block, from rank 0, with a line for each rank
     assert "| horovod | 2 |" in done.stdout
     assert (tmp_path / "scaling.png").stat().st_size > 5000
 
