@@ -367,9 +367,12 @@ class Engine(ABC):
     def average_buffers(self, model: nn.Module) -> None:
         """Replace the floating-point buffers (batch norm's running statistics) with their mean over ranks. One
         all-reduce."""
-        flat = buffers.flatten([model])
-        if self.size > 1 and len(flat):
-            buffers.unflatten(self.sum(flat, "average_buffers") / self.size, [model])
+        self.average_(list(buffers.floating_buffers([model])))
+
+    def average_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace floating-point tensors with their mean over ranks. One all-reduce."""
+        if self.size > 1 and tensors:
+            buffers.unflatten(self.sum(buffers.flatten(tensors), "average_buffers") / self.size, tensors)
 
     def __enter__(self) -> "Engine":
         return self

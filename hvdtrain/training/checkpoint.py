@@ -5,6 +5,7 @@ Each checkpoint is one file in the safetensors format:
     model.NAME            parameters and buffers, under their own names
     optimizer.I.NAME      the optimizer's tensors for parameter I
     buffers               [ranks, n]: each rank's floating-point buffers (batch norm's running statistics), flattened
+    statistics.NAME       [ranks, n]: each rank's running statistics of the module registered under NAME
     metadata "facts"      JSON: position in training, flags, all state that is not a tensor
     metadata "sha256"     checksum of all of the above
 

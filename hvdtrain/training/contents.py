@@ -3,6 +3,7 @@
 model.NAME, or models.K.NAME               parameters and buffers of the single model, or of model K of several
 optimizer.I.NAME, or optimizers.K.I.NAME   the optimizer's tensors for parameter I
 registered.NAME.N                          tensor N of the object registered under NAME (`Run.register`)
+statistics.NAME                            [ranks, n]: each rank's running statistics of the module registered under NAME
 position.RANK                              the position in the stream of a rank, JSON as uint8
 outer.momentum                             with --sync-every: see local_steps.py, and own_states.py for own.WORKER, own.TYPE
 """
@@ -51,6 +52,10 @@ def require_whole(facts: Facts, tensors: Mapping[str, Tensor]) -> None:
             and facts["buffers"] == list(tensors["buffers"].shape)
             and all(type(length) is int for length in facts["buffers"])
             and len(facts["buffers"]) == 2
+            and all(
+                shape == list(tensors[f"statistics.{name}"].shape) and len(shape) == 2
+                for name, shape in facts.get("statistics", {}).items()
+            )
         )
         for name, value in facts["registered"].items():
             from_json(value, functools.partial(found, f"registered.{name}", tensors))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.cli import Flags
 from hvdtrain.engines.base import Engine, Reduction
-from hvdtrain.engines.buffers import floating_buffers
+from hvdtrain.engines.buffers import floating_buffers, running_statistics
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.weights import load_weights
 from hvdtrain.training.replicas import Models, named_parameters
@@ -217,21 +217,25 @@ class Prepared:
         self.flagged.add(optimizer)
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # GradScaler gives it the flag
 
-    def average_buffers(self, position: object) -> None:
+    def average_buffers(self, position: object, registered: Sequence[nn.Module]) -> None:
         """Average batch norm's running statistics over ranks, for an evaluation. A collective.
 
-        position: in training; a resume repeats all evaluations of the same one. See `restore_own_buffers`.
+        position: in training; a resume repeats all evaluations of the same one. See `restore_own_buffers`. registered:
+        modules with statistics of their own, such as averaged weights.
         """
+        statistics = running_statistics(registered)
         if position != self._averaged_at:
             self._averaged_at = position
-            self._own_buffers = [buffer.clone() for buffer in floating_buffers(self.models)]
+            self._own_buffers = [buffer.clone() for buffer in (*floating_buffers(self.models), *statistics)]
         for model in self.models:
             self._engine.average_buffers(model)
+        self._engine.average_(statistics)
 
-    def restore_own_buffers(self) -> None:
+    def restore_own_buffers(self, registered: Sequence[nn.Module]) -> None:
         """Restore this rank's statistics of before the evaluations at this position, for a checkpoint from which these are
         repeated: averaging the means again could change bits, because the sum of equal numbers is rounded."""
-        for buffer, own in zip(floating_buffers(self.models), self._own_buffers, strict=True):
+        buffers = (*floating_buffers(self.models), *running_statistics(registered))
+        for buffer, own in zip(buffers, self._own_buffers, strict=True):
             buffer.copy_(own)
 
     def in_order_of(self, parts: Sequence[Any]) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hvdtrain.cli import Flags
 from hvdtrain.engines import buffers, files
 from hvdtrain.engines.base import Engine
+from hvdtrain.engines.buffers import floating_buffers, running_statistics
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput
@@ -29,6 +30,12 @@ from hvdtrain.training.schedules import redone
 from hvdtrain.training.state import Initial, TrainState
 
 LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
+
+
+def statistics_of(registered: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+    """Return the running statistics of each registered module that has some, by its name."""
+    modules = {name: [what] for name, what in registered.items() if isinstance(what, nn.Module)}
+    return {name: found for name, module in modules.items() if (found := running_statistics(module))}
 
 
 class Checkpoints:
@@ -212,7 +219,7 @@ class Checkpoints:
         self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
         if self.facts is None:
             return
-        own = buffers.flatten(models)
+        own = buffers.flatten(floating_buffers(models))
         rows = torch.zeros(self.facts["buffers"], dtype=own.dtype)
         with self.engine.raising_together("checkpoint"):
             if self._found is not None:
@@ -228,16 +235,18 @@ class Checkpoints:
             self.facts |= own_states.restore(self.engine, self.workers, self._found and self._found[1], optimizers)
         if rows.numel():
             self.engine.broadcast_(rows, "checkpoint.buffers")
-            # Each rank's own batch statistics; with a different number of ranks, their mean.
-            mine = rows[self.engine.rank] if len(rows) == self.engine.size else rows.mean(0)
-            if self._flags.evaluate is not None:  # the same on each rank; the mean of equal rows may be rounded
-                mine = rows[0] if bool((rows == rows[0]).all()) else rows.mean(0)
-            buffers.unflatten(mine, models)
+            buffers.unflatten(self._mine(rows), floating_buffers(models))
         if self.facts["scaler"]:
             scaler.load_state_dict(self.facts["scaler"])
         if self.lengthened:  # so that a scheduler begins as in a new run: `schedules.redone`
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = group.get("initial_lr", group["lr"])
+
+    def _mine(self, rows: Tensor) -> Tensor:
+        """Return this rank's own batch statistics of those of all ranks; with a different number of ranks, their mean."""
+        if self._flags.evaluate is not None:  # the same on each rank; the mean of equal rows may be rounded
+            return rows[0] if bool((rows == rows[0]).all()) else rows.mean(0)
+        return rows[self.engine.rank] if len(rows) == self.engine.size else rows.mean(0)
 
     def restore_local(self, local: LocalSteps, state: TrainState) -> None:
         """Restore what only a run with --sync-every has, on every rank, if it is resumed. A collective; after `restore`."""
@@ -272,6 +281,16 @@ class Checkpoints:
                 # A torch scheduler sets the learning rate when it is created. Restore the saved one.
                 for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
                     group.update(contents.settings(group, values))
+
+    def restore_statistics(self, registered: Mapping[str, Any]) -> None:
+        """Restore this rank's running statistics of registered modules. A collective; after `restore_registered`."""
+        for name, statistics in statistics_of(registered).items():
+            if shape := (self.facts or {}).get("statistics", {}).get(name):
+                rows = buffers.flatten(statistics).new_zeros(shape).cpu()
+                if self._found is not None:
+                    rows.copy_(self._found[1][f"statistics.{name}"])
+                self.engine.broadcast_(rows, "checkpoint.statistics")
+                buffers.unflatten(self._mine(rows), statistics)
 
     def positions(self) -> list[Any] | None:
         """Return each rank's position in its stream, on every rank; None if there is none. A collective."""
@@ -308,7 +327,11 @@ class Checkpoints:
         """
         if not self.writes:
             return
-        rows = self.engine.all_gather(buffers.flatten(models).cpu(), "checkpoint.buffers")
+        rows = self.engine.all_gather(buffers.flatten(floating_buffers(models)).cpu(), "checkpoint.buffers")
+        statistics = {
+            name: self.engine.all_gather(buffers.flatten(mine).cpu(), "checkpoint.statistics")
+            for name, mine in statistics_of(registered).items()
+        }
         positions = [] if position is None else self.engine.all_gather_object(position, "checkpoint.positions")
         own = {} if local is None else own_states.gather(self.engine, self.workers, optimizers, scaler, state.skipped)
         if self._writer is None:
@@ -326,8 +349,10 @@ class Checkpoints:
             "data": self._data,
             "scaler": scaler.state_dict(),
             "buffers": list(rows.shape),
+            "statistics": {name: list(of_all.shape) for name, of_all in statistics.items()},
             "workers": self.workers,
         }
+        own |= {f"statistics.{name}": of_all for name, of_all in statistics.items()}
         if local is not None:
             tensors |= {"outer.momentum": local.momentum()}
         snapshot = contents.snapshot(tensors, heartbeat)

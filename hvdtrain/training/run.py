@@ -183,6 +183,7 @@ class Run:
         self._registered |= objects
         self.checkpoints.restore_registered(objects, prepared.optimizers)
         require_same_on_all(self.engine, objects)
+        self.checkpoints.restore_statistics(objects)
         for what in objects.values():
             if self._local is not None and isinstance(what, torch.nn.Module):
                 self._local.follow(what)
@@ -494,12 +495,13 @@ class Run:
             raise UserError("run.evaluating() inside of run.evaluating(): end the first block before the next")
         self.metrics_logger.evaluation(self._opened and self._opened[1])
         began = time.perf_counter()
+        averaged = [what for what in self._registered.values() if isinstance(what, torch.nn.Module)]
+        beside = averaged if self._local is None else []  # else their statistics are averaged where weights are
         if self.flags.evaluate is None:  # else the same on all ranks
-            prepared.average_buffers((self.state.epoch, self.state.step, self._in_steps))
+            prepared.average_buffers((self.state.epoch, self.state.step, self._in_steps), beside)
         self._evaluation = evaluation = Evaluation(self.engine, data, self.seed, self._go_on_evaluating)
         if self.flags.predict is not None:
             self._predictions = Predictions(whole=isinstance(data, int))
-        averaged = [what for what in self._registered.values() if isinstance(what, torch.nn.Module)]
         modes = [(module, module.training) for model in (*prepared.replicas, *averaged) for module in model.modules()]
         for model in (*prepared.replicas, *averaged):
             model.eval()
@@ -517,7 +519,7 @@ class Run:
         # Stopped between steps: save, and do not record the partial evaluation, which is repeated after the resume. Within a
         # step, the position does not match the weights yet, so nothing is saved before the step has ended.
         if not self._in_steps and self.guard.stops_here("evaluate.stop"):
-            prepared.restore_own_buffers()
+            prepared.restore_own_buffers(beside)
             self._save()
             raise Stopped
         self._evaluated = True

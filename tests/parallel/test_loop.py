@@ -1,6 +1,7 @@
 """The run object on every rank: means over unlike parts, two optimizers, parameters that some ranks do not use."""
 
 import contextlib
+import copy
 import math
 import random
 import time
@@ -9,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hvdtrain import training
 from hvdtrain.data.sharding import epoch_order
-from hvdtrain.engines.buffers import flatten
+from hvdtrain.engines.buffers import flatten, floating_buffers
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.horovod import carries_bf16
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
@@ -285,17 +287,57 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
     assert engine.all_gather_object(steps, "steps") == [steps] * engine.size
 
 
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_an_average_of_weights_keeps_each_ranks_statistics(engine, use_buffers, shared_directory):
+    """Of a network with batch norm: in a checkpoint within an epoch, in a resumed run, in --evaluate and in an export."""
+    torch.manual_seed(5)
+    start = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def train(name: str, *flags: str, stop: int = 0) -> dict[str, float]:
+        with contextlib.suppress(Stopped), a_run(engine, "--output-dir", f"{shared_directory}/{name}", *flags) as run:
+            net = copy.deepcopy(start)
+            model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+            average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=use_buffers)
+            run.register(average=average)
+            for _ in run.epochs(2):
+                for step in run.steps(X, Y):
+                    for x, y in step.batches():
+                        step.backward(F.mse_loss(model(x), y))
+                    step.update()
+                    average.update_parameters(net)
+                    if step.number == stop:
+                        run.guard.monitor.request_stop("the test")
+                with run.evaluating(N) as mine:
+                    run.record(loss=F.mse_loss(average(X[mine]), Y[mine], reduction="sum"))
+            run.export(f"{shared_directory}/{name}.pt", average)
+        return run.evaluation
+
+    whole = train("whole")
+    assert train("stopped", stop=1) == {}
+    assert train("stopped") == whole
+    assert train("evaluated", "--evaluate", f"{shared_directory}/whole") == whole
+    exported = AveragedModel(start)
+    exported.load_state_dict(torch.load(f"{shared_directory}/whole.pt"))
+    exported.eval()
+    assert F.mse_loss(exported(X), Y).item() == pytest.approx(whole["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("stop", [0, 1, 2, 3], ids=["first", "second", "in a later epoch", "after the last epoch"])
 def test_an_evaluation_that_was_stopped_and_repeated_ends_with_the_same_bits(engine, stop, shared_directory):
     """Each rank has its own batch statistics, and an evaluation averages them. Averaging twice changes bits, on 8 ranks."""
 
-    def train(name: str, stop: int | None) -> tuple[list[float], list]:
-        losses: list[float] = []
+    def train(name: str, stop: int | None) -> tuple[list, list]:
+        losses: list[list[float]] = []  # of the weights, and of their average
         own = torch.zeros(0)  # the statistics that the repeated evaluations begin with
         with contextlib.suppress(Stopped), a_run(engine, "--output-dir", f"{shared_directory}/{name}", epochs=2) as run:
             torch.manual_seed(5)
             net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
             model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+            average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+            run.register(average=average)
+
+            def statistics() -> torch.Tensor:
+                return flatten(floating_buffers([net, average]))
 
             def evaluate() -> None:
                 with run.evaluating(N) as mine:
@@ -303,23 +345,25 @@ def test_an_evaluation_that_was_stopped_and_repeated_ends_with_the_same_bits(eng
                         run.guard.monitor.request_stop("the test")
                         while not run.guard.stop_requested:  # rank 0 tells all
                             time.sleep(0.01)
-                    run.record(loss=F.mse_loss(net(X[mine]), Y[mine], reduction="sum"))
-                losses.append(run.evaluation["loss"])
+                    for name, evaluated in (("loss", net), ("averaged", average)):
+                        run.record(**{name: F.mse_loss(evaluated(X[mine]), Y[mine], reduction="sum")})
+                losses.append([run.evaluation["loss"], run.evaluation["averaged"]])
 
             for epoch in run.epochs(2):
                 for step in run.steps(X, Y):
                     for x, y in step.batches():
                         step.backward(F.mse_loss(model(x), y))
                     step.update()
-                own = flatten([net])
+                    average.update_parameters(net)
+                own = statistics()
                 evaluate()
                 if epoch == 0:
                     evaluate()
-            own = flatten([net])
+            own = statistics()
             evaluate()
         if stop is not None:
-            assert torch.equal(flatten([net]), own)
-        return losses, [tensor.tolist() for tensor in net.state_dict().values()]
+            assert torch.equal(statistics(), own)
+        return losses, [tensor.tolist() for part in (net, average) for tensor in part.state_dict().values()]
 
     whole, weights = train("whole", None)
     assert len(whole) == 4
