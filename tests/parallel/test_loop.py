@@ -322,53 +322,63 @@ def test_an_average_of_weights_keeps_each_ranks_statistics(engine, use_buffers, 
     assert F.mse_loss(exported(X), Y).item() == pytest.approx(whole["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("stop", [0, 1, 2, 3], ids=["first", "second", "in a later epoch", "after the last epoch"])
-def test_an_evaluation_that_was_stopped_and_repeated_ends_with_the_same_bits(engine, stop, shared_directory):
-    """Each rank has its own batch statistics, and an evaluation averages them. Averaging twice changes bits, on 8 ranks."""
+def evaluated(engine, directory, stop: int | None) -> tuple[list, list]:
+    """Train with four evaluations, of which number `stop` is stopped. Return the losses of the weights and of their average
+    in each, and the state of both."""
+    losses: list[list[float]] = []
+    own = torch.zeros(0)  # the statistics that the repeated evaluations begin with
+    with contextlib.suppress(Stopped), a_run(engine, "--output-dir", str(directory), epochs=2) as run:
+        torch.manual_seed(5)
+        net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+        average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+        run.register(average=average)
 
-    def train(name: str, stop: int | None) -> tuple[list, list]:
-        losses: list[list[float]] = []  # of the weights, and of their average
-        own = torch.zeros(0)  # the statistics that the repeated evaluations begin with
-        with contextlib.suppress(Stopped), a_run(engine, "--output-dir", f"{shared_directory}/{name}", epochs=2) as run:
-            torch.manual_seed(5)
-            net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-            model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-            average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-            run.register(average=average)
+        def statistics() -> torch.Tensor:
+            return flatten(floating_buffers([net, average]))
 
-            def statistics() -> torch.Tensor:
-                return flatten(floating_buffers([net, average]))
+        def evaluate() -> None:
+            with run.evaluating(N) as mine:
+                if len(losses) == stop and engine.rank == engine.size - 1:
+                    run.guard.monitor.request_stop("the test")
+                    while not run.guard.stop_requested:  # rank 0 tells all
+                        time.sleep(0.01)
+                for name, judged in (("loss", net), ("averaged", average)):
+                    run.record(**{name: F.mse_loss(judged(X[mine]), Y[mine], reduction="sum")})
+            losses.append([run.evaluation["loss"], run.evaluation["averaged"]])
 
-            def evaluate() -> None:
-                with run.evaluating(N) as mine:
-                    if len(losses) == stop and engine.rank == engine.size - 1:
-                        run.guard.monitor.request_stop("the test")
-                        while not run.guard.stop_requested:  # rank 0 tells all
-                            time.sleep(0.01)
-                    for name, evaluated in (("loss", net), ("averaged", average)):
-                        run.record(**{name: F.mse_loss(evaluated(X[mine]), Y[mine], reduction="sum")})
-                losses.append([run.evaluation["loss"], run.evaluation["averaged"]])
-
-            for epoch in run.epochs(2):
-                for step in run.steps(X, Y):
-                    for x, y in step.batches():
-                        step.backward(F.mse_loss(model(x), y))
-                    step.update()
-                    average.update_parameters(net)
-                own = statistics()
-                evaluate()
-                if epoch == 0:
-                    evaluate()
+        for epoch in run.epochs(2):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+                average.update_parameters(net)
             own = statistics()
             evaluate()
-        if stop is not None:
-            assert torch.equal(statistics(), own)
-        return losses, [tensor.tolist() for part in (net, average) for tensor in part.state_dict().values()]
+            if epoch == 0:
+                evaluate()
+        own = statistics()
+        evaluate()
+    if stop is not None:
+        assert torch.equal(statistics(), own)
+    return losses, [tensor.tolist() for part in (net, average) for tensor in part.state_dict().values()]
 
-    whole, weights = train("whole", None)
-    assert len(whole) == 4
-    before, _ = train("stopped", stop)
-    after, resumed = train("stopped", None)
+
+@pytest.fixture(scope="module")
+def undisturbed(engine, tmp_path_factory):
+    losses, weights = evaluated(engine, tmp_path_factory.mktemp("undisturbed"), None)
+    assert len(losses) == 4
+    return losses, weights
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2, 3], ids=["first", "second", "in a later epoch", "after the last epoch"])
+def test_an_evaluation_that_was_stopped_and_repeated_ends_with_the_same_bits(
+    engine, stop, undisturbed, shared_directory
+):
+    """Each rank has its own batch statistics, and an evaluation averages them. Averaging twice changes bits, on 8 ranks."""
+    whole, weights = undisturbed
+    before, _ = evaluated(engine, shared_directory, stop)
+    after, resumed = evaluated(engine, shared_directory, None)
     repeated = [0, 0, 2, 3][stop]  # an epoch's evaluations are repeated from its first
     assert before == whole[:stop]
     assert after == whole[repeated:]

@@ -86,9 +86,15 @@ def test_each_sample_is_used_once_where_streams_end_at_different_times(engine):
     assert engine.all_gather_object(counts, "counts") == [counts] * engine.size
 
 
+@pytest.fixture(scope="module")
+def whole(engine):
+    """What a run gives that was not killed."""
+    return train(engine)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["amid", "where some streams have ended"])
-def test_a_killed_run_continues_at_the_sample_of_each_rank(engine, late, shared_directory):
-    seen, counts, weights = train(engine)
+def test_a_killed_run_continues_at_the_sample_of_each_rank(engine, late, whole, shared_directory):
+    seen, counts, weights = whole
     per_epoch = len(counts) // 2
     kill = per_epoch if late else 2  # the last step saved is the one before
     with pytest.raises(Killed):
