@@ -28,20 +28,14 @@ def one_cycle(optimizer, steps):
     return OneCycleLR(optimizer, 0.1, total_steps=steps)
 
 
-def scheduled(make, steps, argv=(), by_steps=None, rates=None):
+def scheduled(make, steps, by_steps=None):
     """Train with a scheduler for `steps` steps. Two epochs of five steps."""
-    with training.start(flags_for(*argv)) as run:
+    with training.start(flags_for()) as run:
         net = network()
         model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         scheduler = make(optimizer, steps)
         run.register(scheduler=scheduler)
-
-        def each(step):
-            scheduler.step()
-            if rates is not None:
-                rates.append(step.lr)
-
-        train(run, model, steps=by_steps, each=each)
+        train(run, model, steps=by_steps, each=lambda step: scheduler.step())
 
 
 @pytest.mark.parametrize(("steps", "by_steps"), [(20, None), (11, None), (9, None), (10, 7)])
