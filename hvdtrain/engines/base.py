@@ -132,7 +132,7 @@ class Engine(ABC):
     def distribute_optimizer(
         self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], how: Reduction
     ) -> torch.optim.Optimizer:
-        """Return the optimizer to step, with empty state. named: at least its parameters, each with a unique name."""
+        """Return the optimizer to step. named: at least its parameters, each with a unique name."""
         return optimizer
 
     def micro_batch(

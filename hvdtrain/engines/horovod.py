@@ -266,9 +266,7 @@ class HorovodEngine(Engine):
             raise UserError(f"{complex_} is complex, which Horovod does not reduce: use --engine ddp", everywhere=True)
         if not all(parameter.is_contiguous() for _, parameter in named):
             compressor = MemoryOrderCompressor(compressor)
-        # The wrapped optimizer starts with empty state: load a checkpoint and broadcast after this line, not before.
-        distributed: torch.optim.Optimizer = hvd.DistributedOptimizer(
-            optimizer,
+        options: dict[str, Any] = dict(
             named_parameters=named,
             compression=compressor,
             op=op,
@@ -278,6 +276,14 @@ class HorovodEngine(Engine):
             # gradients are fused in the order in which they become ready: three runs on three ranks gave three results.
             groups=buckets([parameter for _, parameter in named]) if self.tuning else None,
         )
+        try:
+            distributed: torch.optim.Optimizer = hvd.DistributedOptimizer(optimizer, **options)
+        except TypeError as error:
+            said = f"{type(optimizer).__name__} cannot be made from parameters alone, as Horovod does ({error})"
+            raise UserError(f"{said}: give its arguments defaults, or use --engine ddp", everywhere=True) from error
+        # Trap: it is another object of the class, made from `param_groups` alone: without the other arguments of the script,
+        # hooks, and state that is not empty at the beginning.
+        vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "param_groups"})
         self._hows[distributed] = how
         if how.reduction == "adasum" and self.size > 1:
             self._adasum.add(distributed)

@@ -72,6 +72,52 @@ def test_many_ranks_are_one_process_with_the_global_batch(engine, accumulate):
     same(net, plain)
 
 
+class Louder(torch.optim.SGD):
+    """Keeps an argument as an attribute, not in its groups."""
+
+    def __init__(self, params, lr=0.01, times=1.0):
+        super().__init__(params, lr=lr)
+        self.times = times
+
+    def step(self, closure=None):
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            parameter.grad.mul_(self.times)
+        super().step(closure)
+
+
+class Demanding(Louder):
+    def __init__(self, params, times):
+        super().__init__(params, times=times)
+
+
+OPTIMIZERS = {
+    "state from the constructor": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    "an argument that is an attribute": lambda p: Louder(p, lr=0.01, times=5.0),
+}
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_an_optimizer_has_what_its_constructor_was_given(engine, case):
+    """Horovod makes another one of its class, from the parameters alone."""
+    with a_run(engine) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, OPTIMIZERS[case](net.parameters()))
+        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y))
+    torch.manual_seed(5)
+    plain = nn.Linear(3, 1)
+    alone(plain, OPTIMIZERS[case](plain.parameters()), 4 * engine.size, lambda net, i: F.mse_loss(net(X[i]), Y[i]))
+    same(net, plain)
+
+
+def test_an_optimizer_that_horovod_cannot_make_is_refused_in_one_line(engine):
+    if engine.name != "horovod":
+        pytest.skip("only Horovod makes another optimizer")
+    said = r"^Demanding cannot be made from parameters alone, as Horovod does .*: give its arguments defaults, or use"
+    with pytest.raises(UserError, match=said), a_run(engine) as run:
+        run.prepare(net := nn.Linear(3, 1), Demanding(net.parameters(), 2.0))
+
+
 def test_a_mean_over_tokens_weighs_every_token_alike(engine):
     """Rows of 1 to 3 tokens: each rank has another number of them."""
     lengths = torch.arange(N) % 3 + 1
