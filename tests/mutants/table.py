@@ -276,6 +276,8 @@ MUTANTS = [
            f"{RUN}::test_all_of_a_state_goes_on_with_the_run"),
     mutant("a value of an evaluation has its own count", "hvdtrain/training/evaluation.py", "counts.get(name, samples)",
            "sum(counts.values()) or samples", f"{RUN}::test_each_value_of_an_evaluation_is_divided_by_its_own_count"),
+    mutant("Horovod: an optimizer has what its constructor was given", HOROVOD, 'if name != "param_groups"', "if False",
+           f"{LOOP}::test_an_optimizer_has_what_its_constructor_was_given"),
     mutant("one cycle of another length is refused", "hvdtrain/training/schedules.py",
            "if length is None or length in (steps, epochs):", "if True:",
            f"{PEOPLE}::test_one_cycle_of_another_length_than_the_run_is_refused"),
