@@ -1,5 +1,6 @@
 """Batches as the loader has collated them, and several data sets in one step, each with its position kept."""
 
+import time
 from collections import Counter, OrderedDict, UserDict, namedtuple
 
 import pytest
@@ -140,6 +141,8 @@ def used(flags, data, fail_at=None):
 
     def each(step):
         if step.number == fail_at:
+            while not list((flags.output_dir / "checkpoints").glob("*.safetensors")):  # written in the background
+                time.sleep(0.01)
             raise RuntimeError("killed")
 
     trained(flags, data, take, each)
