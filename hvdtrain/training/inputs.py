@@ -22,7 +22,7 @@ from hvdtrain.data.sharding import PlannedBatch, epoch_order, kept, mixed_seed, 
 from hvdtrain.engines.accelerators import CPU, Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.samplers import Drawn
+from hvdtrain.training.samplers import Drawn, numbered
 from hvdtrain.training.state import Initial, TrainState
 
 
@@ -169,9 +169,13 @@ class Loader(Input):
 
     def order(self, seed: int, epoch: int) -> Tensor:
         if self._drawn is not None:
-            return self._drawn.order(seed, epoch)
+            return torch.cat(self._numbered(seed, epoch)) if self._drawn.samples else torch.empty(0, dtype=torch.int64)
         in_order = isinstance(self._given.sampler, SequentialSampler)
         return torch.arange(self.samples) if in_order else super().order(seed, epoch)
+
+    def _numbered(self, seed: int, epoch: int) -> list[Tensor]:
+        assert self._drawn is not None
+        return numbered(self._drawn.batches(seed, epoch), self.samples)
 
     def epoch_samples(self) -> int:
         return self.samples if self._drawn is None else self._drawn.samples
@@ -189,7 +193,7 @@ class Loader(Input):
         if epochs is None and steps is not None:
             epochs = state.epoch + 1 + steps  # at least a step in each
         plan = super().plan(engine, flags, initial, state, epochs, steps)
-        return replace(plan, batches=self._whole.batches, batches_per_step=initial.ranks * initial.accumulate)
+        return replace(plan, batches=self._numbered, batches_per_step=initial.ranks * initial.accumulate)
 
     def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:
         jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
@@ -201,7 +205,8 @@ class Loader(Input):
             data = self._copies.to_device(next(self._batches))
         if data is None:
             raise UserError("the DataLoader's collate_fn returned None: let it return the batch")
-        return Batch(data, planned.indices, planned.local_count, planned.weight, planned.first)
+        indices = planned.indices if self._drawn is None else planned.indices % self.samples
+        return Batch(data, indices, planned.local_count, planned.weight, planned.first)
 
 
 class Images(Input):
@@ -373,18 +378,21 @@ def drawn(engine: Engine, given: DataLoader[Any], seed: int) -> Drawn | None:
 class Samples(Dataset[Any]):
     """Batches of a map-style data set: item (epoch, indices) is the collated batch of those samples.
 
-    Before each sample, the generators of torch, Python and numpy are seeded from seed, epoch and index. Random augmentation
-    therefore does not depend on the worker or rank that loads the sample.
+    Before each sample, the generators of torch, Python and numpy are seeded from seed, epoch and index, and from how often
+    a sampler has drawn it before (see `numbered`). Random augmentation therefore does not depend on the worker or rank that
+    loads the sample.
     """
 
     def __init__(self, given: DataLoader[Any], seed: int):
         self.dataset, self.collate, self.seed = given.dataset, given.collate_fn, seed
+        self.count = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
 
     def __getitem__(self, job: tuple[int, list[int]]) -> Any:
         epoch, indices = job
         samples = []
-        for index in indices:
-            seed_generators(mixed_seed(self.seed, epoch, index))
+        for number in indices:
+            again, index = divmod(number, self.count)
+            seed_generators(mixed_seed(self.seed, epoch, index, *([again] if again else [])))
             samples.append(self.dataset[index])
         return self.collate(samples)
 

@@ -75,6 +75,14 @@ def refuse_idle_sync_batch_norm(models: Sequence[nn.Module], engine: str, *, loc
             raise UserError(f"run.prepare(): horovod.torch.SyncBatchNorm does not work under --engine ddp: {how}")
 
 
+def refuse_replicas(name: str, module: nn.Module) -> None:
+    """Raise UserError if a module that is registered under `name` holds what `run.prepare` has returned under DDP."""
+    for layer in module.modules():
+        if isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            said = f"run.register({name}=...) holds a {type(layer).__name__}, whose weights have other names"
+            raise UserError(f"{said}: make it of the model that you gave to run.prepare()")
+
+
 _of_earlier_runs: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers, and layers with trainable parameters
 
 

@@ -32,7 +32,7 @@ from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import Input, open_input, same_data
 from hvdtrain.training.local_steps import LocalSteps
 from hvdtrain.training.predictions import Predictions, write_predictions
-from hvdtrain.training.prepared import Prepared
+from hvdtrain.training.prepared import Prepared, refuse_replicas
 from hvdtrain.training.replicas import own_name, require_same_on_all
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.schedules import positions, require_length, require_registered, require_stepped
@@ -180,6 +180,8 @@ class Run:
         for name, what in objects.items():
             if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
                 raise UserError(f"run.register({name}=...) got a {type(what).__name__}: it has no state_dict")
+            if isinstance(what, torch.nn.Module):
+                refuse_replicas(name, what)
         self._registered |= objects
         self.checkpoints.restore_registered(objects, prepared.optimizers)
         require_same_on_all(self.engine, objects)

@@ -23,17 +23,17 @@ class Drawn:
     """
 
     def __init__(self, engine: Engine, sampler: Any, seed: int, count: int, *, in_batches: bool):
-        self._sampler, self._seed, self._in_batches = sampler, seed, in_batches
+        self._sampler, self._seed, self._count, self._in_batches = sampler, seed, count, in_batches
         self._kind = type(sampler).__name__
         self._drawn: dict[int, list[Tensor]] = {}
         with engine.raising_together("sampler"):  # else ranks would wait for one whose sampler alone is refused
-            first = self._checked(count)
+            first = self._checked()
         self.samples = sum(map(len, first))  # per epoch
         digest = mixed_seed([indices.tolist() for indices in first])
         how = "draw with torch's, Python's or numpy's generators, and from data that are the same on all ranks"
         engine.require_equal(f"the order that {self._kind} draws", digest, how)
 
-    def _checked(self, count: int) -> list[Tensor]:
+    def _checked(self) -> list[Tensor]:
         """Return the batches of the first epoch. Raises UserError for a sampler that cannot be used."""
         if isinstance(self._sampler, DistributedSampler):
             raise UserError(f"the DataLoader has a {self._kind}: leave it out, the samples are sharded for you")
@@ -41,19 +41,17 @@ class Drawn:
             how = "give it __len__, the number of items that it yields per epoch"
             raise UserError(f"the DataLoader's {self._kind} has no length: {how}")
         for part in parts_of(self._sampler):
-            if isinstance(part, WeightedRandomSampler) and len(part.weights) != count:
+            if isinstance(part, WeightedRandomSampler) and len(part.weights) != self._count:
                 how = "give it one for each sample, as in weights[labels]"
-                raise UserError(f"the WeightedRandomSampler has {len(part.weights)} weights for {count} samples: {how}")
+                raise UserError(
+                    f"the WeightedRandomSampler has {len(part.weights)} weights for {self._count} samples: {how}"
+                )
         first, again = self._draw(0), self._draw(0)
         if len(first) != len(again) or not all(map(torch.equal, first, again)):
             raise UserError(
                 f"the DataLoader's {self._kind} draws another order each time, also with the same seed of torch, Python and "
                 "numpy: draw with these, or from a generator that set_epoch(epoch) seeds"
             )
-        for indices in first:
-            if len(wrong := indices[(indices < -count) | (indices >= count)]):
-                said = f"draws the index {int(wrong[0])}, and the data set has {count} samples"
-                raise UserError(f"the DataLoader's {self._kind} {said}: make it for this data set")
         return first
 
     def batches(self, seed: int, epoch: int) -> list[Tensor]:
@@ -83,13 +81,29 @@ class Drawn:
             drawn = list(self._sampler)
         try:
             batches = drawn if self._in_batches else [drawn]
-            return [torch.tensor([int(index) for index in batch], dtype=torch.int64) for batch in batches if len(batch)]
+            found = [
+                torch.tensor([int(index) for index in batch], dtype=torch.int64) for batch in batches if len(batch)
+            ]
         except (TypeError, ValueError) as error:
             what = "lists of indices" if self._in_batches else "indices"
             how = "write batch_sampler= for one that draws lists, and sampler= for one that draws indices"
             raise UserError(
                 f"the DataLoader's {self._kind} draws something else than {what} ({error}): {how}"
             ) from error
+        for indices in found:
+            if len(wrong := indices[(indices < -self._count) | (indices >= self._count)]):
+                said = f"draws the index {int(wrong[0])}, and the data set has {self._count} samples"
+                raise UserError(f"the DataLoader's {self._kind} {said}: make it for this data set")
+        return found
+
+
+def numbered(batches: list[Tensor], count: int) -> list[Tensor]:
+    """Return the drawn batches of an epoch with k * `count` added to an index that was drawn k times before, so that its
+    augmentation is another one. The index of `value` is value % count."""
+    order = torch.cat(batches).remainder(count) if batches else torch.empty(0, dtype=torch.int64)
+    values, places = order.sort(stable=True)
+    order[places] += count * (torch.arange(len(order)) - torch.searchsorted(values, values))
+    return list(order.split([len(batch) for batch in batches]))
 
 
 def parts_of(sampler: Any) -> Iterator[Any]:

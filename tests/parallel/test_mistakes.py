@@ -135,6 +135,17 @@ def test_sparse_gradients_of_a_parameter_are_refused(engine):
                 step.update()
 
 
+def test_an_average_of_a_replica_is_refused(engine):
+    """Horovod returns the model itself."""
+    if engine.name != "ddp":
+        pytest.skip("a model in DistributedDataParallel: needs --engine ddp")
+    net = nn.Linear(3, 1)
+    said = r"run.register\(average=...\) holds a DistributedDataParallel.*: make it of the model that you gave"
+    with pytest.raises(UserError, match=said), a_run(engine) as run:
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        run.register(average=torch.optim.swa_utils.AveragedModel(model))
+
+
 def test_batch_norm_synchronized_by_the_other_engine_is_refused(engine):
     """Under Horovod, torch's normalizes each rank's samples alone, without a word."""
     import horovod.torch as hvd

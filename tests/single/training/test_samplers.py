@@ -10,7 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from hvdtrain import training
@@ -108,6 +116,41 @@ def test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before(ki
 def test_a_list_is_a_batch_sampler_too():
     loader = DataLoader(DATA, batch_sampler=[[3, 1], [2], [0, 5, 4]])
     assert train(flags_for(), loader) == {epoch: [3, 1, 2, 0, 5, 4] for epoch in range(3)}
+
+
+class Augmented(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), torch.rand(1)
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_sample_that_is_drawn_again_is_augmented_anew(in_batches):
+    """And alike when the epoch is trained again. The first time, as without the others."""
+
+    def augmented(indices):
+        options = dict(batch_sampler=[indices]) if in_batches else dict(batch_size=4, sampler=indices)
+        seen = []
+        with training.start(flags_for(epochs=1)) as run:
+            net = nn.Linear(1, 1)
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
+
+            def loss_of(step, x, y):
+                assert step.batch.indices.tolist() == x[:, 0].tolist()
+                seen.extend(zip(x[:, 0].int().tolist(), y[:, 0].tolist(), strict=True))
+                return F.mse_loss(model(x), y)
+
+            small.fit(run, [DataLoader(Augmented(), **options)], loss_of)
+        assert [index for index, _ in seen] == [index % 4 for index in indices]
+        return seen
+
+    drawn = augmented([2, 0, 2, 1, -2, 0])
+    assert len({value for _, value in drawn}) == 6
+    assert augmented([2, 0, 2, 1, -2, 0]) == drawn
+    once = dict(augmented([0, 1, 2, 3]))
+    assert [once[index] for index in (2, 0, 1)] == [drawn[place][1] for place in (0, 1, 3)]
 
 
 def test_drawing_leaves_the_generators_alone():
