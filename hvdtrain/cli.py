@@ -112,7 +112,10 @@ class Parser(argparse.ArgumentParser):
             action.help = texts.get(action.dest, action.help)
 
     def may_change_on_resume(self, *names: str) -> None:
-        """Declare flags of the script that may change when a run is resumed, because they do not affect training."""
+        """Declare flags of the script that may change when a run is resumed, because they do not affect training.
+
+        names: "workers", or "--workers".
+        """
         self._may_change |= {name.lstrip("-").replace("-", "_") for name in names}
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Flags:  # type: ignore[override] # ours is Flags

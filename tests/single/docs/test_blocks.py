@@ -26,6 +26,7 @@ RUN_IN = {  # what a block holds -> the test that runs it
     "wandb.init": "test_weights_and_biases",
     "datasets.ImageFolder": "test_rare_images_are_drawn_as_often_as_others",
     "load_file": "test_exported_weights_are_loaded",
+    'reduction="sum"': "test_the_recorded_loss_is_the_mean_over_samples",
 }
 
 
@@ -134,6 +135,20 @@ def test_rare_images_are_drawn_as_often_as_others(tmp_path):
     exec(block("datasets.ImageFolder"), scope)
     assert scope["sampler"].weights.tolist() == pytest.approx([1 / 9] * 9 + [1])
     assert scope["sampler"].num_samples == len(scope["folder"]) == 10
+
+
+def test_the_recorded_loss_is_the_mean_over_samples():
+    labels = torch.arange(N) % 3
+    with training.start(flags_for(epochs=1), metrics={"accuracy": "max", "loss": "min"}) as run:
+        net, test = nn.Linear(3, 3), DataLoader(TensorDataset(X, labels), 8)
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(X, labels):
+                for x, y in step.batches():
+                    step.backward(F.cross_entropy(net(x), y))
+                step.update()
+            exec(block('reduction="sum"'), dict(run=run, net=net, test=test, F=F))
+        assert run.evaluation["loss"] == pytest.approx(F.cross_entropy(net(X), labels).item())
 
 
 def test_exported_weights_are_loaded(tmp_path, monkeypatch):
