@@ -80,7 +80,9 @@ def test_what_the_recipes_test_runs_here(path, tmp_path):
     )
     assert done.returncode == 0, done
     assert "resumed after step" in done.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert [
+        path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")
+    ] == []  # torchvision's import
 
 
 def test_the_image_can_use_infiniband():
