@@ -231,7 +231,7 @@ class Prepared:
         position: in training; a resume repeats all evaluations of the same one. See `restore_own_buffers`. registered:
         modules with statistics of their own, such as averaged weights.
         """
-        statistics = running_statistics(registered)
+        statistics = self._statistics_of(registered)
         if position != self._averaged_at:
             self._averaged_at = position
             self._own_buffers = [buffer.clone() for buffer in (*floating_buffers(self.models), *statistics)]
@@ -239,10 +239,15 @@ class Prepared:
             self._engine.average_buffers(model)
         self._engine.average_(statistics)
 
+    def _statistics_of(self, registered: Sequence[nn.Module]) -> list[Tensor]:
+        """Return the running statistics of registered modules, without those that they share with the models."""
+        known = {id(buffer) for buffer in floating_buffers(self.models)}
+        return [tensor for tensor in running_statistics(registered) if id(tensor) not in known]
+
     def restore_own_buffers(self, registered: Sequence[nn.Module]) -> None:
         """Restore this rank's statistics of before the evaluations at this position, for a checkpoint from which these are
         repeated: averaging the means again could change bits, because the sum of equal numbers is rounded."""
-        buffers = (*floating_buffers(self.models), *running_statistics(registered))
+        buffers = (*floating_buffers(self.models), *self._statistics_of(registered))
         for buffer, own in zip(buffers, self._own_buffers, strict=True):
             buffer.copy_(own)
 

@@ -368,6 +368,23 @@ def test_an_average_of_weights_keeps_each_ranks_statistics(engine, use_buffers, 
     assert F.mse_loss(exported(X), Y).item() == pytest.approx(whole["loss"], rel=1e-5)
 
 
+def test_statistics_that_a_registered_module_shares_with_the_model_are_averaged_once(engine, monkeypatch):
+    """Averaging the means again could change their bits."""
+    averaged: list[int] = []
+    average = type(engine).average_
+    monkeypatch.setattr(
+        type(engine), "average_", lambda engine, tensors: averaged.append(len(tensors)) or average(engine, tensors)
+    )
+    with a_run(engine) as run:
+        net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        run.register(body=nn.Sequential(net[0], net[1]))
+        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y))
+        with run.evaluating(N) as mine:
+            run.record(loss=F.mse_loss(net(X[mine]), Y[mine], reduction="sum"))
+    assert averaged == [2, 0]
+
+
 def evaluated(engine, directory, stop: int | None) -> tuple[list, list]:
     """Train with four evaluations, of which number `stop` is stopped. Return the losses of the weights and of their average
     in each, and the state of both."""
