@@ -5,9 +5,9 @@ import shutil
 import subprocess
 from typing import NamedTuple
 
-from hvdtrain.engines.gpu import OLDEST_DRIVER
-
 LIMIT = 60.0  # seconds: without nvidia-persistenced, the driver starts each GPU first
+# Oldest NVIDIA driver for each major version of CUDA (CUDA's release notes, "minor version compatibility").
+OLDEST_DRIVER = {"11": "450", "12": "525", "13": "580"}
 
 
 class Gpu(NamedTuple):

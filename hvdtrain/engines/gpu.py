@@ -18,9 +18,6 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.launching.capacity import gpus_here
 
 NO_GPU = "--device cuda, but torch sees no GPU here: use --device cpu, or a GPU node (in a container: --nv)"
-# Oldest NVIDIA driver for each major version of CUDA (CUDA's release notes, "minor version compatibility").
-OLDEST_DRIVER = {"11": "450", "12": "525", "13": "580"}
-DRIVER = Path("/proc/driver/nvidia/version")  # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05 ..."
 
 
 def count(wanted: str) -> int:
@@ -41,7 +38,9 @@ def count(wanted: str) -> int:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            raise UserError(unusable(there, error)) from error
+            how = "see nvidia-smi; update the driver, install a torch for an older CUDA, or use --device cpu"
+            said = f"{gpus(there)}, but CUDA does not start ({first_sentence(error)})"
+            raise UserError(f"{said} with torch {torch.__version__}: {how}") from error
         there = torch.cuda.device_count()  # NVML may count more than CUDA shows
     if there:
         return there
@@ -70,20 +69,6 @@ def openable(environment: Mapping[str, str], devices: Path = Path("/dev")) -> in
     return min(opened, gpus_here(environment, devices))
 
 
-def unusable(there: int, error: Exception, driver: Path = DRIVER) -> str:
-    """Return a line about GPUs that torch cannot use. error: what CUDA said when it should start."""
-    why = first_sentence(error)
-    if "driver" not in why:
-        return f"{gpus(there)}, but CUDA does not start ({why}): see nvidia-smi, or use --device cpu"
-    with contextlib.suppress(OSError):
-        found = re.search("[0-9]+([.][0-9]+)+", driver.read_text())
-        why += f"; driver {found[0]}" if found else ""
-    cuda = torch.version.cuda or ""
-    needed = OLDEST_DRIVER.get(cuda.split(".")[0], f"of CUDA {cuda}")
-    said = f"{gpus(there)}, but CUDA does not start ({why}): torch {torch.__version__} needs driver {needed} or newer"
-    return f"{said}: update it, install a torch for an older CUDA, or use --device cpu"
-
-
 def first_sentence(error: Exception) -> str:
     """Return the first sentence of an error of CUDA, which goes on about environment variables and web pages."""
     return re.split(r"\n|\. |: http", str(error), maxsplit=1)[0].rstrip(".")
@@ -94,43 +79,22 @@ def take(index: int) -> torch.device:
     device = torch.device("cuda", index)
     try:
         torch.cuda.set_device(device)  # allocates CUDA's context
-        capability = torch.cuda.get_device_capability(device)
+        torch.ones(1, device=device)  # runs a kernel, which this torch may lack for a GPU older or newer than it
     except RuntimeError as error:
-        how = "another process may hold it (nvidia-smi), or its compute mode be exclusive; or use --device cpu"
+        how = "another process may hold it (nvidia-smi), or it needs another torch; or use --device cpu"
         raise UserError(f"{device} cannot be used ({first_sentence(error)}): {how}") from error
-    if not has_kernels(capability, built := torch.cuda.get_arch_list()):
-        name = torch.cuda.get_device_name(device)
-        said = f"{device} ({name}) has architecture sm_{capability[0]}{capability[1]}"
-        how = "install a torch built for it, or use --device cpu"
-        raise UserError(f"{said}, for which torch {torch.__version__} has no kernels ({', '.join(built)}): {how}")
     return device
-
-
-def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Return whether code for the architectures `built` runs on a GPU of this compute capability.
-
-    built: such as sm_86 (machine code: for the same major version, and this minor version or higher), sm_90a (for exactly
-    this one) and compute_90 (PTX: for this one or higher). Others, such as AMD's, are not judged.
-    """
-    known = [found for name in built if (found := re.fullmatch(r"(sm|compute)_([0-9]+)([0-9])([a-z]?)", name))]
-    for kind, major, minor, only in (found.groups() for found in known):
-        made = (int(major), int(minor))
-        if made == capability or (not only and made <= capability and (kind == "compute" or made[0] == capability[0])):
-            return True
-    return not known
 
 
 # ---- one GPU for each rank
 
 
 class RankDevice(NamedTuple):
-    """What a rank computes on. uuid, bus: of its GPU; empty if not known. mig: whether it was given slices of GPUs."""
+    """What a rank computes on. bus: the PCI address of its GPU, which slices of it (MIG) share; empty if not known."""
 
     host: str
     device: str  # "cpu" or "cuda"
-    uuid: str = ""
-    bus: str = ""  # PCI address: slices of a GPU have the same
-    mig: bool = False
+    bus: str = ""
 
 
 def rank_device(device: torch.device) -> RankDevice:
@@ -139,8 +103,7 @@ def rank_device(device: torch.device) -> RankDevice:
         return RankDevice(socket.gethostname(), device.type)
     about = torch.cuda.get_device_properties(device)
     bus = ":".join(str(getattr(about, f"pci_{part}_id", "")) for part in ("domain", "bus", "device")).strip(":")
-    mig = "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return RankDevice(socket.gethostname(), device.type, str(getattr(about, "uuid", "")), bus, mig)
+    return RankDevice(socket.gethostname(), device.type, bus)
 
 
 def ranks_share_gpus(environment: Mapping[str, str]) -> bool:
@@ -158,16 +121,10 @@ def conflict(places: Sequence[RankDevice], shared: bool) -> str | None:
         cpu, other = kinds["cpu"], min(rank for kind, rank in kinds.items() if kind != "cpu")
         said = f"rank {cpu} on {places[cpu].host} has no GPU, rank {other} on {places[other].host} has one"
         return f"{said}: give every rank a GPU, or use --device cpu"
-    first: dict[tuple[str, str], int] = {}
+    first: dict[RankDevice, int] = {}
     for rank, where in enumerate(places):
-        for known in {where.uuid, where.bus} - {""}:
-            other = first.setdefault((where.host, known), rank)
-            if other == rank or shared:
-                continue
-            who = f"ranks {other} and {rank} on {where.host}"
-            if where.mig or places[other].uuid != where.uuid:
-                said = f"{who} have slices of one GPU (MIG), between which NCCL does not communicate"
-                return f"{said}: turn MIG off (nvidia-smi -mig 0), or start one rank on each GPU"
-            said = f"{who} have the same GPU ({where.uuid or where.bus}), and NCCL wants one for each rank"
-            return f"{said}: start as many ranks as GPUs, or show each rank its own (CUDA_VISIBLE_DEVICES)"
+        if where.bus and not shared and (other := first.setdefault(where, rank)) != rank:
+            said = f"ranks {other} and {rank} on {where.host} have the same GPU ({where.bus}), or slices of it (MIG)"
+            how = "start as many ranks as GPUs, or show each rank its own (CUDA_VISIBLE_DEVICES)"
+            return f"{said}, and NCCL wants one for each rank: {how}"
     return None

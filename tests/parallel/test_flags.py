@@ -154,14 +154,14 @@ def test_replicas_that_differ_end_the_run_on_every_rank(engine):
 @pytest.mark.parametrize(
     ("last", "expected"),
     [
-        (gpu.RankDevice("x", "cuda", "GPU-a"), "ranks 0 and 1 on x have the same GPU"),
+        (gpu.RankDevice("x", "cuda", "0:1:0"), "ranks 0 and 1 on x have the same GPU"),
         (gpu.RankDevice("x", "cpu"), "has no GPU, rank 0 on x has one: give every rank a GPU"),
     ],
 )
 def test_ranks_that_cannot_reduce_on_gpus_are_told_so_together(engine, monkeypatch, last, expected):
     if engine.size == 1:
         pytest.skip("one rank has its GPU")
-    mine = gpu.RankDevice("x", "cuda", "GPU-a") if engine.rank < engine.size - 1 else last
+    mine = gpu.RankDevice("x", "cuda", "0:1:0") if engine.rank < engine.size - 1 else last
     monkeypatch.setattr(gpu, "rank_device", lambda device: mine)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     with pytest.raises(UserError, match=expected):
