@@ -67,22 +67,6 @@ class GradientHook:
         return future.then(finish)
 
 
-def give_gradients_the_weights_strides(model: nn.Module) -> None:
-    """Give each gradient the strides of its weight where both describe the same memory layout.
-
-    With one input channel and channels_last images, the gradient of a convolution weight [16, 1, 5, 5] has the strides
-    (25, 1, 5, 1), the weight (25, 25, 5, 1): the same layout. DDP compares the numbers, and would warn on each rank.
-    """
-    for parameter in model.parameters():
-        if parameter.requires_grad and 1 in parameter.shape and parameter.is_contiguous():
-            shape, strides = parameter.shape, parameter.stride()
-
-            def same_strides(gradient: Tensor, shape: torch.Size = shape, strides: tuple[int, ...] = strides) -> Tensor:
-                return gradient.as_strided(shape, strides) if gradient.is_contiguous() else gradient
-
-            parameter.register_hook(same_strides)
-
-
 def settle_buckets(replica: nn.parallel.DistributedDataParallel) -> None:
     """Let DDP assign gradients to buckets now, not after the first step. A collective.
 
@@ -150,63 +134,35 @@ class DdpEngine(Engine):
 
     @staticmethod
     def _meet(rank: int, size: int, launcher: str) -> "torch.distributed.Store":
-        """Return the key-value store that the ranks use to find each other. Rank 0 serves it."""
-        dist = torch.distributed
+        """Return the key-value store that the ranks use to find each other. Rank 0 serves it, or torchrun."""
         if size == 1:
-            return dist.HashStore()
+            return torch.distributed.HashStore()
         if launcher == "horovodrun" and (server := horovods_server(os.environ)):  # also of hvdtrain.starter
             # First: MASTER_PORT, by which starters meet on several hosts, is taken by this server.
-            return DdpEngine._meet_over_rendezvous(rank, size, server)
-        if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-            host, port = meeting_point(os.environ, launcher)
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store
-                # The store outlives this engine; its keys must not meet those of an earlier one in this process.
-                name = f"hvdtrain.{next(MEETINGS)}"
-                return dist.PrefixStore(name, dist.TCPStore(host, port, size, is_master=False))
-        elif launcher.startswith("mpirun"):
-            return DdpEngine._meet_over_mpi(rank, size)
-        else:
-            host, port = meeting_point(os.environ, launcher)
-        if rank == 0:
-            return serve(host, port, size, wait_for_workers=True)
-        return dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=MEETING_SECONDS))
-
-    @staticmethod
-    def _meet_over_mpi(rank: int, size: int) -> "torch.distributed.TCPStore":
-        """Serve the store on a free port of rank 0, and send its address to the other ranks over MPI, as text."""
-        try:
-            from mpi4py import MPI
-        except ImportError as error:
-            raise UserError(f"ddp under mpirun needs mpi4py ({error}): pip install mpi4py, or use torchrun") from error
-        dist = torch.distributed
-        timeout = timedelta(seconds=MEETING_SECONDS)
-        engine = MPI.COMM_WORLD
-        same_host = engine.Split_type(MPI.COMM_TYPE_SHARED).size == size
-        message = bytearray(256)
-        store = None
-        if rank == 0:
-            host = "127.0.0.1" if same_host else socket.gethostname()
-            store = serve(host, 0, size, wait_for_workers=False)
-            told = f"{host} {store.port}".encode()
-            message[: len(told)] = told
-        engine.Bcast(message, root=0)
-        if store is None:
-            host, port = message.rstrip(b"\0").decode().split()
-            store = dist.TCPStore(host, int(port), size, is_master=False, timeout=timeout)
-        return store
-
-    @staticmethod
-    def _meet_over_rendezvous(rank: int, size: int, server: tuple[str, int]) -> "torch.distributed.TCPStore":
-        """Serve the store on a free port of rank 0, and send its address through Horovod's rendezvous server."""
-        dist = torch.distributed
-        key = str(next(MEETINGS))
-        if rank == 0:
-            host = own_address_towards(server[0])
-            store = serve(host, 0, size, wait_for_workers=False)
-            put(server, "hvdtrain.ddp", key, f"{host} {store.port}".encode())
+            group, key = "hvdtrain.ddp", str(next(MEETINGS))
+            if rank:
+                return join(wait_for(server, group, key, MEETING_SECONDS).decode(), size)
+            store, address = serve(own_address_towards(server[0]), 0, size)
+            put(server, group, key, address.encode())
             return store
-        host, port = wait_for(server, "hvdtrain.ddp", key, MEETING_SECONDS).decode().split()
-        return dist.TCPStore(host, int(port), size, is_master=False, timeout=timedelta(seconds=MEETING_SECONDS))
+        if launcher.startswith("mpirun") and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+            try:
+                from mpi4py import MPI
+            except ImportError as error:
+                how = "pip install mpi4py, or use torchrun"
+                raise UserError(f"ddp under mpirun needs mpi4py ({error}): {how}") from error
+            ranks = MPI.COMM_WORLD
+            same_host = ranks.Split_type(MPI.COMM_TYPE_SHARED).size == size
+            if rank:
+                return join(ranks.bcast(None), size)
+            store, address = serve("127.0.0.1" if same_host else socket.gethostname(), 0, size)
+            ranks.bcast(address)
+            return store
+        host, port = meeting_point(os.environ, launcher)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store
+            # The store outlives this engine; its keys must not meet those of an earlier one in this process.
+            return torch.distributed.PrefixStore(f"hvdtrain.{next(MEETINGS)}", join(f"{host} {port}", size))
+        return join(f"{host} {port}", size) if rank else serve(host, port, size)[0]
 
     def choose_device(self, wanted: str) -> torch.device:
         gpus = gpu.count(wanted)
@@ -228,7 +184,6 @@ class DdpEngine(Engine):
         options["process_group"] = self._group
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
-        give_gradients_the_weights_strides(model)
         replica = nn.parallel.DistributedDataParallel(model, **options)
         hook = GradientHook(
             self.size, how.compression, how.predivide, how.reduction, self.activity, self._group, self.of_all_ranks
@@ -283,18 +238,22 @@ class DdpEngine(Engine):
             torch.distributed.destroy_process_group(self._group)
 
 
-def serve(host: str, port: int, size: int, *, wait_for_workers: bool) -> "torch.distributed.TCPStore":
-    """Return a TCPStore that listens on `host` and `port` (0: any free port). Raises OSError if the port is not available.
+def serve(host: str, port: int, size: int) -> tuple["torch.distributed.TCPStore", str]:
+    """Return a TCPStore that listens on `host` and `port` (0: any free port), and its address, as `join` takes it.
 
     TCPStore has no authentication and listens on all interfaces by default, so it is given a socket bound to one address.
+    Raises OSError if the port is not available.
     """
     listener = socket.create_server((host, port))
-    return torch.distributed.TCPStore(
-        host,
-        listener.getsockname()[1],
-        size,
-        is_master=True,
-        wait_for_workers=wait_for_workers,
-        timeout=timedelta(seconds=MEETING_SECONDS),
-        master_listen_fd=listener.detach(),
+    port, limit = listener.getsockname()[1], timedelta(seconds=MEETING_SECONDS)
+    store = torch.distributed.TCPStore(
+        host, port, size, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
     )
+    return store, f"{host} {port}"
+
+
+def join(address: str, size: int) -> "torch.distributed.TCPStore":
+    """Return the TCPStore that another rank serves at `address`: "HOST PORT"."""
+    host, port = address.split()
+    limit = timedelta(seconds=MEETING_SECONDS)
+    return torch.distributed.TCPStore(host, int(port), size, is_master=False, timeout=limit)

@@ -7,13 +7,12 @@ run on what is ready (`RunLoopOnce`, 0.28.1).
 
 import socket
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.ddp import COLLECTIVES_TIMEOUT, MEETING_SECONDS, DdpEngine, create_group, serve
+from hvdtrain.engines.ddp import COLLECTIVES_TIMEOUT, DdpEngine, create_group, join, serve
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.launching.processes import boot_id
@@ -67,13 +66,12 @@ class RanksOfHost(DdpEngine):
         with whole.raising_together("parts"):
             if not torch.distributed.is_available():
                 raise UserError("--sync-within host needs torch.distributed, which this torch was built without")
-            store = serve("127.0.0.1", 0, size, wait_for_workers=False) if rank == 0 else None
-        ports = whole.all_gather_object(store.port if store is not None else 0, "parts.ports")
+            store, address = serve("127.0.0.1", 0, size) if rank == 0 else (None, "")
+        addresses = whole.all_gather_object(address, "parts.addresses")
         with whole.raising_together("parts"):
             try:
                 if store is None:
-                    port, limit = ports[self._numbers[0]], timedelta(seconds=MEETING_SECONDS)
-                    store = torch.distributed.TCPStore("127.0.0.1", port, size, is_master=False, timeout=limit)
+                    store = join(addresses[self._numbers[0]], size)
                 store.set_timeout(COLLECTIVES_TIMEOUT)
             except (RuntimeError, OSError) as error:
                 first = str(error).splitlines()[0]
