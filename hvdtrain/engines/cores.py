@@ -7,18 +7,6 @@ import os
 from pathlib import Path
 
 
-def threads_for(rank: int, cores: list[tuple[str, list[int]]], quota: float) -> int:
-    """Return how many threads `rank` should use: its share of the cores that it may run on, at least one.
-
-    `cores`: for each rank, its host and the cores it may run on. Ranks on the same host may share cores.
-    `quota`: CPU time limit of the container, in cores (`cpu_quota`).
-    """
-    host, mine = cores[rank]
-    neighbours = [set(theirs) for where, theirs in cores if where == host]
-    share = sum(1 / sum(core in theirs for theirs in neighbours) for core in mine)
-    return max(1, int(min(share, quota / len(neighbours)) + 1e-6))
-
-
 def share_of_host(ranks: int, quota: float, parent: int | None = None) -> tuple[int, float]:
     """Return how many threads this rank should use, and the number of cores for all ranks. Needs no communication.
 

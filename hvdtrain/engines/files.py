@@ -5,6 +5,7 @@ import errno
 import fcntl
 import itertools
 import os
+import resource
 import secrets
 import stat
 import time
@@ -147,6 +148,18 @@ def open_to_append(path: Path) -> FileIO:
     if kept != end:
         file.truncate(kept)
     return file
+
+
+def allow_open_files(number: int) -> bool:
+    """Raise the limit of open files, which is often 1024, to `number`. Return whether that is permitted."""
+    unlimited = resource.RLIM_INFINITY
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == unlimited or soft >= number:
+        return True
+    permitted = hard == unlimited or hard >= number
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number if permitted else hard, hard))
+    return permitted
 
 
 class Lock:

@@ -12,8 +12,6 @@ Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
 import atexit
 import contextlib
 import os
-import re
-import resource
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import gpu
+from hvdtrain.engines import files, gpu
 from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, Setting, in_memory_order
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import alone_in_pid_namespace
@@ -89,26 +87,17 @@ def refuse_unknown_own_name(name: str) -> None:
     raise UserError(f"{said}, and Gloo needs one: correct the name's line in /etc/hosts")
 
 
-def refuse_crashing_variables(environment: Mapping[str, str]) -> None:
-    """Raise UserError where Horovod would crash because of a variable: of a job that is over, or with an unknown value."""
-    for name, known in (("HOROVOD_CONTROLLER", ("mpi", "gloo")), ("HOROVOD_CPU_OPERATIONS", ("mpi", "gloo", "ccl"))):
-        if name in environment and environment[name].lower() not in known:
-            raise UserError(f"{name}={environment[name][:40]!r}: Horovod knows {', '.join(known)}")
-    for name in (f"HOROVOD_{size}" for size in GLOO_SIZES):
-        if not re.fullmatch("[0-9]{1,7}", environment.get(name, "1")):
-            raise UserError(f"{name}={environment[name][:40]!r} is not a number of ranks: unset it")
-    limit = environment.get("HOROVOD_GLOO_TIMEOUT_SECONDS")
-    if limit is not None and not re.fullmatch("[1-9][0-9]{0,8}", limit):
-        raise UserError(f"HOROVOD_GLOO_TIMEOUT_SECONDS={limit[:40]!r}: set a whole number of seconds, or unset it")
+def refuse_absent_server(environment: Mapping[str, str]) -> None:
+    """Raise UserError where Horovod's rendezvous server does not answer, as where variables of a job that is over are
+    left: Horovod would crash."""
     names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-    if names[0] in environment:
-        host, port = (environment.get(name, "") for name in names)
-        try:
-            socket.create_connection((host, int(port)), SERVER_SECONDS).close()
-        except (OSError, ValueError, OverflowError) as error:  # ValueError: not a number, or not a host name
-            said = ", ".join(f"{name}={value[:80]!r}" for name, value in zip(names, (host, port), strict=True))
-            how = "if they are left over from another job, unset all HOROVOD_* variables"
-            raise UserError(f"no rendezvous server at {said} ({error}): {how}") from None
+    host, port = (environment.get(name, "") for name in names)
+    try:
+        socket.create_connection((host, int(port)), SERVER_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:  # ValueError: not a number, or not a host name
+        said = ", ".join(f"{name}={value[:80]!r}" for name, value in zip(names, (host, port), strict=True))
+        how = "if they are left over from another job, unset all HOROVOD_* variables"
+        raise UserError(f"no rendezvous server at {said} ({error}): {how}") from None
 
 
 def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
@@ -116,12 +105,9 @@ def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
     would crash."""
     # Measured: 4 + 4 * size on one host, where each other rank is in two of Gloo's three groups.
     needed = sum(1 for _ in Path("/proc/self/fd").iterdir()) + SPARE_FILES + 2 * (size + local_size + cross_size)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            how = f"raise `ulimit -n` to {needed}, or use fewer ranks"
-            raise UserError(f"this user may open {hard} files, fewer than Gloo needs for {size} ranks: {how}")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if not files.allow_open_files(needed):
+        how = f"raise `ulimit -n` to {needed}, or use fewer ranks"
+        raise UserError(f"this user may open fewer files than Gloo needs for {size} ranks: {how}")
 
 
 def broadcastable(tensor: Tensor) -> Tensor:
@@ -208,8 +194,8 @@ class HorovodEngine(Engine):
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
         if launcher == "mpirun (Open MPI)":
             os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
-        refuse_crashing_variables(os.environ)
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
+            refuse_absent_server(os.environ)
             refuse_unknown_own_name(socket.gethostname())
             refuse_too_few_files(*(int(os.environ.get(f"HOROVOD_{name}", "1")) for name in GLOO_SIZES))
         first = ""

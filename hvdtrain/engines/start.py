@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Mapping
 
 import torch
@@ -10,9 +9,9 @@ import torch
 from hvdtrain.cli import names_files
 from hvdtrain.engines import arithmetic
 from hvdtrain.engines.base import Engine, Setting
-from hvdtrain.engines.cores import cpu_quota, threads_for
+from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, remedy
+from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, cores_of_job, remedy
 from hvdtrain.engines.lines import write_whole_lines
 from hvdtrain.engines.malloc import keep_freed_memory
 
@@ -69,9 +68,8 @@ def start(
 
 
 def cores_of_rank(engine: Engine) -> int:
-    """Return this rank's share of the cores that it may run on, at least 1. A collective."""
-    cores = engine.all_gather_object([socket.gethostname(), sorted(os.sched_getaffinity(0))], "cores")
-    return threads_for(engine.rank, cores, cpu_quota())
+    """Return this rank's share of the cores that it may run on, at least 1."""
+    return share_of_host(engine.local_size, min(cpu_quota(), cores_of_job(os.environ, announced())))[0]
 
 
 def engine_class(name: str) -> type[Engine]:

@@ -5,7 +5,6 @@ Only ranks that know the job's secret, which is broadcast over the engine, can c
 
 import contextlib
 import hmac
-import resource
 import secrets
 import selectors
 import socket
@@ -13,12 +12,14 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
+from hvdtrain.engines import files
 from hvdtrain.hangs.messages import Message, decode, encode
 from hvdtrain.launching.rendezvous import own_address_towards
 
 HELLO_SECONDS = 20.0  # for all ranks to connect, at the start
 ONE_HELLO_SECONDS = 5.0  # for one connection to authenticate; after a failure, a rank tries again
 PATIENCE = 64  # maximum number of unauthenticated connections in addition to those of ranks; then the oldest is closed
+SPARE_FILES = 768  # open files besides the connections
 SEND_SECONDS = 5.0  # time limit to send a message
 LONGEST_LINE = 2**20  # bytes
 CHALLENGE = PROOF = 32  # bytes
@@ -82,20 +83,10 @@ def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[s
         for listener in listeners.values():
             listener.close()
         raise
-    allow_open_files(len(hosts))
+    files.allow_open_files(len(hosts) + PATIENCE + SPARE_FILES)
     return list(listeners.values()), {
         host: (address, listeners[address].getsockname()[1]) for host, address in addresses.items()
     }
-
-
-def allow_open_files(more: int) -> None:
-    """Raise the soft limit of open files, which is often 1024, if `more` connections might exceed it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = more + PATIENCE + 768
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 class Handshake:

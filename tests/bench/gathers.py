@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import training
+from hvdtrain.engines.files import allow_open_files
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.hangs.channel import allow_open_files, say_hello
+from hvdtrain.hangs.channel import say_hello
 
 RANKS_PER_HOST = 8
 HOST = b"node-0000"  # of rank 0; all have as many letters, so that one rank's bytes are as long as another's
@@ -111,7 +112,7 @@ def main() -> int:
         "| ranks | collectives | kB received by rank 0 | watchdog connections | seconds |\n|---:|---:|---:|---:|---:|"
     )
     for ranks in [int(word) for word in flags.ranks.split(",")]:
-        allow_open_files(2 * ranks)
+        allow_open_files(2 * ranks + 1000)
         seconds, engine = measure(ranks)
         received = sum(engine.received.values()) / 1e3
         print(f"| {ranks:,} | {engine.calls} | {received:,.1f} | {len(engine.others):,} | {seconds:.2f} |", flush=True)

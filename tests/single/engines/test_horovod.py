@@ -25,8 +25,6 @@ def test_gloo_has_the_open_files_that_it_needs_or_the_rank_says_how_many(monkeyp
     ((needed, hard),) = set_  # of the second
     assert 36 < needed < 900 == hard
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (36, 36))
-    said = (
-        f"^this user may open 36 files, fewer than Gloo needs for 8 ranks: raise `ulimit -n` to {needed}, or use fewer"
-    )
+    said = f"^this user may open fewer files than Gloo needs for 8 ranks: raise `ulimit -n` to {needed}, or use fewer"
     with pytest.raises(UserError, match=said):
         refuse_too_few_files(8, 8, 1)

@@ -5,37 +5,29 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hvdtrain.engines.base import computes_in_bf16
-from hvdtrain.engines.cores import cpu_quota, threads_for
+from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.launchers import (
     alone_in_pid_namespace,
     bound_by_default,
     bound_unexplained,
 )
+from hvdtrain.engines.start import cores_of_rank
 
 
-@pytest.mark.parametrize(
-    ("cores", "quota", "expected"),
-    [
-        ([("a", [0, 1])], math.inf, [2]),
-        ([("a", [0, 1])] * 2, math.inf, [1, 1]),
-        ([("a", [0, 1])] * 8, math.inf, [1] * 8),
-        ([("a", list(range(8)))] * 3, math.inf, [2, 2, 2]),
-        # bound apart by the launcher
-        ([("a", [0, 1, 2, 3]), ("a", [4, 5])], math.inf, [4, 2]),
-        # two hosts
-        ([("a", list(range(4))), ("a", list(range(4))), ("b", list(range(4)))], math.inf, [2, 2, 4]),
-        # a container that may use two of 64 cores
-        ([("a", list(range(64)))] * 2, 2.0, [1, 1]),
-        ([("a", list(range(64)))], 2.0, [2]),
-    ],
-)
-def test_threads_are_the_share_of_the_cores_that_a_rank_has(cores, quota, expected):
-    assert [threads_for(rank, cores, quota) for rank in range(len(cores))] == expected
+def test_threads_are_the_share_of_the_ranks_of_a_host_in_its_job(monkeypatch):
+    """More of shares: tests/single/commands/test_tuned.py."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr("hvdtrain.engines.start.cpu_quota", lambda: 48.0)
+    assert cores_of_rank(SimpleNamespace(local_size=8)) == 6
+    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_CPUS_ON_NODE": "16"}.items():
+        monkeypatch.setenv(name, value)
+    assert cores_of_rank(SimpleNamespace(local_size=8)) == 2
 
 
 def test_cpu_quota_is_the_tightest_on_the_way_down(tmp_path):

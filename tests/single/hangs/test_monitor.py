@@ -11,8 +11,9 @@ import time
 
 import pytest
 
+from hvdtrain.engines.files import allow_open_files
 from hvdtrain.hangs.activity import Activity
-from hvdtrain.hangs.channel import Channel, accept, allow_open_files, listen, say_hello
+from hvdtrain.hangs.channel import Channel, accept, listen, say_hello
 from hvdtrain.hangs.monitor import Monitor, Timing
 from hvdtrain.hangs.peers import Peer
 from hvdtrain.hangs.timeouts import HangTimeouts
@@ -346,7 +347,7 @@ def test_the_end_of_the_launcher_is_a_request_to_stop(job):
 
 def many(size: int, job) -> None:
     """All connect, train, are asked once in vain, train on, and are judged: one hangs, one stands in a long phase."""
-    allow_open_files(6 * size)  # both ends of each connection, and what wakes each thread
+    allow_open_files(6 * size + 800)  # both ends of each connection, and what wakes each thread
     some = job(size, step_timeout=2.0, timing=Timing(look=1.0, reply=10.0, grace=3.0))
     hangs, reads = size // 2, size - 1
     began = time.monotonic()
