@@ -380,7 +380,7 @@ class Engine(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with leaving.disconnecting():
+        with leaving.ending():
             self.leave_parts()
             if error is None:
                 self.leave()

@@ -382,5 +382,5 @@ class HorovodEngine(Engine):
 
 
 def _shut_down_at_exit(shutdown: Callable[[], None]) -> None:
-    with leaving.suspended():
+    with leaving.ending(suspended=True):
         shutdown()

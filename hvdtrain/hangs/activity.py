@@ -5,14 +5,12 @@ The main thread writes, the monitor's thread reads: plain attributes, no lock.
 
 import contextlib
 import functools
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.lines import say_within
+from hvdtrain.engines.errors import Failure
 
 
 class Phase(NamedTuple):
@@ -26,7 +24,6 @@ class Phase(NamedTuple):
 START, FIRST_STEP, STEP, COMPILATION = Phase("start-up"), Phase("first step"), Phase("step"), Phase("compilation")
 UPDATED = Phase("the end of a step")  # after the update: the limit of a step, and a longer one while it is at work
 BETWEEN = Phase("between epochs")  # outside of the loop over steps
-READING = Phase("reading data")
 UNREAD = Phase("output that nobody reads")
 LAST_CALLED = 8  # collectives whose names are kept; a rank may be some ahead of another
 
@@ -141,16 +138,6 @@ class Activity:
         """Report the end of a compilation."""
         self._compiling = max(0, self._compiling - 1)  # it may have begun before the callback was registered
         self.moves += 1
-
-
-class ForkedActivity(Activity):
-    """That of a child process which goes on as if it were the rank that forked it. It ends at its first step or collective:
-    it shares the rank's connections, and has none of its threads."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        how = "end it with os._exit(), or use multiprocessing"
-        say_within(f"hvdtrain: error: a process that was forked from a rank goes on with the rank's work: {how}\n")
-        os._exit(UserError.exit_code)
 
 
 # What Gloo's, MPI's and Horovod's errors say where another rank has ended or does not answer.

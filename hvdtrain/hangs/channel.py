@@ -18,8 +18,8 @@ from hvdtrain.launching.rendezvous import own_address_towards
 
 HELLO_SECONDS = 20.0  # for all ranks to connect, at the start
 ONE_HELLO_SECONDS = 5.0  # for one connection to authenticate; after a failure, a rank tries again
-PATIENCE = 64  # maximum number of unauthenticated connections in addition to those of ranks; then the oldest is closed
-SPARE_FILES = 768  # open files besides the connections
+LOOK_SECONDS = 0.005  # between two looks whether all ranks have connected
+SPARE_FILES = 832  # open files besides the connections of ranks
 SEND_SECONDS = 5.0  # time limit to send a message
 LONGEST_LINE = 2**20  # bytes
 CHALLENGE = PROOF = 32  # bytes
@@ -78,101 +78,65 @@ def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[s
     try:
         for address in addresses.values():
             if address not in listeners:
-                listeners[address] = socket.create_server((address, 0), backlog=len(hosts) + PATIENCE)
+                listeners[address] = socket.create_server((address, 0), backlog=len(hosts) + 64)
     except OSError:
         for listener in listeners.values():
             listener.close()
         raise
-    files.allow_open_files(len(hosts) + PATIENCE + SPARE_FILES)
+    files.allow_open_files(len(hosts) + SPARE_FILES)
     return list(listeners.values()), {
         host: (address, listeners[address].getsockname()[1]) for host, address in addresses.items()
     }
 
 
-class Handshake:
-    """A connection to rank 0 that is not authenticated yet."""
-
-    def __init__(self, connection: socket.socket):
-        connection.setblocking(False)
-        self.socket = connection
-        self.until = time.monotonic() + ONE_HELLO_SECONDS
-        self._challenge = secrets.token_bytes(CHALLENGE)
-        self._answer = b""
-        connection.send(self._challenge)  # fits into the empty buffer of a new connection
-
-    def rank(self, key: bytes) -> int | None:
-        """Read from the connection. Return the rank once it is authenticated, else None. Raises OSError if authentication
-        fails or the peer is gone."""
-        with contextlib.suppress(BlockingIOError):
-            part = self.socket.recv(ANSWER - len(self._answer))
-            if not part:
-                raise ConnectionError("closed during the hello")
-            self._answer += part
-        if len(self._answer) < ANSWER:
-            return None
-        number, theirs, proof = self._answer[:4], self._answer[4 : 4 + CHALLENGE], self._answer[4 + CHALLENGE :]
-        if not hmac.compare_digest(proof, hmac.digest(key, b"rank" + number + self._challenge + theirs, "sha256")):
-            raise ConnectionError("does not know the job's secret")
-        self.socket.send(hmac.digest(key, b"hub" + theirs + self._challenge, "sha256"))
-        return int.from_bytes(number)
+def hear_hello(connection: socket.socket, key: bytes) -> int:
+    """Return the rank at the other end of a new connection, after mutual authentication by `key`. Raises OSError."""
+    until = time.monotonic() + ONE_HELLO_SECONDS
+    challenge = secrets.token_bytes(CHALLENGE)
+    connection.settimeout(ONE_HELLO_SECONDS)
+    connection.sendall(challenge)
+    answer = receive_exactly(connection, ANSWER, until)
+    number, theirs, proof = answer[:4], answer[4 : 4 + CHALLENGE], answer[4 + CHALLENGE :]
+    if not hmac.compare_digest(proof, hmac.digest(key, b"rank" + number + challenge + theirs, "sha256")):
+        raise ConnectionError("does not know the job's secret")
+    connection.sendall(hmac.digest(key, b"hub" + theirs + challenge, "sha256"))
+    return int.from_bytes(number)
 
 
 def accept(
     listeners: Iterable[socket.socket], key: bytes, size: int, seconds: float = HELLO_SECONDS
 ) -> dict[int, Channel]:
-    """Return a channel for each rank from 1 on. Connections are handled concurrently, so others cannot delay the ranks.
+    """Return a channel for each rank from 1 on. Each connection has a thread, so strangers cannot delay the ranks.
 
     Raises TimeoutError with the missing ranks after `seconds`.
     """
     channels: dict[int, Channel] = {}
     until = time.monotonic() + seconds
 
-    def callers() -> list[Handshake]:  # the oldest first
-        return [ready.data for ready in selector.get_map().values() if ready.data is not None]
-
-    def drop(caller: Handshake) -> None:
-        selector.unregister(caller.socket)
-        caller.socket.close()
+    def meet(connection: socket.socket) -> None:
+        try:
+            rank = hear_hello(connection, key)
+        except OSError:
+            connection.close()
+            return
+        if rank in channels:  # it did not receive the answer, and has connected again
+            channels[rank].socket.close()
+        channels[rank] = Channel(connection)
 
     with selectors.DefaultSelector() as selector:
         for listener in listeners:
-            listener.setblocking(False)
+            listener.setblocking(False)  # who has called may be gone again
             selector.register(listener, selectors.EVENT_READ)
-        try:
-            while len(channels) < size - 1:
-                left = until - time.monotonic()
-                if left <= 0:
-                    missing = [str(rank) for rank in range(1, size) if rank not in channels]
-                    raise TimeoutError(f"rank {', '.join(missing)} did not connect within {seconds:.0f} s")
-                for ready, _ in selector.select(min(left, 0.5)):
-                    caller = ready.data
-                    if caller is None:
-                        assert isinstance(ready.fileobj, socket.socket)
-                        with contextlib.suppress(OSError):
-                            connection, _ = ready.fileobj.accept()
-                            selector.register(connection, selectors.EVENT_READ, Handshake(connection))
-                        continue
-                    try:
-                        rank = caller.rank(key)
-                    except OSError:
-                        drop(caller)
-                        continue
-                    if rank is not None:
-                        selector.unregister(caller.socket)
-                        if rank in channels:  # it did not receive the answer, and has connected again
-                            channels[rank].socket.close()
-                        channels[rank] = Channel(caller.socket)
-                now, waiting = time.monotonic(), callers()
-                for number, caller in enumerate(waiting):
-                    if now > caller.until or len(waiting) - number > size + PATIENCE:
-                        drop(caller)
-        except BaseException:
-            for channel in channels.values():
-                channel.socket.close()
-            raise
-        finally:
-            for caller in callers():
-                drop(caller)
+        while len(channels) < size - 1:
+            if time.monotonic() > until:
+                missing = [str(rank) for rank in range(1, size) if rank not in channels]
+                for channel in channels.values():
+                    channel.socket.close()
+                raise TimeoutError(f"rank {', '.join(missing)} did not connect within {seconds:.0f} s")
+            for ready, _ in selector.select(LOOK_SECONDS):
+                assert isinstance(ready.fileobj, socket.socket)
+                with contextlib.suppress(OSError):
+                    threading.Thread(target=meet, args=[ready.fileobj.accept()[0]], daemon=True).start()
     return channels
 
 
@@ -195,7 +159,7 @@ def say_hello(address: tuple[str, int], key: bytes, rank: int, seconds: float = 
             return Channel(connection)
         except OSError:
             connection.close()
-            # Other connections may have displaced this one: retry. If the answer is rejected repeatedly, the secret differs.
+            # Retry what the network has lost. If the answer is rejected repeatedly, the secret differs.
             if answered > 2 or time.monotonic() + 0.2 > until:
                 raise
             time.sleep(0.2)

@@ -5,13 +5,12 @@ others decide only if rank 0 does not answer. Earlier, rank 0 compares the colle
 if these differ. Called by the monitor's thread.
 """
 
-import os
 import select
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from hvdtrain.engines.lines import say_within
-from hvdtrain.hangs.activity import BETWEEN, READING, STEP, UNREAD, UPDATED, Activity, Phase
+from hvdtrain.hangs.activity import BETWEEN, STEP, UNREAD, UPDATED, Activity, Phase
 from hvdtrain.hangs.diagnosis import (
     MOST_STARVED,
     TO_ANNOUNCE,
@@ -24,7 +23,6 @@ from hvdtrain.hangs.messages import Stand
 from hvdtrain.hangs.stacks import stack_of, where, worth_printing
 from hvdtrain.hangs.timeouts import TIMES_STEP, HangTimeouts
 from hvdtrain.hangs.work import Starvation, Work
-from hvdtrain.launching import processes
 
 COMPARE_SECONDS = 5.0  # without progress until rank 0 first compares the collectives of all ranks; then twice as long
 
@@ -158,20 +156,12 @@ class Detector:
         if self._may_work(phase):
             least = step if phase is UPDATED else allowed
             allowed = max(least, stalled + min(step - self._idle, self.timeouts.working(self.longest) - stalled))
-        if phase.name == READING.name and (stopped := stopped_child()):
-            allowed = step
-            at += f" (its DataLoader worker, process {stopped}, is stopped by a signal: `kill -CONT {stopped}` continues it)"
-        elif activity.collective is None and not output_is_read():
+        if activity.collective is None and not output_is_read():
             allowed = max(allowed, self.timeouts.phase(UNREAD, self.longest))
             at += " (its output is not read: a paused pager, or Ctrl-S)"
         starved, waits, asynchronous = self.starvation.seconds(), activity.collective, activity.asynchronous
         report = Report(activity.step, phase.name, allowed, stalled, starved, waits, at, asynchronous, *activity.called)
         return Stand(report, traceback.format_list(worth_printing(stack, self.guest)))
-
-
-def stopped_child() -> int | None:
-    """Return a child process of this one, or a child's, that a signal has stopped: a DataLoader worker of this rank."""
-    return next(filter(processes.is_stopped, processes.descendants(os.getpid())), None)
 
 
 def output_is_read(descriptors: Collection[int] = (1, 2)) -> bool:

@@ -5,10 +5,8 @@ work counts (work.py). Exit handlers and the engine's shutdown have the same lim
 its GPU waits for another one may spin in the shutdown for ever. `run.heartbeat()` begins it anew.
 """
 
-import atexit
 import contextlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -20,8 +18,6 @@ from hvdtrain.hangs.stacks import stack_of, where, worth_printing
 from hvdtrain.hangs.work import Work
 
 LOOK_SECONDS = 1.0  # between two checks
-ALARM_SECONDS = 5.0  # from the limit to the alarm, for a process whose Python cannot run any more
-current: list["Leaving"] = []  # that of the last training in this process
 
 
 class Leaving:
@@ -32,27 +28,27 @@ class Leaving:
         self, name: str, limit: float, watched: int | None, leave: Callable[[int], None] = os._exit, guest: bool = False
     ):
         self.name, self.watched, self.leave, self.guest = name, watched, leave, guest
-        interactive = hasattr(sys, "ps1") or sys.flags.interactive  # waits for the next line of a person
-        self.limit = float("inf") if interactive else limit
+        self.limit = limit
         self.idle = self.exiting = 0.0  # seconds without work; seconds in exit handlers or in the engine's shutdown
         self.disconnects = False  # it is in the engine's shutdown
+        self.suspended = False  # it waits until other ranks are at their end, too
         self._work = Work()
         self._over = threading.Event()
-        self._pid = os.getpid()
 
     def start(self) -> None:
         """Watch this process from now on, in a thread."""
-        if self.limit == float("inf"):
+        global _current
+        interactive = hasattr(sys, "ps1") or sys.flags.interactive  # waits for the next line of a person
+        if self.limit == float("inf") or interactive:
             return
-        current.append(self)
-        atexit.register(self._set_alarm)
+        stop()
+        _current = self
         with contextlib.suppress(RuntimeError):  # this user may have no more threads
             threading.Thread(target=self._run, name="leaving", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no longer: another training begins in this process."""
+        """Watch no longer."""
         self._over.set()
-        atexit.unregister(self._set_alarm)
 
     def heartbeat(self) -> None:
         """Report progress: the time limit restarts."""
@@ -60,9 +56,10 @@ class Leaving:
 
     def look(self, elapsed: float) -> None:
         """Check this process, `elapsed` seconds after the last time. Ends it if its time is over."""
-        self.idle = 0.0 if self._work.seen() else self.idle + elapsed
+        self.idle = 0.0 if self._work.seen() or self.suspended else self.idle + elapsed
         exits = not threading.main_thread().is_alive() and not others()
-        self.exiting = self.exiting + elapsed if exits or self.disconnects else 0.0
+        counts = (exits or self.disconnects) and not self.suspended
+        self.exiting = self.exiting + elapsed if counts else 0.0
         if max(self.idle, self.exiting) >= self.limit:
             self._end(exits)
 
@@ -88,11 +85,8 @@ class Leaving:
         within(WRITE_SECONDS, sys.stdout.flush)
         self.leave(1)
 
-    def _set_alarm(self) -> None:
-        """At exit: have the kernel end this process, for the time in which none of its threads can run Python."""
-        if os.getpid() == self._pid and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
-            with contextlib.suppress(OSError, OverflowError, ValueError):
-                signal.setitimer(signal.ITIMER_REAL, self.limit + ALARM_SECONDS)
+
+_current: Leaving | None = None  # that of the last training in this process
 
 
 def others() -> list[threading.Thread]:
@@ -103,38 +97,26 @@ def others() -> list[threading.Thread]:
 
 def heartbeat() -> None:
     """Report progress of a program that works on after training."""
-    for leaving in current:
-        leaving.heartbeat()
+    if _current is not None:
+        _current.heartbeat()
 
 
 @contextlib.contextmanager
-def disconnecting() -> Iterator[None]:
-    """Context manager for the engine's shutdown."""
-    watching = list(current)
-    for leaving in watching:
-        leaving.disconnects = True
+def ending(*, suspended: bool = False) -> Iterator[None]:
+    """Context manager for the engine's shutdown. suspended: it waits for ranks that may work on, without a time limit."""
+    if (leaving := _current) is None:
+        yield
+        return
+    leaving.disconnects, leaving.suspended = True, suspended
     try:
         yield
     finally:
-        for leaving in watching:
-            leaving.disconnects = False
-
-
-@contextlib.contextmanager
-def suspended() -> Iterator[None]:
-    """Context manager for waiting until other ranks are at their end, too: it has no time limit."""
-    limits = [(leaving, leaving.limit) for leaving in current]
-    for leaving, _ in limits:
-        leaving.limit = float("inf")
-    try:
-        yield
-    finally:
-        for leaving, limit in limits:
-            leaving.idle = leaving.exiting = 0.0
-            leaving.limit = limit
+        leaving.disconnects = leaving.suspended = False
 
 
 def stop() -> None:
     """Watch this process no longer: another training begins in it."""
-    while current:
-        current.pop().stop()
+    global _current
+    if _current is not None:
+        _current.stop()
+    _current = None

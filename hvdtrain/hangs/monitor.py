@@ -21,7 +21,7 @@ from typing import NamedTuple
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
 from hvdtrain.hangs import leaving
-from hvdtrain.hangs.activity import STEP, Activity, ForkedActivity
+from hvdtrain.hangs.activity import STEP, Activity
 from hvdtrain.hangs.channel import Channel
 from hvdtrain.hangs.detector import Detector
 from hvdtrain.hangs.leaving import Leaving
@@ -130,8 +130,6 @@ class Monitor:
         )  # fmt: skip
         self._looked_at = time.monotonic()
         self._stop_known_at = 0.0
-        self._asked_to_stop: tuple[float, str] | None = None  # when this rank asked rank 0, and why
-        self._warned = False
         self._interrupts = 0
         self._errors = 0
         self._closing = False
@@ -144,17 +142,11 @@ class Monitor:
             self.launchers = processes.launchers()
             heard = (number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
             self.signals.listen(number for number in heard if number not in _ignored)
-            os.register_at_fork(after_in_child=self._forked)
+            os.register_at_fork(after_in_child=self.signals.restore)  # in a DataLoader's worker, they are its own
         self._selector.register(self.signals.socket, selectors.EVENT_READ)
         for rank, channel in self.channels.items():
             self._selector.register(channel.socket, selectors.EVENT_READ, (rank, channel))
         self._thread.start()
-
-    def _forked(self) -> None:
-        """In a forked child, such as a DataLoader's worker: signals to it are neither this rank's nor ignored."""
-        self.signals.restore()
-        if not self._closing:
-            self.activity.__class__ = ForkedActivity
 
     def name(self, rank: int) -> str:
         """Return "rank N on HOST"."""
@@ -179,7 +171,6 @@ class Monitor:
         """Disconnect from the others, with what went wrong here if this rank leaves them alone."""
         if self._closing:
             return
-        self.activity.heartbeat()  # a forked child that leaves the rank's code this way ends here
         if failure is not None:
             if failure.mistake:  # the others may have made the same: say it once
                 self.send_all(failure)
@@ -246,21 +237,7 @@ class Monitor:
         if self.rank == 0 or self.off is not None:
             self._learn_stop(reason)
         elif 0 in self.channels:
-            self._asked_to_stop = self._asked_to_stop or (time.monotonic(), reason)
             self.channels[0].send(Stop(reason))
-
-    def _miss_answer(self, now: float) -> None:
-        """Warn once if rank 0 has not answered a stop request: its connection may be cut while the engine's is not."""
-        asked = self._asked_to_stop
-        if (
-            asked is not None
-            and self.stop_reason is None
-            and not self._warned
-            and now - asked[0] > 2 * self.timing.reply
-        ):
-            self._warned = True
-            how = "training goes on; look at the network between them"
-            say_within(f"warning: {self.name(0)} has not answered the request to stop ({asked[1]}): {how}\n")
 
     def _learn_stop(self, reason: str) -> None:
         if self.stop_reason is None:
@@ -312,7 +289,6 @@ class Monitor:
                 self._end(f"{self.name(rank)} {self._fate(rank)}")
         self.activity.hear_of_compilations()
         self._miss_launcher()
-        self._miss_answer(now)
         self._leave_before_the_first_step(now)
         moved = self.detector.look(now, elapsed, connected=bool(self.channels))
         if self.leaving is not None and moved:
@@ -376,24 +352,11 @@ class Monitor:
             stack = traceback.format_list(worth_printing(stack_of(self.watched), self.guest))
             lines += [f"  {self.name(self.rank)}:\n", *stack]
         say_within("".join(lines))
-        self._kill_silent()
         if self.rank == 0:
             self.send_all(End(FAILED))
             within(WRITE_SECONDS, lambda: self.failed(headline))
             time.sleep(self.timing.look / 2)
         self.leave(FAILED)
-
-    def _kill_silent(self) -> None:
-        """Under torchrun, which waits 30 s until a rank obeys SIGTERM, kill the ranks of this host that did not answer.
-
-        Their connections are still open, so their pids are valid. Other launchers wait for seconds only.
-        """
-        if self.detector.asked_at is None or not any("torch" in process.name for process in self.launchers):
-            return
-        for rank in set(self.channels) - set(self.detector.reports):
-            if self.peers[rank].place == self.peers[self.rank].place:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(self.peers[rank].pid, signal.SIGKILL)
 
 
 def monitor_ranks(

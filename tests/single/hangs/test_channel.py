@@ -68,53 +68,37 @@ def test_only_who_knows_the_secret_gets_a_channel(hub):
     mine.socket.close()
 
 
-def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting(hub, monkeypatch):
-    monkeypatch.setattr(channels, "ONE_HELLO_SECONDS", 1.0)
-    address, end = hub(3, seconds=8.0)
-    over = threading.Event()
-    lasted = []
-
-    def trickle() -> None:
-        began = time.monotonic()
-        with socket.create_connection(address) as stranger, contextlib.suppress(OSError):
-            while not over.wait(0.15):
-                stranger.sendall(b"x")
-        lasted.append(time.monotonic() - began)
-
-    strangers = [threading.Thread(target=trickle) for _ in range(20)]
-    for stranger in strangers:
-        stranger.start()
-    time.sleep(0.3)
+def test_strangers_who_are_silent_or_slow_keep_nobody_waiting(hub):
+    address, end = hub(3, seconds=20.0)
+    crowd = [socket.create_connection(address) for _ in range(100)]
+    for stranger in crowd[::2]:
+        stranger.sendall(b"x")
     began = time.monotonic()
     mine = [say_hello(address, KEY, rank) for rank in (2, 1)]
-    assert time.monotonic() - began < 2
     assert sorted(end()) == [1, 2]
-    over.set()
-    for stranger in strangers:
-        stranger.join()
-    for channel in mine:
-        channel.socket.close()
+    assert time.monotonic() - began < channels.ONE_HELLO_SECONDS
+    for connection in (*crowd, *(channel.socket for channel in mine)):
+        connection.close()
 
 
 def test_one_deadline_for_all_hellos_whatever_strangers_send(hub):
-    address, end = hub(2, seconds=1.5)
-    began = time.monotonic()
-    with socket.create_connection(address) as stranger, contextlib.suppress(OSError):
-        while time.monotonic() - began < 4:
-            stranger.sendall(b"x")
-            time.sleep(0.2)
-    got = end()
-    assert time.monotonic() - began < 5
-    assert "rank 1 did not connect within" in str(got["error"])
+    address, end = hub(2, seconds=1.0)
+    with socket.create_connection(address) as stranger:
+        stranger.sendall(b"x")
+        assert str(end()["error"]) == "rank 1 did not connect within 1 s"
 
 
-def test_a_crowd_of_silent_strangers_is_dropped_and_the_rank_comes_through(hub):
-    address, end = hub()
-    crowd = [socket.create_connection(address) for _ in range(channels.PATIENCE + 50)]
-    mine = say_hello(address, KEY, 1)
+def test_a_stranger_is_heard_for_no_longer_than_its_time(hub, monkeypatch):
+    monkeypatch.setattr(channels, "ONE_HELLO_SECONDS", 0.5)
+    address, end = hub(2, seconds=10.0)
+    with socket.create_connection(address) as stranger:
+        stranger.recv(32)
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):
+            while True:
+                stranger.sendall(b"x")  # never the 68 bytes in time
+                time.sleep(0.1)
+    say_hello(address, KEY, 1).socket.close()
     assert list(end()) == [1]
-    for connection in (*crowd, mine.socket):
-        connection.close()
 
 
 @pytest.mark.parametrize(
