@@ -1,4 +1,4 @@
-"""Every call of `horovod.torch` as scripts make it, with nothing of hvdtrain between. Every rank runs these files.
+"""Horovod as our patches leave it: what scripts call, with nothing of hvdtrain between. Every rank runs these files.
 
     horovodrun --gloo -np 3 python -m pytest tests/horovod_calls       directly
     pytest tests/e2e/engines/test_horovod_calls.py           over MPI and Gloo, 2 and 3 ranks

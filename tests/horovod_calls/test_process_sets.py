@@ -1,4 +1,4 @@
-"""Process sets, named in `hvd.init` or added and removed later: every collective among their members only."""
+"""Process sets, named in `hvd.init` or added and removed later: collectives among their members only."""
 
 import pytest
 import torch
@@ -32,32 +32,17 @@ def test_who_is_in_which(hvd, parts):
         hvd.allreduce(torch.ones(1), process_set=other, name="foreign")
 
 
-def test_every_collective_among_the_members(hvd, parts):
+def test_a_collective_and_a_group_among_the_members(hvd, parts):
     _, _, own = parts
-    members, n, options = own.ranks, own.size(), {"process_set": own}
+    members, options = own.ranks, {"process_set": own}
     x = torch.full((4,), float(hvd.rank() + 1))
     total = sum(rank + 1.0 for rank in members)
     for turn in range(3):
         assert hvd.allreduce(x, op=hvd.Sum, name="sum", **options).tolist() == [total] * 4, turn
-    assert hvd.allreduce_(x.clone(), name="mean", **options).tolist() == pytest.approx([total / n] * 4)
-    grouped = hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum, name="group", **options)
-    assert [tensor[0].item() for tensor in grouped] == [total, 2 * total]
-    rows = hvd.allgather(torch.full((hvd.rank() + 1,), hvd.rank()), name="rows", **options)
-    assert rows.tolist() == [rank for rank in members for _ in range(rank + 1)]
-    both = hvd.grouped_allgather([x[:1], x[:2]], name="both", **options)
-    assert [len(tensor) for tensor in both] == [n, 2 * n]
-    for root in members:  # by its global rank
-        assert hvd.broadcast(x, root, name=f"from.{root}", **options).tolist() == [root + 1.0] * 4
-        assert hvd.broadcast_object({"root": hvd.rank()}, root, name=f"object.{root}", **options) == {"root": root}
-    swapped = hvd.alltoall(torch.tensor([100 * hvd.rank() + to for to in range(n)]), name="swap", **options)
-    assert swapped.tolist() == [100 * sender + own.rank() for sender in members]
-    part = hvd.reducescatter(torch.ones(n, 2) * x[0], op=hvd.Sum, name="part", **options)
-    assert part.tolist() == [[total, total]]
-    parts = hvd.grouped_reducescatter([torch.ones(2 * n) * x[0]], op=hvd.Sum, name="parts", **options)
-    assert parts[0].tolist() == [total, total]
-    at = torch.sparse_coo_tensor(torch.tensor([[hvd.rank()]]), x[:1], (3,))
-    summed = hvd.sparse_allreduce_async(at, name="sparse", op=hvd.Sum, **options)().to_dense()
-    assert summed.tolist() == [rank + 1.0 if rank in members else 0.0 for rank in range(3)]
+        grouped = hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum, name="group", **options)
+        assert [tensor[0].item() for tensor in grouped] == [total, 2 * total], turn
+        rows = hvd.allgather(torch.full((hvd.rank() + 1,), hvd.rank()), name="rows", **options)
+        assert rows.tolist() == [rank for rank in members for _ in range(rank + 1)], turn
     hvd.barrier(process_set=own)
 
 

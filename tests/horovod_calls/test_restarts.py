@@ -67,10 +67,6 @@ def test_a_thread_that_waits_is_told_of_a_shutdown(restartable, sets):
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="after").item() == hvd.size()
 
 
-class Fails(Exception):
-    pass
-
-
 @pytest.mark.parametrize("who", ["every rank", "one rank"])
 def test_elastic_state_is_restored_and_horovod_started_again(restartable, who):
     """One rank's failure reaches the others as an error of the collective in which they wait for it."""
@@ -99,21 +95,3 @@ def test_elastic_state_is_restored_and_horovod_started_again(restartable, who):
     ended = train(state)
     assert torch.allclose(ended, begun + 6)  # the step after the last commit was undone
     assert resets == [2]
-
-
-def test_elastic_state_when_hosts_change(restartable):
-    hvd = restartable
-    state = hvd.elastic.TorchState(model=torch.nn.Linear(2, 1), step=0)
-    seen = []
-
-    @hvd.elastic.run
-    def train(state):
-        seen.append(state.step)
-        while state.step < 4:
-            state.step += 1
-            if state.step == 2 and len(seen) == 1:
-                state.on_hosts_updated(time.time(), 0)
-            state.commit()
-
-    train(state)
-    assert seen == [0, 2]

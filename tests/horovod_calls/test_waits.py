@@ -1,4 +1,4 @@
-"""Ranks and threads that wait for each other: late, early, out of order, joined, several at once; and optimizers."""
+"""Ranks and threads that wait for each other: late, early, out of order, joined, several at once."""
 
 import ctypes
 import os
@@ -114,75 +114,3 @@ def test_ranks_join_after_different_numbers_of_steps(hvd, last):
     # Named: unnamed tensors are numbered by what each rank has queued so far, which now differs, and would be waited for
     # for ever.
     assert hvd.allreduce(ones(), op=hvd.Sum, name="after join").tolist() == [hvd.size()] * 4
-
-
-# ----------------------------------------------------------------------------------------------- parameters, optimizers
-
-
-def model_of(rank: int) -> torch.nn.Module:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-    with torch.no_grad():
-        for number, tensor in enumerate(model.state_dict().values()):
-            tensor.fill_(rank + number + 1)
-    return model
-
-
-def test_broadcast_parameters_and_optimizer_state(hvd):
-    root = hvd.size() - 1
-    model, expected = model_of(hvd.rank()), model_of(root)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + hvd.rank()))
-    for _ in range(hvd.rank() + 1):
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 1.0 + hvd.rank())
-        optimizer.step()
-    model.load_state_dict(model_of(hvd.rank()).state_dict())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=root)
-    for name, tensor in expected.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-    hvd.broadcast_parameters(list(model.named_parameters()), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=root)
-    group = optimizer.param_groups[0]
-    assert group["lr"] == pytest.approx(0.1 * hvd.size())
-    assert [int(optimizer.state[p]["step"]) for p in model.parameters()] == [hvd.size()] * 6
-    states = hvd.allgather_object([optimizer.state[p]["exp_avg_sq"].tolist() for p in model.parameters()])
-    assert all(state == states[0] for state in states)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"compression": "fp16"}, {"groups": 2}, {"backward_passes_per_step": 2}, {"gradient_predivide_factor": 2.0}],
-    ids=str,
-)
-def test_distributed_optimizer_steps_by_the_mean_gradient(hvd, options):
-    weight = torch.nn.Parameter(torch.zeros(3))
-    bias = torch.nn.Parameter(torch.zeros(2))
-    passes = options.get("backward_passes_per_step", 1)
-    if "compression" in options:
-        options = options | {"compression": hvd.Compression.fp16}
-    named = [("weight", weight), ("bias", bias)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, bias], lr=1.0), named_parameters=named, **options)
-    for _ in range(3):
-        optimizer.zero_grad()
-        for _ in range(passes):
-            ((hvd.rank() + 1) * weight.sum() + 2 * bias.sum()).backward()
-        optimizer.step()
-    mean = passes * sum(range(1, hvd.size() + 1)) / hvd.size()
-    assert weight.tolist() == pytest.approx([-3 * mean] * 3)
-    assert bias.tolist() == pytest.approx([-3 * 2 * passes] * 2)
-
-
-def test_distributed_optimizer_with_sparse_gradients(hvd):
-    for dense in (False, True):
-        table = torch.nn.Embedding(4, 2, sparse=True)
-        torch.nn.init.zeros_(table.weight)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(table.parameters(), lr=1.0),
-            named_parameters=table.named_parameters(),
-            sparse_as_dense=dense,
-        )
-        for _ in range(2):
-            optimizer.zero_grad()
-            table(torch.tensor([0, hvd.rank() + 1])).sum().backward()
-            optimizer.step()
-        expected = [2.0] + [2 / hvd.size() * (row <= hvd.size()) for row in range(1, 4)]
-        assert (-table.weight[:, 0]).tolist() == pytest.approx(expected)
