@@ -1,6 +1,6 @@
 """What is freed stays with the process: later steps take no page faults; and whoever has chosen otherwise is left alone.
 
-Both programs measure in one process, first malloc as it comes and then ours, so that nothing but our call differs.
+The program measures in one process, first malloc as it comes and then ours, so that nothing but our call differs.
 """
 
 import ctypes
@@ -46,14 +46,6 @@ def step():
 compare(step)
 """
 
-CONVNET = """
-import torch
-from hvdtrain.models.convnet import ConvNet
-torch.set_num_threads(1)
-model, images = ConvNet(), torch.zeros(64, 1, 28, 28)
-compare(lambda: model(images).sum().backward())
-"""
-
 
 def page_faults(program: str) -> tuple[int, int]:
     """Return the page faults of ten steps: as malloc comes, and with what is freed kept."""
@@ -75,14 +67,6 @@ def test_blocks_are_found_mapped_by_the_next_step():
     before, after = page_faults(BLOCKS)
     assert before >= 200, "else glibc keeps it by itself now, and our call can go"
     assert after < before / 4
-
-
-@glibc
-@pytest.mark.slow
-def test_later_steps_of_the_convnet_find_their_memory_mapped():
-    """Of 52 runs, all on busy cores, 12 on a single one: 2,710 to 34,180 page faults; with ours at most a tenth of them."""
-    before, after = page_faults(CONVNET)
-    assert after < before / 3
 
 
 @pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])
