@@ -12,7 +12,6 @@ import torch
 from hvdtrain.checks.findings import Findings, Here
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.cores import cpu_quota
-from hvdtrain.engines.tuning import own_script
 
 SMALL, LARGE = 1, 4 * 2**20  # float32 elements: 4 B shows the latency, 16 MiB the bandwidth
 
@@ -65,8 +64,7 @@ def check_neighbours(found: Findings, here: Here, engine: Engine) -> None:
 
 def check_cores(found: Findings, here: Here, engine: Engine) -> None:
     """Check that the threads of this host's ranks fit its cores."""
-    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
-    have = min(cores, quota)
+    have = min(len(os.sched_getaffinity(0)), cpu_quota())
     threads = torch.get_num_threads()
     line = f"cores: {have:g}; ranks on this host: {engine.local_size}; torch threads per rank: {threads}"
     if engine.local_size * threads > have:
@@ -74,8 +72,6 @@ def check_cores(found: Findings, here: Here, engine: Engine) -> None:
         found.warning(line, "threads compete for cores, and every rank waits for the slowest", do)
     else:
         found.ok(line)
-    if engine.name == "horovod":
-        found.ok(own_script(os.environ, engine.local_size, len(os.sched_getaffinity(0)), quota))
 
 
 def check_output(found: Findings, here: Here, engine: Engine) -> None:

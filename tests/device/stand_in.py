@@ -155,7 +155,6 @@ class Memory:
 
 memory = Memory()
 autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-autograd = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
 
 
 def address(tensor: Tensor) -> int:
@@ -340,7 +339,6 @@ def install() -> None:
     """Make the device known to torch. Once per process, which is of no other use afterwards."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     autocast.fallback(torch.library.fallthrough_kernel)  # which then casts nothing
-    autograd.impl("gru.input", gru)
     torch.__future__.set_swap_module_params_on_conversion(True)  # module.to(device) keeps the parameters' identity
     torch.inference_mode = torch.no_grad  # type: ignore[misc,assignment] # inference tensors cannot be wrapped
     streams.on_wait = note_wait
@@ -348,20 +346,6 @@ def install() -> None:
     Tensor.is_pinned = is_pinned  # type: ignore[method-assign,assignment]
     Tensor.tolist = checked(Tensor.tolist)  # type: ignore[method-assign]
     torch.tensor = moved(torch.tensor)
-
-
-def gru(inputs: Tensor, start: Tensor, weights: list[Tensor], *how: Any) -> tuple[Tensor, Tensor]:
-    """One layer of `nn.GRU(batch_first=True)`. torch would use a kernel that it does not have for a CPU."""
-    of_input, of_state, input_bias, state_bias = weights
-    state_of, outputs = start[0], []  # [b, width]
-    for step in inputs.unbind(1):
-        from_input = torch.nn.functional.linear(step, of_input, input_bias).chunk(3, 1)
-        from_state = torch.nn.functional.linear(state_of, of_state, state_bias).chunk(3, 1)
-        reset, keep = ((one + other).sigmoid() for one, other in zip(from_input[:2], from_state[:2], strict=True))
-        new = (from_input[2] + reset * from_state[2]).tanh()
-        state_of = new + keep * (state_of - new)
-        outputs.append(state_of)
-    return torch.stack(outputs, 1), state_of[None]
 
 
 def checked(tolist: Callable[..., Any]) -> Callable[..., Any]:

@@ -190,7 +190,7 @@ MUTANTS = [
            f"{GPU_NUMBERS}::test_deterministic_and_fast_arithmetic_are_set_before_the_engine_starts_and_said"),
     mutant("GPUs: who waits for one is blamed", "hvdtrain/hangs/diagnosis.py",
            "report.asynchronous and report.step > behind", "False",
-           f"{VERDICT}::test_on_gpus_those_who_wait_for_their_gpu_are_not_blamed"),
+           f"{VERDICT}::test_what_is_said_of_a_standstill"),
     mutant("buckets: gradients are averaged", HOROVOD, "how.predivide / self.size if", "how.predivide if",
            f"{FLAGS}::test_predivision_makes_smaller_what_is_sent_and_not_the_mean"),
     # ---- guarantees: exact resume
@@ -224,7 +224,7 @@ MUTANTS = [
            f"{RUN}::test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch"),
     mutant("a hung rank is named, not one that waits", "hvdtrain/hangs/diagnosis.py",
            "if report.collective is None and", "if report.collective is not None and",
-           f"{VERDICT}::test_the_one_outside_is_named_with_its_place"),
+           f"{VERDICT}::test_what_is_said_of_a_standstill"),
     mutant("a silent rank is named", "hvdtrain/hangs/diagnosis.py", "if rank not in reports]",
            "if rank in reports]", VERDICT),
     mutant("replicas are compared", "hvdtrain/training/replicas.py", "if len(kinds) == 1:", "if True:",

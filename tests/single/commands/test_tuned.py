@@ -16,7 +16,7 @@ import pytest
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced
-from hvdtrain.engines.tuning import FAST, own_script
+from hvdtrain.engines.tuning import FAST
 from hvdtrain.launching import run_script
 from hvdtrain.tuned import parse, refuse_torchrun, say, tune
 
@@ -248,17 +248,6 @@ def test_threads_are_left_alone_where_the_launcher_does_not_tell_the_ranks_of_th
 def test_threads_by_cores_that_a_rank_really_has(monkeypatch, mine, job, ranks, quota, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(job if pid == 99 else mine)))
     assert share_of_host(ranks, quota, parent=99) == expected
-
-
-def test_the_doctor_says_what_a_script_would_gain():
-    cores = len(os.sched_getaffinity(os.getppid()))
-    tuned = share_of_host(2, float("inf"))[0]
-    said = own_script({}, 2, 2 * cores, float("inf"))
-    as_it_comes, _, with_tuned = said.partition("; with hvdtrain.tuned ")
-    assert as_it_comes == f"a script of your own: 2 ranks x {2 * cores} threads on {2 * cores} cores"
-    assert with_tuned.startswith(f"2 ranks x {tuned} thread")
-    assert "each rank bound to one; with" in own_script({"OMPI_MCA_orte_bound_at_launch": "1"}, 2, 4, float("inf"))
-    assert "would no longer poll" in own_script({"OMP_NUM_THREADS": "3"}, 2, 4, float("inf"))
 
 
 def test_frames_of_ours_between_those_of_the_script_are_hidden(monkeypatch):

@@ -38,7 +38,6 @@ RUNS: dict[str, tuple[str, str, dict[str, int]]] = {
     "text": ("hvdtrain.lm", f"{LM} --accumulate 2 --text TEXT", {"late": 1, "pinned": 4, "out": 1}),
     "augment.py": ("docs/programs/augment.py", f"{AUGMENT} --batch-size 128", {"late": 1, "pinned": 2, "out": 1}),
     "gan.py": ("docs/programs/gan.py", "--epochs 1 --batch-size 256", {"late": 2, "pinned": 1, "out": 2}),
-    "tokens.py": ("docs/programs/tokens.py", "--epochs 1 --batch-size 72", {"late": 1, "pinned": 1, "out": 1}),
 }  # fmt: skip
 
 
