@@ -3,14 +3,9 @@
 On CPUs nothing is set: the same command on the same machine has the same bits there (docs/restarts.md).
 """
 
-from collections.abc import Mapping
-
 import torch
 
-from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.tuning import tuned_environment
-
-# Read once, when cuBLAS and NCCL start.
+# Variables with which bits repeat. Read once, when cuBLAS and NCCL start.
 REPEATABLE = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it, torch refuses matrix products (use_deterministic_algorithms)
     "NCCL_NVLS_ENABLE": "0",  # sums in NVLink switches: "not deterministic between different calls" (nccl#1497)
@@ -18,17 +13,6 @@ REPEATABLE = {
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
 }
-KEEPS_BITS = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_NVLS_ENABLE": ("0",)}
-
-
-def repeatable_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set before CUDA and NCCL start, so that bits repeat. Raises UserError where the user has set
-    one to a value with which they do not."""
-    for name, values in KEEPS_BITS.items():
-        if environment.get(name, values[0]) not in values:
-            said = f"--deterministic, but {name}={environment[name][:40]!r}, with which bits do not repeat"
-            raise UserError(f"{said}: unset it, or set it to {values[0]}")
-    return tuned_environment(environment, REPEATABLE)
 
 
 def set_up(device: torch.device, *, deterministic: bool, tuning: bool) -> list[str]:

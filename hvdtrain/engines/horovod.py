@@ -116,45 +116,31 @@ def broadcastable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in (torch.bool, torch.int16) and tensor.dim() else tensor
 
 
-class PredividedCompressor:
-    """A Horovod compressor: divides and casts to the network type before the sum; casts back and scales after it.
+class GradientCompressor:
+    """A Horovod compressor: sends each gradient in the order of its memory, divided and cast to the network type; casts it
+    back and scales it after the sum.
 
-    Traps: Horovod's fp16 compression sums before it divides, so 40,000 on three ranks becomes infinity. And Horovod silently
-    ignores `gradient_predivide_factor` when gradients are grouped. Therefore the division is done here.
+    Traps: Horovod takes contiguous tensors only, and gradients of weights in channels_last are not. Its fp16 compression
+    sums before it divides, so 40,000 on three ranks becomes infinity. And it silently ignores `gradient_predivide_factor`
+    when gradients are grouped. Therefore the division is done here.
     """
 
-    def __init__(self, wire_dtype: torch.dtype | None, predivide: float, factor_after: float):
+    def __init__(self, wire_dtype: torch.dtype | None, predivide: float = 1.0, factor_after: float = 1.0):
         self.wire_dtype = wire_dtype
         self.predivide = predivide
         self.factor_after = factor_after
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Return the tensor to send, and the dtype to restore."""
-        divided = tensor / self.predivide
-        return (divided if self.wire_dtype is None else divided.to(self.wire_dtype)), tensor.dtype
+    def compress(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tensor to send, and the gradient, whose dtype and layout to restore."""
+        sent = in_memory_order(gradient)
+        sent = sent if self.predivide == 1.0 else sent / self.predivide
+        return sent.to(self.wire_dtype or sent.dtype), gradient
 
-    def decompress(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the reduced tensor in its original dtype, scaled."""
-        return tensor.to(dtype).mul_(self.factor_after)
-
-
-class MemoryOrderCompressor:
-    """A Horovod compressor around another one: sends each gradient in the order of its memory. Gradients of weights in
-    channels_last are not contiguous, and Horovod takes no others."""
-
-    def __init__(self, inner: Any):
-        self.inner = inner
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, tuple[Any, torch.Size, tuple[int, ...]]]:
-        """Return the tensor to send, and what restores it: the other compressor's context, shape and strides."""
-        sent, context = self.inner.compress(in_memory_order(tensor))
-        return sent, (context, tensor.shape, tensor.stride())
-
-    def decompress(self, tensor: Tensor, context: tuple[Any, torch.Size, tuple[int, ...]]) -> Tensor:
-        """Return the reduced tensor with the shape and strides of the gradient."""
-        inner, shape, strides = context
-        restored: Tensor = self.inner.decompress(tensor, inner)
-        return restored.as_strided(shape, strides)
+    def decompress(self, tensor: Tensor, gradient: Tensor) -> Tensor:
+        """Return the reduced tensor, scaled, with dtype, shape and strides of the gradient."""
+        restored = tensor.to(gradient.dtype)
+        restored = restored if self.factor_after == 1.0 else restored.mul_(self.factor_after)
+        return restored.as_strided(gradient.shape, gradient.stride())
 
 
 def carries_bf16() -> bool:
@@ -240,18 +226,18 @@ class HorovodEngine(Engine):
         if how.reduction == "adasum":
             self._refuse_adasum()
         op = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[how.reduction]
-        compressor: Any = hvd.Compression.fp16 if how.compression == "fp16" else hvd.Compression.none
+        wire_dtype, predivide, factor_after = WIRE_DTYPES[how.compression], 1.0, 1.0
         if how.reduction != "adasum" and (how.compression != "none" or how.predivide != 1.0):
-            op = hvd.Sum
-            factor_after = how.predivide / self.size if how.reduction == "average" else how.predivide
-            wire_dtype = WIRE_DTYPES[how.compression]
-            compressor = PredividedCompressor(wire_dtype, how.predivide, factor_after)
+            op, predivide = hvd.Sum, how.predivide
+            factor_after = predivide / self.size if how.reduction == "average" else predivide
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in named if parameter in own]
         if complex_ := next((name for name, parameter in named if parameter.is_complex()), None):
             raise UserError(f"{complex_} is complex, which Horovod does not reduce: use --engine ddp", everywhere=True)
-        if not all(parameter.is_contiguous() for _, parameter in named):
-            compressor = MemoryOrderCompressor(compressor)
+        compressor: Any = GradientCompressor(wire_dtype, predivide, factor_after)
+        plain = wire_dtype is None and predivide == factor_after == 1.0
+        if plain and all(parameter.is_contiguous() for _, parameter in named):
+            compressor = hvd.Compression.none
         options: dict[str, Any] = dict(
             named_parameters=named,
             compression=compressor,

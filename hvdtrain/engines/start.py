@@ -41,7 +41,7 @@ def start(
         # The kernel restricts the set to the cores that the job may use.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     if deterministic and device != "cpu":
-        os.environ.update(arithmetic.repeatable_environment(os.environ))
+        os.environ.update(arithmetic.REPEATABLE)
     kind = engine_class(name)
     engine = kind(tuning=tuning, rank=told.rank, size=told.size, launcher=told.launcher)
     if told.launcher != "none" and (told.rank, told.size) != (engine.rank, engine.size):

@@ -16,7 +16,7 @@ from hvdtrain.engines import arithmetic
 from hvdtrain.engines.base import default_predivision
 from hvdtrain.engines.ddp import DdpEngine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.horovod import HorovodEngine, PredividedCompressor
+from hvdtrain.engines.horovod import GradientCompressor, HorovodEngine
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import start
 from hvdtrain.hangs import leaving
@@ -30,11 +30,11 @@ def relative_error(ranks: int, predivide: float) -> float:
     """Return the error of the mean of small gradients (root mean square 4.5e-5), summed in float16, two by two."""
     generator = torch.Generator().manual_seed(1)
     gradient = torch.randn(4000, generator=generator) * 4.5e-5  # the same on all ranks: no error averages out
-    compressor = PredividedCompressor(torch.float16, predivide, predivide / ranks)
+    compressor = GradientCompressor(torch.float16, predivide, predivide / ranks)
     sums = [compressor.compress(gradient)[0] for _ in range(ranks)]
     while len(sums) > 1:
         sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
-    mean = compressor.decompress(sums[0], torch.float32)
+    mean = compressor.decompress(sums[0], gradient)
     return float((mean - gradient).norm() / gradient.norm())
 
 
@@ -44,10 +44,10 @@ def relative_error(ranks: int, predivide: float) -> float:
 def test_small_gradients_survive_fp16_on_many_ranks_and_large_ones_do_not_overflow(ranks, factor, largest):
     assert default_predivision("fp16", ranks) == factor
     assert relative_error(ranks, factor) < 2.1 * relative_error(8, 8.0) < 0.007
-    compressor = PredividedCompressor(torch.float16, factor, factor / ranks)
+    compressor = GradientCompressor(torch.float16, factor, factor / ranks)
     summed = (compressor.compress(torch.tensor([float(largest)]))[0].double() * ranks).half()
     assert summed.isfinite()
-    assert compressor.decompress(summed, torch.float32).item() == pytest.approx(largest, rel=2e-3)
+    assert compressor.decompress(summed, torch.zeros(1)).item() == pytest.approx(largest, rel=2e-3)
 
 
 def test_the_divisor_is_a_power_of_two_on_many_ranks_and_one_without_fp16():
@@ -265,25 +265,6 @@ def test_deterministic_and_fast_arithmetic_are_set_before_the_engine_starts_and_
     assert set_ == (REPEATABLE if algorithms else dict.fromkeys(REPEATABLE))
     said = [note for note in engine.notes if not note.startswith("malloc")]
     assert [note[: len(start_)] for note, start_ in zip(said, notes, strict=True)] == notes
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "refused"),
-    [
-        ("NCCL_NVLS_ENABLE", "1", True),
-        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", True),
-        ("CUBLAS_WORKSPACE_CONFIG", ":16:8", False),
-        ("NCCL_ALGO", "Tree", False),
-    ],
-)
-def test_variables_of_the_user_stay_or_are_refused(name, value, refused):
-    if refused:
-        with pytest.raises(
-            UserError, match=f"--deterministic, but {name}='{value}', with which bits do not repeat: unset it"
-        ):
-            arithmetic.repeatable_environment({name: value})
-    else:
-        assert name not in arithmetic.repeatable_environment({name: value})
 
 
 def test_dataparallel_seeds_all_its_gpus_each_differently(monkeypatch):
