@@ -1,12 +1,53 @@
-"""Loads initial weights from a file. A state_dict is loaded without executing code."""
+"""Files of weights: checks before they are opened, and initial weights. Nothing in a file is executed."""
 
+import itertools
+import re
+import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.models.tensor_files import refuse_large_header, require_file
+
+MOST_HEADER_BYTES = 2**26
+MOST_TENSORS = 100_000  # a file of 67 MB with a million empty tensors took 33 s and 2 GB
+STRING_OR_OBJECT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|\{', re.DOTALL)
+
+
+def require_file(path: Path) -> None:
+    """Raise ValueError if `path` is not a regular file: opening a pipe or a device might block. Raises OSError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is not a regular file")
+
+
+def refuse_large_header(path: Path) -> None:
+    """Raise ValueError if a safetensors file has an excessive number of tensors, because the library would create an object
+    for each. Raises OSError if it cannot be read."""
+    require_file(path)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MOST_HEADER_BYTES:
+            raise ValueError(f"its header of {length:,} bytes is larger than {MOST_HEADER_BYTES:,}")
+        header = file.read(length)
+    if header.count(b"{") > MOST_TENSORS + 1:  # each tensor is an object inside of one; look without the strings
+        objects = (match for match in STRING_OR_OBJECT.finditer(header) if header[match.start()] == ord("{"))
+        if next(itertools.islice(objects, MOST_TENSORS + 1, None), None) is not None:
+            raise ValueError(f"it names more than {MOST_TENSORS:,} tensors")
+
+
+def require_match(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, types: bool = False) -> None:
+    """Raise ValueError if a state_dict from a file does not have the names and shapes of the model's. types: and types."""
+    for name in [*expected, *state]:
+        if name not in state or name not in expected:
+            whose = "the model lacks it" if name in state else "the file lacks it"
+            raise ValueError(f"{name}: {whose}")
+        there, here = state[name], expected[name]
+        if there.shape != here.shape:
+            raise ValueError(f"{name} is {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
+        if types and there.dtype != here.dtype:
+            raise ValueError(f"{name} is {there.dtype} in the file, {here.dtype} in the model")
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -24,28 +65,18 @@ def load_weights(model: nn.Module, path: Path) -> None:
         else:
             # weights_only: a pickle could run code (CVE-2025-32434 is fixed in torch 2.6).
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except ImportError as error:
-        raise UserError(f"--weights {path}: {error}: pip install safetensors") from error
     except OSError as error:
         raise UserError(f"--weights {path}: {error.strerror or error}: name a file that can be read") from error
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"--weights {path}: not a file of weights ({first}): save it with torch.save(model.state_dict())"
-        ) from error
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise UserError(
-            f"--weights {path}: holds {type(state).__name__}, not a state_dict: torch.save(model.state_dict())"
-        )
-    expected = model.state_dict()
-    for name in [*expected, *state]:
-        if name not in state or name not in expected:
-            whose = "the model lacks it" if name in state else "the file lacks it"
-            raise UserError(
-                f"--weights {path}: does not match the model: {name}: {whose}: choose the --model it was saved from"
-            )
-        if state[name].shape != expected[name].shape:
-            shapes = f"{tuple(state[name].shape)} in the file, {tuple(expected[name].shape)} in the model"
-            how = "choose the --model, and data with as many classes, that it was saved from"
-            raise UserError(f"--weights {path}: does not match the model: {name} is {shapes}: {how}")
+        how = "save it with torch.save(model.state_dict())"
+        raise UserError(f"--weights {path}: not a file of weights ({first}): {how}") from error
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        how = "torch.save(model.state_dict())"
+        raise UserError(f"--weights {path}: holds {type(state).__name__}, not a state_dict: {how}")
+    try:
+        require_match(state, model.state_dict())
+    except ValueError as error:
+        how = "choose the --model, and data with as many classes, that it was saved from"
+        raise UserError(f"--weights {path}: does not match the model: {error}: {how}") from error
     model.load_state_dict(state)

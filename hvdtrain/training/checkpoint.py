@@ -2,10 +2,7 @@
 
 Each checkpoint is one file in the safetensors format:
 
-    model.NAME            parameters and buffers, under their own names
-    optimizer.I.NAME      the optimizer's tensors for parameter I
-    buffers               [ranks, n]: each rank's floating-point buffers (batch norm's running statistics), flattened
-    statistics.NAME       [ranks, n]: each rank's running statistics of the module registered under NAME
+    tensors               parameters and other state, by name: see contents.py
     metadata "facts"      JSON: position in training, flags, all state that is not a tensor
     metadata "sha256"     checksum of all of the above
 
@@ -15,6 +12,7 @@ Learning rates and random number generators need no state: they are derived from
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import threading
@@ -28,14 +26,14 @@ from torch import Tensor
 
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
-from hvdtrain.models.tensor_files import refuse_large_header
+from hvdtrain.models.weights import refuse_large_header
 
 Facts = dict[str, Any]  # JSON: all of a checkpoint that is not a tensor
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
-FORMAT = 2
+FORMAT = 3
+OTHER_VERSION = "the checkpoint was written by another version of hvdtrain: use that, or --resume never"
 PATIENCE_SECONDS = 600.0  # how long `Writer.flush` waits for a file system that hangs
-MOST_TOLD = 10  # damaged checkpoints that are reported one by one
 SPARE = 2  # newest checkpoints to keep in any case: if one is damaged, the previous one is nearly as recent
 
 
@@ -78,7 +76,8 @@ def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: files.L
 
 
 def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
-    """Return the facts and the tensors (on the CPU). Raises Damaged, or OSError if the file cannot be read.
+    """Return the facts and the tensors (on the CPU). Raises Damaged, OSError if the file cannot be read, and UserError if
+    another version has written it.
 
     Memory use is about the size of the file, even for malicious files: safetensors rejects tensors that do not match the
     size of the file, and this function rejects files with too many tensors.
@@ -100,8 +99,8 @@ def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
         raise Damaged(f"it has no {error} in its header") from error
     except Exception as error:  # SafetensorError, or several of torch's exceptions for unknown dtypes
         raise Damaged(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise Damaged(f"it was not written in this program's format {FORMAT}")
+    if facts.get("format") != FORMAT:
+        raise UserError(OTHER_VERSION)
     return facts, tensors
 
 
@@ -132,35 +131,25 @@ def newest(
 ) -> tuple[Facts, dict[str, Tensor]] | None:
     """Return facts and tensors of the newest valid checkpoint, or None. Damaged files are renamed, unless `keep_names`, and
     reported to `warn`."""
-    failed = 0
-
-    def tell(line: str) -> None:
-        nonlocal failed
-        failed += 1
-        if failed <= MOST_TOLD:
-            warn(line)
-
-    found = None
     for path in listed(directory):
         try:
-            found = read(path)
-            break
+            return read(path)
         except OSError as error:  # may be temporary: do not rename the file
-            tell(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
+            warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
         except Damaged as error:
-            aside = path.with_name(path.name + ".damaged")
-            if keep_names:
-                tell(f"checkpoint {path} is damaged ({error}); trying the previous one")
-                continue
-            try:
-                path.rename(aside)
-                where = f"kept as {aside.name}"
-            except OSError:
-                where = "left where it is"
-            tell(f"checkpoint {path} is damaged ({error}): {where}; trying the previous one")
-    if failed > MOST_TOLD:
-        warn(f"{failed - MOST_TOLD:,} more checkpoints in {directory} are damaged or cannot be read")
-    return found
+            where = "" if keep_names else f": {put_aside(path)}"
+            warn(f"checkpoint {path} is damaged ({error}){where}; trying the previous one")
+    return None
+
+
+def put_aside(path: Path) -> str:
+    """Rename a damaged checkpoint. Return what has become of it."""
+    aside = path.with_name(path.name + ".damaged")
+    try:
+        path.rename(aside)
+    except OSError:
+        return "left where it is"
+    return f"kept as {aside.name}"
 
 
 def find(
@@ -194,27 +183,21 @@ def prune(directory: Path, keep: int) -> None:
         return
     facts = {path: read_facts(path) for path in found}
     asked_for = [path for path in found if not facts[path].get("automatic")]
-    kept = {*found[: min(keep, SPARE)], *asked_for[:keep], best_of(facts)}
+    best = max(found, key=lambda path: goodness(facts[path]))
+    kept = {*found[: min(keep, SPARE)], *asked_for[:keep], *([best] if goodness(facts[best]) > -math.inf else [])}
     for path in found:
         if path not in kept:
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
-def best_of(facts: Mapping[Path, Facts]) -> Path | None:
-    """Return the checkpoint with the best value of its metric; of equal ones, the first. None if none has a value."""
-    best: tuple[float, Path] | None = None
-    for path, held in facts.items():
-        score = held.get("best")
-        if not isinstance(score, dict):
-            continue
-        value = score.get("value")
-        if not isinstance(value, (int, float)) or value != value:  # NaN
-            continue
-        goodness = float(value) if score.get("direction") == "max" else -float(value)
-        if best is None or goodness > best[0]:
-            best = goodness, path
-    return best[1] if best else None
+def goodness(facts: Facts) -> float:
+    """Return the value that its evaluation gave a checkpoint, higher for better ones; minus infinity if there is none."""
+    try:
+        value = float(facts["best"]["value"])
+        return -math.inf if math.isnan(value) else value if facts["best"]["direction"] == "max" else -value
+    except (KeyError, TypeError, ValueError):  # also in a damaged header, which `read_facts` does not verify
+        return -math.inf
 
 
 class Writer:

@@ -3,23 +3,22 @@
 A worker is a rank, or the ranks of a host, whose states are equal: its first rank's is saved. In a checkpoint, beside rank
 0's state:
 
-own.WORKER  JSON as uint8: the state that is no tensor, and name, type and shape of each tensor of the optimizers
-own.TYPE    the optimizers' tensors of that type, [workers - 1, n]: of each but the first, one after the other, padded
+own        JSON as uint8: of each worker, the state that is no tensor, with shape and type of its tensors
+own.rows   int64 [workers - 1, n]: of each but the first, the bytes of its tensors, one after the other, padded
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.portable import Held, from_json, to_json
 from hvdtrain.training import contents
 from hvdtrain.training.checkpoint import Facts
-
-Lengths = dict[str, int]  # number of elements, by type
 
 
 def gather(
@@ -34,20 +33,13 @@ def gather(
     workers: of each rank, the first rank of its worker.
     """
     first = sorted(set(workers))
-    held, tensors = contents.collect((), optimizers, {})
-    listed = [(name, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()]
-    facts = {"optimizers": held["optimizers"], "scaler": scaler.state_dict(), "skipped": skipped, "tensors": listed}
+    told, row = flattened([optimizer.state_dict() for optimizer in optimizers])
+    facts = {"optimizers": told, "scaler": scaler.state_dict(), "skipped": skipped, "length": len(row)}
     # The tensors are not alike on all ranks: a rank that has skipped its first steps has none yet.
     ranks: list[Facts] = engine.all_gather_object(facts, "checkpoint.own")
-    lengths = [lengths_of(one) for one in ranks]
-    packed = contents.pack_each("own", [ranks[rank] for rank in first])
-    for kind in sorted({kind for one in lengths for kind in one}):
-        row = torch.zeros(max(one[kind] for one in lengths), dtype=getattr(torch, kind))
-        mine = [value.detach().reshape(-1).cpu() for value in tensors.values() if value.dtype == row.dtype]
-        if mine:
-            row[: lengths[engine.rank][kind]] = torch.cat(mine)
-        packed[f"own.{kind}"] = engine.all_gather(row, f"checkpoint.own.{kind}")[first[1:]]
-    return packed
+    row = F.pad(row, (0, max(one["length"] for one in ranks) - len(row)))
+    rows = engine.all_gather(row, "checkpoint.own.rows") if len(row) else row.expand(engine.size, 0)
+    return {"own": contents.encoded([ranks[rank] for rank in first]), "own.rows": rows[first[1:]].clone()}
 
 
 def restore(
@@ -56,62 +48,42 @@ def restore(
     tensors: Mapping[str, Tensor] | None,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Facts:
-    """Restore this rank's optimizers, once those of rank 0 are on every rank. Return what else is its own: "optimizers",
-    "scaler", "skipped". A collective, with the `workers` that have written it. tensors: of the checkpoint, on rank 0.
+    """Restore this rank's optimizers, once those of rank 0 are on every rank. Return what else is its own: "scaler",
+    "skipped". A collective, with the `workers` that have written it. tensors: of the checkpoint, on rank 0.
     """
-    first = sorted(set(workers))
-    me = first.index(workers[engine.rank])
-    held: list[Facts] | None = None
-    with engine.raising_together("checkpoint"):
+    me = sorted(set(workers)).index(workers[engine.rank])
+    saved = None if tensors is None else [contents.decoded(tensors["own"]), tensors["own.rows"].shape]
+    told, shape = engine.broadcast_object(saved, "checkpoint.own")
+    rows = torch.zeros(shape, dtype=torch.int64)
+    if rows.numel():
         if tensors is not None:
-            held = contents.unpack_each("own", tensors)
-            require_whole(held, tensors, len(first))
-    held = engine.broadcast_object(held, "checkpoint.own")
-    assert held is not None
-    mine: dict[str, Tensor] = {}
-    for worker, facts in list(enumerate(held))[1:]:
-        for kind, length in sorted(lengths_of(facts).items()):
-            row = torch.empty(length, dtype=getattr(torch, kind))
-            if tensors is not None:
-                row.copy_(tensors[f"own.{kind}"][worker - 1, :length])
-            engine.broadcast_(row, f"checkpoint.own.{worker}.{kind}")
-            if worker == me:
-                mine[kind] = row
-    own = held[me]
+            rows.copy_(tensors["own.rows"])
+        engine.broadcast_(rows, "checkpoint.own.rows")
     if me:
-        contents.load_optimizers(own, named(own, mine), optimizers)
-    return {name: own[name] for name in ("optimizers", "scaler", "skipped")}
+        contents.load_optimizers(optimizers, unflattened(told[me]["optimizers"], rows[me - 1]))
+    return {name: told[me][name] for name in ("scaler", "skipped")}
 
 
-def require_whole(workers: list[Facts] | None, tensors: Mapping[str, Tensor], size: int) -> None:
-    """Raise UserError if the tensors do not have the form that `gather` gives them."""
-    try:
-        sound = workers is not None and len(workers) == size and all(type(one["skipped"]) is int for one in workers)
-        for number, one in enumerate(workers or ()):
-            for kind, length in lengths_of(one).items() if number else ():
-                held = tensors[f"own.{kind}"]
-                sound = sound and held.dim() == 2 and len(held) == size - 1 and 0 < length <= held.shape[1]
-                sound = sound and held.dtype == getattr(torch, kind)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(contents.OTHER_VERSION) from error
-    if not sound:
-        raise UserError(contents.OTHER_VERSION)
+def flattened(value: Any) -> tuple[Any, Tensor]:
+    """Return nested values as JSON, and the bytes of their tensors, one after the other, as int64 [n] on the CPU."""
+    parts = [torch.empty(0, dtype=torch.uint8)]
+
+    def put(tensor: Tensor) -> None:
+        parts.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+
+    told = to_json(value, put)
+    content = torch.cat(parts)
+    return told, F.pad(content, (0, -len(content) % 8)).view(torch.int64)  # 8 bytes each: MPI counts up to 2^31
 
 
-def lengths_of(facts: Facts) -> Lengths:
-    """Return how many elements a worker has of each type. 0: of types that it has not."""
-    found: Lengths = defaultdict(int)
-    for _, kind, shape in facts["tensors"]:
-        found[kind] += math.prod(shape)
-    return found
+def unflattened(told: Any, row: Tensor) -> Any:
+    """Return what was given to `flattened`. row: may be longer."""
+    content, end = row.view(torch.uint8), 0
 
+    def get(held: Held) -> Tensor:
+        nonlocal end
+        dtype: torch.dtype = getattr(torch, held["dtype"])
+        begin, end = end, end + math.prod(held["shape"]) * dtype.itemsize
+        return content[begin:end].clone().view(dtype).reshape(held["shape"])
 
-def named(facts: Facts, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a worker's tensors by name. flat: by type, one after the other."""
-    found: dict[str, Tensor] = {}
-    begin: Lengths = defaultdict(int)
-    for name, kind, shape in facts["tensors"]:
-        end = begin[kind] + math.prod(shape)
-        found[name] = flat[kind][begin[kind] : end].view(shape).clone()
-        begin[kind] = end
-    return found
+    return from_json(told, get)

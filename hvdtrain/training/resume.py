@@ -3,6 +3,7 @@
 Only rank 0 reads and writes files. It broadcasts what it has read to the other ranks.
 """
 
+import copy
 import errno
 import os
 import sys
@@ -33,9 +34,20 @@ LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
 
 
 def statistics_of(registered: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-    """Return the running statistics of each registered module that has some, by its name."""
+    """Return the running statistics of each registered module that has some, by their name in the checkpoint."""
     modules = {name: [what] for name, what in registered.items() if isinstance(what, nn.Module)}
-    return {name: found for name, module in modules.items() if (found := running_statistics(module))}
+    return {f"statistics.{name}": found for name, module in modules.items() if (found := running_statistics(module))}
+
+
+def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[dict[str, Any]]]:
+    """Return a copy of the settings of each optimizer's parameter groups, such as learning rates."""
+    return [
+        [
+            copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+            for group in one.param_groups
+        ]
+        for one in optimizers
+    ]
 
 
 class Checkpoints:
@@ -59,6 +71,7 @@ class Checkpoints:
         self._data: Facts = {}
         self._warnings: list[str] = []
         self._found: tuple[Facts, dict[str, Tensor]] | None = None  # on rank 0, until it is restored
+        self._settings: list[list[dict[str, Any]]] = []  # of the optimizers, as they were restored
         self._last_good: str | None = None
         self._writer: checkpoint.Writer | None = None
         self._lock: files.Lock | None = None
@@ -72,14 +85,17 @@ class Checkpoints:
     # ---- which one
 
     def _open(self) -> None:
-        resume = self._flags.resume
-        if self._flags.evaluate is not None:
-            self._open_to_evaluate(self._flags.evaluate, self._flags.output_dir)
+        resume, evaluate, output_dir = self._flags.resume, self._flags.evaluate, self._flags.output_dir
+        if evaluate is not None:  # the run may still be training, and nothing of it is changed
+            if output_dir is not None and (output_dir / "checkpoints").exists():
+                how = "name another one for the record of the evaluation, or leave it out"
+                raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {how}")
+            self._found = checkpoint.find(evaluate, f"--evaluate {evaluate}", self._warn, keep_names=True)
             return
-        if self.directory is not None and os.path.islink(self.directory):  # noqa: PTH114 (see `checkpoint.find`)
-            how = "give the real directory with --output-dir"
-            raise UserError(f"{self.directory} is a symbolic link, which is not followed: {how}")
         if self.directory is not None:
+            if os.path.islink(self.directory):  # noqa: PTH114 (Path's own raises where the name is too long)
+                how = "give the real directory with --output-dir"
+                raise UserError(f"{self.directory} is a symbolic link, which is not followed: {how}")
             self._take(self.directory)
             files.remove_partial(self.directory)
         if resume == "auto" and self.directory is not None:
@@ -87,18 +103,8 @@ class Checkpoints:
             self.continues = self._found is not None
         elif isinstance(resume, Path):
             self._found = checkpoint.find(resume, f"--resume {resume}", self._warn)
-        if self._found is not None:
-            contents.require_whole(*self._found)
-        elif self._warnings:
+        if self._found is None and self._warnings:
             self._warn("no checkpoint is valid: training starts from the beginning")
-
-    def _open_to_evaluate(self, path: Path, output_dir: Path | None) -> None:
-        """Read the checkpoint of --evaluate. The run may still be training, and nothing of it is changed."""
-        if output_dir is not None and (output_dir / "checkpoints").exists():
-            how = "name another one for the record of the evaluation, or leave it out"
-            raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {how}")
-        self._found = checkpoint.find(path, f"--evaluate {path}", self._warn, keep_names=True)
-        contents.require_whole(*self._found)
 
     def _take(self, directory: Path) -> None:
         """Create the directory of the checkpoints and lock the one above it, so that no other run writes there."""
@@ -131,8 +137,11 @@ class Checkpoints:
         self.facts = self.engine.broadcast_object(shared, "checkpoint.facts")
         if self.facts is None:
             return TrainState()
-        self.initial = Initial(**self.facts["initial"])
-        return TrainState(**self.facts["state"])
+        try:
+            self.initial = Initial(**self.facts["initial"])
+            return TrainState(**self.facts["state"])
+        except (KeyError, TypeError) as error:
+            raise UserError(checkpoint.OTHER_VERSION, everywhere=True) from error
 
     def require_fit(self, config: Mapping[str, object], data: Mapping[str, object]) -> None:
         """On rank 0, compare flags and data with those of the checkpoint, then start the writer of new checkpoints.
@@ -160,18 +169,15 @@ class Checkpoints:
         if unlike:
             said = f"the checkpoint was written with different flags ({in_words(unlike)})"
             self._warn(f"{said}: continued with those given now")
-        if not self.continues and self.directory is not None and checkpoint.listed(self.directory):
-            self._move_aside(self.directory)
-        if self.directory is not None:
-            self._writer = checkpoint.Writer(self.directory, self._flags.keep, self._written, self._lock)
-
-    def _move_aside(self, directory: Path) -> None:
-        try:
-            directory.rename(files.unused(directory))
-        except OSError as error:
-            raise UserError(
-                f"{directory} cannot be moved aside ({error.strerror}): name another --output-dir"
-            ) from error
+        if self.directory is None:
+            return
+        if not self.continues and checkpoint.listed(self.directory):
+            try:
+                self.directory.rename(files.unused(self.directory))
+            except OSError as error:
+                said = f"{self.directory} cannot be moved aside ({error.strerror})"
+                raise UserError(f"{said}: name another --output-dir") from error
+        self._writer = checkpoint.Writer(self.directory, self._flags.keep, self._written, self._lock)
 
     def announce(self, state: TrainState) -> None:
         """Print and record the step from which the run is resumed."""
@@ -219,34 +225,41 @@ class Checkpoints:
         self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
         if self.facts is None:
             return
-        own = buffers.flatten(floating_buffers(models))
-        rows = torch.zeros(self.facts["buffers"], dtype=own.dtype)
         with self.engine.raising_together("checkpoint"):
             if self._found is not None:
                 contents.load(self._found, models, optimizers, scaler)
-                if rows.shape[1:] != own.shape:
-                    raise UserError("the checkpoint does not match the model: it has different buffers: check --model")
-                rows.copy_(self._found[1]["buffers"])
         for model in models:
             self.engine.broadcast_model(model)
         for optimizer in optimizers:
             self.engine.broadcast_optimizer_state(optimizer)
         if self._holds_own_states() and self.facts["workers"] == self.workers:
             self.facts |= own_states.restore(self.engine, self.workers, self._found and self._found[1], optimizers)
-        if rows.numel():
-            self.engine.broadcast_(rows, "checkpoint.buffers")
-            buffers.unflatten(self._mine(rows), floating_buffers(models))
+        self._restore_own("buffers", list(floating_buffers(models)))
         if self.facts["scaler"]:
             scaler.load_state_dict(self.facts["scaler"])
+        self._settings = settings_of(optimizers)
         if self.lengthened:  # so that a scheduler begins as in a new run: `schedules.redone`
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = group.get("initial_lr", group["lr"])
 
-    def _mine(self, rows: Tensor) -> Tensor:
-        """Return this rank's own batch statistics of those of all ranks; with a different number of ranks, their mean."""
+    def _restore_own(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Restore `tensors`, of which each rank has its own: with a different number of ranks, their mean. A collective."""
+        own = buffers.flatten(tensors)
+        ranks, length = (self.facts or {})["shapes"][name]
+        if own.shape != (length,):
+            how = "it has different buffers: check --model"
+            raise UserError(f"the checkpoint does not match the model: {how}", everywhere=True)
+        if not length:
+            return
+        rows = torch.zeros(ranks, length, dtype=own.dtype)
+        if self._found is not None:
+            rows.copy_(self._found[1][name])
+        self.engine.broadcast_(rows, f"checkpoint.{name}")
         if self._flags.evaluate is not None:  # the same on each rank; the mean of equal rows may be rounded
-            return rows[0] if bool((rows == rows[0]).all()) else rows.mean(0)
-        return rows[self.engine.rank] if len(rows) == self.engine.size else rows.mean(0)
+            mine = rows[0] if bool((rows == rows[0]).all()) else rows.mean(0)
+        else:
+            mine = rows[self.engine.rank] if ranks == self.engine.size else rows.mean(0)
+        buffers.unflatten(mine, tensors)
 
     def restore_local(self, local: LocalSteps, state: TrainState) -> None:
         """Restore what only a run with --sync-every has, on every rank, if it is resumed. A collective; after `restore`."""
@@ -269,37 +282,30 @@ class Checkpoints:
                     everywhere=True,
                 )
             tensors = self._found[1] if self._found is not None else {}
-            state = contents.unpack(self.engine, held[name], f"registered.{name}", tensors)
+            state = contents.unpack_everywhere(self.engine, held[name], tensors, f"registered.{name}")
             if isinstance(what, nn.Module):
                 contents.load_registered(name, what, state)
             elif self.lengthened and redone(what, state):
                 begun_again.append(what.optimizer)
             else:
                 what.load_state_dict(state)
-        for optimizer, saved in zip(optimizers, self.facts["optimizers"], strict=True):
+        for optimizer, settings in zip(optimizers, self._settings, strict=True):
             if not any(optimizer is one for one in begun_again):
                 # A torch scheduler sets the learning rate when it is created. Restore the saved one.
-                for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
-                    group.update(contents.settings(group, values))
+                for group, saved in zip(optimizer.param_groups, settings, strict=True):
+                    group.update(copy.deepcopy(saved))
 
     def restore_statistics(self, registered: Mapping[str, Any]) -> None:
         """Restore this rank's running statistics of registered modules. A collective; after `restore_registered`."""
-        for name, statistics in statistics_of(registered).items():
-            if shape := (self.facts or {}).get("statistics", {}).get(name):
-                rows = buffers.flatten(statistics).new_zeros(shape).cpu()
-                if self._found is not None:
-                    rows.copy_(self._found[1][f"statistics.{name}"])
-                self.engine.broadcast_(rows, "checkpoint.statistics")
-                buffers.unflatten(self._mine(rows), statistics)
+        for name, statistics in statistics_of(registered).items() if self.facts is not None else ():
+            self._restore_own(name, statistics)
 
     def positions(self) -> list[Any] | None:
         """Return each rank's position in its stream, on every rank; None if there is none. A collective."""
-        held: list[Any] | None = None
-        with self.engine.raising_together("checkpoint"):
-            if self._found is not None:
-                held = contents.unpack_each("position", self._found[1])
-        held = self.engine.broadcast_object(held, "checkpoint.positions")
-        return held
+        saved = self._found[1].get("positions") if self._found is not None else None
+        held = None if saved is None else contents.decoded(saved)
+        shared: list[Any] | None = self.engine.broadcast_object(held, "checkpoint.positions")
+        return shared
 
     def forget(self) -> None:
         """Free the loaded checkpoint. Called when training begins."""
@@ -327,16 +333,20 @@ class Checkpoints:
         """
         if not self.writes:
             return
-        rows = self.engine.all_gather(buffers.flatten(floating_buffers(models)).cpu(), "checkpoint.buffers")
-        statistics = {
-            name: self.engine.all_gather(buffers.flatten(mine).cpu(), "checkpoint.statistics")
-            for name, mine in statistics_of(registered).items()
+        own = {
+            name: self.engine.all_gather(buffers.flatten(mine).cpu(), f"checkpoint.{name}")
+            for name, mine in {"buffers": list(floating_buffers(models)), **statistics_of(registered)}.items()
         }
-        positions = [] if position is None else self.engine.all_gather_object(position, "checkpoint.positions")
-        own = {} if local is None else own_states.gather(self.engine, self.workers, optimizers, scaler, state.skipped)
+        shapes = {name: list(rows.shape) for name, rows in own.items()}
+        if position is not None:
+            own["positions"] = contents.encoded(self.engine.all_gather_object(position, "checkpoint.positions"))
+        if local is not None:
+            own |= own_states.gather(self.engine, self.workers, optimizers, scaler, state.skipped)
         if self._writer is None:
             return
         facts, tensors = contents.collect(models, optimizers, registered, heartbeat)
+        if local is not None:
+            tensors |= {"outer.momentum": local.momentum()}
         facts |= {
             "format": checkpoint.FORMAT,
             "state": asdict(state),
@@ -348,15 +358,10 @@ class Checkpoints:
             "config": self._config,
             "data": self._data,
             "scaler": scaler.state_dict(),
-            "buffers": list(rows.shape),
-            "statistics": {name: list(of_all.shape) for name, of_all in statistics.items()},
+            "shapes": shapes,
             "workers": self.workers,
         }
-        own |= {f"statistics.{name}": of_all for name, of_all in statistics.items()}
-        if local is not None:
-            tensors |= {"outer.momentum": local.momentum()}
-        snapshot = contents.snapshot(tensors, heartbeat)
-        self._writer.put(facts, {**snapshot, **own, **contents.pack_each("position", positions), "buffers": rows})
+        self._writer.put(facts, contents.snapshot(tensors, heartbeat) | own)
 
     def _score(self, state: TrainState) -> Facts | None:
         """Return metric, direction and value of this checkpoint, if there was an evaluation."""

@@ -195,7 +195,7 @@ MUTANTS = [
            f"{FLAGS}::test_predivision_makes_smaller_what_is_sent_and_not_the_mean"),
     # ---- guarantees: exact resume
     mutant("resume: the optimizer's state", "hvdtrain/training/contents.py",
-           'optimizer.load_state_dict({"state": state, "param_groups": groups})', "pass",
+           'optimizer.load_state_dict({"state": held["state"], "param_groups": groups})', "pass",
            f"{RESUME}::test_stop_signal_saves_and_leaves_with_75"),
     mutant("resume: random numbers follow from the position", STEP,
            "(self._shared.seed, self._samples, self._shared.engine.rank)",

@@ -20,11 +20,10 @@ from hvdtrain.data import idx, published, shards
 from hvdtrain.data.shard_reading import Job, ShardBatches
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.models import tensor_files
 from hvdtrain.models.convnet import MODELS
-from hvdtrain.models.weights import load_weights
+from hvdtrain.models.weights import MOST_TENSORS, load_weights
 from hvdtrain.output import run_output
-from hvdtrain.training import checkpoint, contents
+from hvdtrain.training import checkpoint
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import TrainState
 from tests.single.data import fake_mnist as fake
@@ -202,7 +201,7 @@ def saved() -> tuple[dict, dict]:
     model = MODELS["convnet-nonorm"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     facts = {
-        "format": 2,
+        "format": checkpoint.FORMAT,
         "state": asdict(TrainState(samples_of_epoch=64, samples=64, step=1, train_seconds=1.5, train={"loss": 0.5})),
         "best": None,
         "initial": dict(ranks=1, batch_size=64, accumulate=1),
@@ -210,14 +209,13 @@ def saved() -> tuple[dict, dict]:
         "engine": "serial",
         "config": {"lr": 0.1, "epochs": 2},
         "data": {"dataset": "digits", "train_samples": 128},
-        "optimizers": [{"values": {}, "groups": [{"lr": 0.1, "momentum": 0.9}]}],
+        "optimizers": [optimizer.state_dict()],
         "registered": {},
         "scaler": {},
-        "buffers": [1, 0],
+        "shapes": {"buffers": [1, 0]},
     }
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors["buffers"] = torch.zeros(1, 0)
-    assert optimizer.state_dict()["param_groups"]
     return facts, tensors
 
 
@@ -249,38 +247,9 @@ def test_a_sound_checkpoint_goes_on(saved, engine, tmp_path):
 
 def test_braces_in_strings_are_not_taken_for_tensors(saved, engine, tmp_path):
     facts, tensors = saved
-    facts = facts | {"registered": {"text": {"value": '"{' * tensor_files.MOST_TENSORS}}}
+    facts = facts | {"registered": {"text": {"value": '"{' * MOST_TENSORS}}}
     checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
     assert go_on(tmp_path, engine) == TrainState(**facts["state"])
-
-
-HUGE = 10**15
-STATE = dict(samples_of_epoch=64, samples=64, step=1, train_seconds=1.5)
-
-
-@pytest.mark.parametrize(
-    "unlike",
-    [
-        {"state": STATE | {"epoch": HUGE}},
-        {"state": STATE | {"step": 65}},
-        {"state": STATE | {"samples_of_epoch": 65}},
-        {"state": STATE | {"train_seconds": float("inf")}},
-        {"state": STATE | {"evaluation": {"loss": 1.0}}},
-        {"state": STATE | {"evaluation": {"loss": 1.0, "count": float("nan")}}},
-        {"initial": dict(ranks=HUGE, batch_size=64, accumulate=1)},
-        {"optimizers": [{"values": {}, "groups": [{"lr": None}]}]},
-        {"registered": {"x": {contents.TENSOR: 0, "shape": [HUGE], "dtype": "float32"}}},
-        {"registered": {"x": [{"__items__": [[1]]}]}},
-    ],
-    ids=str,
-)
-def test_impossible_facts_are_refused_in_one_line(saved, engine, unlike, tmp_path):
-    facts, tensors = saved
-    path = tmp_path / "checkpoints" / checkpoint.name_of(1)
-    checkpoint.write(path, facts | unlike, tensors)
-    with pytest.raises(UserError) as caught:
-        go_on(tmp_path, engine)
-    one_line(caught.value)
 
 
 def test_weights_of_another_type_are_not_converted(saved, engine, tmp_path):
@@ -311,27 +280,6 @@ def test_what_a_checkpoint_says_does_not_control_the_terminal(saved, engine, out
     assert said[0].endswith(("--resume never", "continued with those given now"))
 
 
-@tried(60)
-@given(data=st.data())
-def test_any_facts_under_a_right_checksum_are_refused_or_taken(saved, engine, data, tmp_path):
-    """As another version, or somebody's editor, might write them."""
-    facts, tensors = saved
-    facts = data.draw(changed(facts))
-    path = tmp_path / "checkpoints" / checkpoint.name_of(1)
-    checkpoint.write(path, facts, tensors)
-    try:
-        at = go_on(tmp_path, engine)
-    except UserError as error:
-        one_line(error)
-        return
-    finally:
-        for left in path.parent.glob("*"):
-            left.unlink()
-    if at.step:
-        assert at == TrainState(**facts["state"])
-        assert min(at.epoch, at.samples_of_epoch, at.samples, at.step, at.skipped) >= 0
-
-
 @tried(100)
 @given(
     tensors=st.dictionaries(
@@ -358,7 +306,7 @@ def test_headers_that_lie_are_refused_without_taking_the_memory(tensors, metadat
 
 @pytest.mark.parametrize(
     ("count", "key"),
-    [(tensor_files.MOST_TENSORS, "dtype"), (tensor_files.MOST_TENSORS, r"\u0064type"), (10**6, "dtype")],
+    [(MOST_TENSORS, "dtype"), (MOST_TENSORS, r"\u0064type"), (10**6, "dtype")],
 )
 def test_a_million_empty_tensors_cost_neither_time_nor_memory(count, key, tmp_path):
     """They took 33 s and 2 GB, for 67 MB."""
