@@ -5,13 +5,12 @@ Does not import torch, so that a command line with a mistake fails at once.
 
 import argparse
 import contextlib
-import copy
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hvdtrain.engines.errors import UserError
 
@@ -37,31 +36,30 @@ MAY_CHANGE = frozenset({
     *("keep", "log_steps", "max_skipped", "no_progress", "output_dir", "profile", "resume", "step_timeout", "tensorboard"),
     *("threads", "track", "tuning", "verbose", "weights", "evaluate", "predict"),
 })  # fmt: skip
-OF_TRAINING = frozenset({"compile", "recipe", "target_accuracy"})  # flags that --evaluate does not take from the run
+OF_TRAINING = frozenset({"compile", "target_accuracy"})  # flags that --evaluate does not take from the run
 PREDICTIONS = (".csv", ".safetensors")  # endings of --predict
 LARGEST = 1e38  # upper limit of floating-point flags: they are combined with float32 weights, whose maximum is 3.4e38
 Recipes = Mapping[str, Mapping[str, object]]
 
 
 class Flags(argparse.Namespace):
-    """The parsed flags of `program`.
+    """The parsed flags of `parser`.
 
     may_change: names of the flags that may change when a run is resumed. derived: names of the flags that were not given,
     and whose value follows from the number of ranks; it may differ when another number of ranks resumes.
     """
 
-    def __init__(self, program: str):
+    def __init__(self, parser: "Parser", words: Sequence[str] = ()):
         super().__init__()
-        self._program, self._may_change, self._derived = program, MAY_CHANGE, frozenset[str]()
-        self._not_given: dict[str, argparse.Action] = {}  # with --evaluate: the flags that were not given
+        self._parser, self._words, self._derived = parser, words, frozenset[str]()
 
     @property
     def program(self) -> str:
-        return self._program
+        return self._parser.prog
 
     @property
     def may_change(self) -> frozenset[str]:
-        return self._may_change
+        return self._parser.may_change
 
     @property
     def derived(self) -> frozenset[str]:
@@ -77,13 +75,16 @@ class Flags(argparse.Namespace):
 
         config: of its checkpoint. Where and how to compute is this command's choice.
         """
-        for name, action in self._not_given.items():
-            if name in config and name not in MAY_CHANGE | OF_TRAINING:
-                try:
-                    setattr(self, name, as_parsed(action, config[name]))
-                except (argparse.ArgumentTypeError, ValueError, TypeError) as error:
-                    said = f"the checkpoint to evaluate has a --{name.replace('_', '-')} that is not valid ({error})"
-                    raise UserError(f"{said}: give this flag", everywhere=True) from error
+        theirs = {name: value for name, value in config.items() if name not in MAY_CHANGE | OF_TRAINING}
+        try:
+            words = [*self._parser.words_of(theirs), *self._words]
+            parsed = argparse.ArgumentParser.parse_args(self._parser, words, argparse.Namespace(**theirs))
+        except UserError as error:
+            said = f"the checkpoint to evaluate has a flag that is not valid ({error})"
+            raise UserError(f"{said}: give this flag", everywhere=True) from error
+        absolute(parsed)
+        for name in theirs.keys() & self.given().keys():
+            setattr(self, name, getattr(parsed, name))
 
     def given(self) -> dict[str, object]:
         """Return the flags by name, as stored in records and checkpoints: functions by their names, not their addresses."""
@@ -101,7 +102,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self._may_change: frozenset[str] = MAY_CHANGE
+        self.may_change: frozenset[str] = MAY_CHANGE
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists every flag)", everywhere=True)
@@ -116,7 +117,7 @@ class Parser(argparse.ArgumentParser):
 
         names: "workers", or "--workers".
         """
-        self._may_change |= {name.lstrip("-").replace("-", "_") for name in names}
+        self.may_change |= {name.lstrip("-").replace("-", "_") for name in names}
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Flags:  # type: ignore[override] # ours is Flags
         """The same as `parse`, under argparse's name."""
@@ -131,15 +132,12 @@ class Parser(argparse.ArgumentParser):
         for word in words:  # trap: argparse takes this value away, and returns the default, or a list
             if word.startswith("--") and word.endswith("=--"):
                 self.error(f"argument {word[:-3]}: expected one argument")
-        flags = super().parse_args(words, Flags(self.prog))
-        flags._may_change = self._may_change
+        flags = super().parse_args(words, Flags(self, words))
         for name, value in (recipes or {}).get(getattr(flags, "recipe", ""), {}).items():
             if getattr(flags, name) is None:
                 setattr(flags, name, value)
         given = flags.given()
-        if given.get("evaluate") is not None:
-            flags._not_given = self._actions_not_in(argv)
-        elif given.get("predict") is not None:
+        if given.get("predict") is not None and given["evaluate"] is None:
             raise UserError("--predict needs --evaluate, the run whose model predicts", everywhere=True)
         absolute(flags, absolute_path if "engine" in given else expanded)
         if "engine" in given:
@@ -173,35 +171,18 @@ class Parser(argparse.ArgumentParser):
         words = list(argv[end:])
         return self.parse(argv[:end]), words[1:] if words[:1] == ["--"] else words
 
-    def _actions_not_in(self, argv: Sequence[str] | None) -> dict[str, argparse.Action]:
-        """Return the flags that are not in `argv`, by their names in the result."""
-        nothing = object()
-        found = argparse.Namespace(**{action.dest: nothing for action in self._actions})
-        super().parse_args(argv, found)
-        return {action.dest: action for action in self._actions if getattr(found, action.dest) is nothing}
-
-
-def as_parsed(action: argparse.Action, value: object) -> Any:
-    """Return `value`, which was stored as JSON, as the parser would return it. Raises what a type or int() raises."""
-    if value is None or (action.nargs == 0 and isinstance(value, bool)):
-        return value
-    if isinstance(action, argparse.BooleanOptionalAction) and isinstance(value, bool):
-        return value
-    if isinstance(value, list) and action.nargs in ("*", "+"):
-        return [as_parsed(one_of(action), item) for item in value]
-    if not isinstance(value, (str, int, float)) or isinstance(value, bool):
-        raise TypeError(f"{value!r:.80}")
-    parsed = action.type(str(value)) if callable(action.type) else str(value)
-    if action.choices is not None and parsed not in action.choices:
-        raise ValueError(f"{value!r:.80}")
-    return parsed
-
-
-def one_of(action: argparse.Action) -> argparse.Action:
-    """Return an action like `action` that takes one value."""
-    single = copy.copy(action)
-    single.nargs = None
-    return single
+    def words_of(self, config: Mapping[str, object]) -> list[str]:
+        """Return the command line that gives the flags these values, as they are in records. It leaves out switches."""
+        words = []
+        for action in self._actions:
+            value = config.get(action.dest)
+            if not action.option_strings or isinstance(value, bool):
+                continue
+            if action.nargs is None and isinstance(value, (str, int, float)):
+                words.append(f"{action.option_strings[0]}={value}")
+            elif action.nargs in ("*", "+") and isinstance(value, list) and value:
+                words += [action.option_strings[0], *map(str, value)]
+        return words
 
 
 def settle_local_steps(flags: argparse.Namespace) -> None:
@@ -284,202 +265,100 @@ def training_parser(name: str, description: str | None, **defaults: object) -> P
     return made
 
 
+# fmt: off
 def add_run(group: Parser) -> None:
     """Add the flags for the length of training, batches, precision, devices and output."""
-    group.add_argument("--epochs", type=positive_int, default=10, help="passes through the training set")
-    group.add_argument("--batch-size", type=positive_int, default=32, help="samples per rank and micro-batch")
-    group.add_argument(
-        "--accumulate",
-        "--gradient-accumulation-steps",
-        type=positive_int,
-        default=1,
-        help="micro-batches per step; their gradients are averaged",
-    )
-    group.add_argument(
-        "--amp",
-        choices=AMP,
-        help="compute in this type where it is safe; auto: bf16 where possible (default: auto on GPUs, else off)",
-    )
+    add = group.add_argument
+    add("--epochs", type=positive_int, default=10, help="passes through the training set")
+    add("--batch-size", type=positive_int, default=32, help="samples per rank and micro-batch")
+    add("--accumulate", "--gradient-accumulation-steps", type=positive_int, default=1,
+        help="micro-batches per step; their gradients are averaged")
+    add("--amp", choices=AMP,
+        help="compute in this type where it is safe; auto: bf16 where possible (default: auto on GPUs, else off)")
     add_compression(group)
-    group.add_argument(
-        "--gradient-predivide-factor",
-        type=positive,
-        help="divide gradients by this before the sum over ranks (default: 1; more with --compression fp16)",
-    )
-    group.add_argument(
-        "--reduction",
-        choices=("average", "sum", "adasum"),
-        default="average",
-        help="how gradients are reduced over ranks (default: average)",
-    )
-    group.add_argument(
-        "--sync-every",
-        type=positive_int,
-        default=1,
-        metavar="H",
-        help="exchange weights every H steps, which each rank takes alone, instead of gradients in every step (default: 1)",
-    )
-    group.add_argument(
-        "--sync-within",
-        choices=("rank", "host"),
-        help="with --sync-every: host: the ranks of a host average gradients in every step (default: rank)",
-    )
-    group.add_argument(
-        "--outer-lr", type=positive, help="with --sync-every: learning rate of the shared weights (default: 1)"
-    )
-    group.add_argument(
-        "--outer-momentum", type=fraction, help="with --sync-every: their Nesterov momentum (default: 0.5)"
-    )
-    group.add_argument("--weights", type=Path, help="start from the state_dict in this file (.pt or .safetensors)")
-    group.add_argument(
-        "--evaluate",
-        type=Path,
-        metavar="PATH",
-        help="do not train: evaluate this checkpoint, or the newest of a run; flags not given are the run's",
-    )
-    group.add_argument(
-        "--predict",
-        type=prediction_file,
-        metavar="FILE",
-        help="with --evaluate: also write what the model says about each sample (.csv or .safetensors)",
-    )
+    add("--gradient-predivide-factor", type=positive,
+        help="divide gradients by this before the sum over ranks (default: 1; more with --compression fp16)")
+    add("--reduction", choices=("average", "sum", "adasum"), default="average",
+        help="how gradients are reduced over ranks (default: average)")
+    add("--sync-every", type=positive_int, default=1, metavar="H",
+        help="exchange weights every H steps, which each rank takes alone, instead of gradients in every step (default: 1)")
+    add("--sync-within", choices=("rank", "host"),
+        help="with --sync-every: host: the ranks of a host average gradients in every step (default: rank)")
+    add("--outer-lr", type=positive, help="with --sync-every: learning rate of the shared weights (default: 1)")
+    add("--outer-momentum", type=fraction, help="with --sync-every: their Nesterov momentum (default: 0.5)")
+    add("--weights", type=Path, help="start from the state_dict in this file (.pt or .safetensors)")
+    add("--evaluate", type=Path, metavar="PATH",
+        help="do not train: evaluate this checkpoint, or the newest of a run; flags not given are the run's")
+    add("--predict", type=prediction_file, metavar="FILE",
+        help="with --evaluate: also write what the model says about each sample (.csv or .safetensors)")
     add_engine(group)
-    group.add_argument(
-        "--seed", type=seed, default=1, help="seed of the weights and of the order of the samples (default: 1)"
-    )
-    group.add_argument(
-        "--deterministic",
-        action="store_true",
-        help="on GPUs: the same bits in each run, slower (on CPUs: without it, too)",
-    )
-    group.add_argument(
-        "--output-dir",
-        type=Path,
-        help="write metrics.jsonl, summary.json and checkpoints to this directory (default: write nothing)",
-    )
-    group.add_argument(
-        "--log-steps",
-        type=positive_int,
-        default=50,
-        help="steps between two train events in metrics.jsonl (default: 50)",
-    )
-    group.add_argument("--no-progress", action="store_true", help="show no progress")
-    group.add_argument("-v", "--verbose", action="store_true", help="print each automatic setting, one per line")
-    group.add_argument(
-        "--tensorboard",
-        action="store_true",
-        help="also write scalars to --output-dir/tensorboard",
-    )
-    group.add_argument(
-        "--track",
-        choices=TRACKERS,
-        help="also record the run, in --output-dir unless MLFLOW_TRACKING_URI or WANDB_API_KEY say where",
-    )
-    group.add_argument(
-        "--profile",
-        type=positive_int,
-        metavar="STEPS",
-        help="record this many steps, a file per rank in --output-dir/profile (for ui.perfetto.dev)",
-    )
+    add("--seed", type=seed, default=1, help="seed of the weights and of the order of the samples (default: 1)")
+    add("--deterministic", action="store_true",
+        help="on GPUs: the same bits in each run, slower (on CPUs: without it, too)")
+    add("--output-dir", type=Path,
+        help="write metrics.jsonl, summary.json and checkpoints to this directory (default: write nothing)")
+    add("--log-steps", type=positive_int, default=50,
+        help="steps between two train events in metrics.jsonl (default: 50)")
+    add("--no-progress", action="store_true", help="show no progress")
+    add("-v", "--verbose", action="store_true", help="print each automatic setting, one per line")
+    add("--tensorboard", action="store_true", help="also write scalars to --output-dir/tensorboard")
+    add("--track", choices=TRACKERS,
+        help="also record the run, in --output-dir unless MLFLOW_TRACKING_URI or WANDB_API_KEY say where")
+    add("--profile", type=positive_int, metavar="STEPS",
+        help="record this many steps, a file per rank in --output-dir/profile (for ui.perfetto.dev)")
 
 
 def add_fault_tolerance(group: Parser) -> None:
     """Add the flags for checkpoints, restarts and failures (docs/restarts.md)."""
-    group.add_argument(
-        "--checkpoint-steps",
-        type=count,
-        metavar="N",
-        help="save every N steps, and after each epoch (default: as often as costs 1 %%; 0: epochs only)",
-    )
-    group.add_argument(
-        "--keep",
-        type=positive_int,
-        default=3,
-        help="how many of the newest checkpoints to keep, besides the best (default: 3; automatic ones do not count)",
-    )
-    group.add_argument(
-        "--resume",
-        type=resumed,
-        default="auto",
-        metavar="auto|never|PATH",
-        help="auto: continue the run in --output-dir, if there is one; PATH: start from this checkpoint (default: auto)",
-    )
-    group.add_argument(
-        "--check-steps",
-        type=count,
-        default=100,
-        help="steps between two checks that the weights are the same on all ranks (default: 100; 0: never)",
-    )
-    group.add_argument(
-        "--max-skipped",
-        type=count,
-        help="skip up to this many steps in a row whose gradients are not finite (default: 0; 20 with --amp fp16)",
-    )
-    group.add_argument(
-        "--step-timeout",
-        type=non_negative,
-        metavar="SECONDS",
-        help="end the job after so long without progress (default: 30, or 20 times the longest step; 0: never)",
-    )
+    add = group.add_argument
+    add("--checkpoint-steps", type=count, metavar="N",
+        help="save every N steps, and after each epoch (default: as often as costs 1 %%; 0: epochs only)")
+    add("--keep", type=positive_int, default=3,
+        help="how many of the newest checkpoints to keep, besides the best (default: 3; automatic ones do not count)")
+    add("--resume", type=resumed, default="auto", metavar="auto|never|PATH",
+        help="auto: continue the run in --output-dir, if there is one; PATH: start from this checkpoint (default: auto)")
+    add("--check-steps", type=count, default=100,
+        help="steps between two checks that the weights are the same on all ranks (default: 100; 0: never)")
+    add("--max-skipped", type=count,
+        help="skip up to this many steps in a row whose gradients are not finite (default: 0; 20 with --amp fp16)")
+    add("--step-timeout", type=non_negative, metavar="SECONDS",
+        help="end the job after so long without progress (default: 30, or 20 times the longest step; 0: never)")
 
 
 def add_optimization(group: Parser) -> None:
     """Add the optimization flags of classifiers. Those not given are set from the recipe."""
-    group.add_argument("--lr", type=positive, help="peak learning rate, before scaling")
-    group.add_argument(
-        "--lr-scaling", choices=("none", "linear"), help="linear: multiply --lr by the ranks and by --accumulate"
-    )
-    group.add_argument(
-        "--lr-schedule", choices=SCHEDULES, help="how the learning rate changes during training (docs/choosing.md)"
-    )
-    group.add_argument("--warmup-epochs", type=non_negative, help="linear warm-up, in epochs (fractions allowed)")
-    group.add_argument(
-        "--optimizer", choices=OPTIMIZERS, help="what applies the gradients (default: that of the recipe)"
-    )
-    group.add_argument("--momentum", type=fraction, help="sgd: momentum; adam, adamw: beta 1")
-    group.add_argument("--weight-decay", type=non_negative, help="L2 penalty; adamw: decoupled weight decay")
-    group.add_argument("--label-smoothing", type=fraction, help="share of each label that is spread over all classes")
-    group.add_argument(
-        "--target-accuracy",
-        type=accuracy,
-        help="stop when the test accuracy (0 to 1) is reached; exit code 3 if it is not",
-    )
+    add = group.add_argument
+    add("--lr", type=positive, help="peak learning rate, before scaling")
+    add("--lr-scaling", choices=("none", "linear"), help="linear: multiply --lr by the ranks and by --accumulate")
+    add("--lr-schedule", choices=SCHEDULES, help="how the learning rate changes during training (docs/choosing.md)")
+    add("--warmup-epochs", type=non_negative, help="linear warm-up, in epochs (fractions allowed)")
+    add("--optimizer", choices=OPTIMIZERS, help="what applies the gradients (default: that of the recipe)")
+    add("--momentum", type=fraction, help="sgd: momentum; adam, adamw: beta 1")
+    add("--weight-decay", type=non_negative, help="L2 penalty; adamw: decoupled weight decay")
+    add("--label-smoothing", type=fraction, help="share of each label that is spread over all classes")
+    add("--target-accuracy", type=accuracy,
+        help="stop when the test accuracy (0 to 1) is reached; exit code 3 if it is not")
     group.may_change_on_resume("recipe", "target_accuracy")
 
 
 def add_engine(group: Parser) -> None:
     """Add the flags for the arguments of `start`: engine, device, threads, tuning."""
-    group.add_argument(
-        "--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)"
-    )
-    group.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where to compute (default: a GPU if there is one)",
-    )
-    group.add_argument(
-        "--threads", type=threads, help="torch threads per rank (default: this rank's share of the cores)"
-    )
-    group.add_argument(
-        "--tuning",
-        choices=("auto", "off"),
-        default="auto",
-        help="auto: settings that make Horovod, MPI and malloc fast, unless you set them; off: keep all defaults",
-    )
+    add = group.add_argument
+    add("--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="where to compute (default: a GPU if there is one)")
+    add("--threads", type=threads, help="torch threads per rank (default: this rank's share of the cores)")
+    add("--tuning", choices=("auto", "off"), default="auto",
+        help="auto: settings that make Horovod, MPI and malloc fast, unless you set them; off: keep all defaults")
 
 
 def add_compression(group: Parser) -> None:
     """Add the flags for gradient compression."""
-    group.add_argument(
-        "--compression",
-        choices=("none", "fp16", "bf16", "auto"),
-        default="none",
-        help="of gradients on the network; auto: fp16 between hosts, none within a host (default: none)",
-    )
-    group.add_argument(
-        "--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16"
-    )
+    add = group.add_argument
+    add("--compression", choices=("none", "fp16", "bf16", "auto"), default="none",
+        help="of gradients on the network; auto: fp16 between hosts, none within a host (default: none)")
+    add("--fp16-allreduce", dest="compression", action="store_const", const="fp16", help="--compression fp16")
+# fmt: on
 
 
 def some_of(able: Collection[str]) -> Callable[[str], list[str]]:
@@ -498,31 +377,6 @@ def some_of(able: Collection[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def positive_int(text: str) -> int:
-    """Return `text` as an int of at least 1. Raises ArgumentTypeError."""
-    return _whole(text, 1, 2**31 - 1)
-
-
-def count(text: str) -> int:
-    """Return `text` as an int of at least 0. Raises ArgumentTypeError."""
-    return _whole(text, 0, 2**31 - 1)
-
-
-def byte_count(text: str) -> int:
-    """Return `text` as a number of bytes from 1 to 2**50. Raises ArgumentTypeError."""
-    return _whole(text, 1, 2**50)
-
-
-def seed(text: str) -> int:
-    """Return `text` as a random seed from 0 to 2**63 - 1. Raises ArgumentTypeError."""
-    return _whole(text, 0, 2**63 - 1)
-
-
-def threads(text: str) -> int:
-    """Return `text` as a number of threads from 1 to 1024. Raises ArgumentTypeError."""
-    return _whole(text, 1, 1024)  # torch itself has no limit
-
-
 def prediction_file(text: str) -> Path:
     """Return `text` as the path of a file for predictions. Raises ArgumentTypeError."""
     if Path(text).suffix not in PREDICTIONS:
@@ -530,33 +384,53 @@ def prediction_file(text: str) -> Path:
     return Path(text)
 
 
+def positive_int(text: str) -> int:
+    """Return `text` as an int of at least 1. Raises ArgumentTypeError."""
+    return whole(text, 1)
+
+
+def count(text: str) -> int:
+    """Return `text` as an int of at least 0. Raises ArgumentTypeError."""
+    return whole(text, 0)
+
+
+def seed(text: str) -> int:
+    """Return `text` as a random seed from 0 to 2**63 - 1. Raises ArgumentTypeError."""
+    return whole(text, 0, 2**63 - 1)
+
+
+def byte_count(text: str) -> int:
+    """Return `text` as a number of bytes from 1 to 2**50. Raises ArgumentTypeError."""
+    return whole(text, 1, 2**50)
+
+
+def threads(text: str) -> int:
+    """Return `text` as a number of threads from 1 to 1024. Raises ArgumentTypeError."""
+    return whole(text, 1, 1024)  # torch itself has no limit
+
+
 def non_negative(text: str) -> float:
     """Return `text` as a float of at least 0. Raises ArgumentTypeError."""
-    return _number(text, least=0.0, open_end=False)
+    return number(text, "of at least 0", lambda value: value >= 0)
 
 
 def positive(text: str) -> float:
     """Return `text` as a float greater than 0. Raises ArgumentTypeError."""
-    return _number(text, least=0.0, open_end=True)
+    return number(text, "above 0", lambda value: value > 0)
 
 
 def accuracy(text: str) -> float:
     """Return `text` as a float greater than 0 and at most 1. Raises ArgumentTypeError."""
-    value = _number(text, least=0.0, open_end=True)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1 (99 % is 0.99)")
-    return value
+    return number(text, "above 0 and at most 1 (99 % is 0.99)", lambda value: 0 < value <= 1)
 
 
 def fraction(text: str) -> float:
     """Return `text` as a float of at least 0 and less than 1. Raises ArgumentTypeError."""
-    value = _number(text, least=0.0, open_end=False)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
-    return value
+    return number(text, "of at least 0 and below 1", lambda value: 0 <= value < 1)
 
 
-def _whole(text: str, least: int, most: int) -> int:
+def whole(text: str, least: int, most: int = 2**31 - 1) -> int:
+    """Return `text` as an int from `least` to `most`. Raises ArgumentTypeError."""
     # int() also accepts 1_000, and raises a different error for more than 4,300 digits.
     value = int(text) if re.fullmatch("[+-]?[0-9]{1,4000}", text) else least - 1
     if value < least:
@@ -566,13 +440,14 @@ def _whole(text: str, least: int, most: int) -> int:
     return value
 
 
-def _number(text: str, *, least: float, open_end: bool) -> float:
+def number(text: str, kind: str, fits: Callable[[float], bool]) -> float:
+    """Return `text` as a float that `fits`. kind: which these are, in words. Raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not (least < value if open_end else least <= value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {'above' if open_end else 'of at least'} {least:g}")
+    if not fits(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {kind}")
     if value > LARGEST:
         raise argparse.ArgumentTypeError(f"{text!r} is more than {LARGEST:g}, the largest value allowed")
     return value

@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     add("--reduced-decode", action="store_true", help=reduced)
     add("--workers", type=training.count, help="DataLoader workers per rank (default: derived from this rank's cores)")
     most = "stop if more samples than this cannot be read: a share if below 1, else a number (default: 0.001)"
-    add("--max-corrupt", "--max-broken", type=training.non_negative, default=0.001, help=most)
+    add("--max-corrupt", type=training.non_negative, default=0.001, help=most)
     add("--recipe", choices=tuple(RECIPES), default="cosine", help="a set of values for the flags not given")
     add("--model", default="resnet50", help="any torchvision classifier (default: resnet50)")
     formats = tuple(MEMORY_FORMATS)
@@ -128,9 +128,8 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
     torch.manual_seed(flags.seed)
     net = build_model(flags.model, source.classes, flags.image_size)
     if run.device.type != "cpu":
-        net = net.to(
-            memory_format=memory_format
-        )  # else each convolution lays its weights out anew. On CPUs: the same speed
+        # Else each convolution lays its weights out anew. On CPUs: the same speed.
+        net = net.to(memory_format=memory_format)
     optimizer = optim.build(flags.optimizer, optim.decay_groups(net), peak_rate, flags.momentum, flags.weight_decay)
     model, _ = run.prepare(net, optimizer)
     if flags.compile:

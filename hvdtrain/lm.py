@@ -94,7 +94,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         batch_size="sequences per rank and micro-batch (default: those of the recipe's step, shared by the ranks)",
         accumulate="micro-batches per step (default: as many as keep at most 12 sequences in one)",
     )
-    parser.may_change_on_resume("recipe", "text", "tokenizer", "compile", "sample", "sample_tokens", "temperature")
+    parser.may_change_on_resume("text", "tokenizer", "compile", "sample", "sample_tokens", "temperature")
     flags = parser.parse(argv, RECIPES)
     if flags.epochs is not None:
         if (steps := parser.parse(argv).steps) is not None:
@@ -154,28 +154,6 @@ def learning_rate(step: int, steps: int, flags: Flags) -> float:
     return lowest + (highest - lowest) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-class Rows:
-    """The number of rows of a padded token embedding, in checkpoints: a resumed run has as many, on any device."""
-
-    def __init__(self, rows: int):
-        self.rows = rows
-
-    def state_dict(self) -> dict[str, int]:
-        return {"rows": self.rows}
-
-    def load_state_dict(self, held: dict[str, int]) -> None:
-        self.rows = held["rows"]
-
-
-def rows_of_embedding(flags: Flags, run: training.Run, vocabulary: int) -> int:
-    """Return the rows of the token embedding: a multiple of 64 for --recipe gpt2 on a GPU; if resumed, as when it began."""
-    if run.checkpoints.facts is not None:
-        held = run.checkpoints.facts["registered"].get("embedding")
-        rows = held.get("rows") if isinstance(held, dict) else None
-        return rows if isinstance(rows, int) and rows > vocabulary else vocabulary
-    return padded(vocabulary) if flags.recipe == "gpt2" and run.device.type != "cpu" else vocabulary
-
-
 def adamw(net: GPT, flags: Flags) -> torch.optim.Optimizer:
     """Return AdamW for `net`, fused if this torch has the kernel."""
     settings = dict(lr=flags.lr, betas=(0.9, flags.beta2), weight_decay=flags.weight_decay)
@@ -197,12 +175,10 @@ def train(flags: Flags, run: training.Run, data: text.Text) -> None:
     bound = run.engine.sum(matrix_product_rate(run.device, AMP_DTYPES[flags.amp]), "matrix_product").item()
 
     torch.manual_seed(flags.seed)
-    rows = rows_of_embedding(flags, run, data.vocabulary.size)
+    rows = padded(data.vocabulary.size) if flags.recipe == "gpt2" else data.vocabulary.size
     net = GPT(Sizes(**{name: getattr(flags, name) for name in SIZE_FLAGS}), data.vocabulary.size, flags.dropout, rows)
     model, _ = run.prepare(net, adamw(net, flags))
     run.register(vocabulary=data.vocabulary)
-    if rows > data.vocabulary.size:
-        run.register(embedding=Rows(rows))
     if flags.compile:
         with run.raising_together("compile"):
             model = compiled(model, run.device)

@@ -1,14 +1,12 @@
 """What the flags of hvdtrain.lm alone do: sizes of the model, rates, text, samples."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hvdtrain import lm
-from hvdtrain.models.gpt import GPT, padded
-from hvdtrain.training.checkpoint import Writer
+from hvdtrain.models.gpt import GPT
 from tests.single.trained import Trained, trained
 
 BOOK = "the quick brown fox jumps over the lazy dog\n" * 20
@@ -134,36 +132,11 @@ def test_compile_compiles(book, monkeypatch):
     assert compiled == [seen.model]
 
 
-def test_a_padded_embedding_goes_on_as_it_is_and_is_sampled_without_a_gpu(book, tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setattr(lm, "rows_of_embedding", lambda flags, run, vocabulary: padded(vocabulary))
-        put = Writer.put
-        # Otherwise a newer checkpoint may take the place of one that waits.
-        patch.setattr(Writer, "put", lambda self, *what: (put(self, *what), self.flush()))
-        flags = f"--text {book} {SMALL} --steps 4 --sample-tokens 0 --checkpoint-steps 2 --keep 9"
-        whole = trained(lm, flags, tmp_path / "out")
+def test_the_embedding_of_the_large_recipe_is_padded_and_such_a_run_is_evaluated_and_sampled(book, tmp_path, capsys):
+    flags = f"--recipe gpt2 --text {book} {SMALL} --tokens characters --sample-tokens 0 --steps 2"
+    whole = trained(lm, flags, tmp_path / "whole")
     assert net(whole).tokens.weight.shape[0] == 64 > net(whole).vocabulary
-    middle = tmp_path / "out" / "checkpoints" / "step-00000002.safetensors"
-    resumed = trained(lm, f"{flags} --resume {middle}", tmp_path / "resumed")
-    assert net(resumed).tokens.weight.shape[0] == 64
-    assert resumed.summary["parameters_sha256"] == whole.summary["parameters_sha256"]
+    assert trained(lm, f"--evaluate {tmp_path / 'whole'}").code == 0
     capsys.readouterr()
-    assert lm.sample(lm.parse(f"{SMALL} --sample fox --sample-tokens 60 --output-dir {tmp_path / 'out'}".split())) == 0
+    assert trained(lm, f"{SMALL} --sample fox --sample-tokens 60 --output-dir {tmp_path / 'whole'}").code == 0
     assert set(capsys.readouterr().out.strip()) <= set(BOOK)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "device", "held", "rows"),
-    [
-        ("gpt2", "cuda", None, 50_304),
-        ("gpt2", "cpu", None, 50_257),
-        ("shakespeare-cpu", "cuda", None, 50_257),
-        ("gpt2", "cuda", {}, 50_257),  # the run began without padding
-        ("gpt2", "cpu", {"embedding": {"rows": 50_304}}, 50_304),
-        ("gpt2", "cpu", {"embedding": {"rows": "many"}}, 50_257),  # another program's
-    ],
-)
-def test_the_embedding_is_padded_where_the_recipe_of_a_large_model_begins_on_a_gpu(recipe, device, held, rows):
-    facts = None if held is None else {"registered": held}
-    run = SimpleNamespace(device=torch.device(device), checkpoints=SimpleNamespace(facts=facts))
-    assert lm.rows_of_embedding(SimpleNamespace(recipe=recipe), run, 50_257) == rows
