@@ -28,6 +28,7 @@ REFUSED = {
         "--sync-within host": "--sync-within host is for weights: give --sync-every, of at least 2",
         "--deterministic --tuning off":
             "--deterministic cannot go with --tuning off, with which Horovod sums gradients",
+        "--checkpoint-steps 5": "--checkpoint-steps needs --output-dir",
         "--profile 5": "--profile needs --output-dir",
         "--tensorboard": "--tensorboard needs --output-dir",
         "--track mlflow": "--track needs --output-dir",

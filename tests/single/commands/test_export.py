@@ -1,5 +1,6 @@
 """Weights and programs for use without hvdtrain: they compute what the trained model computes."""
 
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -9,7 +10,6 @@ from torch import nn
 
 from hvdtrain import export, imagenet, lm, mnist, training
 from hvdtrain.engines.errors import UserError
-from hvdtrain.models.convnet import MODELS
 from hvdtrain.training import checkpoint, contents
 from tests import image_set
 from tests.single.trained import trained
@@ -50,22 +50,18 @@ def test_the_model_that_prepare_has_returned_is_written_under_its_own_names_too(
     assert load_file(tmp_path / "w.safetensors").keys() == net.state_dict().keys()
 
 
-def test_a_program_computes_what_the_model_does_for_any_batch(tmp_path):
-    net = program(tmp_path / "run", tmp_path / "model.pt2", lambda net: net, torch.randn(4, 3)).eval()
-    exported = torch.export.load(tmp_path / "model.pt2").module()
-    for count in (2, 7):
-        x = torch.randn(count, 3)
-        torch.testing.assert_close(exported(x), net(x))
-
-
 needs_onnx = pytest.mark.skipif(
     not (find_spec("onnx") and find_spec("onnxscript")),
     reason="onnx or onnxscript is not installed: pip install 'hvdtrain[onnx]'",
 )
+PROGRAMS = ["pt2", pytest.param("onnx", marks=needs_onnx)]
 
 
 def computed(path, x):
-    """Return what the model in an .onnx file computes, by ONNX's own reference implementation, which checks no shape."""
+    """Return what an exported program computes. An .onnx file: by ONNX's own reference implementation, which checks no
+    shape."""
+    if path.suffix == ".pt2":
+        return torch.export.load(path).module()(x)
     import onnx
     from onnx.reference import ReferenceEvaluator
 
@@ -76,12 +72,13 @@ def computed(path, x):
     return torch.from_numpy(result)
 
 
-@needs_onnx
-def test_an_onnx_program_computes_what_the_model_does_for_any_batch(tmp_path):
-    net = program(tmp_path / "run", tmp_path / "model.onnx", lambda net: net, torch.randn(4, 3)).eval()
-    for count in (1, 2, 7):
+@pytest.mark.parametrize("ending", PROGRAMS)
+def test_a_program_computes_what_the_model_does_for_any_batch(ending, tmp_path):
+    path = tmp_path / f"model.{ending}"
+    net = program(tmp_path / "run", path, lambda net: net, torch.randn(4, 3)).eval()
+    for count in (2, 7):
         x = torch.randn(count, 3)
-        torch.testing.assert_close(computed(tmp_path / "model.onnx", x), net(x))
+        torch.testing.assert_close(computed(path, x), net(x))
 
 
 SCRIPTS = {
@@ -116,22 +113,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_keeps_its_name(tmp_path, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["pt2", pytest.param("onnx", marks=needs_onnx)])
+@pytest.mark.parametrize("ending", PROGRAMS)
 def test_a_script_of_ours_is_exported_from_its_record(ending, tmp_path):
-    flags = mnist.parse([
-        "--engine", "serial", "--dataset", "digits", "--train-samples", "64", "--epochs", "1", "--no-progress",
-        "--output-dir", str(tmp_path / "run"), "--threads", "1",
-    ])  # fmt: skip
-    with training.start(flags) as run:
-        mnist.train(flags, run, mnist.load(flags, run))
-    path = tmp_path / f"model.{ending}"
+    seen = trained(mnist, SCRIPTS["mnist"][1], tmp_path / "run")
+    path, images = tmp_path / f"model.{ending}", torch.rand(3, 1, 28, 28)
     assert export.main([str(tmp_path / "run"), "--to", str(path)]) == 0
-    net = MODELS[flags.model]().eval()
-    _, tensors = checkpoint.find(tmp_path / "run", "run", print)
-    net.load_state_dict(export.weights_of(tensors))
-    images = torch.rand(3, 1, 28, 28)
-    result = computed(path, images) if ending == "onnx" else torch.export.load(path).module()(images)
-    torch.testing.assert_close(result, net(images))
+    torch.testing.assert_close(computed(path, images), seen.model.eval()(images))
 
 
 class Branching(nn.Module):
@@ -139,31 +126,25 @@ class Branching(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
+EXAMPLE = torch.zeros(4, 3)
+SIZES = dict.fromkeys(("layers", "heads", "width", "context", "bias", "tied", "image_size"), 1)  # a program's own flags
 WRONG = {
-    "an unknown ending": (["--to", "w.txt"], "its ending says what to write, and .txt is unknown"),
-    "no run": (["--to", "w.pt"], "it has no valid checkpoint"),
+    "its ending says what to write, and .txt is unknown": lambda tmp, out: export.main([str(tmp), "--to", "w.txt"]),
+    "it has no valid checkpoint": lambda tmp, out: export.main([str(tmp), "--to", str(out)]),
+    "torch.export cannot follow the model": lambda tmp, out: program(tmp, out, lambda net: Branching(), EXAMPLE),
+    "a program needs an example": lambda tmp, out: program(tmp, out),
+    "of a program whose model is not known": lambda tmp, out: (
+        program(tmp) and export.main([str(tmp), "--to", str(out)])
+    ),
+    "a program whose model is not known": lambda *_: export.model_of(
+        {"config": SIZES, "data": {}}, {"0.weight": EXAMPLE}
+    ),
+    "cannot be written": lambda tmp, out: program(tmp) and export.main([str(tmp), "--to", str(tmp / "none" / "w.pt")]),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_exported_is_refused_in_one_line(case, tmp_path):
-    argv, complaint = WRONG[case]
-    with pytest.raises(UserError, match=complaint) as caught:
-        export.main([str(tmp_path), *argv])
+@pytest.mark.parametrize("complaint", WRONG)
+def test_what_cannot_be_exported_is_refused_in_one_line(complaint, tmp_path):
+    with pytest.raises(UserError, match=re.escape(complaint)) as caught:
+        WRONG[complaint](tmp_path, tmp_path / "m.pt2")
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_model_that_cannot_be_followed_and_one_that_is_not_known_are_refused_in_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"torch\.export cannot follow the model") as caught:
-        program(tmp_path / "run", tmp_path / "m.pt2", lambda net: Branching(), torch.randn(4, 3))
-    assert len(str(caught.value).splitlines()) == 1
-    with pytest.raises(UserError, match="a program needs an example"):
-        program(tmp_path / "other", tmp_path / "m.pt2")
-    program(tmp_path / "mine")
-    with pytest.raises(UserError, match="of a program whose model is not known here"):
-        export.main([str(tmp_path / "mine"), "--to", str(tmp_path / "m.pt2")])
-    with pytest.raises(UserError, match="cannot be written"):
-        export.main([str(tmp_path / "mine"), "--to", str(tmp_path / "none" / "w.safetensors")])
-    sizes = dict.fromkeys(("layers", "heads", "width", "context", "bias", "tied", "image_size"), 1)  # flags of its own
-    with pytest.raises(UserError, match="of a program whose model is not known here"):
-        export.model_of({"config": sizes, "data": {}}, {"0.weight": torch.zeros(2, 2)})

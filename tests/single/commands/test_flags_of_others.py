@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import doctor, export, report, scaling, unpack
+from hvdtrain import doctor, export, report, scaling, training, tuned, unpack
 from hvdtrain.analysis.launching import Ended
 from hvdtrain.data import make_shards
 from tests import image_set
@@ -110,3 +110,18 @@ def test_shards_have_at_most_so_many_samples_in_the_order_of_the_seed(tmp_path, 
 )
 def test_paths_may_begin_at_home(command, words, flag):
     assert getattr(command.parse(words.split()), flag) == Path.home() / "made"
+
+
+def test_paths_are_those_at_the_start(tmp_path, monkeypatch):
+    """A program that changed its directory wrote its record in one place, its checkpoints in another."""
+    monkeypatch.chdir(tmp_path)
+    parser = training.parser("program", None)
+    parser.add_argument("--list", type=Path, nargs="+")
+    words = "--output-dir out --weights ~/w.pt --list a /b --resume old/run"
+    flags = parser.parse(["--engine", "serial", *words.split()])
+    assert flags.output_dir == tmp_path / "out"
+    assert flags.weights == Path.home() / "w.pt"
+    assert flags.list == [tmp_path / "a", Path("/b")]
+    assert flags.resume == tmp_path / "old/run"
+    assert parser.parse(["--engine", "serial"]).resume == "auto"
+    assert tuned.parse(["--output-dir", "out", "train.py"])[0].output_dir == tmp_path / "out"

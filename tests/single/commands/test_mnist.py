@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from hvdtrain.data import idx
 from hvdtrain.engines.errors import UserError
-from hvdtrain.mnist import FAST_EPOCHS, FAST_RATES, RECIPES, parse, shared_batch
-from hvdtrain.models.convnet import MODELS, ConvNet, CosineNet, cosines
+from hvdtrain.mnist import parse, shared_batch
+from hvdtrain.models.convnet import ConvNet, CosineNet, cosines
 from hvdtrain.models.weights import load_weights
 
 
@@ -45,12 +44,6 @@ def test_cosines_are_the_transform_with_both_signs():
     assert torch.allclose(waves[0], torch.full((25,), 0.2))
 
 
-def test_the_fast_recipe_has_its_own_model_and_rates():
-    flags = parse([])
-    assert (flags.recipe, flags.model, flags.batch_size, flags.lr) == ("fast", "cosinenet", 128, 0.03)
-    assert set(FAST_RATES) == set(MODELS)
-
-
 def test_ranks_share_256_samples_of_a_step(monkeypatch):
     assert [shared_batch(ranks) for ranks in (1, 2, 3, 4, 8, 16, 100)] == [128, 128, 85, 64, 32, 16, 16]
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
@@ -62,26 +55,22 @@ def test_ranks_share_256_samples_of_a_step(monkeypatch):
     assert (earlier.batch_size, earlier.derived) == (64, frozenset())
 
 
-def test_the_earlier_default_keeps_its_settings():
-    flags = parse(["--model", "convnet"])
-    assert (flags.batch_size, flags.lr, flags.optimizer, flags.momentum) == (64, 0.01, "adam", 0.9)
-    assert parse(["--model", "convnet", "--lr", "0.5"]).lr == 0.5
-    assert parse(["--recipe", "classic"]).model == "convnet"
-    assert parse(["--recipe", "classic", "--model", "cosinenet"]).lr == 1e-4
+RECIPE_FLAGS = ("model", "batch_size", "optimizer", "lr", "momentum", "lr_schedule", "label_smoothing")
 
 
-def test_classic_is_plain_sgd_at_a_constant_rate():
-    flags = parse(["--recipe", "classic"])
-    assert (flags.optimizer, flags.lr, flags.batch_size, flags.lr_schedule) == ("sgd", 1e-4, 100, "constant")
-    assert (flags.momentum, flags.weight_decay, flags.label_smoothing, flags.warmup_epochs) == (0, 0, 0, 0)
-    assert flags.lr_scaling == "none"
-
-
-def test_recipes_fill_every_training_flag():
-    names = set(RECIPES["fast"])
-    assert names | set(FAST_RATES["convnet"]) == set(RECIPES["classic"])
-    assert all(getattr(parse([]), name) is not None for name in names - {"epochs"})  # which depend on the data
-    assert set(FAST_EPOCHS) == set(idx.NAMES) - {"auto"}
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", ("cosinenet", 128, "adam", 0.03, 0.9, "onecycle", 0.05)),
+        ("--model convnet", ("convnet", 64, "adam", 0.01, 0.9, "onecycle", 0.05)),
+        ("--model convnet --lr 0.5", ("convnet", 64, "adam", 0.5, 0.9, "onecycle", 0.05)),
+        ("--recipe classic", ("convnet", 100, "sgd", 1e-4, 0.0, "constant", 0.0)),
+        ("--recipe classic --model cosinenet", ("cosinenet", 100, "sgd", 1e-4, 0.0, "constant", 0.0)),
+    ],
+)
+def test_recipes_fill_what_is_not_given(words, expected):
+    flags = parse(words.split())
+    assert tuple(getattr(flags, name) for name in RECIPE_FLAGS) == expected
 
 
 def test_what_ddp_alone_can_do_is_taken():

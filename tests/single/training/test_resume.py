@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import imagenet, mnist, training, tuned
-from hvdtrain.data.loading import Plan
+from hvdtrain import imagenet, mnist, training
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
@@ -78,21 +77,23 @@ def test_without_a_number_of_steps_checkpoints_are_saved_by_time(tmp_path, monke
     assert results(tmp_path / "out0") == results(tmp_path / "out20")
 
 
-def test_another_configuration_is_refused_with_the_flags_named(copy):
+OTHER_FLAGS = {
+    "--lr 0.5 --seed 3": "(--seed: 1 in the checkpoint, 3 now; --lr: 0.01 in the checkpoint, 0.5 now): give the same",
+    "--train-samples 100": "(train_samples: 128 in the checkpoint, 100 now): give the same, or another --output-dir",
+    "--lr 0.5 --seed 3 --train-samples 100 --momentum 0.5 --weight-decay 0.1": "; and 2 more): give the same, or another ",
+    "--model cosinenet": "(--model: convnet in the checkpoint, cosinenet now; ",  # first: the cause of the others
+}
+
+
+@pytest.mark.parametrize("flags", OTHER_FLAGS)
+def test_another_configuration_is_refused_with_the_flags_named(flags, copy):
     before = sorted(path.name for path in (copy / "checkpoints").iterdir())
     with pytest.raises(UserError) as refused:
-        alone(copy, "--lr 0.5 --seed 3 --train-samples 100")
-    assert "--lr: 0.01 in the checkpoint, 0.5 now" in str(refused.value)
-    assert "--seed: 1 in the checkpoint, 3 now" in str(refused.value)
-    assert "train_samples: 128 in the checkpoint, 100 now" in str(refused.value)
-    assert "--resume never" in str(refused.value)
+        alone(copy, flags)
+    assert "holds a run with different flags (" in str(refused.value)
+    assert OTHER_FLAGS[flags] in str(refused.value)
+    assert str(refused.value).count(" in the checkpoint, ") <= 3
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == before
-
-
-def test_of_many_differences_three_are_named(copy):
-    with pytest.raises(UserError, match=r"; and 2 more\): give the same, or another --output-dir") as refused:
-        alone(copy, "--lr 0.5 --seed 3 --train-samples 100 --momentum 0.5 --weight-decay 0.1")
-    assert str(refused.value).count(" in the checkpoint, ") == 3
 
 
 def test_damaged_checkpoints_are_skipped_with_a_warning(copy, capfd):
@@ -134,13 +135,6 @@ def test_never_keeps_the_earlier_run(copy):
     assert alone(copy, "--resume never --lr 0.5") == 0
     assert len(checkpoint.listed(copy / "checkpoints.1")) >= 2
     assert events(copy, "resume") == []
-
-
-def test_a_run_of_another_model_is_refused_by_its_name(copy):
-    with pytest.raises(UserError) as caught:
-        alone(copy, "--model cosinenet")
-    assert "holds a run with different flags (--model: convnet in the checkpoint, cosinenet now; " in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_batch_size_that_nobody_gave_may_differ_on_other_ranks(tmp_path, monkeypatch, capsys):
@@ -211,21 +205,6 @@ def test_a_pipe_in_place_of_the_record_is_put_aside(copy):
     assert events(copy, "end")
 
 
-def test_paths_are_those_at_the_start(tmp_path, monkeypatch):
-    """A program that changed its directory wrote its record in one place, its checkpoints in another."""
-    monkeypatch.chdir(tmp_path)
-    parser = training.parser("program", None)
-    parser.add_argument("--list", type=Path, nargs="+")
-    words = "--output-dir out --weights ~/w.pt --list a /b --resume old/run"
-    flags = parser.parse(["--engine", "serial", *words.split()])
-    assert flags.output_dir == tmp_path / "out"
-    assert flags.weights == Path.home() / "w.pt"
-    assert flags.list == [tmp_path / "a", Path("/b")]
-    assert flags.resume == tmp_path / "old/run"
-    assert parser.parse(["--engine", "serial"]).resume == "auto"
-    assert tuned.parse(["--output-dir", "out", "train.py"])[0].output_dir == tmp_path / "out"
-
-
 def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):
     evaluating = training.Run.evaluating
 
@@ -272,12 +251,6 @@ def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_le
     assert results(tmp_path)["steps"] == 4
 
 
-def test_checkpoint_steps_need_a_place():
-    with pytest.raises(UserError, match="--checkpoint-steps needs --output-dir"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["mnist", "--dataset", "digits", "--engine", "serial", "--checkpoint-steps", "5"])
-        mnist.main()
-
-
 def signalled(number: signal.Signals, after: int):
     """Return an Activity.begin_step that sends this process a signal before the step `after` + 1, and waits until it is
     seen."""
@@ -306,43 +279,32 @@ def test_stop_signal_saves_and_leaves_with_75(number, tmp_path, monkeypatch):
     assert results(tmp_path / "out") == results(tmp_path / "whole")
 
 
+def images(monkeypatch, directory: Path, flags: str, stop_after: int | None = None) -> int:
+    words = "imagenet --dataset synthetic --engine serial --model mobilenet_v3_small --image-size 32 --classes 10 --epochs 1"
+    words += f" --workers 0 --threads 1 --no-progress --output-dir {directory} {flags}"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", words.split())
+        if stop_after is not None:
+            patch.setattr(Activity, "begin_step", signalled(signal.SIGTERM, stop_after))
+        return imagenet.main()
+
+
 def test_imagenet_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     """With dropout, whose draws follow from the position."""
-    flags = (
-        "imagenet --dataset synthetic --engine serial --model mobilenet_v3_small --image-size 32 --classes 10 --lr 0.1 "
-    )
-    flags += "--train-samples 20 --batch-size 4 --epochs 1 --workers 0 --threads 1 --no-progress "
-    flags += "--checkpoint-steps 2 --output-dir "
-    for name, codes in (("whole", [0]), ("apart", [75, 0])):
-        for code in codes:
-            with monkeypatch.context() as patch:
-                patch.setattr(sys, "argv", f"{flags}{tmp_path / name}".split())
-                if code == 75:
-                    patch.setattr(Activity, "begin_step", signalled(signal.SIGTERM, 3))
-                assert imagenet.main() == code
+    flags = "--lr 0.1 --train-samples 20 --batch-size 4 --checkpoint-steps 2"
+    assert images(monkeypatch, tmp_path / "whole", flags) == 0
+    assert images(monkeypatch, tmp_path / "apart", flags, stop_after=3) == 75
+    assert images(monkeypatch, tmp_path / "apart", flags) == 0
     assert events(tmp_path / "apart", "resume")[0]["step"] == 4
     assert results(tmp_path / "apart") == results(tmp_path / "whole")
 
 
 def test_a_rate_derived_from_the_batch_stays_that_of_the_runs_beginning(tmp_path, monkeypatch):
     """As 4 ranks x 64 continued on 2 ranks x 128: nobody typed a rate, and none has changed."""
-    flags = "imagenet --dataset synthetic --engine serial --model mobilenet_v3_small --image-size 32 --classes 10 "
-    flags += "--train-samples 24 --epochs 1 --workers 0 --threads 1 --no-progress --log-steps 1 --output-dir "
-    first, second = "--batch-size 4 --accumulate 2", "--batch-size 8"
-    for name, parts in (("whole", [(first, 0)]), ("apart", [(first, 75), (second, 0)])):
-        for batch, code in parts:
-            with monkeypatch.context() as patch:
-                patch.setattr(sys, "argv", f"{flags}{tmp_path / name} {batch}".split())
-                if code == 75:
-                    patch.setattr(Activity, "begin_step", signalled(signal.SIGTERM, 1))
-                assert imagenet.main() == code
-    rates = {name: [line["learning_rate"] for line in events(tmp_path / name, "train")] for name in ("whole", "apart")}
-    assert len(rates["whole"]) == 3
-    assert rates["apart"] == rates["whole"]
-
-
-def test_a_plan_that_goes_on_is_the_rest_of_the_plan():
-    whole = Plan(50, 45, 1, epochs=3, rank=1, size=2, batch_size=4)
-    later = Plan(50, 45, 1, epochs=3, rank=1, size=2, batch_size=4, first_epoch=1, taken=16)
-    expected = [(epoch, batch.indices.tolist()) for epoch, batch in whole][6 + 2 :]
-    assert [(epoch, batch.indices.tolist()) for epoch, batch in later] == expected
+    flags, twice = "--train-samples 24 --log-steps 1 --batch-size", "4 --accumulate 2"
+    assert images(monkeypatch, tmp_path / "whole", f"{flags} {twice}") == 0
+    assert images(monkeypatch, tmp_path / "apart", f"{flags} {twice}", stop_after=1) == 75
+    assert images(monkeypatch, tmp_path / "apart", f"{flags} 8") == 0
+    whole, apart = ([line["learning_rate"] for line in events(tmp_path / name, "train")] for name in ("whole", "apart"))
+    assert len(whole) == 3
+    assert apart == whole
