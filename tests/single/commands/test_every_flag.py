@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli
+from tests.single.commands import test_flags_of_scripts
 
 ROOT = Path(__file__).resolve().parents[3]
-MNIST = "single/commands/test_flags_of_mnist.py::test_"
-IMAGENET = "single/commands/test_flags_of_imagenet.py::test_"
-LM = "single/commands/test_flags_of_lm.py::test_"
+SCRIPTS = "single/commands/test_flags_of_scripts.py::test_"
 BENCHMARK = "single/commands/test_flags_of_benchmark.py::test_"
 GPU_DAY = "single/analysis/test_gpu_day.py::test_"
 EVALUATE = "single/commands/test_evaluate.py::test_"
@@ -27,28 +26,28 @@ TUNED = "e2e/commands/test_tuned.py::test_"
 RANKS = "single/launching/test_local_ranks.py::test_"
 Tests = dict[str, str]  # test -> flags, separated by blanks
 
+
+def seen_in_runs(script: str) -> Tests:
+    flags = " ".join(row[0] for row in test_flags_of_scripts.EFFECTS[script])
+    return {SCRIPTS + "effect": flags}
+
+
 ENGINE: Tests = {
     "e2e/engines/test_engines.py::test_engines_draw_one_loss_curve": "--engine",
-    MNIST + "a_device_that_is_chosen": "--device",
+    SCRIPTS + "a_device_that_is_chosen": "--device",
     "e2e/commands/test_mnist.py::test_tuning_is_said_and_can_be_left_off": "--tuning",
 }
-THREADS: Tests = {MNIST + "threads": "--threads"}
+THREADS: Tests = {SCRIPTS + "effect": "--threads"}
 COMPRESSION: Tests = {PARALLEL + "compression_halves_the_bytes_on_the_wire": "--compression --fp16-allreduce"}
 TRAINING: Tests = {
     **ENGINE,
-    **THREADS,
     **COMPRESSION,
-    MNIST + "epochs_samples_batches_and_micro_batches": "--batch-size --accumulate",
-    MNIST + "amp_computes_in_its_type_in_training_and_in_evaluation": "--amp",
-    MNIST + "weights_are_those_of_the_file": "--weights",
-    MNIST + "the_seed_is_that_of_the_weights_and_of_the_order": "--seed",
-    MNIST + "deterministic_reaches_the_engine_and_is_said_to_do_nothing_on_a_cpu": "--deterministic",
-    MNIST + "the_output_directory_has_every_file": "--output-dir",
-    MNIST + "records_are_written_at_log_steps_and_epochs_ends": "--log-steps",
-    MNIST + "progress_is_shown_unless_it_is_not_wanted": "--no-progress",
-    MNIST + "verbose_names_each_automatic_setting": "--verbose",
-    MNIST + "checkpoints_at_checkpoint_steps_and_as_many_as_are_kept": "--checkpoint-steps --keep",
-    MNIST + "resume_never_begins_anew_and_a_path_starts_from_it": "--resume",
+    **seen_in_runs("every script"),
+    SCRIPTS + "the_seed_is_that_of_the_weights_and_of_the_order": "--seed",
+    SCRIPTS + "deterministic_reaches_the_engine_and_is_said_to_do_nothing_on_a_cpu": "--deterministic",
+    SCRIPTS + "progress_is_shown_unless_it_is_not_wanted": "--no-progress",
+    SCRIPTS + "verbose_names_each_automatic_setting": "--verbose",
+    SCRIPTS + "resume_never_begins_anew_and_a_path_starts_from_it": "--resume",
     PARALLEL + "predivision_makes_smaller_what_is_sent_and_not_the_mean": "--gradient-predivide-factor",
     PARALLEL + "reduction_sum_is_the_sum": "--reduction",
     PARALLEL + "replicas_are_compared_at_check_steps": "--check-steps",
@@ -62,49 +61,25 @@ TRAINING: Tests = {
     "single/training/test_run.py::test_a_step_left_out_changes_nothing_and_training_goes_on": "--max-skipped",
     "e2e/training/test_guard.py::test_a_hung_rank_is_named_and_ends_the_job": "--step-timeout",
 }
-SCALED: Tests = {
-    MNIST + "rates_follow_rate_scaling_and_schedule": "--lr-scaling",
-    MNIST + "target_accuracy_ends_training_or_is_missed": "--target-accuracy",
-}
+TARGET: Tests = {SCRIPTS + "target_accuracy_ends_training_or_is_missed": "--target-accuracy"}
 EFFECTS: dict[str, list[Tests]] = {
-    "mnist": [TRAINING, SCALED, {
-        MNIST + "epochs_samples_batches_and_micro_batches": "--epochs --train-samples",
-        MNIST + "rates_follow_rate_scaling_and_schedule": "--lr --lr-schedule --warmup-epochs",
-        MNIST + "the_optimizer_and_its_settings": "--optimizer --momentum --weight-decay",
-        MNIST + "label_smoothing_is_in_the_loss_that_is_trained_and_not_in_the_recorded_one": "--label-smoothing",
-        MNIST + "data_set_and_directory": "--dataset --data-dir",
-        MNIST + "a_recipe_sets_what_is_not_given": "--recipe",
-        MNIST + "the_seed_is_that_of_the_weights_and_of_the_order": "--model",
+    "mnist": [TRAINING, TARGET, seen_in_runs("mnist"), {
+        SCRIPTS + "label_smoothing_is_in_the_loss_that_is_trained_and_not_in_the_recorded_one": "--label-smoothing",
+        SCRIPTS + "data_set_and_directory": "--dataset --data-dir",
+        SCRIPTS + "the_seed_is_that_of_the_weights_and_of_the_order": "--model",
     }],
-    "imagenet": [TRAINING, SCALED, {
-        MNIST + "epochs_samples_batches_and_micro_batches": "--epochs",
-        IMAGENET + "rates_and_optimizer_are_those_of_the_flags":
-            "--lr --lr-schedule --warmup-epochs --optimizer --momentum --weight-decay",
-        IMAGENET + "label_smoothing_is_in_the_loss_that_is_trained": "--label-smoothing",
-        IMAGENET + "synthetic_images_have_the_size_the_number_and_the_classes": "--dataset --train-samples --classes",
-        IMAGENET + "a_folder_is_read_whole": "--data-dir --image-size",
-        IMAGENET + "shards_are_those_named": "--train-shards --test-shards",
-        IMAGENET + "reduced_decode_reads_fewer_pixels": "--reduced-decode",
-        IMAGENET + "workers_load_the_images": "--workers",
-        IMAGENET + "more_corrupt_images_than_allowed_end_the_run": "--max-corrupt",
-        IMAGENET + "the_recipe_decides_what_is_not_given": "--recipe",
-        IMAGENET + "the_model_is_the_one_named": "--model",
-        IMAGENET + "memory_format_is_that_of_the_images": "--memory-format",
-        IMAGENET + "compile_compiles": "--compile",
+    "imagenet": [TRAINING, TARGET, seen_in_runs("imagenet"), {
+        SCRIPTS + "reduced_decode_reads_fewer_pixels": "--reduced-decode",
+        SCRIPTS + "workers_load_the_images": "--workers",
+        SCRIPTS + "more_corrupt_images_than_allowed_end_the_run": "--max-corrupt",
+        SCRIPTS + "compile_compiles": "--compile",
     }],
-    "lm": [TRAINING, {
-        LM + "epochs_are_passes_through_the_text": "--epochs --text",
-        LM + "a_recipe_sets_what_is_not_given": "--recipe",
-        LM + "windows_steps_and_tokens": "--tokens --context --steps",
-        LM + "byte_pairs_have_the_size_that_was_asked_for_or_are_read": "--vocabulary-size --tokenizer",
-        LM + "the_model_has_the_sizes_that_were_asked_for": "--layers --heads --width --tied --bias",
-        LM + "dropout_zeroes_in_training_alone": "--dropout",
-        LM + "rates_rise_and_fall_between_the_two_that_were_given": "--lr --min-lr --warmup-steps",
-        LM + "the_optimizers_settings": "--beta2 --weight-decay",
-        LM + "gradients_are_clipped": "--clip-norm",
-        LM + "compile_compiles": "--compile",
-        LM + "temperature_decides_how_likely_the_unlikely_is": "--sample --temperature",
-        LM + "samples_have_the_length_that_was_asked_for": "--sample-tokens",
+    "lm": [TRAINING, seen_in_runs("lm"), {
+        SCRIPTS + "other_recipes_set_what_is_not_given": "--recipe",
+        SCRIPTS + "byte_pairs_have_the_size_that_was_asked_for_or_are_read": "--vocabulary-size --tokenizer",
+        SCRIPTS + "dropout_zeroes_in_training_alone": "--dropout",
+        SCRIPTS + "compile_compiles": "--compile",
+        SCRIPTS + "temperature_decides_how_likely_the_unlikely_is": "--sample --temperature",
     }],
     "reduce": [ENGINE, THREADS, {
         BENCHMARK + "reduce_reduces_in_the_type_and_by_the_operation_that_were_asked_for": "--reduction --dtype",
