@@ -95,5 +95,5 @@ def check_memory_and_disk(found: Findings, here: Here) -> None:
 def check_data(found: Findings, here: Here) -> None:
     """Report where MNIST would be read from."""
     directory = here.flags.data_dir
-    located = idx.locate("mnist" if directory is not None else "auto", directory, download=False)
-    found.ok(f"data: {located.reason}")
+    data = idx.load("mnist" if directory is not None else "auto", directory, download=False)
+    found.ok(f"data: {data.reason}")

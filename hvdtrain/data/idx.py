@@ -11,8 +11,9 @@ The content of every MNIST and Fashion-MNIST file is compared with its published
 (published.py). Therefore ranks on different hosts only need to compare `name`.
 """
 
-import mmap
+import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,12 +23,15 @@ import torch
 from torch import Tensor
 
 from hvdtrain.data import cache
-from hvdtrain.data.published import PUBLISHED, SIDE, BadFile, File, Published, content_of, gunzip, problem_of, show
+from hvdtrain.data.corrupt import why
+from hvdtrain.data.published import PUBLISHED, UNSOUND, DownloadFailed, Published, unpacked
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 
 NAMES = ("auto", "mnist", "fashion-mnist", "digits")
 LOCK_SECONDS = 60.0  # how long a process waits for another one to verify the files, before it does so itself
+# In the cache: the content of a data set's files, and which files it was read from.
+CONTENT, VERIFIED = "content", "verified.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,35 +39,15 @@ class Dataset:
     """A complete dataset. Do not modify the images: they may be a memory-mapped file, shared with other ranks."""
 
     name: str  # "mnist", "fashion-mnist" or "digits", never "auto"
+    reason: str  # one line: which data this is, and why it was chosen
     train_images: Tensor  # uint8 [n, 1, 28, 28]
     train_labels: Tensor  # int64 [n], 0 to 9
     test_images: Tensor  # uint8 [m, 1, 28, 28]
     test_labels: Tensor  # int64 [m]
-    reason: str  # one line: which data this is, and why it was chosen
 
 
 class NotThere(Exception):
     """The dataset was not found and could not be downloaded. The message is one line without a remedy."""
-
-
-@dataclass(frozen=True)
-class Located:
-    """The location of a verified dataset."""
-
-    name: str  # as Dataset.name
-    sources: tuple[Path | bytearray, ...]  # uncompressed files, or their content if it could not be cached
-    reason: str  # as Dataset.reason
-
-    def read(self) -> Dataset:
-        """Return the dataset, memory-mapped if possible. Takes milliseconds. Raises UserError if a file has changed."""
-        if self.name == "digits":
-            from hvdtrain.data import digits
-
-            images, labels, test_images, test_labels = digits.load()
-        else:
-            pairs = zip(PUBLISHED[self.name].files, self.sources, strict=True)
-            images, labels, test_images, test_labels = (_tensor(file, source) for file, source in pairs)
-        return Dataset(self.name, images, labels, test_images, test_labels, reason=self.reason)
 
 
 def load(
@@ -71,224 +55,145 @@ def load(
     data_dir: str | os.PathLike[str] | None = None,
     *,
     download: bool = True,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Dataset:
-    """Locate the dataset `name`, read it and return it. Raises UserError. Arguments: see `locate`."""
-    return locate(name, data_dir, download=download, say=say).read()
-
-
-def locate(
-    name: str = "auto",
-    data_dir: str | os.PathLike[str] | None = None,
-    *,
-    download: bool = True,
-    say: Callable[[str], None] | None = None,
-) -> Located:
-    """Find or download, and verify, the dataset `name`, one of NAMES. Needs no engine.
+    """Find or download, verify and read the dataset `name`, one of NAMES. Needs no engine.
 
     data_dir: the only directory to search and to download to. Default: search ./data, then the cache directory, and
-    download to the cache. "auto" uses MNIST if available, otherwise the embedded digits; a damaged file in a directory given
-    by the user is still an error.
+    download to the cache. "auto" uses MNIST if available, otherwise the embedded digits; a damaged file is an error.
     say: called with one line when a download begins; pass it on the rank that prints.
 
     Raises UserError. Takes a few seconds without a network, at most about download.TOTAL_SECONDS with a slow one.
     """
     if name not in NAMES:
         raise UserError(f"there is no dataset {name!r}: choose one of {', '.join(NAMES)}")
-    root = _named_directory(data_dir)
-    if name == "digits":
-        return Located("digits", (), "embedded digits (1,797 scans from the UCI set), as asked")
-    published = PUBLISHED["mnist" if name == "auto" else name]
-    try:
-        return _locate(published, root, download, say or (lambda line: None))
-    except NotThere as why:
-        if name == "auto":
-            because = f"embedded digits (1,797 scans from the UCI set), because MNIST is missing: {why}"
-            return Located("digits", (), because)
-        remedy = f"give the directory that has {published.title}'s four files with --data-dir, or use --dataset digits"
-        raise UserError(f"{why}; {remedy}") from None
+    root = None if data_dir is None else _named_directory(data_dir)
+    because = "as asked"
+    if name != "digits":
+        published = PUBLISHED["mnist" if name == "auto" else name]
+        try:
+            return _load(published, root, download, say)
+        except NotThere as error:
+            if name != "auto":
+                how = f"give the directory that has {published.title}'s four files with --data-dir"
+                raise UserError(f"{error}; {how}, or use --dataset digits") from None
+            because = f"because MNIST is missing: {error}"
+    from hvdtrain.data import digits
+
+    return Dataset("digits", f"embedded digits (1,797 scans from the UCI set), {because}", *digits.load())
 
 
-def _named_directory(data_dir: str | os.PathLike[str] | None) -> Path | None:
-    if data_dir is None:
-        return None
+def _named_directory(data_dir: str | os.PathLike[str]) -> Path:
+    how = "name the directory that has the data, or leave it out"
     if not os.fspath(data_dir):
-        raise UserError("--data-dir is empty: name the directory that has the data, or leave it out")
-    try:
-        root = Path(data_dir).expanduser()  # the shell does not expand --data-dir=~/x
-    except RuntimeError:
-        root = Path(data_dir)
+        raise UserError(f"--data-dir is empty: {how}")
+    root = Path(os.path.expanduser(data_dir))  # noqa: PTH111 # the shell does not expand --data-dir=~/x
     if not os.path.isdir(root):  # noqa: PTH112 (Path's own raises where the name is too long)
         what = "is not a directory" if os.path.lexists(root) else "does not exist"
-        raise UserError(f"--data-dir: {show(root)} {what}: name the directory that has the data, or leave it out")
+        raise UserError(f"--data-dir: {root} {what}: {how}")
     if not os.access(root, os.R_OK | os.X_OK):
-        raise UserError(f"--data-dir: {show(root)} is not readable: check its permissions")
+        raise UserError(f"--data-dir: {root} is not readable: check its permissions")
     return root
 
 
-def _locate(published: Published, root: Path | None, may_download: bool, say: Callable[[str], None]) -> Located:
+def _load(published: Published, root: Path | None, may_download: bool, say: Callable[[str], None]) -> Dataset:
+    """Return the dataset. Raises NotThere, and UserError for a damaged file."""
     shared = cache.directory(published.name)
-    said = f"no {published.title} in {'./data or the cache' if root is None else show(root)}"
-    places: list[Path]
-    target: Path | None
-    if root is not None:
-        places, target = _places(published, root), root / published.folder / "raw"
-    else:
-        local = _find(published, _places(published, Path("data")))
-        if None not in local:
-            try:
-                return _located(published, local, shared)
-            except BadFile as error:  # ./data was not requested: continue, and mention the problem
-                said = str(error)
-        elif any(local):
-            said = _lacks(published, Path("data"), local)
-        places, target = ([shared] if shared else []), shared
-    for _ in range(3):
-        found = _find(published, places)
-        if None in found:
-            if root is not None and any(found):
-                said = _lacks(published, root, found)
-            if not may_download:
-                raise NotThere(f"{said}, and downloads are off")
-            if target is None:
-                how = "XDG_CACHE_HOME can name one that is writable"
-                raise NotThere(f"{said}, and there is no directory to download to ({how})")
-            _download(published, found, target, shared, said, say)
-            found = _find(published, places)
-            if None in found:
-                raise NotThere(_lacks(published, target, found) + " right after they were downloaded")
+    given = Path("data") if root is None else root
+    places = [given, given / published.folder / "raw"]  # torchvision's
+    target: Path | None = places[1]
+    if root is None:
+        target = shared
+        places += [shared] if shared else []
+    found = _find(published, places)
+    if None in found:
+        missing = [file.name for file, path in zip(published.files, found, strict=True) if path is None]
+        lacks = f"{given} lacks {', '.join(missing)} (plain or .gz, there or in {published.folder}/raw)"
+        nothing = f"no {published.title} in {'./data or the cache' if root is None else root}"
+        said = lacks if any(found) else nothing
+        if not may_download:
+            raise NotThere(f"{said}, and downloads are off")
+        if target is None:
+            how = "XDG_CACHE_HOME can name one that is writable"
+            raise NotThere(f"{said}, and there is no directory to download to ({how})")
+        say(f"{said}: downloading it to {target}, one process per host")
         try:
-            return _located(published, found, shared)
-        except BadFile:
-            if root is not None:
-                raise
-            # `_verify` has removed a damaged file from the cache: download it again.
-    raise NotThere(f"{said}, and files in {show(target)} change while they are read")
-
-
-def _places(published: Published, root: Path) -> list[Path]:
-    return [root, root / published.folder / "raw"]
+            _download(published, places, target, shared or target)
+        except DownloadFailed as error:
+            raise NotThere(f"{said}, and the download failed ({error})") from None
+        except OSError as error:
+            raise NotThere(f"{said}, and {target} cannot be written ({why(error)})") from None
+        found = _find(published, places)
+    paths = [path for path in found if path is not None]
+    if len(paths) < len(found):
+        raise NotThere(f"files in {target} were removed right after they were downloaded")
+    content = _content(published, paths, shared).split([file.size for file in published.files])
+    bodies = [part[file.header :].view(file.shape) for file, part in zip(published.files, content, strict=True)]
+    reason = f"{published.title} from {', '.join(dict.fromkeys(str(path.parent) for path in paths))} (content verified)"
+    return Dataset(published.name, reason, bodies[0], bodies[1].long(), bodies[2], bodies[3].long())
 
 
 def _find(published: Published, places: Sequence[Path]) -> list[Path | None]:
     """Return the path of each file, or None. Uncompressed files are preferred. Only regular files are considered."""
     forms = [(place, form) for place in places for form in ("", ".gz")]
     paths = ([place / (file.name + form) for place, form in forms] for file in published.files)
-    return [next(filter(_is_file, candidates), None) for candidates in paths]
+    # Path's own raises where a parent directory may not be read.
+    return [next(filter(os.path.isfile, candidates), None) for candidates in paths]
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # no permission for a parent directory
+def _download(published: Published, places: Sequence[Path], target: Path, state: Path) -> None:
+    """Download what no other process of the host has downloaded meanwhile. Raises OSError, DownloadFailed."""
+    from hvdtrain.data.download import TOTAL_SECONDS, download
+
+    began = time.time()
+    target.mkdir(parents=True, exist_ok=True)
+    with cache.locked(state, TOTAL_SECONDS + 30):
+        found = _find(published, places)
+        missing = [file for file, path in zip(published.files, found, strict=True) if path is None]
+        if missing:
+            download(published, missing, target, state, began)
+
+
+def _content(published: Published, paths: Sequence[Path], shared: Path | None) -> Tensor:
+    """Return the verified content of the files, one after the other, as uint8 [n]. Raises UserError."""
+    if shared is not None:
+        with suppress(OSError, RuntimeError):  # such as a full disk; RuntimeError: torch cannot map it
+            return _mapped(published, paths, shared)
+    return torch.frombuffer(bytearray(_verified(published, paths)), dtype=torch.uint8)
+
+
+def _mapped(published: Published, paths: Sequence[Path], shared: Path) -> Tensor:
+    """Return the same as a mapped file in the cache, which the first process writes there. Raises OSError, UserError."""
+    source = json.dumps([[str(path.absolute()), *_identity(path.stat())] for path in paths]).encode()
+    content, size = shared / CONTENT, sum(file.size for file in published.files)
+
+    def there() -> bool:
+        with suppress(OSError):
+            return files.read_small(shared / VERIFIED) == source and content.stat().st_size == size
         return False
 
-
-def _lacks(published: Published, root: Path, found: Sequence[Path | None]) -> str:
-    missing = [file.name for file, path in zip(published.files, found, strict=True) if path is None]
-    return f"{show(root)} lacks {', '.join(missing)} (plain or .gz, there or in {published.folder}/raw)"
-
-
-def _download(
-    published: Published,
-    found: Sequence[Path | None],
-    target: Path,
-    shared: Path | None,
-    said: str,
-    say: Callable[[str], None],
-) -> None:
-    from hvdtrain.data import download as https
-
-    missing = {file.name: file for file, path in zip(published.files, found, strict=True) if path is None}
-
-    def unpack(name: str, packed: bytes) -> bytes:
-        content, problem = gunzip(packed, missing[name].size + 1)
-        problem = problem or problem_of(published, missing[name], content)
-        if problem:
-            raise https.DownloadFailed(f"{name}.gz {problem}")
-        return content
-
-    say(f"{said}: downloading it to {show(target)}, one process per host")
-    try:
-        https.download(published.mirrors, {name: file.size for name, file in missing.items()}, target, shared, unpack)
-    except https.DownloadFailed as error:
-        raise NotThere(f"{said}, and the download failed ({error})") from None
+    if not there():
+        with cache.locked(shared, LOCK_SECONDS):
+            if not there():
+                files.remove_partial(shared, cache.STALE_SECONDS)
+                files.write(content, _verified(published, paths))
+                files.write(shared / VERIFIED, source)
+    return torch.from_file(str(content), shared=False, size=size, dtype=torch.uint8)  # writing to it is private
 
 
-def _located(published: Published, paths: Sequence[Path | None], shared: Path | None) -> Located:
-    sources = _verify(published, [path for path in paths if path is not None], shared)
-    folders = ", ".join(dict.fromkeys(show(path.parent) for path in paths if path is not None))
-    return Located(published.name, tuple(sources), f"{published.title} from {folders} (content verified)")
-
-
-def _verify(published: Published, paths: Sequence[Path], shared: Path | None) -> list[Path | bytearray]:
-    """Return the source of each file, verified now or earlier. Raises BadFile."""
-    pairs = list(zip(published.files, paths, strict=True))
-    if shared is None:
-        return [bytearray(content_of(published, file, path)[0]) for file, path in pairs]
-    notes = cache.read_notes(shared)
-    known = [at for file, path in pairs if (at := _known(shared, notes, file, path))]
-    if len(known) == len(pairs):
-        return list(known)
-    with cache.locked(shared, LOCK_SECONDS) as problem:
-        if problem:
-            return [bytearray(content_of(published, file, path)[0]) for file, path in pairs]
-        notes = cache.read_notes(shared)
-        sources: list[Path | bytearray] = []
-        files.remove_partial(shared, cache.STALE_SECONDS)
-        for file, path in pairs:
-            source: Path | bytearray | None = _known(shared, notes, file, path)
-            if source is None:
-                try:
-                    content, stat = content_of(published, file, path)
-                except BadFile:
-                    if path.parent == shared:  # in the cache, and locked: no other process has replaced it
-                        with suppress(OSError):
-                            path.unlink()
-                    raise
-                cache.note(notes, path, stat, file.sha256)
-                source = path if path.suffix != ".gz" else _keep(shared, notes, file, content)
-            sources.append(source)
-        with suppress(OSError):  # disk full: the next process verifies again
-            cache.write_notes(shared, notes)
-        return sources
-
-
-def _known(shared: Path, notes: cache.Notes, file: File, path: Path) -> Path | None:
-    """Return the file to read for `path` if the notes show that it was verified; else None."""
-    if not cache.is_noted(notes, path, file.sha256):
-        return None
-    if path.suffix != ".gz":
-        return path
-    copy = shared / file.name
-    return copy if cache.is_noted(notes, copy, file.sha256) else None
-
-
-def _keep(shared: Path, notes: cache.Notes, file: File, content: bytes) -> Path | bytearray:
-    """Write unpacked content to the cache and return its path. If that fails, return the content."""
-    copy = shared / file.name
-    try:
-        if not cache.is_noted(notes, copy, file.sha256):
-            files.write(copy, content)
-            cache.note(notes, copy, copy.stat(), file.sha256)
-        return copy
-    except OSError:
-        return bytearray(content)
-
-
-def _tensor(file: File, source: Path | bytearray) -> Tensor:
-    """Return images as uint8 [n, 1, 28, 28], or labels as int64 [n]. Raises UserError."""
-    buffer: bytearray | mmap.mmap
-    if isinstance(source, bytearray):
-        buffer = source
-    else:
+def _verified(published: Published, paths: Sequence[Path]) -> bytes:
+    """Return the content of the files, one after the other. Raises UserError for one that is not the published one."""
+    contents = []
+    for file, path in zip(published.files, paths, strict=True):
         try:
-            with source.open("rb") as stream:
-                # A private mapping: writing to the tensor does not change the file.
-                buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:  # ValueError: the file is now empty
-            raise UserError(f"{show(source)} cannot be read ({error}): start again") from None
-        if len(buffer) != file.size:  # reading past the end of a truncated file would raise SIGBUS
-            raise UserError(f"{show(source)} changed since it was verified: start again")
-    tensor = torch.frombuffer(buffer, dtype=torch.uint8, offset=file.header)
-    return tensor.view(file.count, 1, SIDE, SIDE) if len(file.shape) == 3 else tensor.long()
+            with files.opened(path) as stream:
+                contents.append(unpacked(published, file, stream.read(file.most_bytes)))
+        except UNSOUND as error:
+            raise UserError(f"{path} cannot be used ({why(error)}): check it, replace it, or remove it") from None
+    return b"".join(contents)
+
+
+def _identity(status: os.stat_result) -> list[int]:
+    """Return values that change when the content of a file changes."""
+    # ctime also changes if mtime is restored. The device number differs between hosts on a shared file system.
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

@@ -44,7 +44,7 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
                     member = tarfile.TarInfo(key + kind)
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
-        obtain(path, [])
+        obtain(path)
         sizes[path.name] = len(indices)
     (target / "sizes.json").write_text(json.dumps(sizes, indent=0) + "\n")
     (target / "classes.json").write_text(json.dumps(classes, indent=0) + "\n")

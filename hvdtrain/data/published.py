@@ -1,19 +1,19 @@
-"""The published files of MNIST and Fashion-MNIST, and diagnosis of files that differ."""
+"""The published files of MNIST and Fashion-MNIST, and what is wrong with a file that is none of them."""
 
 import gzip
 import hashlib
 import io
-import os
 import zlib
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-
-from hvdtrain.data import cache
-from hvdtrain.engines import files
-from hvdtrain.engines.errors import UserError
 
 SIDE = 28  # pixels
+GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
+UNSOUND = (OSError, EOFError, ValueError, zlib.error)  # what `unpacked`, and reading a file before it, may raise
+
+
+class DownloadFailed(Exception):
+    """The download failed. The message is one line with each mirror and its error."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,23 @@ class File:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[count, 28, 28] for images, [count] for labels."""
-        return (self.count, SIDE, SIDE) if "images" in self.name else (self.count,)
+        """[count, 1, 28, 28] for images, [count] for labels."""
+        return (self.count, 1, SIDE, SIDE) if "images" in self.name else (self.count,)
 
     @property
     def header(self) -> int:
         """Size of the header: two zero bytes, 8 (unsigned bytes), number of dimensions, then 4 bytes per dimension."""
-        return 4 + 4 * len(self.shape)
+        return 16 if "images" in self.name else 8
 
     @property
     def size(self) -> int:
         """Size of the uncompressed file in bytes."""
         return self.header + prod(self.shape)
+
+    @property
+    def most_bytes(self) -> int:
+        """Size of the file in bytes, compressed or not, at most: gzip adds little to what cannot be compressed."""
+        return self.size + self.size // 100 + 4096
 
 
 @dataclass(frozen=True)
@@ -78,64 +83,19 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-class BadFile(UserError):
-    """A file that exists but has the wrong content."""
+def unpacked(published: Published, file: File, packed: bytes) -> bytes:
+    """Return the published content of `packed`, which may be compressed. Raises UNSOUND if it is not the published one.
 
-
-def content_of(published: Published, file: File, path: Path) -> tuple[bytes, os.stat_result]:
-    """Return the verified, uncompressed content of `path`, and the file's stat result. Raises BadFile.
-
-    Memory use is limited by the size of the published content, even for malicious files.
+    No more than the published size is unpacked.
     """
-    try:
-        with files.opened(path) as stream:
-            stat = os.fstat(stream.fileno())
-            if path.suffix == ".gz":
-                # Limit the read: compressed data can be only slightly larger than the content.
-                content, problem = gunzip(stream.read(file.size + file.size // 100 + 4096), file.size + 1)
-            else:
-                content, problem = stream.read(file.size + 1), ""
-            if cache.identity(os.fstat(stream.fileno())) != cache.identity(stat):
-                problem = "changed while it was read"
-    except OSError as error:
-        raise BadFile(f"{show(path)} cannot be read ({error.strerror or error}): check it, or remove it") from None
-    problem = problem or problem_of(published, file, content)
-    if not problem:
-        return content, stat
-    raise BadFile(f"{show(path)} {problem}: replace it by {published.title}'s {file.name}, or remove it")
-
-
-def gunzip(packed: bytes, limit: int) -> tuple[bytes, str]:
-    """Return at most `limit` bytes of unpacked content (to stop gzip bombs), and a description of the problem or ""."""
-    try:
-        with gzip.open(io.BytesIO(packed)) as file:
-            content = file.read(limit)
-        return content, "" if content else "is empty"
-    except EOFError:
-        return b"", "is truncated: the gzip file ends too early"
-    except (OSError, zlib.error) as error:
-        return b"", f"is damaged: not a valid gzip file ({error})"
-
-
-def problem_of(published: Published, file: File, content: bytes) -> str:
-    """Return what is wrong with `content` (truncated to the expected size + 1), or "" if it is the published one."""
+    content = packed[: file.size + 1]
+    if packed.startswith(GZIP):
+        with gzip.open(io.BytesIO(packed)) as stream:
+            content = stream.read(file.size + 1)
     sha256 = hashlib.sha256(content).hexdigest()
-    if sha256 == file.sha256:
-        return ""
-    for other in PUBLISHED.values():
-        for candidate in other.files:
-            if candidate.sha256 == sha256:
-                return f"is {other.title}'s {candidate.name}, not {published.title}'s {file.name}"
-    if not content:
-        return "is empty"
-    if content[:2] == b"\x1f\x8b":
-        return "is compressed but its name does not end in .gz"
-    if len(content) != file.size:
-        size = f"{len(content):,}" if len(content) < file.size else "more"
-        return f"is not {published.title}'s {file.name}: {size} bytes, not {file.size:,}"
-    return f"is damaged or changed: its content has sha256 {sha256[:12]}..., the published one {file.sha256[:12]}..."
-
-
-def show(path: Path | None) -> str:
-    """Return a path for use in a one-line message."""
-    return str(path) if str(path).isprintable() else repr(str(path))
+    if sha256 != file.sha256:
+        known = {each.sha256: f"{one.title}'s {each.name}" for one in PUBLISHED.values() for each in one.files}
+        size = f"{len(content):,}" if len(content) <= file.size else "more"
+        found = known.get(sha256, f"{size} bytes, of {file.size:,}, with sha256 {sha256[:12]}...")
+        raise ValueError(f"not {published.title}'s {file.name} but {found}")
+    return content

@@ -4,10 +4,11 @@ The samples of a job are in as many files as a window has shards. A few threads 
 file order. They read one job ahead, so that opening and reading overlap with decoding.
 """
 
+import contextlib
 import functools
+import itertools
 import os
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -18,12 +19,14 @@ from torch.utils.data import Dataset
 
 from hvdtrain.data.corrupt import CorruptSample, why
 from hvdtrain.data.loading import Loaded, Prepare, collate
-from hvdtrain.data.shard_index import CRC, IMAGE_TYPES, LABEL, OFFSET, SIZE, key_at
+from hvdtrain.data.shard_index import IMAGE_TYPES, LABEL, OFFSET, key_at
 from hvdtrain.engines.files import open_regular
 
 READING_THREADS = 4  # per worker
 OPEN_FILES = 128  # per worker: enough for several windows; the usual limit of a process is 1,024
 LARGEST_FILE = 2**28  # bytes; a larger file is not an image
+
+Contents = dict[int, bytes | Exception]  # by index: an image file, or why it cannot be read
 
 
 class Shards(NamedTuple):
@@ -46,16 +49,10 @@ class Job(NamedTuple):
 
 def jobs(batches: Iterable[tuple[int, list[int]]], workers: int) -> Iterator[Job]:
     """Yield a job for each (epoch, indices) in `batches`. A DataLoader assigns jobs to its workers in turn."""
-    held: deque[tuple[int, list[int]]] = deque()
-    first = True
-    for batch in batches:
-        held.append(batch)
-        if len(held) > max(1, workers):
-            yield Job(*held.popleft(), held[-1][1], first)
-            first = False
-    while held:
-        yield Job(*held.popleft(), [], first)
-        first = False
+    now, later = itertools.tee(batches)
+    following = itertools.chain(itertools.islice(later, max(1, workers), None), itertools.repeat((0, [])))
+    for number, ((epoch, indices), (_, after)) in enumerate(zip(now, following, strict=False)):
+        yield Job(epoch, indices, after, first=number == 0)
 
 
 class ShardBatches(Dataset[Loaded]):
@@ -69,22 +66,24 @@ class ShardBatches(Dataset[Loaded]):
         self._reader = self._reader or Reader(self.shards)
         samples = []
         corrupt = list(self.shards.damaged) if job.first and self.reports else []
-        for index, content in self._reader.read(job.indices, job.following):
-            label = int(self.shards.table[index, LABEL])
+        for index, image in self._reader.read(job.indices, job.following):
             try:
-                if isinstance(content, str):
-                    raise ValueError(content)
-                if not 0 <= label < self.classes:
-                    said = (
-                        f"class {label} of {self.classes}: see --classes"
-                        if label >= 0
-                        else "no class (.cls) next to it"
-                    )
-                    raise ValueError(said)
-                samples.append((self.prepare(content, job.epoch, str(index)), label, index))
+                if isinstance(image, Exception):
+                    raise image
+                label = self.label(index)
+                samples.append((self.prepare(image, job.epoch, str(index)), label, index))
             except Exception as error:  # any exception of a decoder
                 corrupt.append(CorruptSample(self._reader.name(index), why(error)))
         return collate(samples, corrupt, self.prepare.side)
+
+    def label(self, index: int) -> int:
+        """Return the class of a sample. Raises ValueError if there is no such class."""
+        label = int(self.shards.table[index, LABEL])
+        if label < 0:
+            raise ValueError("no class (.cls) next to it")
+        if label >= self.classes:
+            raise ValueError(f"class {label} of {self.classes}: see --classes")
+        return label
 
 
 class Reader:
@@ -95,10 +94,10 @@ class Reader:
         self.ends = shards.sizes.cumsum(0)
         self.open = functools.lru_cache(OPEN_FILES)(lambda shard: OpenFile(shards.paths[shard]))  # raises OSError
         self.pool = ThreadPoolExecutor(READING_THREADS, "shards")
-        self.ahead: tuple[list[int], dict[int, Future[dict[int, bytes | str]]]] = ([], {})
+        self.ahead: tuple[list[int], dict[int, Future[Contents]]] = ([], {})
 
-    def read(self, indices: list[int], following: list[int]) -> Iterator[tuple[int, bytes | str]]:
-        """Yield each index with the content of its image file, or with an error message (str). `following` is read ahead."""
+    def read(self, indices: list[int], following: list[int]) -> Iterator[tuple[int, bytes | Exception]]:
+        """Yield each index with the content of its image file, or why it cannot be read. `following` is read ahead."""
         asked, reading = self.ahead
         if asked != indices:
             reading = self.begin(indices)
@@ -107,53 +106,40 @@ class Reader:
             # pop, so that the memory is freed after decoding.
             yield index, reading[index].result().pop(index)
 
-    def begin(self, indices: list[int]) -> dict[int, Future[dict[int, bytes | str]]]:
+    def begin(self, indices: list[int]) -> dict[int, Future[Contents]]:
         """Start reading in the threads, one task per shard. Return the future for each index."""
-        by_shard: dict[int, list[int]] = {}
-        for index, shard in zip(indices, self.shard_of(indices), strict=True):
-            by_shard.setdefault(shard, []).append(index)
-        reading: dict[int, Future[dict[int, bytes | str]]] = {}
-        for shard, mine in by_shard.items():
-            future = self.pool.submit(self.read_shard, shard, sorted(set(mine)))
-            reading |= dict.fromkeys(mine, future)
+        reading: dict[int, Future[Contents]] = {}
+        for shard, group in itertools.groupby(sorted(set(indices)), self.shard_of):
+            mine = list(group)
+            reading |= dict.fromkeys(mine, self.pool.submit(self.read_shard, shard, mine))
         return reading
 
-    def shard_of(self, indices: list[int]) -> list[int]:
-        """Return the number of the shard of each index."""
-        return torch.searchsorted(self.ends, torch.tensor(indices, dtype=torch.int64), right=True).tolist()
+    def shard_of(self, index: int) -> int:
+        """Return the number of the shard of a sample."""
+        return int(torch.searchsorted(self.ends, index, right=True))
 
-    def read_shard(self, shard: int, indices: list[int]) -> dict[int, bytes | str]:
-        """Return, by index, the content of the image file or an error message."""
-        found: dict[int, bytes | str] = {}
+    def read_shard(self, shard: int, indices: list[int]) -> Contents:
+        """Return, by index, the content of the image file, or why it cannot be read."""
         try:
-            file = self.open(shard)
+            file = self.open(shard)  # kept until the end: the cache may drop it meanwhile
         except OSError as error:
-            return dict.fromkeys(indices, why(error))
+            return dict.fromkeys(indices, error)
+        found: Contents = {}
         for index, row in zip(indices, self.shards.table[indices].tolist(), strict=True):
-            if row[SIZE] < 0:
-                found[index] = f"no image in it ({', '.join(IMAGE_TYPES)})"
-            elif row[SIZE] > LARGEST_FILE:
-                found[index] = f"{row[SIZE]:,} bytes are not an image"
-            else:
-                try:
-                    content = os.pread(file.fd, row[SIZE], row[OFFSET])
-                except OSError as error:
-                    found[index] = why(error)
-                    continue
-                same = len(content) == row[SIZE] and zlib.crc32(content) == row[CRC]
-                found[index] = content if same else "has changed since it was indexed"
+            try:
+                found[index] = content(file, *row)
+            except (OSError, ValueError) as error:
+                found[index] = error
         return found
 
     def name(self, index: int) -> str:
         """Return the name of a sample for messages: its file and key."""
-        (shard,) = self.shard_of([index])
-        try:
-            key = key_at(self.open(shard).fd, int(self.shards.table[index, OFFSET]))
-        except OSError:
-            key = None
-        return (
-            f"{self.shards.paths[shard]}: {key or f'sample {index - int(self.ends[shard] - self.shards.sizes[shard])}'}"
-        )
+        shard, key = self.shard_of(index), None
+        with contextlib.suppress(OSError):
+            file = self.open(shard)
+            key = key_at(file.fd, int(self.shards.table[index, OFFSET]))
+        number = index - int(self.ends[shard] - self.shards.sizes[shard])
+        return f"{self.shards.paths[shard]}: {key or f'sample {number}'}"
 
 
 class OpenFile:
@@ -167,3 +153,15 @@ class OpenFile:
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
+
+
+def content(file: OpenFile, offset: int, size: int, _: int, crc: int) -> bytes:
+    """Return the content of an image file. Raises OSError, ValueError."""
+    if size < 0:
+        raise ValueError(f"no image in it ({', '.join(IMAGE_TYPES)})")
+    if size > LARGEST_FILE:
+        raise ValueError(f"{size:,} bytes are not an image")
+    found = os.pread(file.fd, size, offset)
+    if len(found) != size or zlib.crc32(found) != crc:
+        raise ValueError("has changed since it was indexed")
+    return found

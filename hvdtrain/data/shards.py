@@ -33,7 +33,6 @@ Kind = TypeVar("Kind", dict[str, Any], list[Any])  # of a JSON file's content
 SPLITS = ("train", "val")
 IMAGENET_CLASSES = 1000
 LONGEST_ROUND = 30.0  # maximum seconds of indexing between two collectives, so that no rank appears to hang
-MOST_NOTES = 3  # maximum number of lines about changed shards
 
 
 def open_shards(
@@ -51,14 +50,15 @@ def open_shards(
 
     classes: number of classes; None: from classes.json. reduced: see Prepare. Raises UserError on every rank.
     """
-    found: list[object] = [None, None, None]
+    found: list[object] = []
     with engine.raising_together("shards"):
         if engine.rank == 0:
-            names = [find(split, pattern, data_dir) for split, pattern in zip(SPLITS, patterns, strict=True)]
-            found = [*names, choose_classes(names[0] + names[1], classes)]
-    train_names, test_names, classes = engine.broadcast_object(found, "shards")
-    train, facts = open_indexed(engine, train_names)
-    test, _ = open_indexed(engine, test_names)
+            train_names, test_names = (find(*split, data_dir) for split in zip(SPLITS, patterns, strict=True))
+            found = [train_names, test_names, choose_classes(train_names + test_names, classes)]
+            found += map(expected_samples, (train_names, test_names))
+    train_names, test_names, classes, *expected = engine.broadcast_object(found, "shards")
+    train, facts = open_indexed(engine, train_names, expected[0])
+    test, _ = open_indexed(engine, test_names, expected[1])
     total = len(train.table)
     if not total:
         raise UserError(f"{train_names[0]}: no samples in it: are these tar files?", everywhere=True)
@@ -99,29 +99,20 @@ def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
     if not found:
         said = "does not exist" if not data_dir.exists() else f"has neither {split}/*.tar nor {split}-*.tar"
         raise UserError(f"--data-dir: {data_dir} {said}: name the directory of the shards, or use {flag}")
-    require_all(found[0].parent)
-    return [str(path.absolute()) for path in found]
-
-
-def require_all(directory: Path) -> None:
-    """Raise UserError if sizes.json names a shard that is not in its directory."""
-    if (directory / "sizes.json").exists():
-        there = {path.name for path in directory.iterdir()}
-        gone = sorted(name for name in read_json(directory / "sizes.json", dict) if name not in there)
+    names = [str(path.absolute()) for path in found]
+    for directory, sizes in beside(names, "sizes.json", dict).items():
+        gone = sorted(sizes.keys() - {path.name for path in directory.iterdir()})
         if gone:
             more = f" and {len(gone) - 1:,} more" if len(gone) > 1 else ""
             said = f"{directory}/sizes.json names {gone[0][:80]!r}{more}, which does not exist"
             raise UserError(f"{said}: restore it, or create sizes.json again, or remove it")
+    return names
 
 
 def choose_classes(names: list[str], asked: int | None) -> int:
     """Return the number of classes: `asked`, or from classes.json next to the shards, or that of ImageNet. Raises
     UserError."""
-    listed = {
-        directory: read_json(directory / "classes.json", list)
-        for directory in sorted({Path(name).parent for name in names})
-        if (directory / "classes.json").exists()
-    }
+    listed = beside(names, "classes.json", list)
     for directory, theirs in listed.items():
         if not theirs:
             raise UserError(f"{directory}/classes.json lists no classes: create it again, or remove it")
@@ -135,6 +126,24 @@ def choose_classes(names: list[str], asked: int | None) -> int:
     return asked or (len(next(iter(listed.values()))) if listed else IMAGENET_CLASSES)
 
 
+def expected_samples(names: list[str]) -> list[int | None]:
+    """Return the samples of each shard according to sizes.json ({"000000.tar": 1000, ...}) in its directory; None where it
+    does not say. Raises UserError."""
+    sizes = beside(names, "sizes.json", dict)
+    found = [sizes.get(Path(name).parent, {}).get(Path(name).name) for name in names]
+    for name, samples in zip(names, found, strict=True):
+        if samples is not None and type(samples) is not int:
+            said = f"{Path(name).parent}/sizes.json gives {Path(name).name} {str(samples)[:40]!r} samples"
+            raise UserError(f"{said}: create it again, or remove it")
+    return found
+
+
+def beside(names: list[str], file: str, kind: type[Kind]) -> dict[Path, Kind]:
+    """Return the content of the JSON files named `file` next to the shards, by directory. Raises UserError."""
+    directories = sorted({Path(name).parent for name in names})
+    return {each: read_json(each / file, kind) for each in directories if (each / file).exists()}
+
+
 def read_json(path: Path, kind: type[Kind]) -> Kind:
     """Return the content of a JSON file, an object of type `kind`. Raises UserError."""
     try:
@@ -146,83 +155,55 @@ def read_json(path: Path, kind: type[Kind]) -> Kind:
     return value
 
 
-def open_indexed(engine: Engine, names: list[str]) -> tuple[Shards, dict[str, object]]:
-    """Return indexed shards and the facts that identify them. The ranks share the work of indexing. A collective."""
-    paths = [Path(name) for name in names]
+def open_indexed(engine: Engine, names: list[str], expected: list[int | None]) -> tuple[Shards, dict[str, object]]:
+    """Return indexed shards and the facts that identify them. The ranks share the work of indexing. A collective.
+
+    expected: the number of samples of each shard, where it is known. Raises UserError on every rank.
+    """
     mine: dict[int, ShardIndex] = {}
-    notes: list[str] = []
-    expected = ExpectedSamples()
-    made, waiting, seconds = 0, list(range(len(paths)))[engine.rank :: engine.size], 2.0
+    made, waiting, seconds = 0, list(range(len(names)))[engine.rank :: engine.size], 2.0
     while True:
         with engine.raising_together("index"):
             until = time.monotonic() + seconds
             while waiting and time.monotonic() < until:
-                index = waiting.pop(0)
-                mine[index], new = obtain(paths[index], notes)
-                expected.check(paths[index], len(mine[index].table))
+                number = waiting.pop(0)
+                mine[number], new = obtain(Path(names[number]))
                 made += new
         left = int(engine.sum(torch.tensor([len(waiting)]), "index.left").item())
         if left == 0:
             break
         if engine.rank == 0:
-            print(f"indexing shards, once: {left:,} of {len(paths):,} to go", flush=True)
+            print(f"indexing shards, once: {left:,} of {len(names):,} to go", flush=True)
         seconds = min(2 * seconds, LONGEST_ROUND)
 
     rows = torch.cat([index.table for index in mine.values()]) if mine else torch.zeros(0, 4, dtype=torch.int64)
-    facts = [
-        [number, index.size, len(index.table), expected.of(paths[number]), index.problem, index.digest()]
-        for number, index in mine.items()
-    ]
-    told = engine.all_gather_object([facts, made, notes], "index.facts")
-    tables: list[Tensor] = [rows] * len(paths)
-    lengths = [sum(fact[2] for fact in theirs) for theirs, _, _ in told]
+    facts = [[number, len(each.table), each.size, each.problem, each.digest()] for number, each in mine.items()]
+    told = engine.all_gather_object([facts, made], "index.facts")
+    lengths = [sum(fact[1] for fact in theirs) for theirs, _ in told]
     parts = engine.all_gather_rows(rows, lengths, "index.table") if any(lengths) else [rows] * len(told)
-    for (theirs, _, _), part in zip(told, parts, strict=True):
-        counts = [fact[2] for fact in theirs]
-        for fact, table in zip(theirs, part.split(counts), strict=True):
-            tables[fact[0]] = table
-    by_number = {fact[0]: fact[1:] for theirs, _, _ in told for fact in theirs}
+    tables: dict[int, Tensor] = {}
+    for (theirs, _), part in zip(told, parts, strict=True):
+        counts = [fact[1] for fact in theirs]
+        tables |= {fact[0]: table for fact, table in zip(theirs, part.split(counts), strict=True)}
     damaged, identity = [], {}
-    for number, short in enumerate(short_names(names)):
-        size, samples, said, problem, digest = by_number[number]
-        lost = (said or 0) - samples
-        if problem is not None or lost > 0:
-            damaged.append(CorruptSample(names[number], problem or f"{samples} samples of {said}", lost=max(1, lost)))
+    everything = sorted(fact for theirs, _ in told for fact in theirs)
+    for (number, samples, size, problem, digest), short in zip(everything, short_names(names), strict=True):
+        said = expected[number] if expected[number] is not None else samples
+        if samples > said:  # it may have lost samples, but not gained any
+            given = f"sizes.json gives {names[number]} {said} samples, and it has {samples:,}"
+            raise UserError(f"{given}: create it again, or remove it", everywhere=True)
+        if problem is not None or samples < said:
+            why_not = problem or f"{samples} samples of {said}"
+            damaged.append(CorruptSample(names[number], why_not, lost=max(1, said - samples)))
         identity[short] = f"{samples} samples in {size} bytes ({digest[:16]})"
-    if engine.rank == 0:
-        made_in_all = sum(made for _, made, _ in told)
-        if made_in_all:
-            engine.notes.append(f"{made_in_all:,} of {len(paths):,} shards indexed now, for this and later runs")
-        changed = [line for _, _, lines in told for line in lines]
-        engine.notes += changed[:MOST_NOTES]
-        if len(changed) > MOST_NOTES:
-            engine.notes.append(f"{len(changed) - MOST_NOTES:,} more")
-    sizes = torch.tensor([len(table) for table in tables], dtype=torch.int64)
-    return Shards(names, sizes, torch.cat(tables), damaged), {"shards": len(names), **identity}
+    if engine.rank == 0 and (made_in_all := sum(made for _, made in told)):
+        engine.notes.append(f"{made_in_all:,} of {len(names):,} shards indexed now, for this and later runs")
+    in_order = [tables[number] for number in range(len(names))]
+    sizes = torch.tensor([len(table) for table in in_order], dtype=torch.int64)
+    return Shards(names, sizes, torch.cat(in_order), damaged), {"shards": len(names), **identity}
 
 
 def short_names(names: list[str]) -> list[str]:
     """Return the paths of files relative to their common directory, so that they do not depend on its location."""
     common = os.path.commonpath([os.path.dirname(name) for name in names])  # noqa: PTH120
     return [os.path.relpath(name, common) for name in names]
-
-
-class ExpectedSamples:
-    """The number of samples of each shard according to sizes.json ({"000000.tar": 1000, ...}) in its directory."""
-
-    def __init__(self) -> None:
-        self._read: dict[Path, dict[str, Any]] = {}
-
-    def of(self, path: Path) -> int | None:
-        """Return the number for shard `path`; None if it is not given."""
-        if path.parent not in self._read:
-            beside = path.parent / "sizes.json"
-            self._read[path.parent] = read_json(beside, dict) if beside.exists() else {}
-        return self._read[path.parent].get(path.name)
-
-    def check(self, path: Path, samples: int) -> None:
-        """Raise UserError if the number is not possible: a shard may have lost samples, but not gained any."""
-        said = self.of(path)
-        if said is not None and (type(said) is not int or not samples <= said <= path.stat().st_size):
-            given = f"{path.parent}/sizes.json gives {path.name} {str(said)[:40]!r} samples, and it has {samples:,}"
-            raise UserError(f"{given}: create it again, or remove it")

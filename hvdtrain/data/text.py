@@ -12,12 +12,11 @@ import codecs
 import contextlib
 import hashlib
 import json
-import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -94,21 +93,19 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
         paths, name = standard_library(), "python"
         reason = f"{len(paths)} modules of Python's standard library, because --text was not given"
     given = None if tokenizer is None else read_tokenizer(tokenizer)
-    directory = cache.directory("text")
-    with contextlib.ExitStack() as stack:
-        if directory is not None and stack.enter_context(cache.locked(directory, LOCK_SECONDS)):
-            directory = None
-        sha256 = fingerprint(paths)
-        recipe = [FORMAT, sha256, kind, 0 if given else size, given and given.content]
-        stem = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
-        found = None if directory is None else cached(directory, stem)
-        if found is None and directory is not None:
-            with contextlib.suppress(OSError):  # such as a full disk
+    sha256 = fingerprint(paths)
+    recipe = [FORMAT, sha256, kind, 0 if given else size, given and given.content]
+    stem = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
+    found, directory = None, cache.directory("text")
+    if directory is not None:
+        with cache.locked(directory, LOCK_SECONDS), contextlib.suppress(OSError):  # such as a full disk
+            found = cached(directory, stem)
+            if found is None:
                 keep(directory, stem, paths, kind, size, given)
                 found = cached(directory, stem)
-        if found is None:
-            parts: list[Tensor] = []
-            found = convert(paths, kind, size, given, parts.append), torch.cat(parts)
+    if found is None:
+        parts: list[Tensor] = []
+        found = convert(paths, kind, size, given, parts.append), torch.cat(parts)
     facts, tokens = found
     vocabulary = restore(facts.kind, facts.content)
     reason = (
@@ -152,7 +149,7 @@ def blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             with files.opened(path) as file:
-                for chunk in chunks(file):
+                while chunk := file.read(BLOCK_BYTES):
                     yield chunk if kind == "bytes" else decoder.decode(chunk)
                 decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
@@ -173,24 +170,13 @@ def between(parts: Iterator[str | bytes], first: int, last: int) -> Iterator[str
             return
 
 
-def chunks(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content that `file` has now, in blocks. It may still grow, faster than it is read."""
-    left = os.fstat(file.fileno()).st_size
-    while left > 0 and (chunk := file.read(min(left, BLOCK_BYTES))):
-        left -= len(chunk)
-        yield chunk
-
-
 def fingerprint(paths: Sequence[Path]) -> str:
     """Return the SHA-256 of a file; for several files, of their SHA-256. Raises UserError if a file cannot be read."""
     found = []
     for path in paths:
         try:
             with files.opened(path) as file:
-                digest = hashlib.sha256()
-                for chunk in chunks(file):
-                    digest.update(chunk)
-                found.append(digest.hexdigest())
+                found.append(hashlib.file_digest(file, "sha256").hexdigest())
         except OSError as error:
             raise unreadable("--text", path, error) from error
     return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

@@ -35,11 +35,11 @@ def directory(engine, tmp_path_factory):
 
 def test_every_rank_has_the_index_and_one_made_each_part(engine, directory, monkeypatch):
     made = []
-    monkeypatch.setattr(shards, "obtain", lambda path, notes: made.append(path.name) or obtain(path, notes))
+    monkeypatch.setattr(shards, "obtain", lambda path: made.append(path.name) or obtain(path))
 
     names = [str(directory / f"{number}.tar") for number in range(len(SIZES))]
     engine.notes.clear()
-    opened, facts = shards.open_indexed(engine, names)
+    opened, facts = shards.open_indexed(engine, names, [None] * len(SIZES))
     assert opened.sizes.tolist() == list(SIZES)
     assert opened.table.tolist() == [row for name in names for row in scan(Path(name)).table.tolist()]
     assert made == [Path(name).name for name in names[engine.rank :: engine.size]]
@@ -48,7 +48,7 @@ def test_every_rank_has_the_index_and_one_made_each_part(engine, directory, monk
     if engine.rank == 0:
         assert engine.notes == ["5 of 5 shards indexed now, for this and later runs"]
         assert len(list(directory.glob("*.tar.index"))) == len(SIZES)
-    again, same = shards.open_indexed(engine, names)
+    again, same = shards.open_indexed(engine, names, [None] * len(SIZES))
     assert (again.table.tolist(), same) == (opened.table.tolist(), facts)
 
 
@@ -58,4 +58,4 @@ def test_what_one_rank_cannot_read_every_rank_reports(engine, directory):
         Path(names[-1]).unlink()
     engine.barrier()
     with pytest.raises(UserError, match=r"4\.tar cannot be read \(No such file or directory\): check it"):
-        shards.open_indexed(engine, names)
+        shards.open_indexed(engine, names, [None] * len(SIZES))

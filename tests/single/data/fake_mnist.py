@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import multiprocessing
 import random
-import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -58,7 +57,7 @@ def write(directory: Path, files: dict[str, bytes] = MNIST, compressed: bool = F
 
 @contextmanager
 def mirror(
-    answer: Callable[[BaseHTTPRequestHandler], object] | None = None, tls: ssl.SSLContext | None = None
+    answer: Callable[[BaseHTTPRequestHandler], object] | None = None,
 ) -> Iterator[tuple[str, Counter[str]]]:
     """A server on this machine: its URL, and how often each path was asked for. By default it serves MNIST."""
     asked: Counter[str] = Counter()
@@ -75,12 +74,10 @@ def mirror(
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.block_on_close = False
-    if tls:
-        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     server.handle_error = lambda *args: None  # a client that hangs up is what many tests want
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
-        yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_port}/", asked
+        yield f"http://127.0.0.1:{server.server_port}/", asked
     finally:
         server.shutdown()
         server.server_close()

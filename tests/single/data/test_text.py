@@ -1,6 +1,5 @@
 """Texts as tokens: what is trained on and what is held out, three kinds of vocabulary, the cache, and what is refused."""
 
-import io
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -133,21 +132,6 @@ def test_texts_that_are_refused(content, kind, complaint, tmp_path):
         text.load([path], kind)
     assert complaint in str(raised.value)
     one_line(raised.value)
-
-
-def test_of_a_file_that_grows_faster_than_it_is_read_there_is_what_it_had(book, monkeypatch):
-    """Whoever reads it to its end never comes there."""
-    monkeypatch.setattr(text, "BLOCK_BYTES", 64)
-
-    class Growing(io.BufferedReader):
-        def read(self, size: int = -1) -> bytes:
-            with book.open("ab") as file:
-                file.write(b"more " * 64)
-            return super().read(size)
-
-    monkeypatch.setattr(text.files, "opened", lambda path: Growing(io.FileIO(path)))
-    whole = sum(len(chunk) for chunk in text.blocks([book], "bytes"))
-    assert whole == len(WORDS.encode())
 
 
 def test_a_bad_tokenizer_is_refused(book, tmp_path):
