@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hvdtrain.data.corrupt import CorruptSample, why
-from hvdtrain.data.loading import Loaded, Plan, Prepare, Source, collate, loader
+from hvdtrain.data.decoding import Prepare
+from hvdtrain.data.loading import Loaded, Plan, Source, collate, loader
 from hvdtrain.data.sharding import shard
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hvdtrain.data.corrupt import CorruptSample, why
-from hvdtrain.data.loading import Loaded, Prepare, collate
+from hvdtrain.data.decoding import Prepare
+from hvdtrain.data.loading import Loaded, collate
 from hvdtrain.data.shard_index import IMAGE_TYPES, LABEL, OFFSET, key_at
 from hvdtrain.engines.files import open_regular
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from hvdtrain import imagenet, lm, mnist
-from hvdtrain.data import idx, images, loading, make_shards
+from hvdtrain.data import decoding, idx, images, loading, make_shards
 from hvdtrain.data.published import PUBLISHED
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import UserError
@@ -318,13 +318,13 @@ def test_reduced_decode_reads_fewer_pixels(tmp_path, monkeypatch):
     for split, name in [(split, name) for split in ("train", "val") for name in ("one", "two")]:
         (tmp_path / split / name).mkdir(parents=True)
         Image.new("RGB", (640, 480)).save(tmp_path / split / name / "large.jpg")
-    decode, sizes = loading.decode, []
+    decode, sizes = decoding.decode, []
 
     def noted(*arguments, **options):
         sizes.append(tuple(decode(*arguments, **options).shape[-2:]))
         return decode(*arguments, **options)
 
-    monkeypatch.setattr(loading, "decode", noted)
+    monkeypatch.setattr(decoding, "decode", noted)
     flags = f"--data-dir {tmp_path} --batch-size 2 --image-size 33 {SMALL_IMAGES}"
     trained(imagenet, flags)
     assert set(sizes) == {(480, 640)}

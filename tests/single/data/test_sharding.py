@@ -59,15 +59,3 @@ def test_order_is_that_of_torch_distributed_sampler(epoch):
         sampler = DistributedSampler(range(n), num_replicas=size, rank=rank, shuffle=True, seed=7)
         sampler.set_epoch(epoch)
         assert epoch_order(n, 7, epoch)[shard(n, rank, size)].tolist() == list(sampler)
-
-
-def test_order_depends_on_the_global_batch_only():
-    order = epoch_order(64, 1, 0)
-    seen = {}
-    for size, batch_size, accumulate in ((1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1), (1, 2, 4), (2, 1, 4)):
-        ranks = [steps(order, rank, size, batch_size, accumulate) for rank in range(size)]
-        seen[size, accumulate] = [
-            sorted(i for part in parts for batch in part.batches for i in batch.indices.tolist())
-            for parts in zip(*ranks, strict=True)
-        ]
-    assert all(global_steps == seen[1, 1] for global_steps in seen.values())
