@@ -86,9 +86,9 @@ PUBLISHED = {
 def unpacked(published: Published, file: File, packed: bytes) -> bytes:
     """Return the published content of `packed`, which may be compressed. Raises UNSOUND if it is not the published one.
 
-    No more than the published size is unpacked.
+    At most one byte more than the published size is unpacked.
     """
-    content = packed[: file.size + 1]
+    content = packed
     if packed.startswith(GZIP):
         with gzip.open(io.BytesIO(packed)) as stream:
             content = stream.read(file.size + 1)

@@ -167,7 +167,7 @@ def members(file: Bounded) -> Iterator[Member]:
         while (member := tar.next()) is not None:
             tar.members = []  # tarfile would keep all members in memory
             named = MEMBER.fullmatch(member.name)
-            if named is None or not member.isreg() or member.issparse():
+            if named is None or not member.isreg() or member.issparse():  # sparse: as large as it says
                 continue
             start, crc = b"", 0
             for chunk in iter(functools.partial(tar.extractfile(member).read, CHUNK), b""):
@@ -197,7 +197,7 @@ def row_of(sample: Iterable[Member]) -> tuple[int, int, int, int]:
 def class_in(content: bytes) -> int:
     """Return the class in a .cls file, or NO_CLASS."""
     with contextlib.suppress(ValueError):
-        if len(content) <= 20 and 0 <= (label := int(content)) < 2**31:
+        if 0 <= (label := int(content)) < 2**31:
             return label
     return NO_CLASS
 

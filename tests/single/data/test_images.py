@@ -187,12 +187,12 @@ def photograph(height: int = 901, width: int = 1203) -> bytes:
 
 
 @pytest.mark.parametrize("decoder", ["simplejpeg", "Pillow"])
-@pytest.mark.parametrize("scale", [2, 4, 8])
-def test_an_image_is_decoded_at_a_fraction_of_its_size_rounded_up(scale, decoder, monkeypatch):
+def test_an_image_is_decoded_at_a_fraction_of_its_size_rounded_up(decoder, monkeypatch):
     if decoder == "Pillow":
         monkeypatch.setattr(decoding, "fast_decoder", lambda: None)
     assert decoding.jpeg_size(photograph()) == (901, 1203)
-    assert decoding.decode(photograph(), scale).shape == (3, -(-901 // scale), -(-1203 // scale))
+    shapes = [tuple(decoding.decode(photograph(), scale).shape) for scale in (2, 4, 8)]
+    assert shapes == [(3, 451, 602), (3, 226, 301), (3, 113, 151)]
 
 
 @pytest.mark.parametrize("train", [True, False])

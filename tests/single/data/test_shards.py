@@ -162,6 +162,12 @@ def test_little_room_changes_nothing(name, value, tars, monkeypatch, numbered):
     assert steps_taken(source, 2) == whole
 
 
+@pytest.mark.parametrize(("workers", "ahead"), [(0, 1), (1, 1), (2, 2)])
+def test_a_worker_reads_its_own_next_job_ahead(workers, ahead):
+    jobs = list(shard_reading.jobs([(0, [number]) for number in range(5)], workers))
+    assert [job.following for job in jobs] == [[number] for number in range(ahead, 5)] + [[]] * ahead
+
+
 def test_files_are_closed(tars, numbered):
     before = len(list(Path("/proc/self/fd").iterdir()))
     source, _ = open_them(tars)
@@ -323,7 +329,15 @@ def tar_of(path: Path, files: dict[str, bytes], kind: int = tarfile.PAX_FORMAT) 
 @pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
 def test_samples_are_those_that_webdataset_finds(kind, tmp_path):
     long = "d" * 90 + "/" + "e" * 60
-    files = {"a.JPG": b"A", "a.cls": b" 1\n", "b.cls": b"1", "c.jpg": b"C", "__x__": b"?", "d/e.f.jpg": b"D"}
+    files = {
+        "a.JPG": b"A",
+        "a.jpg": b"second",
+        "a.cls": b" 1\n",
+        "b.cls": b"1",
+        "c.jpg": b"C",
+        "__x__": b"?",
+        "d/e.f.jpg": b"D",
+    }
     files |= {"d/e.cls": b"2", "n": b"", "g.png": b"G", "g.jpg": b"J", "g.cls": b"cat", f"{long}.jpg": b"L" * 600}
     files |= {f"{long}.cls": b"3", "h.jpg": b"", "h.cls": b"-4", "i.jpg": b"I", "i.cls": b"9" * 19}
     path = tar_of(tmp_path / "odd.tar", files, kind)
@@ -333,6 +347,19 @@ def test_samples_are_those_that_webdataset_finds(kind, tmp_path):
              for offset, size, label, _ in index.table.tolist()]  # fmt: skip
     assert found == expected
     assert index.problem is None
+
+
+def test_a_sparse_member_is_no_image(tmp_path):
+    """A few bytes may say that they are any number."""
+    info = tarfile.TarInfo("a.jpg")
+    info.type = tarfile.GNUTYPE_SPARSE
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[483:495] = b"%011o\0" % 2**20  # size when expanded
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    (tmp_path / "a.tar").write_bytes(header + bytes(1024))
+    index = scan(tmp_path / "a.tar")
+    assert (len(index.table), index.problem) == (0, None)
 
 
 def test_samples_without_image_or_class_are_named(engine, tmp_path):
