@@ -133,7 +133,7 @@ def expected_samples(names: list[str]) -> list[int | None]:
     sizes = beside(names, "sizes.json", dict)
     found = [sizes.get(Path(name).parent, {}).get(Path(name).name) for name in names]
     for name, samples in zip(names, found, strict=True):
-        if samples is not None and type(samples) is not int:
+        if samples is not None and not isinstance(samples, int):
             said = f"{Path(name).parent}/sizes.json gives {Path(name).name} {str(samples)[:40]!r} samples"
             raise UserError(f"{said}: create it again, or remove it")
     return found
