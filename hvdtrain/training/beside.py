@@ -6,58 +6,41 @@ The position in each follows from the number of samples of the first one that ar
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from hvdtrain.cli import Flags
 from hvdtrain.data.loading import Plan
 from hvdtrain.data.sharding import PlannedBatch, mixed_seed
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.inputs import Batch, Input
+from hvdtrain.training.inputs import Batch, Input, Loader, is_stream, open_input
 from hvdtrain.training.state import Initial, TrainState
 
 Part = tuple[Input, int]  # a data set of the step, and its number of samples for each sample of the first one
 
 
-class Beside:
-    """The samples of this rank from another data set than the first. Iterating over it yields (epoch, batch), as a Plan.
+def beside(plan: Plan, part: Part, done: int, seed: int) -> Iterator[tuple[int, PlannedBatch]]:
+    """Yield (epoch, batch), as a Plan does: this rank's samples of another data set than the first.
 
     plan: of the first one. done: samples of the first one that are done. seed: of the order.
     """
-
-    def __init__(self, plan: Plan, part: Part, done: int, seed: int):
-        self._plan, self._done, self._seed = plan, done, seed
-        self._input, self._ratio = part
-        self._orders: dict[int, Tensor] = {}
-
-    def _order(self, epoch: int) -> Tensor:
-        if epoch not in self._orders:
-            self._orders = {known: held for known, held in self._orders.items() if known >= epoch - 1}
-            self._orders[epoch] = self._input.order(self._seed, epoch)
-        return self._orders[epoch]
-
-    def _taken(self, position: int, count: int) -> Tensor:
-        """Return `count` indices from `position` on, counted from the beginning of training through all epochs."""
-        length, parts = self._input.epoch_samples(), []
-        while count:
-            epoch, first = divmod(position, length)
-            part = self._order(epoch)[first : first + count]
-            parts.append(part)
-            position, count = position + len(part), count - len(part)
-        return torch.cat(parts)
-
-    def __iter__(self) -> Iterator[tuple[int, PlannedBatch]]:
-        position, ratio = self._done * self._ratio, self._ratio
-        for _, batch in self._plan:
-            together = self._taken(position, batch.together * ratio)
-            groups = together.view(-1, ratio)  # one for each sample of the first data set in this pass
-            mine = groups[self._plan.rank :: self._plan.size] if batch.local_count else groups[:1]
-            epoch = position // self._input.epoch_samples()
-            yield epoch, PlannedBatch(mine.reshape(-1), batch.weight, batch.local_count * ratio)
-            position += len(together)
+    source, ratio = part
+    order = lru_cache(2)(lambda epoch: source.order(seed, epoch))
+    position = done * ratio  # counted from the beginning of training through all epochs
+    for _, batch in plan:
+        epoch, missing, taken = position // source.per_epoch, batch.together * ratio, list[Tensor]()
+        while missing:
+            current, first = divmod(position, source.per_epoch)
+            taken.append(order(current)[first : first + missing])
+            position, missing = position + len(taken[-1]), missing - len(taken[-1])
+        groups = torch.cat(taken).view(-1, ratio)  # one for each sample of the first data set in this pass
+        mine = groups[plan.rank :: plan.size] if batch.local_count else groups[:1]
+        yield epoch, PlannedBatch(mine.reshape(-1), batch.weight, batch.local_count * ratio)
 
 
 class Together(dict[str, Any]):
@@ -68,40 +51,61 @@ class Together(dict[str, Any]):
 
 
 class Several(Input):
-    """Several inputs in one step, by name. Batches are dictionaries with a part for each."""
+    """Several inputs in one step, by name. Batches are dictionaries with a part for each. Raises UserError."""
 
-    def __init__(self, parts: Mapping[str, Part]):
-        self._parts = dict(parts)
-        self._first, *self._others = self._parts
-        self.samples = self._parts[self._first][0].samples
-        self._done = 0
+    def __init__(self, engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int):
+        self._parts: dict[str, Part] = {}
+        for name, what in data.items():
+            self._parts[name] = part_of_step(engine, name, what, seed, batch_size, first=not self._parts)
+        (self._name, (self._first, _)), *self._others = self._parts.items()
+        self.samples, self.per_epoch = self._first.samples, self._first.per_epoch
         self._planned: dict[str, Iterator[tuple[int, PlannedBatch]]] = {}
+        self._done = 0
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        return self._parts[self._first][0].order(seed, epoch)
+        return self._first.order(seed, epoch)
 
-    def epoch_samples(self) -> int:
-        return self._parts[self._first][0].epoch_samples()
-
-    def plan(
-        self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int | None, steps: int | None
-    ) -> Plan:
+    def begin(self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int) -> int:
         self._done = state.samples
-        return super().plan(engine, flags, initial, state, epochs, steps)
+        return super().begin(engine, flags, initial, state, epochs)
 
-    def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:
-        assert isinstance(plan, Plan)
-        self._parts[self._first][0].begin(plan)
-        for name in self._others:
-            beside = Beside(plan, self._parts[name], self._done, mixed_seed(plan.seed, name) >> 1)
-            self._parts[name][0].begin(beside)
-            self._planned[name] = iter(beside)
+    def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
+        self._first.read(jobs)
+        for name, part in self._others:
+            given = self._plan, part, self._done, mixed_seed(self._plan.seed, name) >> 1
+            part[0].read(beside(*given))
+            self._planned[name] = beside(*given)
 
     def load(self, planned: PlannedBatch) -> Batch:
-        batch = self._parts[self._first][0].load(planned)
-        data = Together({self._first: batch.data})
-        for name in self._others:
-            _, beside = next(self._planned[name])
-            data[name] = self._parts[name][0].load(beside).data
+        batch = self._first.load(planned)
+        data = Together({self._name: batch.data})
+        for name, (source, _) in self._others:
+            data[name] = source.load(next(self._planned[name])[1]).data
         batch.data = data
         return batch
+
+
+def part_of_step(engine: Engine, name: str, what: Any, seed: int, batch_size: int, *, first: bool) -> Part:
+    """Return the input of one of several data sets. first: it determines the epochs. Raises UserError."""
+    given = what if isinstance(what, tuple) else (what,)
+    if is_stream(what):
+        how = "make one stream of both"
+        raise UserError(f"run.steps: {name!r} is a stream, and goes with other data in a step: {how}")
+    ratio = 1
+    if isinstance(what, DataLoader):
+        if what.batch_size is None:
+            how = "give it a sampler, or batch_size"
+            raise UserError(f"run.steps: {name!r} has no batch_size, and goes with other data in a step: {how}")
+        if not first and what.batch_size % batch_size:
+            how = f"give it a multiple of --batch-size {batch_size}"
+            raise UserError(f"run.steps: {name!r} has batch_size={what.batch_size}: {how}")
+        ratio = 1 if first else what.batch_size // batch_size
+        source: Input = Loader(engine, what, seed, batch_size * ratio)
+    elif all(isinstance(one, Tensor) and one.ndim for one in given):
+        source = open_input(engine, given, seed, batch_size, None)  # of equal lengths
+    else:
+        how = "give it a DataLoader, or tensors in a tuple"
+        raise UserError(f"run.steps: {name!r} is a {type(what).__name__}: {how}")
+    if not source.per_epoch:
+        raise UserError(f"run.steps: {name!r} has no samples", everywhere=True)
+    return source, ratio

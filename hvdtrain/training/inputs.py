@@ -8,7 +8,7 @@ import contextlib
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from hvdtrain.cli import Flags
 from hvdtrain.data import loading
 from hvdtrain.data.loading import Plan, Source
-from hvdtrain.data.sharding import PlannedBatch, epoch_order, kept, mixed_seed, seed_generators, shard
+from hvdtrain.data.sharding import PlannedBatch, PlannedStep, epoch_order, kept, mixed_seed, seed_generators, shard
 from hvdtrain.engines.accelerators import CPU, Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -49,53 +49,48 @@ class Batch:
 class Input(ABC):
     """The samples of one `for step in run.steps(...)`, over all epochs."""
 
-    samples: int  # number of samples in the data set
+    samples: int  # in the data set; 0: a stream
+    per_epoch: int  # over all ranks; 0: a stream, whose end is found when it is read
     may_wait = True  # `load` may take long: for workers, a disk, a network
     indices_on = CPU  # where the indices are needed: reading them from an accelerator would stop the host
+    batches: Callable[[int, int], list[Tensor]] | None = None  # of (seed, epoch), if batches stay whole on a rank
+    _plan: Plan
 
     @abstractmethod
     def load(self, planned: PlannedBatch) -> Batch:
         """Return the next micro-batch of the plan."""
 
-    def plan(
-        self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int | None, steps: int | None
-    ) -> Plan:
-        """Return the plan of this rank's remaining samples. epochs or steps: total number. Raises UserError if there are too
-        few samples."""
-        count = self.epoch_samples()
-        if count < engine.size:
-            said = (
-                f"{count} samples but {engine.size} ranks: use -np {count} or fewer"
-                if count
-                else "there are no samples"
-            )
-            raise UserError(said, everywhere=True)
-        if epochs is None:
-            assert steps is not None
-            epochs = state.epoch + 1 + -(-steps * initial.global_batch // count)
-        return Plan(
-            self.samples, count, flags.seed, epochs, engine.rank, engine.size, flags.batch_size, flags.accumulate,
-            initial.global_batch, state.epoch, state.samples_of_epoch, self.indices_on, self.order,
-        )  # fmt: skip
-
     def order(self, seed: int, epoch: int) -> Tensor:
         """Return the order of the samples in `epoch` (from 0), int64 [n], the same on every rank."""
         return epoch_order(self.samples, seed, epoch)
 
-    def epoch_samples(self) -> int:
-        """Return the number of samples per epoch, over all ranks."""
-        return self.samples
+    def plan(self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int) -> Plan:
+        """Return the plan of this rank's remaining samples. Raises UserError if there are fewer than ranks."""
+        if self.per_epoch < engine.size:
+            few = f"{self.per_epoch} samples but {engine.size} ranks: use -np {self.per_epoch} or fewer"
+            raise UserError(few if self.per_epoch else "there are no samples", everywhere=True)
+        return Plan(
+            self.samples, self.per_epoch, flags.seed, epochs, engine.rank, engine.size, flags.batch_size,
+            flags.accumulate, initial.global_batch, state.epoch, state.samples_of_epoch, self.indices_on, self.order,
+            self.batches, initial.ranks * initial.accumulate,
+        )  # fmt: skip
 
-    def steps_per_epoch(self, initial: Initial) -> int:
-        """Return the number of steps per epoch, over all ranks."""
-        return -(-self.epoch_samples() // initial.global_batch)
+    def begin(self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int) -> int:
+        """Plan the remaining samples, and begin to read them. Return the number of steps per epoch; 0: not known."""
+        self._plan = self.plan(engine, flags, initial, state, epochs)
+        self.read(self._plan)
+        return self._plan.steps_per_epoch()
 
-    def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:  # noqa: B027 - not all inputs read ahead
-        """Prepare for loading. Called before the first micro-batch of `plan`: (epoch, batch) of all remaining epochs."""
+    def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:  # noqa: B027 - not all inputs read ahead
+        """Begin to read these micro-batches: (epoch, batch) of all remaining epochs."""
+
+    def steps(self, epoch: int) -> Iterator[PlannedStep]:
+        """Return this rank's remaining steps of `epoch`."""
+        return self._plan.epoch(epoch)
 
     def at_end(self, samples_of_epoch: int) -> bool:
         """Return whether the epoch has ended with this number of samples, over all ranks."""
-        return samples_of_epoch == self.epoch_samples()
+        return samples_of_epoch == self.per_epoch
 
     def restore(self, positions: Callable[[], list[Any] | None], state: TrainState) -> str | None:
         """Continue where a checkpoint was saved. A collective. Return a line if samples of this epoch are repeated.
@@ -123,7 +118,7 @@ class Indices(Input):
     may_wait = False
 
     def __init__(self, samples: int):
-        self.samples = samples
+        self.samples = self.per_epoch = samples
 
     def load(self, planned: PlannedBatch) -> Batch:
         return Batch(None, planned.indices, planned.local_count, planned.weight, planned.first)
@@ -137,7 +132,7 @@ class Tensors(Input):
     def __init__(self, tensors: Sequence[Tensor], device: torch.device):
         self.tensors = tensors
         self._copies = None if device.type == "cpu" else Copies(device)
-        self.samples = len(tensors[0])
+        self.samples = self.per_epoch = len(tensors[0])
         if all(tensor.device == tensors[0].device for tensor in tensors):
             self.indices_on = tensors[0].device
 
@@ -157,15 +152,16 @@ class Loader(Input):
     """
 
     def __init__(self, engine: Engine, given: DataLoader[Any], seed: int, batch_size: int):
+        require_usable(given, batch_size)
         self._engine, self._given, self._seed = engine, given, seed
         self._copies = Copies(engine.device)
-        require_batches(given)
         self._batches: Iterator[Any] | None = None
-        self.samples = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
+        self.samples = self.per_epoch = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
         self._drawn = drawn(engine, given, seed)
-        self._whole = self._drawn if given.batch_size is None else None  # batches stay whole
-        if self._whole is None:
-            require_batch_size(given, batch_size)
+        if self._drawn is not None:
+            self.per_epoch = self._drawn.samples
+            if given.batch_size is None:
+                self.batches = self._numbered
 
     def order(self, seed: int, epoch: int) -> Tensor:
         if self._drawn is not None:
@@ -177,27 +173,9 @@ class Loader(Input):
         assert self._drawn is not None
         return numbered(self._drawn.batches(seed, epoch), self.samples)
 
-    def epoch_samples(self) -> int:
-        return self.samples if self._drawn is None else self._drawn.samples
-
-    def steps_per_epoch(self, initial: Initial) -> int:
-        if self._whole is None:
-            return super().steps_per_epoch(initial)
-        return -(-len(self._whole.batches(self._seed, 0)) // (initial.ranks * initial.accumulate))
-
-    def plan(
-        self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int | None, steps: int | None
-    ) -> Plan:
-        if self._whole is None:
-            return super().plan(engine, flags, initial, state, epochs, steps)
-        if epochs is None and steps is not None:
-            epochs = state.epoch + 1 + steps  # at least a step in each
-        plan = super().plan(engine, flags, initial, state, epochs, steps)
-        return replace(plan, batches=self._numbered, batches_per_step=initial.ranks * initial.accumulate)
-
-    def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:
-        jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
-        self._batches = iterate(self._engine, self._given, Samples(self._given, self._seed), jobs)
+    def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
+        lists = ((epoch, batch.indices.tolist()) for epoch, batch in jobs)
+        self._batches = iterate(self._engine, self._given, Samples(self._given, self._seed), lists)
 
     def load(self, planned: PlannedBatch) -> Batch:
         assert self._batches is not None
@@ -215,17 +193,14 @@ class Images(Input):
     def __init__(self, engine: Engine, source: Source, say: Any):
         self._engine, self._source, self._output, self._copies = engine, source, say, Copies(engine.device)
         self.samples = source.train_count
+        self.per_epoch = min(source.per_epoch or self.samples, self.samples)
         self._batches: Iterator[loading.Loaded] | None = None
 
     def order(self, seed: int, epoch: int) -> Tensor:
         return self._source.order(seed, epoch) if self._source.order else super().order(seed, epoch)
 
-    def epoch_samples(self) -> int:
-        return min(self._source.per_epoch or self.samples, self.samples)
-
-    def begin(self, plan: Iterable[tuple[int, PlannedBatch]]) -> None:
-        assert isinstance(plan, Plan)
-        self._batches = iter(self._source.train(plan))
+    def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
+        self._batches = iter(self._source.train(self._plan))
 
     def load(self, planned: PlannedBatch) -> Batch:
         assert self._batches is not None
@@ -260,12 +235,11 @@ def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int
     if isinstance(what, Mapping) and what:
         from hvdtrain.training.beside import Several
 
-        return Several(parts_of_step(engine, what, seed, batch_size))
+        return Several(engine, what, seed, batch_size)
     if data and all(isinstance(part, Tensor) and part.ndim > 0 for part in data):
         if len({len(part) for part in data}) > 1:
-            raise UserError(
-                f"run.steps got tensors of {', '.join(str(len(t)) for t in data)} samples: give equal lengths"
-            )
+            lengths = ", ".join(str(len(part)) for part in data)
+            raise UserError(f"run.steps got tensors of {lengths} samples: give equal lengths")
         for tensor in data:
             if tensor.device.type not in ("cpu", engine.device.type):
                 how = "use run.to_device(...)"
@@ -278,49 +252,13 @@ def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int
     raise UserError(f"run.steps got {kinds}: {how}")
 
 
-def parts_of_step(engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int) -> dict[str, tuple[Input, int]]:
-    """Return the inputs of several data sets, with the number of samples for each sample of the first. Raises UserError."""
-    parts: dict[str, tuple[Input, int]] = {}
-    for name, what in data.items():
-        given = what if isinstance(what, tuple) else (what,)
-        if is_stream(what):
-            raise UserError(
-                f"run.steps: {name!r} is a stream, and goes with other data in a step: make one stream of both"
-            )
-        if isinstance(what, DataLoader):
-            if what.batch_size is None:
-                how = "give it a sampler, or batch_size"
-                raise UserError(f"run.steps: {name!r} has no batch_size, and goes with other data in a step: {how}")
-            if parts and what.batch_size % batch_size:
-                how = f"give it a multiple of --batch-size {batch_size}"
-                raise UserError(f"run.steps: {name!r} has batch_size={what.batch_size}: {how}")
-            ratio = what.batch_size // batch_size if parts else 1
-            part: Input = Loader(engine, what, seed, batch_size * ratio)
-        elif all(isinstance(one, Tensor) and one.ndim for one in given):
-            part, ratio = open_input(engine, given, seed, batch_size, None), 1  # of equal lengths
-        else:
-            raise UserError(
-                f"run.steps: {name!r} is a {type(what).__name__}: give it a DataLoader, or tensors in a tuple"
-            )
-        if not part.epoch_samples():
-            raise UserError(f"run.steps: {name!r} has no samples", everywhere=True)
-        parts[name] = part, ratio
-    return parts
-
-
-def same_data(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Return whether `run.steps` was given the same arguments again: the same objects, or the same number."""
-    if len(one) != len(other):
-        return False
-    return all(same(a, b) for a, b in zip(one, other, strict=True))
-
-
 def same(one: Any, other: Any) -> bool:
-    """Return whether both are the same object, the same number, or contain the same objects."""
-    if type(one) is dict and type(other) is dict:
-        return list(one) == list(other) and same_data(tuple(one.values()), tuple(other.values()))
-    if type(one) is tuple and type(other) is tuple:
-        return same_data(one, other)
+    """Return whether `run.steps` was given the same again: the same object, the same number, or a tuple or dictionary of
+    these."""
+    if type(one) is type(other) is dict:
+        return list(one) == list(other) and same(tuple(one.values()), tuple(other.values()))
+    if type(one) is type(other) is tuple:
+        return len(one) == len(other) and all(map(same, one, other))
     return one is other or (isinstance(one, int) and one == other)
 
 
@@ -336,32 +274,27 @@ def is_stream(what: object) -> bool:
     return hasattr(what, "__iter__") and is_stateful(what)
 
 
-def require_batches(given: DataLoader[Any]) -> None:
-    """Raise UserError if the DataLoader loads samples by index, and not in batches, or iterates in a way of its own."""
-    require_torchs_iterator(given)
-    if not hasattr(given.dataset, "__len__"):
-        raise UserError(f"the DataLoader's {type(given.dataset).__name__} has no length: give it __len__")
-    if given.batch_size is None and given.batch_sampler is None:
-        raise UserError("the DataLoader has batch_size=None: give it batch_size=flags.batch_size, or a batch_sampler")
+def require_usable(given: DataLoader[Any], batch_size: int | None) -> None:
+    """Raise UserError for a DataLoader whose own way of iterating would not be used.
 
-
-def require_torchs_iterator(given: DataLoader[Any]) -> None:
-    """Raise UserError for a subclass of DataLoader that does something in its iterator, which is not called."""
+    batch_size: --batch-size; None: in an evaluation, any size.
+    """
     for name in ("__iter__", "_get_iterator"):
         if getattr(type(given), name) is not getattr(DataLoader, name) and not is_stateful(given):
             how = "use DataLoader, with its work in collate_fn or in the loop over step.batches()"
             raise UserError(f"the DataLoader is a {type(given).__name__}, whose own {name} is not called: {how}")
-
-
-def require_batch_size(given: DataLoader[Any], batch_size: int) -> None:
-    """Raise UserError if the DataLoader has another batch size than --batch-size, or drops samples."""
-    if given.batch_size != batch_size:
-        raise UserError(
-            f"the DataLoader has batch_size={given.batch_size}, --batch-size is {batch_size}: "
-            "write DataLoader(..., batch_size=flags.batch_size)"
-        )
-    if given.drop_last:
-        raise UserError("the DataLoader has drop_last=True: leave it out, an uneven last step is weighted instead")
+    if not is_stream(given) and not hasattr(given.dataset, "__len__"):
+        raise UserError(f"the DataLoader's {type(given.dataset).__name__} has no length: give it __len__")
+    if given.batch_size is None:
+        if not is_stream(given) and given.batch_sampler is None:
+            how = "give it batch_size=flags.batch_size, or a batch_sampler"
+            raise UserError(f"the DataLoader has batch_size=None: {how}")
+    elif batch_size is not None:
+        if given.batch_size != batch_size:
+            said = f"the DataLoader has batch_size={given.batch_size}, --batch-size is {batch_size}"
+            raise UserError(f"{said}: write DataLoader(..., batch_size=flags.batch_size)")
+        if given.drop_last:
+            raise UserError("the DataLoader has drop_last=True: leave it out, an uneven last step is weighted instead")
 
 
 def drawn(engine: Engine, given: DataLoader[Any], seed: int) -> Drawn | None:
@@ -436,7 +369,7 @@ def evaluation_batches(engine: Engine, given: DataLoader[Any], seed: int) -> Ite
 
         yield from evaluated(engine, given, seed)
         return
-    require_batches(given)
+    require_usable(given, None)
     order = drawn(engine, given, seed)
     if given.batch_size is None and order is not None:
         batches_of_all = order.batches(seed, 0)

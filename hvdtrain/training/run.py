@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hvdtrain.cli import Flags
-from hvdtrain.data.loading import Plan
 from hvdtrain.data.sharding import mixed_seed, passes_per_step, seed_generators
 from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import AMP_DTYPES, Engine
@@ -29,7 +28,7 @@ from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.gather import gather
 from hvdtrain.training.guard import Guard, Stopped
-from hvdtrain.training.inputs import Input, open_input, same_data
+from hvdtrain.training.inputs import Input, open_input, same
 from hvdtrain.training.local_steps import LocalSteps
 from hvdtrain.training.predictions import Predictions, write_predictions
 from hvdtrain.training.prepared import Prepared, refuse_replicas
@@ -65,7 +64,8 @@ class Run:
         self._registered: dict[str, Any] = {}
         self._summary: dict[str, object] = {}
         self._stepped: dict[str, int] = {}  # in the first step: where the schedulers stand that count steps
-        self._opened: tuple[tuple[Any, ...], Input, Plan] | None = None  # the arguments of `steps`, opened
+        self._data: tuple[Any, ...] = ()  # the arguments of `steps`
+        self._input: Input | None = None  # what they were opened as, once training has begun
         self._epochs: int | None = None
         self._step_limit: int | None = None
         self._goals: dict[str, float] = {}
@@ -174,7 +174,7 @@ class Run:
         objects: with `state_dict` and `load_state_dict`, such as a torch scheduler or averaged weights.
         """
         prepared = self.prepared("run.register()")
-        if self._opened is not None:
+        if self._input is not None:
             how = "call it before the loop over run.epochs"
             raise UserError(f"run.register() once training has begun, where a resumed run could not restore it: {how}")
         for name, what in objects.items():
@@ -202,9 +202,9 @@ class Run:
     @property
     def epochs_done(self) -> float:
         """The number of epochs done, including the fraction of the current one."""
-        if self._opened is None or not self._opened[2].per_epoch:  # of a stream, the length is not known
+        if self._input is None or not self._input.per_epoch:  # of a stream, the length is not known
             return float(self.state.epoch)
-        return self.state.samples / self._opened[2].per_epoch
+        return self.state.samples / self._input.per_epoch
 
     def epochs(
         self, count: int | None = None, *, steps: int | None = None, stop_at: Mapping[str, float | None] | None = None
@@ -261,10 +261,10 @@ class Run:
         """
         self._require_running("run.total_steps()")
         opened = open_input(self.engine, (data,), self.seed, self.flags.batch_size, self.output)
-        if not opened.epoch_samples():
+        if not opened.per_epoch:
             how = "write run.epochs(steps=NUMBER), and give the scheduler this number"
             raise UserError(f"run.total_steps(): the length of a stream is not known: {how}", everywhere=True)
-        return epochs * opened.steps_per_epoch(self.initial)
+        return epochs * opened.plan(self.engine, self.flags, self.initial, self.state, epochs).steps_per_epoch()
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks' tensors, each [n, ...], in rank order, with their gradient. A collective.
@@ -311,42 +311,43 @@ class Run:
             return iter(())
         prepared.require_same_groups()
         self._in_steps = True
-        return self._steps(*self._open(data))
+        return self._steps(self._open(data))
 
-    def _open(self, data: tuple[Any, ...]) -> tuple[Input, Plan]:
-        if self._opened is not None and same_data(data, self._opened[0]):
-            return self._opened[1:]
+    def _open(self, data: tuple[Any, ...]) -> Input:
+        before, state = self._input, self.state
+        if before is not None and same(data, self._data):
+            return before
         opened = open_input(self.engine, data, self.seed, self.flags.batch_size, self.output)
         how = "give every rank all samples, each takes its part of them"
         self.engine.require_equal("the number of samples of run.steps()", opened.samples, how)
-        if self._opened is not None and self._opened[2].total != opened.samples:
-            raise UserError(
-                f"run.steps() got {opened.samples} samples, and {self._opened[2].total} in the epoch before"
-            )
-        if self._opened is None and (line := opened.restore(self.checkpoints.positions, self.state)):
+        if before is not None and before.samples != opened.samples:
+            raise UserError(f"run.steps() got {opened.samples} samples, and {before.samples} in the epoch before")
+        if before is None and (line := opened.restore(self.checkpoints.positions, state)):
             self.say(line)
-        plan = opened.plan(self.engine, self.flags, self.initial, self.state, self._epochs, self._step_limit)
-        if self.state.samples_of_epoch > plan.per_epoch > 0:
-            done = f"{self.state.samples_of_epoch} samples of this epoch are done, and it has {plan.per_epoch}"
+        if state.samples_of_epoch > opened.per_epoch > 0:
+            done = f"{state.samples_of_epoch} samples of this epoch are done, and it has {opened.per_epoch}"
             raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
-        steps = self._step_limit or plan.epochs * plan.steps_per_epoch()
-        if self._opened is None:
+        epochs = self._epochs
+        if epochs is None:
+            epochs = state.epoch + 1 + (self._step_limit or 0)  # at least a step in each
+        per_epoch = opened.begin(self.engine, self.flags, self.initial, state, epochs)
+        steps = self._step_limit or epochs * per_epoch
+        if before is None:
             with self.raising_together("schedules"):
                 require_registered(self.prepared().optimizers, self._registered)
             for line in require_length(self._registered, steps, self._epochs) if steps else ():
                 self.say(f"warning: {line}")
             self._stepped = positions(self._registered, steps) if steps != self._epochs else {}
-        opened.begin(plan)
-        self._opened = data, opened, plan
+        self._data, self._input = data, opened
         self.metrics_logger.steps = steps
         self.checkpoints.forget()
         self.checkpoints.interval.begin()
-        return opened, plan
+        return opened
 
-    def _steps(self, opened: Input, plan: Plan) -> Iterator[Step]:
+    def _steps(self, opened: Input) -> Iterator[Step]:
         state, prepared, guard = self.state, self.prepared(), self.guard
         shared = Shared(self.engine, prepared, guard, self.clock, state, self.seed, self.flags.reduction, self.autocast)
-        ahead = plan.epoch(state.epoch)
+        ahead = opened.steps(state.epoch)
         while state.step != self._step_limit and (planned := next(ahead, None)) is not None:
             self.engine.activity.begin_step(state.step)
             if guard.max_skipped or (guard.check_steps and state.step % guard.check_steps == 0):
@@ -355,7 +356,7 @@ class Run:
             for clear in prepared.zero_grads.values():
                 clear()
             number = state.step + 1
-            last = state.samples_of_epoch + planned.count == plan.per_epoch or number == self._step_limit
+            last = state.samples_of_epoch + planned.count == opened.per_epoch or number == self._step_limit
             logged = last or number == 1 or number % self.flags.log_steps == 0
             every = self.flags.checkpoint_steps
             at_once = logged or bool(every and number % every == 0)
@@ -454,14 +455,14 @@ class Run:
                     local=self._local,
                     automatic=automatic,
                     ends_epoch=ends_epoch,
-                    position=self._opened[1].position() if self._opened is not None else None,
+                    position=self._input.position() if self._input is not None else None,
                     heartbeat=self.guard.heartbeat,
                 )
 
     def _close_epoch(self) -> None:
         number = self.state.epoch + 1
         if self._in_steps:
-            taken, count = self.state.samples_of_epoch, self._opened[2].per_epoch if self._opened else 0
+            taken, count = self.state.samples_of_epoch, self._input.per_epoch if self._input else 0
             part = f"{taken} of {count}" if count else f"{taken}"
             raise UserError(
                 f"epoch {number} was left after {part} samples: let `for step in run.steps(...)` run to its end "
@@ -470,14 +471,14 @@ class Run:
         if not self._had_steps:
             raise UserError(f"epoch {number} had no steps: write `for step in run.steps(...):` in it")
         self._in_epoch = False
-        self.metrics_logger.evaluation(self._opened and self._opened[1])
+        self.metrics_logger.evaluation(self._input)
         line = self.metrics_logger.epoch()
         for name in self._goals:
             if self.evaluation and name not in self.evaluation:
                 had = ", ".join(held for held in self.evaluation if held != "count")
                 how = f"write run.record({name}=...) in it"
                 raise UserError(f"stop_at: the evaluation recorded {had}, and not {name}: {how}", everywhere=True)
-        if self._opened is None or self._opened[1].at_end(self.state.samples_of_epoch):
+        if self._input is None or self._input.at_end(self.state.samples_of_epoch):
             self.state.end_epoch()  # else the limit of steps was reached: with a higher one, this epoch continues
         self._save(ends_epoch=True)
         self.say(line)
@@ -495,7 +496,7 @@ class Run:
         prepared = self.prepared("run.evaluating()")
         if self._evaluation is not None:
             raise UserError("run.evaluating() inside of run.evaluating(): end the first block before the next")
-        self.metrics_logger.evaluation(self._opened and self._opened[1])
+        self.metrics_logger.evaluation(self._input)
         began = time.perf_counter()
         averaged = [what for what in self._registered.values() if isinstance(what, torch.nn.Module)]
         beside = averaged if self._local is None else []  # else their statistics are averaged where weights are
@@ -633,7 +634,7 @@ class Run:
             self._close_epoch()
         with self.engine.activity.during("checkpoint", 0.0):
             unsaved = self.checkpoints.close(self.guard.heartbeat)
-        extra = self._opened[1].summary() if self._opened is not None else {}
+        extra = self._input.summary() if self._input is not None else {}
         models = self._prepared.models if self._prepared is not None else []
         self.metrics_logger.end(self._dataset, models, extra | self._summary)
         if unsaved:

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hvdtrain.cli import Flags
 from hvdtrain.data import loading
-from hvdtrain.data.loading import Plan
 from hvdtrain.data.sharding import PlannedBatch, PlannedStep, mixed_seed, seed_generators
 from hvdtrain.engines.accelerators import Copies, tensors_in, to_device
 from hvdtrain.engines.base import Engine
@@ -35,8 +33,7 @@ from hvdtrain.training.inputs import (
     is_stateful,
     iterate,
     own_randomness,
-    require_batch_size,
-    require_torchs_iterator,
+    require_usable,
 )
 from hvdtrain.training.state import Initial, TrainState
 
@@ -258,44 +255,36 @@ def evaluated(engine: Engine, given: Any, seed: int) -> Iterator[Batch]:
         yield Batch(to_device(drawn[0], engine.device), NO_INDICES, drawn[1])
 
 
-@dataclass(frozen=True)
-class StreamPlan(Plan):
-    """The steps of a stream, which are known only when they are read. `per_epoch` is 0."""
-
-    stream: "Stream | None" = None
-
-    def epoch(self, epoch: int) -> Iterator[PlannedStep]:
-        assert self.stream is not None
-        return self.stream.planned(epoch)
-
-    def steps_per_epoch(self) -> int:
-        return 0
-
-
 class Stream(Input):
     """The streams of all ranks. A step takes as many batches over all ranks as when the run began.
 
     Raises UserError for a DataLoader with options that do not fit.
     """
 
-    samples = 0
+    samples = per_epoch = 0
 
     def __init__(self, engine: Engine, given: Any, seed: int, batch_size: int, output: Any):
         if isinstance(given, DataLoader):
-            require_torchs_iterator(given)
-            if given.batch_size is not None:
-                require_batch_size(given, batch_size)
+            require_usable(given, batch_size)
         self._engine, self._given, self._seed, self._output = engine, given, seed, output
+        self._name = type(getattr(given, "dataset", given)).__name__
         self._copies = Copies(engine.device)
         self._workers = getattr(given, "num_workers", 0)
         self._state = TrainState()
         self._per_step = 0  # batches, over all ranks
+        self._keeps = False  # whether positions are saved
         self._reader: Reader | None = None
         self._held: Position | None = None  # this rank's position in the epoch to resume
         self._finished = False  # that epoch has no steps left
         self._first: tuple[Any, int] | None = None  # of this epoch
         self._drawn: list[Any] = []  # for the next micro-batches
-        self._keeps = self._said = False
+        self._seen: dict[int, int] = {}  # digest of a batch -> rank: of the first batches of an epoch
+        self._said = False
+
+    def begin(self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int) -> int:
+        self._state, self._per_step = state, initial.ranks * initial.accumulate
+        self._keeps = flags.output_dir is not None
+        return 0
 
     # ---- the position
 
@@ -328,51 +317,42 @@ class Stream(Input):
         mine = positions[self._engine.rank]
         if mine["workers"] != self._workers:
             return f"it was saved with num_workers={mine['workers']}, which is {self._workers} now"
-        return f"{self._name()} has no state_dict" if without_state(mine["reader"]) else None
-
-    def _name(self) -> str:
-        return type(getattr(self._given, "dataset", self._given)).__name__
-
-    # ---- the steps
-
-    def plan(
-        self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int | None, steps: int | None
-    ) -> Plan:
-        self._state, self._per_step = state, initial.ranks * initial.accumulate
-        self._keeps = flags.output_dir is not None
-        return StreamPlan(0, 0, flags.seed, epochs or 0, engine.rank, engine.size, flags.batch_size, stream=self)
+        return f"{self._name} has no state_dict" if without_state(mine["reader"]) else None
 
     def at_end(self, samples_of_epoch: int) -> bool:
         return self._finished
+
+    # ---- the steps
 
     def load(self, planned: PlannedBatch) -> Batch:
         batch = self._copies.to_device(self._drawn.pop(0))
         return Batch(batch, planned.indices, planned.local_count, planned.weight, planned.first)
 
-    def planned(self, epoch: int) -> Iterator[PlannedStep]:
+    def steps(self, epoch: int) -> Iterator[PlannedStep]:
         """Yield this rank's part of each remaining step of `epoch`. A collective for each."""
         if self._finished and self._state.samples_of_epoch:  # resumed where it had ended
             return
         engine, rank, size = self._engine, self._engine.rank, self._engine.size
         self._finished, self._first = False, None
         self._reader, self._held = self._open(epoch, self._held), None
-        passes = -(-self._per_step // size)
-        different = Different(size, self._workers)
+        self._seen = {}
         for number in itertools.count():
             engine.activity.begin_step(self._state.step)
             # Batches go round the ranks, also where these are not as many as at the beginning: streams are read alike.
             first = self._state.step * self._per_step % size
-            takes = [(rank - first) % size + at * size < self._per_step for at in range(passes)]
+            begins = [(one - first) % size for one in range(size)]
+            takes = [[begin + at < self._per_step for at in range(0, self._per_step, size)] for begin in begins]
             with engine.activity.during("reading data"):
-                drawn = [self._draw() if mine else None for mine in takes]
-            told = [[one[1], digest_of(one[0]) if different.wanted(number) else 0] if one else [0, 0] for one in drawn]
+                drawn = [self._draw() if mine else None for mine in takes[rank]]
+            compared = number < max(1, self._workers) and (size > 1 or self._workers > 1)
+            told = [[one[1], digest_of(one[0]) if compared else 0] if one else [0, 0] for one in drawn]
             everyone = engine.all_gather(torch.tensor(told), "stream")  # [size, passes, 2]
             counts = everyone[:, :, 0]
-            different.require(everyone[:, :, 1].tolist())
-            self._require_samples([(r - first) % size < self._per_step for r in range(size)], counts)
+            self._require_different(everyone[:, :, 1].tolist())
+            self._require_samples([mine[0] for mine in takes], counts)
             if not counts.any():
                 break
-            if number == 0:
+            if not self._said:
                 self._say_what_holds()
             total, planned = int(counts.sum()), []
             for at in counts.sum(0).nonzero()[:, 0].tolist():
@@ -386,7 +366,8 @@ class Stream(Input):
         self._finished = True
 
     def _open(self, epoch: int, held: Position | None, given: Any = None) -> Reader:
-        return opened(self._engine, self._given if given is None else given, self._seed, epoch, held, keeps=self._keeps)
+        given = self._given if given is None else given
+        return opened(self._engine, given, self._seed, epoch, held, keeps=self._keeps)
 
     def _draw(self) -> tuple[Any, int] | None:
         assert self._reader is not None
@@ -403,9 +384,8 @@ class Stream(Input):
                     vars(given)["dataset"] = copy.deepcopy(given.dataset)
             self._first = self._open(epoch, None, given).draw()
             if self._first is None:
-                raise UserError(
-                    f"rank {self._engine.rank} has no samples in its stream any more: give it the same data"
-                )
+                said = f"rank {self._engine.rank} has no samples in its stream any more"
+                raise UserError(f"{said}: give it the same data")
         return self._first[0]
 
     def _require_samples(self, take: Sequence[bool], counts: Tensor) -> None:
@@ -416,10 +396,23 @@ class Stream(Input):
                 said = f"the stream of rank {rank} has no samples in epoch {self._state.epoch + 1}"
                 raise UserError(f"{said}: {how}", everywhere=True)
 
+    def _require_different(self, digests: Sequence[Sequence[int]]) -> None:
+        """Raise UserError on every rank if ranks, or workers of a rank, begin with the same batch: they would train on the
+        same samples. digests: of each pass of each rank; 0: not compared."""
+        for rank, of_rank in enumerate(digests):
+            for digest in filter(None, of_rank):
+                other = self._seen.get(digest)
+                self._seen[digest] = rank
+                if other is None or (other == rank and self._workers <= 1):
+                    continue
+                who, how = f"ranks {other} and {rank}", "give each rank its part, by run.rank and run.size"
+                if other == rank:
+                    who = f"the workers of rank {rank}"
+                    how = "give each worker its part, by torch.utils.data.get_worker_info()"
+                raise UserError(f"{who} read the same samples of the stream: {how}", everywhere=True)
+
     def _say_what_holds(self) -> None:
         """Print once what is up to the data set. Raises UserError for a state that cannot be saved."""
-        if self._said:
-            return
         assert self._reader is not None
         self._said = True
         if self._engine.size > 1:  # with random augmentation, batches of the same samples differ, too
@@ -427,34 +420,4 @@ class Stream(Input):
             self._output.say(f"each rank reads a stream of its own: {how}")
         if self._keeps and without_state(self._reader.position()):
             lost = "a resumed run begins the epoch of this stream anew"
-            self._output.say(f"{self._name()} has no state_dict and load_state_dict: {lost}")
-
-
-class Different:
-    """Refuses ranks, or workers of a rank, that begin with the same batch: they would train on the same samples."""
-
-    def __init__(self, size: int, workers: int):
-        self._workers = workers
-        self._steps = max(1, workers) if size > 1 or workers > 1 else 0
-        self._seen: dict[int, int] = {}  # digest of a batch -> rank
-
-    def wanted(self, step: int) -> bool:
-        """Return whether the batches of this step are compared, counted from where the reader began."""
-        return step < self._steps
-
-    def require(self, digests: Sequence[Sequence[int]]) -> None:
-        """Raise UserError on every rank if a batch was there already. digests: of each pass of each rank; 0: none."""
-        for rank, of_rank in enumerate(digests):
-            for digest in filter(None, of_rank):
-                other = self._seen.get(digest)
-                self._seen[digest] = rank
-                if other == rank and self._workers > 1:
-                    how = "give each worker its part, by torch.utils.data.get_worker_info()"
-                    raise UserError(
-                        f"the workers of rank {rank} read the same samples of the stream: {how}", everywhere=True
-                    )
-                if other not in (None, rank):
-                    how = "give each rank its part, by run.rank and run.size"
-                    raise UserError(
-                        f"ranks {other} and {rank} read the same samples of the stream: {how}", everywhere=True
-                    )
+            self._output.say(f"{self._name} has no state_dict and load_state_dict: {lost}")

@@ -104,7 +104,7 @@ def test_an_input_worker_of_a_rank_with_a_gpu_does_not_start_cuda(kind, folder, 
     monkeypatch.setattr(images, "loader", noted)
     monkeypatch.setattr(shards, "loader", noted)
     flags = SimpleNamespace(seed=1, batch_size=8, accumulate=1)
-    source.train(Images(engine, source, None).plan(engine, flags, Initial(1, 8, 1), TrainState(), 1, None))
+    source.train(Images(engine, source, None).plan(engine, flags, Initial(1, 8, 1), TrainState(), 1))
     source.test()
     monkeypatch.setattr(torch.cuda, "_lazy_init", start)
     for bundle in sent:

@@ -13,7 +13,7 @@ from hvdtrain import training
 from hvdtrain.data.loading import Plan
 from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.beside import Beside
+from hvdtrain.training.beside import beside
 from hvdtrain.training.inputs import Indices
 from tests.single.training import small
 
@@ -176,7 +176,7 @@ def test_tensors_go_beside_a_loader_and_a_dictionary_may_be_written_anew_in_each
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
         for _ in run.epochs(3):
             for step in run.steps({"a": shuffled, "b": (X, X)}):
-                opened.append(run._opened[1])
+                opened.append(run._input)
                 for batch in step.batches():
                     assert [len(part[0]) for part in batch.values()] == [step.batch.count] * 2
                     step.backward(model(batch["b"][1]).mean())
@@ -191,10 +191,10 @@ def test_over_any_number_of_ranks_a_step_takes_the_same_samples_of_both():
         of_ranks = []
         for rank in range(size):
             plan = Plan(N, N, 1, 2, rank, size, 12 // size)
-            for (_, mine), (_, beside) in zip(plan, Beside(plan, (other, 3), 0, 5), strict=True):
-                assert beside.local_count == 3 * mine.local_count
-                assert beside.weight == mine.weight
-                of_ranks += beside.indices[: beside.local_count].tolist()
+            for (_, mine), (_, theirs) in zip(plan, beside(plan, (other, 3), 0, 5), strict=True):
+                assert theirs.local_count == 3 * mine.local_count
+                assert theirs.weight == mine.weight
+                of_ranks += theirs.indices[: theirs.local_count].tolist()
         taken[size] = Counter(of_ranks)
     assert taken[1] == taken[2] == taken[3] == taken[4]
     assert sum(taken[1].values()) == 2 * 3 * N
