@@ -2,7 +2,7 @@
 
 import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -18,87 +18,92 @@ from hvdtrain.training.replicas import Models, named_parameters
 from hvdtrain.training.schedules import is_scheduled
 from hvdtrain.training.verdict import fuse, takes_flag
 
+REPLICAS = nn.DataParallel, nn.parallel.DistributedDataParallel
+_of_earlier_runs: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers, and layers with trainable parameters
+ANEW = "create models and optimizers anew for each run, or copy.deepcopy(model) to go on with its weights"
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def refuse_layer(name: str, layer: nn.Module, engine: str, *, local_steps: bool) -> None:
+    """Raise UserError for a layer with which ranks cannot train, or would train wrongly without an error."""
+    said = ""
+    of_torch = isinstance(layer, nn.SyncBatchNorm)
+    synchronizes = type(layer).__name__ == "SyncBatchNorm"
+    if isinstance(layer, REPLICAS):
+        kind = type(layer).__name__
+        said = f"a {kind} would reduce gradients, too: give it the model inside, and choose by --engine"
+    elif isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+        said = f"{name or 'the model'} has sparse gradients, which are not reduced: leave sparse=True out"
+    elif synchronizes and local_steps:
+        said = "SyncBatchNorm makes ranks wait in every step: use nn.BatchNorm, or leave --sync-every out"
+    elif of_torch and engine == "horovod":
+        how = "use horovod.torch.SyncBatchNorm, or --engine ddp"
+        said = f"torch.nn.SyncBatchNorm synchronizes nothing under Horovod: {how}"
+    elif synchronizes and not of_torch and engine == "ddp":
+        how = "use torch.nn.SyncBatchNorm, or --engine horovod"
+        said = f"horovod.torch.SyncBatchNorm does not work under --engine ddp: {how}"
+    elif layer in _of_earlier_runs:
+        said = f"this {type(layer).__name__} was trained by an earlier run: {ANEW}"
+    if said:
+        raise UserError(f"run.prepare(): {said}")
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parameter]) -> None:
+    """Raise UserError for an optimizer with which ranks cannot train. known: the parameters of the models."""
+    said = ""
+    if hasattr(optimizer, "skip_synchronize"):
+        said = "a DistributedOptimizer would reduce gradients, too: give it the optimizer inside"
+    elif isinstance(optimizer, torch.optim.LBFGS):
+        how = "use SGD, Adam or another that does not call a closure"
+        said = f"LBFGS computes the loss several times in a step, and ranks would differ: {how}"
+    elif isinstance(optimizer, torch.optim.SparseAdam):
+        said = "SparseAdam needs sparse gradients, which are not reduced: use Adam"
+    elif is_scheduled(optimizer):
+        how = "create it afterwards, from the optimizer that this returns"
+        said = f"a learning rate scheduler was created before: {how}"
+    elif not set(parameters_of(optimizer)).issubset(known):
+        said = "an optimizer has parameters of a model that was not given: pass that model, too"
+    elif optimizer in _of_earlier_runs:
+        said = f"this {type(optimizer).__name__} was trained by an earlier run: {ANEW}"
+    if said:
+        raise UserError(f"run.prepare(): {said}")
+
 
 def refuse_unsupported(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str]
-) -> None:
-    """Raise UserError for what cannot be trained on several ranks, or would be wrong without an error. names: of the models'
-    parameters."""
-    for model in models:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            how = "give it the model inside, and choose by --engine"
-            raise UserError(f"run.prepare() got a {type(model).__name__}, which would reduce gradients, too: {how}")
-        for name, layer in model.named_modules():
-            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
-                how = "leave sparse=True out"
-                raise UserError(
-                    f"run.prepare(): {name or 'the model'} has sparse gradients, which are not reduced: {how}"
-                )
-    taken: dict[nn.Parameter, int] = {}
-    for number, optimizer in enumerate(optimizers):
-        kind = type(optimizer).__name__
-        if hasattr(optimizer, "skip_synchronize"):
-            how = "give it the optimizer inside"
-            raise UserError(f"run.prepare() got a DistributedOptimizer, which would reduce gradients, too: {how}")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            how = "use SGD, Adam or another that does not call a closure"
-            raise UserError(
-                f"run.prepare(): {kind} computes the loss several times in a step, and ranks would differ: {how}"
-            )
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise UserError(f"run.prepare(): {kind} needs sparse gradients, which are not reduced: use Adam")
-        if is_scheduled(optimizer):
-            how = "create it after run.prepare, from the optimizer that this returns"
-            raise UserError(f"a learning rate scheduler was created before run.prepare(): {how}")
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if parameter not in names:
-                how = "pass that model, too"
-                raise UserError(f"run.prepare(): an optimizer has parameters of a model that was not given: {how}")
-            if taken.setdefault(parameter, number) != number:
-                how = "give each parameter to one optimizer, or several losses to one step.backward()"
-                raise UserError(f"run.prepare(): {names[parameter]} is in two optimizers: {how}")
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str],
+    engine: str, *, local_steps: bool,
+) -> None:  # fmt: skip
+    """Raise UserError for what ranks cannot train with, or would train wrongly without an error. names: of the parameters.
 
-
-def refuse_idle_sync_batch_norm(models: Sequence[nn.Module], engine: str, *, local_steps: bool) -> None:
-    """Raise UserError for layers that would not synchronize the statistics of batch norm, or would do so in every step
-    with --sync-every."""
-    for layer in (layer for model in models for layer in model.modules() if type(layer).__name__ == "SyncBatchNorm"):
-        of_torch = isinstance(layer, nn.SyncBatchNorm)
-        if local_steps:
-            how = "use nn.BatchNorm, or leave --sync-every out"
-            raise UserError(f"run.prepare(): SyncBatchNorm makes ranks wait in every step: {how}")
-        if of_torch and engine == "horovod":
-            how = "use horovod.torch.SyncBatchNorm, or --engine ddp"
-            raise UserError(f"run.prepare(): torch.nn.SyncBatchNorm synchronizes nothing under Horovod: {how}")
-        if not of_torch and engine == "ddp":
-            how = "use torch.nn.SyncBatchNorm, or --engine horovod"
-            raise UserError(f"run.prepare(): horovod.torch.SyncBatchNorm does not work under --engine ddp: {how}")
+    What an earlier run of this process has trained is refused, too: its gradients would be reduced twice, and a fold of a
+    cross-validation would begin with weights that have seen its data.
+    """
+    layers = [pair for model in models for pair in model.named_modules()]
+    for name, layer in layers:
+        refuse_layer(name, layer, engine, local_steps=local_steps)
+    taken: set[nn.Parameter] = set()
+    for optimizer in optimizers:
+        refuse_optimizer(optimizer, names)
+        if shared := taken.intersection(parameters_of(optimizer)):
+            how = "give each parameter to one optimizer, or several losses to one step.backward()"
+            raise UserError(f"run.prepare(): {names[shared.pop()]} is in two optimizers: {how}")
+        taken.update(parameters_of(optimizer))
+    _of_earlier_runs.update(optimizers)
+    _of_earlier_runs.update(
+        layer for _, layer in layers if any(p.requires_grad for p in layer.parameters(recurse=False))
+    )
 
 
 def refuse_replicas(name: str, module: nn.Module) -> None:
     """Raise UserError if a module that is registered under `name` holds what `run.prepare` has returned under DDP."""
     for layer in module.modules():
-        if isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        if isinstance(layer, REPLICAS):
             said = f"run.register({name}=...) holds a {type(layer).__name__}, whose weights have other names"
             raise UserError(f"{said}: make it of the model that you gave to run.prepare()")
-
-
-_of_earlier_runs: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers, and layers with trainable parameters
-
-
-def refuse_those_of_earlier_runs(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise UserError for what an earlier run of this process has trained, and note these for the next.
-
-    Its gradients would be reduced twice, and a fold of a cross-validation would begin with weights that have seen its data.
-    """
-    layers = [layer for model in models for layer in model.modules()]
-    trained = [layer for layer in layers if any(p.requires_grad for p in layer.parameters(recurse=False))]
-    for part in (*optimizers, *trained):
-        if part in _of_earlier_runs:
-            how = "create models and optimizers anew for each run, or copy.deepcopy(model) to go on with its weights"
-            raise UserError(f"run.prepare(): this {type(part).__name__} was trained by an earlier run: {how}")
-    _of_earlier_runs.update(optimizers)
-    _of_earlier_runs.update(trained)
 
 
 def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -114,9 +119,8 @@ def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.opt
         first = next((pair for pair in zip_longest(theirs[0], other, fillvalue="nothing") if pair[0] != pair[1]), None)
         if first is not None:
             said = f"rank 0 has {first[0]} where rank {rank} has {first[1]}"
-            raise UserError(
-                f"run.prepare(): {said}: build the same models and optimizers on every rank", everywhere=True
-            )
+            how = "build the same models and optimizers on every rank"
+            raise UserError(f"run.prepare(): {said}: {how}", everywhere=True)
 
 
 def kind_of(tensor: Tensor) -> str:
@@ -153,9 +157,8 @@ class Prepared:
                     load_weights(models[0], flags.weights)
         named = named_parameters(models)
         with engine.raising_together("prepare"):
-            refuse_unsupported(models, optimizers, {parameter: name for name, parameter in named})
-            refuse_idle_sync_batch_norm(models, engine.name, local_steps=worker is not engine)
-            refuse_those_of_earlier_runs(models, optimizers)
+            self._names = {parameter: name for name, parameter in named}
+            refuse_unsupported(models, optimizers, self._names, engine.name, local_steps=worker is not engine)
         if engine.device.type != "cpu":
             for optimizer in optimizers:
                 fuse(optimizer, may_lack_gradients=find_unused_parameters)
@@ -169,13 +172,11 @@ class Prepared:
         self.replicas = [self.gradients.distribute_model(model, how) for model in given]  # for training
         self.optimizers = [self.gradients.distribute_optimizer(optimizer, named, how) for optimizer in optimizers]
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
-        self._names = {parameter: name for name, parameter in named}
-        self.trained: dict[
-            torch.optim.Optimizer, list[nn.Parameter]
-        ] = {}  # trainable parameters, in the order of `named`
+        # Trainable parameters, in the order of `named`.
+        self.trained: dict[torch.optim.Optimizer, list[nn.Parameter]] = {}
         self._frozen: set[nn.Parameter] = set()
         for optimizer in self.optimizers:
-            own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            own = set(parameters_of(optimizer))
             self.trained[optimizer] = [p for _, p in named if p in own and p.requires_grad]
             self._frozen |= {parameter for parameter in own if not parameter.requires_grad}
         # Optimizers on an accelerator that leave out an update by themselves. Not before the first one, which must be
@@ -202,7 +203,7 @@ class Prepared:
         not be reduced."""
         for optimizer, trained in self.trained.items():
             known = set(trained)
-            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            for parameter in parameters_of(optimizer):
                 if parameter in known or not parameter.requires_grad:
                     continue
                 if parameter in self._frozen:

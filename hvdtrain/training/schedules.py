@@ -9,33 +9,27 @@ from torch.optim import lr_scheduler
 
 from hvdtrain.engines.errors import UserError
 
-LENGTHS = (
-    "total_steps",
-    "T_max",
-    "total_iters",
-    "num_training_steps",
-)  # names of the length in a scheduler's state_dict
+# The attribute that is the number of steps after which a scheduler has reached its end. In a state_dict, also of others.
+LENGTH = {
+    lr_scheduler.OneCycleLR: "total_steps",
+    lr_scheduler.CosineAnnealingLR: "T_max",
+    lr_scheduler.PolynomialLR: "total_iters",
+    lr_scheduler.LinearLR: "total_iters",
+}
 
 
 def length_of(scheduler: object) -> int | None:
     """Return the number of steps after which `scheduler` has reached its end; None if it has none, or may end early."""
-    if isinstance(scheduler, lr_scheduler.OneCycleLR):
-        return int(scheduler.total_steps)
-    if isinstance(scheduler, lr_scheduler.CosineAnnealingLR):
-        return int(scheduler.T_max)
-    if isinstance(scheduler, lr_scheduler.PolynomialLR):
-        return int(scheduler.total_iters)
-    if isinstance(scheduler, lr_scheduler.LinearLR):  # a warm-up ends before the run
-        return int(scheduler.total_iters) if scheduler.end_factor < scheduler.start_factor else None
     if isinstance(scheduler, lr_scheduler.SequentialLR):
         last = length_of(scheduler._schedulers[-1])
         return None if last is None else int(scheduler._milestones[-1]) + last
     if isinstance(scheduler, lr_scheduler.LambdaLR):  # those of Hugging Face are functools.partial objects
-        for function in scheduler.lr_lambdas:
-            steps = getattr(function, "keywords", {}).get("num_training_steps")
-            if isinstance(steps, int):
-                return steps
-    return None
+        lengths = (getattr(one, "keywords", {}).get("num_training_steps") for one in scheduler.lr_lambdas)
+        return next((length for length in lengths if isinstance(length, int)), None)
+    if isinstance(scheduler, lr_scheduler.LinearLR) and scheduler.end_factor >= scheduler.start_factor:
+        return None  # a warm-up ends before the run
+    name = next((name for kind, name in LENGTH.items() if isinstance(scheduler, kind)), None)
+    return int(getattr(scheduler, name)) if name else None
 
 
 def require_length(registered: Mapping[str, Any], steps: int, epochs: int | None) -> list[str]:
@@ -70,10 +64,9 @@ def require_stepped(registered: Mapping[str, Any], before: Mapping[str, int]) ->
     for name, position in before.items():
         times = int(registered[name].last_epoch) - position
         if times != 1:
-            said = (
-                f"{name}: {type(registered[name]).__name__} is made for the run's steps, and was stepped {times} times"
-            )
-            raise UserError(f"{said} in one of them: call {name}.step() once, after step.update()")
+            said = f"{name}: {type(registered[name]).__name__} is made for the run's steps"
+            how = f"call {name}.step() once, after step.update()"
+            raise UserError(f"{said}, and was stepped {times} times in one of them: {how}")
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
@@ -106,7 +99,7 @@ def redone(scheduler: object, saved: Mapping[str, Any]) -> bool:
 
 def _lengths(state: Mapping[str, Any]) -> list[object]:
     """Return all lengths in a scheduler's state_dict, also those of the schedulers within, and their milestones."""
-    found = [state[name] for name in (*LENGTHS, "_milestones") if name in state]
+    found = [state[name] for name in (*LENGTH.values(), "num_training_steps", "_milestones") if name in state]
     for inner in (*state.get("_schedulers", []), *state.get("lr_lambdas", [])):
         found += _lengths(inner) if isinstance(inner, Mapping) else []
     return found

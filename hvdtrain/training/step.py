@@ -17,25 +17,11 @@ from hvdtrain.training.guard import Guard
 from hvdtrain.training.inputs import Batch, Input
 from hvdtrain.training.non_finite import Inspection
 from hvdtrain.training.prepared import Prepared
-from hvdtrain.training.reuse import Outputs
 from hvdtrain.training.state import TrainState, require_free
 from hvdtrain.training.verdict import Verdict, not_finite
 
 UPDATE = "call step.update() after the loop over step.batches()"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
-
-
-def autocasts(device_type: str) -> bool:
-    """Return whether autocast is enabled for the type of device: "cpu" or "cuda"."""
-    try:
-        return torch.is_autocast_enabled(device_type)
-    except TypeError:  # torch 2.3 has a function for each
-        return torch.is_autocast_cpu_enabled() if device_type == "cpu" else torch.is_autocast_enabled()
-
-
-def counted_or_zero(count: Tensor | float, batch: Batch) -> Tensor | float:
-    """Return `count`, or 0 if this rank has no samples in `batch`."""
-    return count if batch.count else 0.0
 
 
 def instead_of_a_loss(given: object) -> str:
@@ -97,6 +83,7 @@ class Shared(NamedTuple):
     state: TrainState
     seed: int
     reduction: str
+    amp: str
     autocast: Callable[[], contextlib.AbstractContextManager[object]]  # the precision of --amp
 
 
@@ -130,11 +117,11 @@ class Step:
         # Reduced, not yet applied: are the gradients finite? Or a flag on the accelerator, of `not_finite`.
         self._reduced: dict[torch.optim.Optimizer, bool | Tensor] = {}
         self._updated: set[torch.optim.Optimizer] = set()
-        self._tokens: list[Tensor | float] | None = None  # `count` of each backward in this loop, if given
+        self._tokens: list[Tensor | float] = []  # `count` of each backward in this loop
+        self._uncounted = False  # one of them had none
         self._token_total: Tensor | None = None  # their sum over all ranks, where it is on an accelerator
         self._missing: list[str] = []  # parameters that got no gradient on this rank
         self._inspection: Inspection | None = None
-        self._outputs: Outputs | None = None  # with several updates per step, and several micro-batches
 
     @property
     def lr(self) -> float:
@@ -188,12 +175,9 @@ class Step:
         prepared, count = shared.prepared, len(self._planned.batches)
         self._loops += 1
         shared.engine.activity.compute()
-        self._tokens = None
+        self._tokens, self._uncounted = [], False
         self._backwards = {}
         seed_generators(self._seed(loop), shared.engine.device)
-        if count > 1 and len(prepared.optimizers) > 1:
-            self._outputs = self._outputs or Outputs(prepared.replicas, self.number)
-            self._outputs.begin(loop)
         for number, planned in enumerate(self._planned.batches):
             if number == len(self._loaded):
                 with (
@@ -212,8 +196,6 @@ class Step:
                 raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
             if number < count - 1:
                 shared.clock.mark("compute")
-        if self._outputs is not None:
-            self._outputs.end()
         sound = self._reduce(loop)
         if self.before is not None:
             yield from self._look_back(self.before, loop)
@@ -302,13 +284,15 @@ class Step:
             self._backwards[one] = self._backwards.get(one, 0) + 1
         weight: Tensor | float = batch.weight
         if count is not None:
-            weight = self._token_weight(count)
-        elif self._tokens:
-            raise UserError(
-                "step.backward(count=...) in one micro-batch and not in another: give it in all, or in none"
-            )
-        kind = shared.engine.device.type
-        with torch.autocast(kind, enabled=False) if autocasts(kind) else contextlib.nullcontext():
+            if shared.reduction == "adasum":
+                raise UserError("step.backward(count=...) cannot go with --reduction adasum: use average")
+            count = count if batch.count else 0.0  # of a repeated sample: none
+            weight = count * shared.engine.size / self.count  # `_reduce` divides by the total count later
+            self._tokens.append(count)
+        else:
+            self._uncounted = True
+        amp = shared.amp != "off"
+        with torch.autocast(shared.engine.device.type, enabled=False) if amp else contextlib.nullcontext():
             scaled = prepared.scaler.scale(loss * weight)
             # With several optimizers, the hooks of the other optimizers' parameters must not run.
             inputs = None
@@ -323,7 +307,7 @@ class Step:
             shared.engine.activity.collective = None  # DDP reduces inside backward
         self._calls += 1
         if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`
-            self._add("loss", loss.detach(), batch.count if count is None else counted_or_zero(count, batch))
+            self._add("loss", loss.detach(), batch.count if count is None else count)
 
     def _explanation(self, error: Exception) -> UserError | None:
         """Return what to tell the author about an error of a backward pass; None: what it says itself."""
@@ -341,19 +325,6 @@ class Step:
         """Add the mean over `count` samples to the sum `name`."""
         self.sums[name] = self.sums.get(name, 0.0) + mean * count
         self.counts[name] = self.counts.get(name, 0.0) + count
-
-    def _token_weight(self, count: Tensor | float) -> Tensor | float:
-        """Return the weight of a loss that is a mean over `count` items. `_reduce` divides by the total count later."""
-        if self._tokens is None and sum(self._backwards.values()) > len(self._backwards):
-            raise UserError(
-                "step.backward(count=...) in one micro-batch and not in another: give it in all, or in none"
-            )
-        if self._shared.reduction == "adasum":
-            raise UserError("step.backward(count=...) cannot go with --reduction adasum: use average")
-        assert self._batch is not None
-        counted = counted_or_zero(count, self._batch)
-        self._tokens = [*(self._tokens or []), counted]
-        return counted * self._shared.engine.size / self.count
 
     def _reduce(self, loop: int) -> bool:
         """Reduce the gradients over all ranks. Return whether they are finite, or True where that is read later."""
@@ -374,7 +345,10 @@ class Step:
             if [p for p in prepared.trained[optimizer] if p.grad is None]:
                 self._missing = prepared.missing_gradients(optimizer)
             prepared.gradients.synchronize(optimizer)
-        if self._tokens is not None:
+        if self._tokens:
+            if self._uncounted:
+                how = "give it in all, or in none"
+                raise UserError(f"step.backward(count=...) in one micro-batch and not in another: {how}")
             self._divide_by_tokens(self._tokens)
         shared.clock.mark("communication")
         if not self._at_once and prepared.flagged.issuperset(self._backwards):

@@ -24,7 +24,7 @@ KEPT = {  # what the critic was shown
 MISTAKES = {
     "gan": {
         "a fake of the loop before": (
-            ACCUMULATE | KEPT, "step 1: a model got an output of the loop before, which is that of its last micro-batch: compute it again"),
+            ACCUMULATE | KEPT, r"step 1: step.backward\(\) got a part of an earlier loss: detach"),
     },
     "weighted": {
         "weights of the classes": (
@@ -48,7 +48,7 @@ MISTAKES = {
              "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
              "        OneCycleLR(optimizer, 0.2, total_steps=252)\n"
              "        net, optimizer = run.prepare(net, optimizer)"},
-            r"create it after run.prepare, from the optimizer that this returns"),
+            r"create it afterwards, from the optimizer that this returns"),
         "a schedule stepped once per epoch": (
             {"                scheduler.step()": "            scheduler.step()"},
             r"made for the run's steps, and was stepped 0 times in one of them: call scheduler.step\(\) once"),
@@ -205,7 +205,7 @@ def test_a_queue_that_has_grown_is_not_resumed(monkeypatch, tmp_path):
 
 
 RIGHT = [(name, {}) for name in ("contrast", "distill", "folds", "weighted")]
-RIGHT += [("gan", ACCUMULATE), ("gan", QUICK | KEPT)]  # a fake of its own micro-batch
+RIGHT += [("gan", ACCUMULATE), ("gan", QUICK | KEPT)]  # with one micro-batch, the critic's fake is that of this one
 
 
 @pytest.mark.parametrize(("name", "changed"), RIGHT)
