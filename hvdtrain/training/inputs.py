@@ -152,12 +152,13 @@ class Loader(Input):
     """
 
     def __init__(self, engine: Engine, given: DataLoader[Any], seed: int, batch_size: int):
-        require_usable(given, batch_size)
+        require_usable(given)
         self._engine, self._given, self._seed = engine, given, seed
         self._copies = Copies(engine.device)
         self._batches: Iterator[Any] | None = None
         self.samples = self.per_epoch = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
         self._drawn = drawn(engine, given, seed)
+        require_batch_size(given, batch_size)
         if self._drawn is not None:
             self.per_epoch = self._drawn.samples
             if given.batch_size is None:
@@ -274,27 +275,27 @@ def is_stream(what: object) -> bool:
     return hasattr(what, "__iter__") and is_stateful(what)
 
 
-def require_usable(given: DataLoader[Any], batch_size: int | None) -> None:
-    """Raise UserError for a DataLoader whose own way of iterating would not be used.
-
-    batch_size: --batch-size; None: in an evaluation, any size.
-    """
+def require_usable(given: DataLoader[Any]) -> None:
+    """Raise UserError for a DataLoader whose own way of iterating would not be used, or which does not load batches."""
     for name in ("__iter__", "_get_iterator"):
         if getattr(type(given), name) is not getattr(DataLoader, name) and not is_stateful(given):
             how = "use DataLoader, with its work in collate_fn or in the loop over step.batches()"
             raise UserError(f"the DataLoader is a {type(given).__name__}, whose own {name} is not called: {how}")
-    if not is_stream(given) and not hasattr(given.dataset, "__len__"):
+    if is_stream(given):
+        return
+    if not hasattr(given.dataset, "__len__"):
         raise UserError(f"the DataLoader's {type(given.dataset).__name__} has no length: give it __len__")
-    if given.batch_size is None:
-        if not is_stream(given) and given.batch_sampler is None:
-            how = "give it batch_size=flags.batch_size, or a batch_sampler"
-            raise UserError(f"the DataLoader has batch_size=None: {how}")
-    elif batch_size is not None:
-        if given.batch_size != batch_size:
-            said = f"the DataLoader has batch_size={given.batch_size}, --batch-size is {batch_size}"
-            raise UserError(f"{said}: write DataLoader(..., batch_size=flags.batch_size)")
-        if given.drop_last:
-            raise UserError("the DataLoader has drop_last=True: leave it out, an uneven last step is weighted instead")
+    if given.batch_size is None and given.batch_sampler is None:
+        raise UserError("the DataLoader has batch_size=None: give it batch_size=flags.batch_size, or a batch_sampler")
+
+
+def require_batch_size(given: DataLoader[Any], batch_size: int) -> None:
+    """Raise UserError if the DataLoader has another batch size than --batch-size, or drops samples."""
+    if given.batch_size not in (None, batch_size):
+        said = f"the DataLoader has batch_size={given.batch_size}, --batch-size is {batch_size}"
+        raise UserError(f"{said}: write DataLoader(..., batch_size=flags.batch_size)")
+    if given.batch_size is not None and given.drop_last:
+        raise UserError("the DataLoader has drop_last=True: leave it out, an uneven last step is weighted instead")
 
 
 def drawn(engine: Engine, given: DataLoader[Any], seed: int) -> Drawn | None:
@@ -369,7 +370,7 @@ def evaluation_batches(engine: Engine, given: DataLoader[Any], seed: int) -> Ite
 
         yield from evaluated(engine, given, seed)
         return
-    require_usable(given, None)
+    require_usable(given)
     order = drawn(engine, given, seed)
     if given.batch_size is None and order is not None:
         batches_of_all = order.batches(seed, 0)

@@ -33,6 +33,7 @@ from hvdtrain.training.inputs import (
     is_stateful,
     iterate,
     own_randomness,
+    require_batch_size,
     require_usable,
 )
 from hvdtrain.training.state import Initial, TrainState
@@ -265,7 +266,8 @@ class Stream(Input):
 
     def __init__(self, engine: Engine, given: Any, seed: int, batch_size: int, output: Any):
         if isinstance(given, DataLoader):
-            require_usable(given, batch_size)
+            require_usable(given)
+            require_batch_size(given, batch_size)
         self._engine, self._given, self._seed, self._output = engine, given, seed, output
         self._name = type(getattr(given, "dataset", given)).__name__
         self._copies = Copies(engine.device)

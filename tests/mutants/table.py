@@ -24,6 +24,7 @@ FLAGS = "tests/parallel/test_flags.py"
 GPU_DEVICES = "tests/single/engines/test_gpu_devices.py"
 GPU_NUMBERS = "tests/single/engines/test_gpu_numbers.py"
 LOOP = "tests/parallel/test_loop.py"
+TRAINING = "tests/parallel/test_training.py"
 LOCAL_STEPS = "tests/parallel/test_local_steps.py"
 HOSTS = "tests/parallel/test_hosts_as_workers.py"
 RESUME = "tests/single/training/test_resume.py"
@@ -32,7 +33,7 @@ RUN = "tests/single/training/test_run.py"
 VERDICT = "tests/single/hangs/test_diagnosis.py"
 SAMPLERS = "tests/single/training/test_samplers.py"
 BATCHES = "tests/single/training/test_batches.py"
-MISTAKES = "tests/single/training/test_mistakes_in_programs.py::test_a_mistake_ends_in_one_line_with_the_remedy"
+MISTAKES = "tests/single/training/test_mistakes.py::test_a_mistake_ends_in_one_line_with_the_remedy"
 PEOPLE = "tests/single/training/test_programs_people_have.py"
 STEP = "hvdtrain/training/step.py"
 LOOP_SOURCE = "hvdtrain/training/run.py"
@@ -182,7 +183,7 @@ MUTANTS = [
     mutant("a mean over tokens weighs each alike", STEP, "factor = self.count / total", "factor = 1.0",
            f"{RUN}::test_a_mean_over_tokens_is_that_of_all_micro_batches"),
     mutant("exact evaluation: over all samples", "hvdtrain/training/evaluation.py", "samples = float(self._data)",
-           "samples = float(self._data) + 1", f"{LOOP}::test_many_ranks_are_one_process_with_the_global_batch"),
+           "samples = float(self._data) + 1", f"{TRAINING}::test_many_ranks_are_one_process_with_the_global_batch"),
     mutant("GPUs: left idle without NCCL", HOROVOD, "if not self.hvd.nccl_built():", "if False:",
            f"{GPU_DEVICES}::test_a_gpu_is_used_or_the_line_says_what_to_type"),
     mutant("GPUs: two ranks on one", "hvdtrain/engines/start.py", "engine.require_own_gpu()", "pass",
@@ -283,7 +284,7 @@ MUTANTS = [
     mutant("a schedule follows the new end", "hvdtrain/training/resume.py", "self.lengthened and redone(what, state)",
            "False", f"{PEOPLE}::test_a_schedule_with_an_end_follows_the_new_end"),
     mutant("a run by steps goes on within its epoch", LOOP_SOURCE,
-           "if self._opened is None or self._opened[1].at_end(self.state.samples_of_epoch):", "if True:",
+           "if self._input is None or self._input.at_end(self.state.samples_of_epoch):", "if True:",
            f"{PEOPLE}::test_a_run_made_longer_ends_as_one_that_was_so_long_from_the_beginning"),
     mutant("a compiled model has its own names", "hvdtrain/training/replicas.py",
            'return name.replace("_orig_mod.", "")', "return name",

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hvdtrain.data.sharding import epoch_order
-from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.errors import Failure
 from tests.parallel.test_loop import N, X, Y, a_run
 from tests.single.training.small import fit
 
@@ -172,12 +172,6 @@ def test_a_parameter_without_a_gradient_is_left_alone_where_that_is_intended(eng
         assert net[1 - mine].weight not in optimizer.state
     changed = [not torch.equal(layer.weight, old) for layer, old in zip(net, before, strict=True)]
     assert changed == [True, engine.size > 1]
-
-
-def test_a_loss_over_all_ranks_is_refused(engine):
-    with pytest.raises(UserError, match=r"run.gather\(\) cannot go with --sync-every"), a_run(engine, *LOCAL) as run:
-        run.prepare(net := network(), torch.optim.SGD(net.parameters(), lr=0.1))
-        run.gather(X)
 
 
 def test_a_registered_model_is_averaged_once(engine):

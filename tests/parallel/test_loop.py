@@ -50,28 +50,6 @@ def same(net: nn.Module, other: nn.Module) -> None:
     torch.testing.assert_close(dict(net.state_dict()), dict(other.state_dict()), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_many_ranks_are_one_process_with_the_global_batch(engine, accumulate):
-    with a_run(engine, "--accumulate", str(accumulate)) as run:
-        torch.manual_seed(5)
-        net = nn.Linear(3, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-        for _ in run.epochs(2):
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model(x), y))
-                step.update()
-            with run.evaluating(N) as mine:
-                run.record(loss=F.mse_loss(model(X[mine]), Y[mine], reduction="sum"))
-        assert run.evaluation["loss"] == pytest.approx(F.mse_loss(net(X), Y).item(), rel=1e-5)
-        assert run.state.samples == 2 * N
-    torch.manual_seed(5)
-    plain = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    alone(plain, optimizer, 4 * accumulate * engine.size, lambda net, i: F.mse_loss(net(X[i]), Y[i]))
-    same(net, plain)
-
-
 class Louder(torch.optim.SGD):
     """Keeps an argument as an attribute, not in its groups."""
 
@@ -83,11 +61,6 @@ class Louder(torch.optim.SGD):
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             parameter.grad.mul_(self.times)
         super().step(closure)
-
-
-class Demanding(Louder):
-    def __init__(self, params, times):
-        super().__init__(params, times=times)
 
 
 OPTIMIZERS = {
@@ -108,14 +81,6 @@ def test_an_optimizer_has_what_its_constructor_was_given(engine, case):
     plain = nn.Linear(3, 1)
     alone(plain, OPTIMIZERS[case](plain.parameters()), 4 * engine.size, lambda net, i: F.mse_loss(net(X[i]), Y[i]))
     same(net, plain)
-
-
-def test_an_optimizer_that_horovod_cannot_make_is_refused_in_one_line(engine):
-    if engine.name != "horovod":
-        pytest.skip("only Horovod makes another optimizer")
-    said = r"^Demanding cannot be made from parameters alone, as Horovod does .*: give its arguments defaults, or use"
-    with pytest.raises(UserError, match=said), a_run(engine) as run:
-        run.prepare(net := nn.Linear(3, 1), Demanding(net.parameters(), 2.0))
 
 
 def test_a_mean_over_tokens_weighs_every_token_alike(engine):

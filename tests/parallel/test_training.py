@@ -7,13 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hvdtrain.data.sharding import epoch_order, steps
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.run_output import parameters_sha256
 from hvdtrain.training import optim
-from tests.parallel.test_loop import N, alone
+from tests.parallel.test_loop import N, a_run, alone
+from tests.single.training.small import fit
 
 FEATURES, CLASSES = 6, 4
+SAMPLES = torch.randn(N, FEATURES, generator=torch.Generator().manual_seed(5))
+LABELS = torch.randint(CLASSES, (N,), generator=torch.Generator().manual_seed(6))
 
 
 def model(seed: int) -> nn.Module:
@@ -21,46 +23,31 @@ def model(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
-def samples() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(N, FEATURES, generator=generator), torch.randint(CLASSES, (N,), generator=generator)
+def train(engine, flags="--batch-size 3", *, seed=1, name="sgd"):
+    """Train two epochs; return the model, the loss over all ranks of every step, and an evaluation's."""
+    losses: list[float] = []
+    with a_run(engine, *flags.split()) as run:
+        net = model(seed)
+        replica, _ = run.prepare(net, optim.build(name, net.parameters(), 0.1, 0.9, 1e-3))
+        loss_of = lambda step, x, y: F.cross_entropy(replica(x), y)  # noqa: E731
+        fit(run, [SAMPLES, LABELS], loss_of, each=lambda step: losses.append(step.loss))
+        with run.evaluating(N) as mine:
+            run.record(loss=F.cross_entropy(replica(SAMPLES[mine]), LABELS[mine], reduction="sum"))
+        assert run.state.samples == 2 * N
+        return net, losses, run.evaluation["loss"]
 
 
-def train(engine, *, batch_size, seed=1, epochs=2, name="sgd", accumulate=1, **how):
-    """Train as the scripts do; return the model, and the loss over all ranks of every step."""
-    x, y = samples()
-    net = model(seed)
-    optimizer = optim.build(name, net.parameters(), 0.1, 0.9, 1e-3)
-    replica, optimizer = engine.distribute(net, optimizer, accumulate=accumulate, **how)
-    engine.broadcast(net, optimizer)
-    losses = []
-    for epoch in range(epochs):
-        for step in steps(epoch_order(N, 1, epoch), engine.rank, engine.size, batch_size, accumulate):
-            optimizer.zero_grad()
-            total = 0.0
-            for number, batch in enumerate(step.batches):
-                with engine.micro_batch([replica], [optimizer], number, len(step.batches)):
-                    loss = F.cross_entropy(replica(x[batch.indices]), y[batch.indices])
-                    (loss * batch.weight).backward()
-                total += loss.item() * batch.weight
-            with engine.synchronized(optimizer):
-                optimizer.step()
-            losses.append(engine.sum(torch.tensor(total), "loss").item() / engine.size)
-    return net, losses
-
-
-def train_alone(*, batch_size, name="sgd", gradient_factor=1.0):
+def train_alone(batch_size, name="sgd", gradient_factor=1):
     """One process with plain torch: the reference."""
-    x, y = samples()
     net, losses = model(1), []
 
     def loss_of(net, indices):
-        loss = F.cross_entropy(net(x[indices]), y[indices])
+        loss = F.cross_entropy(net(SAMPLES[indices]), LABELS[indices])
         losses.append(loss.item())
         return loss * gradient_factor
 
     alone(net, optim.build(name, net.parameters(), 0.1, 0.9, 1e-3), batch_size, loss_of)
-    return net, losses
+    return net, losses, F.cross_entropy(net(SAMPLES), LABELS).item()
 
 
 def assert_same_weights(ours, theirs, **tolerance):
@@ -68,43 +55,22 @@ def assert_same_weights(ours, theirs, **tolerance):
 
 
 # With batch 3 the last step has 4 samples at 2 and 3 ranks; with 7 at 3 ranks it has one, for one rank alone.
-@pytest.mark.parametrize("batch_size", [3, 7])
-@pytest.mark.parametrize("accumulate", [1, 2])
+EXACT = [f"--batch-size {batch} --accumulate {accumulate}" for batch in (3, 7) for accumulate in (1, 2)]
+EXACT += ["--batch-size 3 --gradient-predivide-factor 4", "--batch-size 3 --reduction sum"]
+ROUNDED = ["--batch-size 3 --compression fp16", "--batch-size 3 --compression fp16 --gradient-predivide-factor 3"]
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_many_ranks_are_one_rank_with_the_global_batch(engine, name, batch_size, accumulate):
-    ours, our_losses = train(engine, batch_size=batch_size, name=name, accumulate=accumulate)
-    theirs, their_losses = train_alone(batch_size=batch_size * accumulate * engine.size, name=name)
-    assert our_losses == pytest.approx(their_losses, rel=1e-5)
-    assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-def test_sum_is_the_mean_times_the_ranks(engine):
-    ours, _ = train(engine, batch_size=3, reduction="sum")
-    theirs, _ = train_alone(batch_size=3 * engine.size, gradient_factor=float(engine.size))
-    assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("predivide", [1.0, 3.0])
-def test_fp16_on_the_wire_stays_within_its_tolerance(engine, predivide):
-    ours, losses = train(engine, batch_size=3, compression="fp16", predivide=predivide)
-    theirs, reference = train_alone(batch_size=3 * engine.size)
-    assert losses == pytest.approx(reference, rel=2e-3)
-    assert_same_weights(ours, theirs, rtol=1e-2, atol=2e-3)
-
-
-def test_predivision_alone_changes_nothing_but_rounding(engine):
-    ours, _ = train(engine, batch_size=3, predivide=4.0)
-    theirs, _ = train_alone(batch_size=3 * engine.size)
-    assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-def test_fp16_mean_of_large_gradients_is_finite(engine):
-    net = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    replica, optimizer = engine.distribute(net, optimizer, compression="fp16", predivide=float(engine.size))
-    replica(torch.tensor([[40_000.0]])).sum().backward()
-    with engine.synchronized(optimizer):
-        assert net.weight.grad.item() == pytest.approx(40_000.0, rel=1e-3)
+@pytest.mark.parametrize("flags", [*EXACT, *ROUNDED])
+def test_many_ranks_are_one_process_with_the_global_batch(engine, flags, name):
+    words = flags.split()
+    batch = int(words[1]) * (int(words[3]) if "--accumulate" in words else 1)
+    ours, losses, evaluated = train(engine, flags, name=name)
+    theirs, reference, expected = train_alone(batch * engine.size, name, engine.size if "sum" in words else 1)
+    near = {"rtol": 1e-2, "atol": 2e-3} if flags in ROUNDED else {"rtol": 1e-4, "atol": 1e-6}
+    assert [*losses, evaluated] == pytest.approx([*reference, expected], rel=2e-3 if flags in ROUNDED else 1e-5)
+    if not (flags in ROUNDED and name == "adamw"):  # which divides by the size of a gradient
+        assert_same_weights(ours, theirs, **near)
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all(engine):
@@ -157,17 +123,15 @@ def test_adasum_of_equal_updates_is_the_update(engine):
 
 def test_small_buckets_change_nothing_but_rounding_and_repeat_to_the_bit(engine, monkeypatch):
     monkeypatch.setattr("hvdtrain.engines.horovod.bucket_bytes", lambda total: 100)
-    ours, _ = train(engine, batch_size=3)
-    again, _ = train(engine, batch_size=3)
-    theirs, _ = train_alone(batch_size=3 * engine.size)
+    ours, again, theirs = train(engine)[0], train(engine)[0], train_alone(3 * engine.size)[0]
     assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
     assert_same_weights(ours, again, rtol=0, atol=0)
 
 
 def test_ranks_that_start_apart_end_with_the_same_bits(engine):
-    net, _ = train(engine, batch_size=3, seed=1 + engine.rank, name="adamw")
+    net, *_ = train(engine, seed=1 + engine.rank, name="adamw")
     assert len(set(engine.all_gather_object(parameters_sha256(net), "hash"))) == 1
-    assert_same_weights(net, train(engine, batch_size=3, seed=1, name="adamw")[0], rtol=0, atol=0)
+    assert_same_weights(net, train(engine, name="adamw")[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
@@ -182,18 +146,17 @@ def test_broadcast_moves_neither_weights_nor_state_of_rank_zero(engine, name):
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_rank_without_optimizer_state_receives_it(engine, name):
-    x, y = samples()
     net = model(1)
     _, optimizer = engine.distribute(net, optim.build(name, net.parameters(), 0.1, 0.9, 0.1))
-    alone = model(1)
-    plain = optim.build(name, alone.parameters(), 0.3, 0.9, 0.1)
-    F.cross_entropy(alone(x), y).backward()
+    other = model(1)
+    plain = optim.build(name, other.parameters(), 0.3, 0.9, 0.1)
+    F.cross_entropy(other(SAMPLES), LABELS).backward()
     plain.step()
     if engine.rank == 0:  # as after reading a checkpoint
-        net.load_state_dict(alone.state_dict())
+        net.load_state_dict(other.state_dict())
         optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     engine.broadcast(net, optimizer)
     ours, theirs = optimizer.state_dict(), plain.state_dict()
     torch.testing.assert_close(ours["state"], theirs["state"], rtol=0, atol=0)
     assert ours["param_groups"][0]["lr"] == 0.3
-    assert_same_weights(net, alone, rtol=0, atol=0)
+    assert_same_weights(net, other, rtol=0, atol=0)

@@ -198,24 +198,3 @@ def test_over_any_number_of_ranks_a_step_takes_the_same_samples_of_both():
         taken[size] = Counter(of_ranks)
     assert taken[1] == taken[2] == taken[3] == taken[4]
     assert sum(taken[1].values()) == 2 * 3 * N
-
-
-WRONG = {
-    "another size": (lambda: {"a": DataLoader(FIRST, 4), "b": DataLoader(OTHER, 6)}, "'b' has batch_size=6: give it"),
-    "whole batches": (
-        lambda: {"a": DataLoader(FIRST, 4), "b": DataLoader(OTHER, batch_sampler=[[0, 1]])},
-        "'b' has no batch_size, and goes with other data",
-    ),
-    "a list": (lambda: {"a": DataLoader(FIRST, 4), "b": [1]}, "'b' is a list: give it a DataLoader, or tensors"),
-    "unlike lengths": (lambda: {"a": DataLoader(FIRST, 4), "b": (X, X[1:])}, "tensors of 22, 21 samples: give"),
-    "nothing": (lambda: {"a": DataLoader(FIRST, 4), "b": (X[:0],)}, "'b' has no samples"),
-    "another first size": (lambda: {"a": DataLoader(FIRST, 3)}, "batch_size=3, --batch-size is 4"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_data_that_cannot_go_together_is_refused_in_one_line(case):
-    make, complaint = WRONG[case]
-    with pytest.raises(UserError, match=complaint) as caught:
-        used(flags_for(), make())
-    assert len(str(caught.value).splitlines()) == 1

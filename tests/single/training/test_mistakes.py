@@ -3,6 +3,10 @@
 Those that need several ranks are in tests/parallel/test_mistakes.py.
 """
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,12 +128,19 @@ MISTAKES = {
         dict(data="Mixing(DATA, 8)"), "the DataLoader is a Mixing, whose own __iter__ is not called: use DataLoader, with its work"),
     "collate_fn returns None": (dict(data="DataLoader(DATA, 8, collate_fn=print)"), "collate_fn returned None: let it return"),
     "a Dataset in place of a loader": (dict(data="DATA"), "run.steps got TensorDataset: give it tensors"),
+    "data sets of unlike batches": (dict(data='{"a": DataLoader(DATA, 8), "b": DataLoader(DATA, 12)}'), "'b' has batch_size=12: give it a multiple of"),
+    "whole batches beside others": (dict(data='{"a": DataLoader(DATA, 8), "b": DataLoader(DATA, batch_sampler=[[0, 1]])}'), "'b' has no batch_size, and goes with other data"),
+    "a list beside a loader": (dict(data='{"a": DataLoader(DATA, 8), "b": [1]}'), "'b' is a list: give it a DataLoader, or tensors"),
+    "tensors of unlike lengths beside a loader": (dict(data='{"a": DataLoader(DATA, 8), "b": (X, Y[1:])}'), "tensors of 40, 39 samples: give"),
+    "nothing beside a loader": (dict(data='{"a": DataLoader(DATA, 8), "b": (X[:0],)}'), "'b' has no samples"),
     "a list in place of a tensor": (dict(data="X.tolist(), Y.tolist()"), "run.steps got list, list: give it tensors"),
     "tensors of other lengths": (dict(data="X, Y[1:]"), "tensors of 40, 39 samples: give equal lengths"),
     "no samples": (dict(data="X[:0], Y[:0]"), "there are no samples"),
     "tensors elsewhere": (dict(data='X.to("meta"), Y'), r"a tensor on meta, and ranks are on cpu: use run.to_device"),
     "more samples in the next epoch": (dict(data="X[: 20 + 8 * run.state.epoch], Y[: 20 + 8 * run.state.epoch]"), "and 20 in the epoch before"),
     "a loss that is not a scalar": (dict(loss='(model(x) - y).square()'), "not a scalar: take the mean"),
+    "no loss": (dict(backward="step.backward(None)"), "got None, not a loss: a Hugging Face model computes one if the batch has labels"),
+    "an output instead of its loss": (dict(backward="step.backward(SimpleNamespace(loss=loss))"), "a SimpleNamespace, not a scalar: give it the loss in it"),
     "a loss that is a number": (dict(backward="step.backward(loss.item())"), "got a float, not a scalar"),
     "a loss without a gradient": (dict(backward="step.backward(loss.detach())"), "without a gradient: compute it from the model"),
     "another model trained": (dict(prepared="model = network()"), "0.weight got no gradient in this step: freeze it"),
@@ -162,21 +173,155 @@ MISTAKES = {
     "an evaluation of tensors": (dict(after="with run.evaluating(X): pass"), "got a Tensor: give it a number of samples"),
     "other flags": (dict(before="import argparse; flags = argparse.Namespace(epochs=2)"), "takes what training.parser"),
 }  # fmt: skip
+PROGRAMS = Path(__file__).resolve().parents[3] / "docs" / "programs"
+SERIAL = "--engine serial --threads 1 --no-progress"
+FAKE = {  # what the critic was shown, with two micro-batches
+    "batch_size=64": "batch_size=64, accumulate=2",
+    "fake = generator(torch.randn(len(real), 8, device=real.device))\n                    loss = softplus(-critic(fake))":
+    "loss = softplus(-critic(fake))",
+}  # fmt: skip
+IN_PROGRAMS = {  # of docs/programs: by program, what stands there and what somebody writes instead
+    "gan": {
+        "a fake of the loop before": (
+            FAKE, r"step 1: step.backward\(\) got a part of an earlier loss: detach"),
+    },
+    "weighted": {
+        "weights of the classes": (
+            {"1 / RARITY[data.tensors[1]]": "1 / RARITY"},
+            "the WeightedRandomSampler has 3 weights for 2000 samples: give it one for each sample"),
+        "a sampler of another data set": (
+            {"data = clouds(2_000, 1)": "data = clouds(10, 1)",
+             "WeightedRandomSampler(1 / RARITY[data.tensors[1]], len(data))": "torch.utils.data.SubsetRandomSampler(range(5, 15))"},
+            r"SubsetRandomSampler draws the index 1\d, and the data set has 10 samples: make it for this data set"),
+        "a schedule of one epoch": (
+            {"run.total_steps(train, flags.epochs)": "len(train)", "epochs=4": "epochs=2"},
+            r"OneCycleLR is made for 63 steps, and this run has 126 steps in 2 epochs over all ranks: give it run.total_steps"),
+        "a schedule that is not registered": (
+            {"run.register(scheduler=scheduler)": "pass"}, r"write run.register\(scheduler=scheduler\)"),
+        "a schedule made before prepare": (
+            {"net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))":
+             "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+             "        OneCycleLR(optimizer, 0.2, total_steps=252)\n"
+             "        net, optimizer = run.prepare(net, optimizer)"},
+            r"create it afterwards, from the optimizer that this returns"),
+        "a schedule stepped once per epoch": (
+            {"                scheduler.step()": "            scheduler.step()"},
+            r"made for the run's steps, and was stepped 0 times in one of them: call scheduler.step\(\) once"),
+        "a schedule stepped twice": (
+            {"step.backward(loss)": "step.backward(loss)\n                    scheduler.step()"},
+            r"was stepped 2 times in one of them: call scheduler.step\(\) once, after step.update\(\)"),
+    },
+    "buckets": {
+        "sampler instead of batch_sampler": (
+            {"batch_sampler=sampler": "sampler=sampler"},
+            "Buckets draws something else than indices .* write batch_sampler= for one that draws lists"),
+        "a shuffle that cannot be seeded": (
+            {"random.shuffle(batches)": "random.SystemRandom().shuffle(batches)"}, "Buckets draws another order each time"),
+        "lines left out at random": (
+            {"for index in order:": "for index in [one for one in order if random.random() > 0.1]:", "epochs=3": "epochs=2"},
+            r"Buckets draws \d+ samples in epoch 2, and \d+ in the first: draw as many in each"),
+    },
+    "contrast": {
+        "the loss gathered": ({"run.gather(keys)": "run.gather(loss)"}, r"run.gather\(\) got a scalar: give it a tensor with"),
+    },
+    "reinforce": {
+        "a number unpacked": ({"for batch in step.batches()": "for (batch,) in step.batches()"}, r"run.steps\(NUMBER\) gives indices"),
+        "one rollout with its graph for many steps": (
+            {"            for step in run.steps(EPISODES):":
+             "            played = episodes(policy, EPISODES)\n            for step in run.steps(EPISODES):",
+             "episodes(policy, len(batch.indices))": "(part[batch.indices] for part in played)"},
+            r"step 2: step.backward\(\) got a part of an earlier loss"),
+    },
+    "records": {
+        "the output instead of its loss": (
+            {'model(**batch)["loss"]': "model(**batch)"}, r"step.backward\(\) got a dict, not a scalar: give it the loss in it"),
+        "no items counted": (
+            {'batch["labels"] >= 0': 'batch["labels"] > 1'}, r"step.backward\(count=...\) was 0 on all ranks"),
+    },
+    "semi": {
+        "a name misspelt": (
+            {'batch["unlabelled"]': 'batch["unlabeled"]'},
+            r"step.batches\(\) has labelled, unlabelled, and not unlabeled: use the names given to run.steps\(\)"),
+        "two loaders one after the other": (
+            {'{"labelled": labelled, "unlabelled": unlabelled}': "labelled, unlabelled"},
+            r"run.steps got DataLoader, DataLoader: several data sets go in a dictionary, run.steps\({"),
+    },
+    "folds": {
+        "one model for all folds": (
+            {"    losses = []": "    model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))\n    losses = []",
+             "            model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))\n": ""},
+            "this Linear was trained by an earlier run: create models and optimizers anew for each run"),
+        "an evaluation after the end": (
+            {'losses.append(run.evaluation["loss"])': "with run.evaluating(4):\n            run.record(loss=0.0)"},
+            r"run.evaluating\(\) after the end of its training: move it into `with training.start\(flags\) as run:`"),
+        "no with": (
+            {"        with training.start(flags) as run:": "        run = training.start(flags)\n        if True:"},
+            r"run.to_device of a training that was not started: write `with training.start\(flags\) as run:`"),
+        "a run for all folds around those of each": (
+            {"with training.start(flags) as run:": "with training.start(flags), training.start(flags) as run:"},
+            r"training.start\(\) inside training.start\(\): end the first block before the next"),
+    },
+}  # fmt: skip
+REPORTED = {
+    "the average never updated": (
+        "distill", {"averaged.update_parameters(net)": "pass"},
+        "warning: averaged has averaged nothing: call averaged.update_parameters(model) after step.update()"),
+    "another name recorded": (
+        "distill", {"run.record(agreement=": "run.record(agreed="},
+        "warning: metrics: agreement was never recorded: write run.record(agreement=...) in run.evaluating()"),
+    "all folds in one directory": (
+        "folds", {'flags.output_dir = output_dir and output_dir / f"fold-{fold}"': "pass"},
+        "has trained into OUT before, and continues that run: another training, such as the next fold, needs an --output-dir"),
+}  # fmt: skip
+
+
+def run_program(monkeypatch, name: str, changed: dict[str, str], flags: str = "") -> int:
+    """Run a program with other words in it, and return its exit code."""
+    source = (PROGRAMS / f"{name}.py").read_text()
+    for right, wrong in changed.items():
+        assert source.count(right) == 1, right
+        source = source.replace(right, wrong)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *SERIAL.split(), *flags.split()])
+    scope = {"__name__": name}
+    exec(compile(source, f"{name}.py", "exec"), scope)
+    return scope["main"]()
 
 
 def run(changed, *argv):
     """Run the program with other words in its blanks, and return its names."""
-    scope = globals() | dict(flags=flags_for(*argv), F=F, nn=nn, DataLoader=DataLoader, training=training)
+    names = dict(F=F, nn=nn, DataLoader=DataLoader, training=training, SimpleNamespace=SimpleNamespace)
+    scope = globals() | names | dict(flags=flags_for(*argv))
     exec(PROGRAM.format(**FORM | changed), scope)
     return scope
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_ends_in_one_line_with_the_remedy(case, tmp_path):
-    changed, complaint = MISTAKES[case]
+CASES = [("", case) for case in MISTAKES] + [(name, case) for name, cases in IN_PROGRAMS.items() for case in cases]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_a_mistake_ends_in_one_line_with_the_remedy(name, case, tmp_path, monkeypatch):
+    changed, complaint = IN_PROGRAMS[name][case] if name else MISTAKES[case]
     with pytest.raises(UserError, match=complaint) as caught:
-        run(changed, "--output-dir", str(tmp_path))
+        run_program(monkeypatch, name, changed) if name else run(changed, "--output-dir", str(tmp_path))
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("case", REPORTED)
+def test_what_may_be_meant_is_reported_once(case, monkeypatch, tmp_path, capsys):
+    name, changed, line = REPORTED[case]
+    assert run_program(monkeypatch, name, changed, f"--epochs 1 --output-dir {tmp_path}") == 0
+    said = capsys.readouterr().out
+    assert said.count(line.replace("OUT", str(tmp_path))) == (2 if name == "folds" else 1), said
+
+
+def test_a_queue_that_has_grown_is_not_resumed(monkeypatch, tmp_path):
+    """Its program forgets to cut it: the checkpoint holds more keys than the new one begins with."""
+    grows = {"queue.keys])[:QUEUE]": "queue.keys])"}
+    assert run_program(monkeypatch, "contrast", grows, f"--epochs 1 --output-dir {tmp_path}") == 0
+    with pytest.raises(
+        UserError, match=r"^the checkpoint does not match 'queue' \(size mismatch for keys: .* register the"
+    ):
+        run_program(monkeypatch, "contrast", grows, f"--epochs 2 --output-dir {tmp_path}")
 
 
 RIGHT = {  # what looks like a mistake, and is right
@@ -192,3 +337,9 @@ def test_what_looks_like_a_mistake_is_right(case):
     scope = run(RIGHT[case])
     assert scope["run"].state.samples == 80
     assert any(not torch.equal(p, q) for p, q in zip(scope["net"].parameters(), network().parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["contrast", "distill", "folds", "weighted"])
+def test_a_program_that_is_right_ends_without_a_warning(name, monkeypatch, capsys):
+    assert run_program(monkeypatch, name, {}, "--epochs 1") == 0
+    assert "warning" not in capsys.readouterr().out
