@@ -19,8 +19,7 @@ from hvdtrain.training.schedules import is_scheduled
 from hvdtrain.training.verdict import fuse, takes_flag
 
 REPLICAS = nn.DataParallel, nn.parallel.DistributedDataParallel
-_of_earlier_runs: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers, and layers with trainable parameters
-ANEW = "create models and optimizers anew for each run, or copy.deepcopy(model) to go on with its weights"
+_of_earlier_runs: weakref.WeakSet[object] = weakref.WeakSet()  # layers with trainable parameters
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -47,7 +46,8 @@ def refuse_layer(name: str, layer: nn.Module, engine: str, *, local_steps: bool)
         how = "use torch.nn.SyncBatchNorm, or --engine horovod"
         said = f"horovod.torch.SyncBatchNorm does not work under --engine ddp: {how}"
     elif layer in _of_earlier_runs:
-        said = f"this {type(layer).__name__} was trained by an earlier run: {ANEW}"
+        how = "create models and optimizers anew for each run, or copy.deepcopy(model) to go on with its weights"
+        said = f"this {type(layer).__name__} was trained by an earlier run: {how}"
     if said:
         raise UserError(f"run.prepare(): {said}")
 
@@ -67,8 +67,6 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parame
         said = f"a learning rate scheduler was created before: {how}"
     elif not set(parameters_of(optimizer)).issubset(known):
         said = "an optimizer has parameters of a model that was not given: pass that model, too"
-    elif optimizer in _of_earlier_runs:
-        said = f"this {type(optimizer).__name__} was trained by an earlier run: {ANEW}"
     if said:
         raise UserError(f"run.prepare(): {said}")
 
@@ -92,7 +90,6 @@ def refuse_unsupported(
             how = "give each parameter to one optimizer, or several losses to one step.backward()"
             raise UserError(f"run.prepare(): {names[shared.pop()]} is in two optimizers: {how}")
         taken.update(parameters_of(optimizer))
-    _of_earlier_runs.update(optimizers)
     _of_earlier_runs.update(
         layer for _, layer in layers if any(p.requires_grad for p in layer.parameters(recurse=False))
     )
