@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.analysis import measuring, plotting
+from hvdtrain.analysis import measuring
 from hvdtrain.engines import files
 from hvdtrain.output.run_output import versions
 from tests.bench.measurements import ROOT, Left
@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument(
         "--docs",
         type=Path,
-        help="write speed.md and its plot (PNG, SVG, PDF) there; rows not measured keep what it has",
+        help="write speed.md there; rows not measured keep what it has",
     )
     flags = parser.parse_args()
     wanted = [] if flags.rows == "none" else flags.rows.split(",")
@@ -175,46 +175,12 @@ def write(known: list[Group], found: dict[str, Found], results: Path, docs: Path
     parts = [
         HEAD,
         table(known, found),
-        "\n\n![each row's median and range, relative to its target: right of 1 it is reached](speed.png)",
         "\n\n## Commands\n\n",
         "\n".join(commands(known, results, docs / "speed.md")),
         "\n",
     ]
     with files.replacing(docs / "speed.md") as file:
         file.write("".join(parts))
-    draw(known, found, docs / "speed.png")
-
-
-def draw(known: list[Group], found: dict[str, Found], path: Path) -> None:
-    """Draw each row's median and range over its target: to the right of 1 is better."""
-    points = []
-    for group in known:
-        for row in group.rows:
-            values = found[row.key].values
-            if values and row.target:
-                goal = float(row.target.split()[-1])
-                less = row.target.startswith("at most")
-                points.append((row.key, sorted(goal / value if less else value / goal for value in values)))
-    if not points:
-        return
-
-    def reached(axes) -> None:
-        for y, (_, values) in enumerate(reversed(points)):
-            middle = values[1]
-            # Round: the target is reached; a cross: it is not. Seen in greyscale, too.
-            colour, marker = (plotting.COLOURS[2], "o") if middle >= 1 else (plotting.COLOURS[1], "X")
-            axes.plot([values[0], values[2]], [y, y], color=colour)
-            axes.plot([middle], [y], color=colour, marker=marker)
-        axes.set_yticks(range(len(points)), [key for key, _ in reversed(points)])
-        axes.axvline(1, color="grey", linewidth=1, linestyle="--")
-        axes.set_xscale("log")
-        axes.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
-        axes.set_xticks([], minor=True)
-        axes.margins(y=0.02)
-        axes.set_xlabel("measured / target (of times and memory: target / measured)")
-
-    said = "Median and range of each row: right of 1, the target is reached"
-    plotting.write(path, said, [reached], height=0.5 + 0.15 * len(points))  # a line of text per row
 
 
 if __name__ == "__main__":

@@ -3,13 +3,10 @@
 import gzip
 import json
 import os
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +65,7 @@ CONVNET = f"--model convnet --batch-size 64 {ONE_THREAD}"
 # Sides by name: a variant of hvdtrain.scaling, and flags of the benchmark. Horovod over Gloo is asked for untuned, too.
 SIDES = {
     "ours": ("horovod", ""), "mpi": ("horovod-untuned", ""), "gloo": ("horovod-gloo", "--tuning off"),
-    "ddp": ("ddp", ""), "ddp-untuned": ("ddp-untuned", ""), "bound": ("ddp", "--no-communication"),
-    "auto": ("horovod", "--compression auto"), "none": ("horovod", "--compression none"),
+    "ddp": ("ddp", ""), "bound": ("ddp", "--no-communication"),
 }  # fmt: skip
 
 
@@ -104,39 +100,6 @@ def throughput(ranks: int) -> Measure:
     return measure
 
 
-def every_count(setting: Setting) -> dict[str, float]:
-    """Over the faster of Horovod untuned over MPI and over Gloo, at the number of ranks where that is least.
-
-    2 and 8 ranks have rows of their own.
-    """
-    found = {ranks: rates(setting, ranks, "ours mpi gloo", 2) for ranks in (1, 3, 4, 5, 6, 7)}
-    ratios = {ranks: each["ours"] / max(each["mpi"], each["gloo"]) for ranks, each in found.items()}
-    print("    by ranks: " + "  ".join(f"{ranks}: {ratio:.2f}" for ranks, ratio in ratios.items()), flush=True)
-    return {"every-count": min(ratios.values()), **{f"count-{ranks}": ratio for ranks, ratio in ratios.items()}}
-
-
-def ddp_untuned(setting: Setting) -> dict[str, float]:
-    """DDP without what hvdtrain sets for it, malloc above all: as a script of one's own has it."""
-    found = {ranks: rates(setting, ranks, "ours ddp-untuned") for ranks in (2, 8)}
-    return {f"ddp-untuned-{ranks}": each["ours"] / each["ddp-untuned"] for ranks, each in found.items()}
-
-
-def one_host(setting: Setting) -> dict[str, float]:
-    """What `--compression auto` chooses where all ranks are on one host, over none."""
-    found = rates(setting, 2, "auto none")
-    return {"fp16-one-host": found["auto"] / found["none"]}
-
-
-def default_threads(setting: Setting) -> dict[str, float]:
-    """Ours over Horovod without our tuning and without --threads: each rank has an OpenMP thread for each core."""
-    found = {ranks: rates(setting, ranks, "ours mpi gloo", 2, CONVNET.removesuffix("--threads 1")) for ranks in (2, 8)}
-    return {
-        f"default-threads-{side}-{n}": each["ours"] / each[side]
-        for n, each in found.items()
-        for side in ("mpi", "gloo")
-    }
-
-
 # Ranks, and samples of each: what `hvdtrain.mnist` chooses; on 8 ranks also as many as on 2.
 SHARES = ((2, shared_batch(2)), (8, shared_batch(8)), (8, shared_batch(2)))
 
@@ -150,9 +113,7 @@ def no_communication(setting: Setting) -> dict[str, float]:
     return found
 
 
-# --------------------------------------------------------------------------------------------------- start-up and memory
-
-BARE = "import torch, horovod.torch as hvd; hvd.init(); "
+# -------------------------------------------------------------------------------------------------------------- start-up
 
 
 def start_up(ranks: int) -> Measure:
@@ -172,44 +133,6 @@ def start_up(ranks: int) -> Measure:
         return {f"start-{ranks}": seconds[ours] / seconds[bare]}
 
     return measure
-
-
-def own_bytes(arguments: list[str], log: Path) -> int:
-    """Return the most bytes that a rank has for itself at any time, of the rank that has least: rank 0 also reports."""
-    most: Counter[Path] = Counter()
-    with log.open("w") as output:
-        process = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=users_environment())
-        while process.poll() is None:
-            for path in Path("/proc").glob("[0-9]*"):
-                if parent_of(path) == process.pid:
-                    most[path] = max(most[path], anonymous(path))
-            time.sleep(0.05)
-    if process.returncode:
-        raise Left(f"{' '.join(arguments[:6])} ... ended with {process.returncode}; see {log}")
-    return min(most.values())
-
-
-def parent_of(path: Path) -> int:
-    try:
-        return int((path / "stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError):
-        return 0
-
-
-def anonymous(path: Path) -> int:
-    """Return the bytes of a process that are no file's. Files' pages (libraries, the data) are one copy for all ranks."""
-    try:
-        found = re.search(r"^Anonymous:\s+(\d+) kB", (path / "smaps_rollup").read_text(), re.M)
-    except OSError:  # it ended meanwhile
-        return 0
-    return int(found[1]) * 1024 if found else 0
-
-
-def memory(setting: Setting) -> dict[str, float]:
-    train = ["-m", "hvdtrain.mnist", *mnist_data(setting), "--train-samples", "2000", "--no-progress", "--threads", "1"]
-    sides = {"ours": train, "bare": ["-c", f"{BARE}import time; time.sleep(3)"]}
-    own = once(sides, lambda name: own_bytes(mpirun(3, *sides[name]), setting.scratch / f"{name}.log"))
-    return {"memory": own["ours"] / own["bare"]}
 
 
 def mnist_data(setting: Setting) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ours beside the peers' own examples: the whole way to 99 % on MNIST as a user's shell sees it; ResNet-50 on a GPU."""
+"""Ours beside the peers' own examples: the whole way to 99 % on MNIST as a user's shell sees it."""
 
 import json
 import re
@@ -6,8 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-import torch
 
 from hvdtrain.analysis.launching import command, program
 from tests.bench.measurements import Left, Setting, for_torchvision, job, mnist_data
@@ -71,24 +69,3 @@ def until_99(arguments: list[str], directory: Path) -> tuple[float, float]:
         process.terminate()
         process.wait(timeout=30)
     return seconds, best
-
-
-def one_gpu(setting: Setting) -> dict[str, float]:
-    """ResNet-50 on synthetic images on one GPU: ours in bf16 over the benchmark that Horovod ships."""
-    if not torch.cuda.is_available():
-        raise Left("needs a GPU, and torch sees none here")
-    script = None if setting.peers is None else setting.peers / "pytorch_synthetic_benchmark.py"
-    if script is None or not script.exists():
-        raise Left("needs Horovod's pytorch_synthetic_benchmark.py: name its directory with --peers")
-    flags = ["--model", "resnet50", "--batch-size", "256", "--amp", "bf16", "--channels-last", "--compile"]
-    out = setting.scratch / "out"
-    sides = {
-        "ours": command("horovod", 1, "hvdtrain.benchmark", [*flags, "--output-dir", str(out)]),
-        "theirs": [program("horovodrun"), "-np", "1", sys.executable, str(script)],
-    }
-    once(sides, lambda side: job(sides[side], setting.scratch / f"{side}.log"))
-    ours = json.loads((out / "benchmark.json").read_text())["samples_per_second"]["mean"]
-    theirs = re.search(r"Img/sec per GPU: ([\d.]+)", (setting.scratch / "theirs.log").read_text())
-    if theirs is None:
-        raise Left(f"{script.name} did not say `Img/sec per GPU`")
-    return {"gpu": ours / float(theirs[1]), "gpu-images": ours}

@@ -4,28 +4,23 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.images import dali, jpeg
+from tests.bench.images import jpeg
 from tests.bench.measurements import (
     SHARES,
     Measure,
     Setting,
     compressed,
-    ddp_untuned,
-    default_threads,
-    every_count,
     fixed_cost,
     guards,
-    memory,
     mnist_input,
     no_communication,
-    one_host,
     overlap,
     resnet,
     start_up,
     throughput,
     wire,
-)  # fmt: skip
-from tests.bench.peers import one_gpu, whole
+)
+from tests.bench.peers import whole
 
 
 @dataclass(frozen=True)
@@ -91,33 +86,10 @@ def of_convnet(ranks: int, target: str) -> tuple[Group, ...]:
 
 
 def of_one_host() -> tuple[Group, ...]:
-    what = "`convnet`, {} ranks: throughput over"
     small, large = "JPEG images of 500 x 375 pixels", "JPEG images of 2,000 x 1,500 pixels"
     torchvision, both = "images/s per core over torchvision's tutorial", "decoding: both sides have libjpeg-turbo"
-    pipeline, crop = (
-        "images/s per core over NVIDIA DALI's CPU pipeline",
-        "decoding: DALI leaves out the rows outside of the crop",
-    )
     resnet_50 = "ResNet-50, 2 ranks: throughput"
     return (
-        Group("ddp-untuned", f"torchrun --nproc-per-node 2 -m {CONVNET_COMMAND.removeprefix('python -m ')} --engine ddp "
-              "--tuning off", ddp_untuned, tuple(
-            Row(f"ddp-untuned-{ranks}", f"{what.format(ranks)} DDP with Gloo and default settings", "at least 2", first,
-                SAME_WORK)
-            for ranks, first in ((2, "1.5"), (8, "1.4"))
-        )),
-        Group("every-count", "python -m tests.bench --rows every-count", every_count, (
-            Row("every-count", f"{what.format('1, 3, 4, 5, 6 and 7')} untuned Horovod, the faster of MPI and Gloo; "
-                "the least", "at least 1", "", "one rank: there is nothing to tune"),
-        )),
-        Group("one-host", f"horovodrun -np 2 {CONVNET_COMMAND} --compression auto", one_host, (
-            Row("fp16-one-host", "`convnet`, 2 ranks: throughput with `--compression auto` over none", "at least 1",
-                "0.2 to 1 (fp16)", "1: within a host, it chooses none"),
-        )),
-        Group("memory", "mpirun -np 3 python -m hvdtrain.mnist", memory, (
-            Row("memory", "memory of one more rank on a host, over that of the imports of torch and Horovod", "at most 1.1",
-                "", "1, and the memory of a step"),
-        )),
         Group("input", "python -m tests.bench --rows input", mnist_input, (
             Row("input", "samples/s of MNIST input over torchvision's data set with a DataLoader", "at least 100", "39",
                 "memory: 784 bytes gathered and scaled, 3,136 written"),
@@ -130,21 +102,10 @@ def of_one_host() -> tuple[Group, ...]:
             Row("jpeg-reduced-2000", f"{large}, with `--reduced-decode`: {torchvision}", "at least 2", "",
                 "Huffman decoding, which is of the whole image"),
         )),
-        Group("dali", "python -m tests.bench --rows dali", dali, (
-            Row("dali", f"{small}: {pipeline}", "at least 1", "", crop),
-            Row("dali-reduced-2000", f"{large}, with `--reduced-decode`: {pipeline}", "at least 1", "", crop),
-        )),
         Group("resnet", "mpirun -np 2 python -m hvdtrain.benchmark --batch-size 8 --amp bf16 --channels-last", resnet, (
             Row("resnet", f"{resnet_50} in bf16 and channels_last over float32 and NCHW", "at least 1.6", "", ""),
             Row("resnet-compile", f"{resnet_50} in bf16 with `--compile` over without", "at least 1", "", ""),
             Row("resnet-compile-seconds", "ResNet-50, 2 ranks, bf16: seconds of compiling", "", "", ""),
-        )),
-        Group("default-threads", f"horovodrun --gloo -np 2 {CONVNET_COMMAND.removesuffix(' --threads 1')} --tuning off",
-              default_threads, tuple(
-            Row(f"default-threads-{kind}-{ranks}", f"{what.format(ranks)} untuned Horovod over {name}, without "
-                "OMP_NUM_THREADS", "at least 1", "",
-                "OpenMP: untuned, each rank has a thread per core, and those that wait spin")
-            for ranks in (2, 8) for kind, name in (("mpi", "MPI"), ("gloo", "Gloo"))
         )),
     )  # fmt: skip
 
@@ -198,11 +159,6 @@ def of_training() -> tuple[Group, ...]:
             Row("whole-horovod", "Horovod's MNIST example, 2 ranks: its time to 99.0 %, or to its end, over ours",
                 "at least 25", "", ""),
             Row("whole-pytorch", "PyTorch's MNIST example: its time to 99.0 % over ours", "at least 45", "", ""),
-        )),
-        Group("gpu", "horovodrun -np 1 python -m hvdtrain.benchmark --batch-size 256 --amp bf16 --channels-last --compile",
-              one_gpu, (
-            Row("gpu", "ResNet-50, one GPU: throughput over Horovod's own benchmark", "at least 6", "", ""),
-            Row("gpu-images", "ResNet-50, one GPU: images/s", "at least 3500", "", ""),
         )),
     )  # fmt: skip
 

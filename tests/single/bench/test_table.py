@@ -3,8 +3,6 @@
 import json
 import sys
 
-import pytest
-
 from tests.bench import __main__ as bench
 from tests.bench.rows import Group, Row
 
@@ -42,11 +40,6 @@ def test_measuring_leaves_the_documentation_as_it_is(tmp_path, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--docs", str(tmp_path / "docs")])
     assert bench.main() == 0
     assert "| **2** (1 to 3) | 3 | 1.5 | the wire |" in (tmp_path / "docs" / "speed.md").read_text()
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    monkeypatch.setattr(bench, "draw", lambda *_: None)
 
 
 def test_rows_that_were_not_measured_now_stand_with_their_commands(tmp_path):

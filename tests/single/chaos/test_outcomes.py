@@ -93,5 +93,5 @@ def test_every_kind_strikes_at_a_point_of_a_rank_that_exists():
 
 
 def test_the_page_has_the_table_of_the_results():
-    made = Outcomes(ROOT / "tests" / "chaos" / "attacks.jsonl")
+    made = Outcomes(ROOT / "docs" / "evidence" / "attacks.jsonl")
     assert table(list(made.last().values())) in (ROOT / "docs" / "evidence" / "faults.md").read_text()
