@@ -12,13 +12,12 @@ import time
 
 import pytest
 
-from hvdtrain.analysis.gpu_day.day import Day, NotRun
-from hvdtrain.analysis.gpu_day.rows import ROWS
+from hvdtrain.analysis.gpu_rows import ROWS, Day, NotRun
 from tests.hidden_gpus import seeing
 
 COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 JUDGED = (
-    "device", "build", "doctor", "one-rank", "sums", "ranks", "ddp", "dataparallel", "amp", "deterministic", "cpu-loss",
+    "build", "doctor", "one-rank", "sums", "ranks", "ddp", "dataparallel", "amp", "deterministic", "cpu-loss",
     "host-reads", "input-workers", "killed", "terminated", "stopped",
 )  # fmt: skip
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import gpu_day
-from hvdtrain.analysis.gpu_day import probes, results, rows
-from hvdtrain.analysis.gpu_day.day import Day, Failed, NotRun, OnGpus, SignalRank, left_on_gpus
-from hvdtrain.analysis.gpu_day.results import NOT_OK, NOT_RUN, OK, Outcome, Row, Showed
+from hvdtrain.analysis import gpu_probes, gpu_rows
+from hvdtrain.analysis.gpu_rows import ROWS, Day, Failed, NotRun, Row, Showed
 from hvdtrain.engines.errors import UserError
+from hvdtrain.gpu_day import NOT_COME_TO, NOT_OK, NOT_RUN, OK
 from tests.gpu.test_on_a_gpu import JUDGED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,19 +27,22 @@ def day(tmp_path):
     return day
 
 
+def raising(error: BaseException):
+    def run(day: Day) -> Showed:
+        raise error
+
+    return run
+
+
 # ---- table and page
 
 
 def test_each_row_has_a_name_of_its_own_a_claim_on_a_page_and_something_to_show():
-    assert len({row.name for row in rows.ROWS}) == len(rows.ROWS) > 20
-    assert set(JUDGED) < {row.name for row in rows.ROWS}
-    for row in rows.ROWS:
+    assert len({row.name for row in ROWS}) == len(ROWS) > 20
+    assert set(JUDGED) < {row.name for row in ROWS}
+    for row in ROWS:
         page = row.claim.partition(":")[0]
         assert (ROOT / (f"{page}.md" if page == "README" else page)).is_file(), row
-        assert row.must, row
-    assert {row.name for row in rows.ROWS if row.predicted} == {
-        "resnet50", "resnet50-amp", "resnet50-batch", "resnet50-compile", "gpt2", "gpt2-compile",
-    }  # fmt: skip
 
 
 def test_the_page_has_every_row_and_is_read_again(tmp_path):
@@ -50,22 +53,19 @@ def test_the_page_has_every_row_and_is_read_again(tmp_path):
         Row("c", run, "d", "e"),
     ]
     outcomes = {
-        "a": Outcome(OK, "8\nimages/s", 61.4, ("python -m a",), {"per_second": 8.0}),
-        "b": Outcome(NOT_OK, "exit code 1", 2.0, ("A=1 python -m b", "python -m c")),
+        "a": dict(verdict=OK, showed="8\nimages/s", seconds=61.4, commands=["python -m a"]),
+        "b": dict(verdict=NOT_OK, showed="exit code 1", seconds=2.0, commands=["A=1 python -m b", "python -m c"]),
     }
-    results.write(tmp_path, table, outcomes, FACTS)
-    text = (tmp_path / results.PAGE).read_text()
+    gpu_day.write(tmp_path, table, outcomes, FACTS)
+    text = (tmp_path / gpu_day.PAGE).read_text()
     assert "1 ok, 1 not ok, 1 not run. On: 1 x H100." in text
     assert "| a | docs/x.md: it \\| works | works | 8 images/s | 9 images/s | ok |" in text
     assert "| b | README: b | b | exit code 1 |   | **not ok** |" in text
     assert "| c | d | e | not come to |   | **not run** |" in text
     assert "**a**, 61 s\n\n```\npython -m a\n```" in text
     assert "processor" not in text
-    facts, again = results.read(tmp_path)
-    assert facts == FACTS
-    assert (again["a"], again["b"], again["c"].verdict) == (outcomes["a"], outcomes["b"], NOT_RUN)
-    assert "A rehearsal on the processor" in results.markdown(table, outcomes, FACTS | {"device": "cpu"})
-    assert results.read(tmp_path / "nowhere") == ({}, {})
+    assert gpu_day.earlier(tmp_path, FACTS) == outcomes | {"c": NOT_COME_TO}
+    assert "A rehearsal on the processor" in gpu_day.markdown(table, outcomes, FACTS | {"device": "cpu"})
 
 
 # ---- a day
@@ -83,19 +83,12 @@ def started(tmp_path, monkeypatch):
             sys, "argv", ["gpu_day.py", "--output-dir", str(tmp_path / "out"), "--device", "cpu", *flags]
         )
         code = gpu_day.main()
-        written = json.loads((tmp_path / "out" / results.RECORD).read_text())["rows"]
+        written = json.loads((tmp_path / "out" / gpu_day.RECORD).read_text())["rows"]
         return code, {row["name"]: (row["verdict"], row["showed"]) for row in written}
 
     before = signal.getsignal(signal.SIGTERM)
     yield start
     signal.signal(signal.SIGTERM, before)
-
-
-def raising(error: BaseException):
-    def run(day: Day) -> Showed:
-        raise error
-
-    return run
 
 
 def test_a_row_that_fails_does_not_hide_the_others(started):
@@ -153,14 +146,16 @@ def test_a_page_of_something_else_is_not_continued(started, monkeypatch):
         started({"a": lambda day: Showed(True, "x")})
 
 
-def test_a_full_disk_is_one_line_and_keeps_what_was_written(started, tmp_path, monkeypatch):
+def test_a_full_disk_or_a_damaged_record_is_one_line_and_keeps_what_was_written(started, tmp_path):
     started({"a": lambda day: Showed(True, "x"), "b": raising(NotRun("later"))})
     full = raising(OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(UserError, match=r"cannot be used \(No space left on device\): free some space"):
+    with pytest.raises(
+        UserError, match=r"cannot be written \(No space left on device\): name another directory, or free"
+    ):
         started({"a": full, "b": full})
-    assert results.read(tmp_path / "out")[1]["a"].verdict == OK
-    (tmp_path / "out" / results.RECORD).write_text("{")
-    with pytest.raises(UserError, match=r"gpu-day.json is damaged"):
+    assert gpu_day.earlier(tmp_path / "out", FACTS)["a"]["verdict"] == OK
+    (tmp_path / "out" / gpu_day.RECORD).write_text("{")
+    with pytest.raises(UserError, match=r"gpu-day.json is damaged .*: name another --output-dir"):
         started({"a": full})
 
 
@@ -170,14 +165,14 @@ def test_without_a_gpu_it_says_so_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--output-dir", str(tmp_path)])
     with pytest.raises(UserError, match=r"torch 2.9 sees no GPU here: start it on a GPU node"):
         gpu_day.main()
-    assert not (tmp_path / results.PAGE).exists()
+    assert not (tmp_path / gpu_day.PAGE).exists()
 
 
 def test_the_list_needs_nothing(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--list"])
     monkeypatch.setattr(gpu_day, "look", lambda day: pytest.fail("it looked for GPUs"))
     assert gpu_day.main() == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [row.name for row in rows.ROWS]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [row.name for row in ROWS]
 
 
 def test_minutes_and_quick_are_those_of_the_day(started):
@@ -192,16 +187,10 @@ def test_minutes_and_quick_are_those_of_the_day(started):
     assert seen == [(55, False, [2, 4, 8]), (7, True, [2])]
 
 
-def test_a_program_that_is_none_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--nccl-tests", "/nowhere", "--output-dir", str(tmp_path)])
-    with pytest.raises(UserError, match="/nowhere is no program: name nccl-tests' all_reduce_perf"):
-        gpu_day.main()
-
-
 def test_rows_that_need_more_gpus_than_there_are_say_so(day):
     day.device, day.gpus = "cuda", 1
     outcome = gpu_day.outcome_of(Row("x", raising(AssertionError()), "c", "m", gpus=2), day)
-    assert outcome == Outcome(NOT_RUN, "needs 2 GPUs")
+    assert (outcome["verdict"], outcome["showed"]) == (NOT_RUN, "needs 2 GPUs")
 
 
 # ---- its commands
@@ -233,27 +222,37 @@ def test_what_a_launcher_leaves_behind_is_counted(day, monkeypatch):
     assert day.run("left", ["/bin/sh", "-c", "sleep 60 & exit 0"]).left == 1
 
 
-def test_a_signal_goes_to_one_rank_once(day, tmp_path):
-    """To the program of that rank: not to the other rank, nor to the launcher, whose command line has its name, too."""
-    program = (
-        "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: print('got', sys.argv[2], flush=True)); "
-    )
-    program += "print('up', flush=True); time.sleep(3)"
-    python = f'"{sys.executable}" -c "{program}" hvdtrain.mnist'
-    both = " & ".join(f"HOROVOD_RANK={rank} HOROVOD_SIZE=2 {python} {rank}" for rank in range(2))
-    log = day.directory / "runs" / "row" / "run" / "log"
-    send = SignalRank(1, signal.SIGUSR1, "hvdtrain.mnist", lambda: log.read_text().count("up") == 2)
-    done = day.run("run", ["/bin/sh", "-c", f"{both} & wait"], meanwhile=send)
-    assert send.sent
-    assert [line for line in done.log.splitlines() if line != "up"] == ["got 1"]
+@pytest.mark.parametrize("used", [(4, 20), (4, 0), (4, 904), (None, None)], ids=str)
+def test_a_rank_is_struck_once_and_what_it_leaves_on_gpus_is_seen(used, day, monkeypatch):
+    struck, left = [], iter(used)
+    monkeypatch.setattr(gpu_rows, "on_gpus", lambda: next(left))
+    monkeypatch.setattr(gpu_rows.os, "kill", lambda *words: struck.append(words))
+    (day.out("ended") / "checkpoints").mkdir(parents=True)
+
+    def train(self, name, count, flags, meanwhile, code):
+        meanwhile("job")
+        assert struck == []  # there is no checkpoint yet
+        (day.out(name) / "checkpoints" / "step-1.safetensors").touch()
+        ranks = [{"rank": rank, "pid": 100 + rank} for rank in range(2)]
+        (day.out(name) / "metrics.jsonl").write_text(json.dumps({"event": "start", "ranks": ranks}) + "\n{}\n")
+        for _ in range(2):
+            meanwhile("job")
+        return gpu_rows.Done(day.out(name), "rank 1 hangs", 1.0, 0), {}
+
+    monkeypatch.setattr(Day, "train", train)
+    showed = gpu_rows.stopped(day)
+    assert struck == [(101, signal.SIGSTOP)]
+    assert showed.ok == (used != (4, 904)), showed
+    more = {20: "16 MiB more on the GPUs", 0: "0 MiB more on the GPUs", 904: "900 MiB more on the GPUs"}
+    assert f"; {more.get(used[1], 'no nvidia-smi to ask')}" in showed.text
 
 
 def test_several_ranks_share_one_gpu_and_only_then(day, monkeypatch):
     said = []
-    monkeypatch.setattr(Day, "run", lambda self, name, words, **options: said.append((words[-2:], options)))
+    monkeypatch.setattr(Day, "run", lambda self, name, words, **options: said.append((words[-4:-2], options)))
     for device, gpus, count in (("cuda", 1, 1), ("cuda", 1, 2), ("cuda", 8, 8), ("cpu", 0, 2)):
         day.device, day.gpus = device, gpus
-        day.ranks("x", count, "hvdtrain.reduce")
+        day.ranks("x", count, "hvdtrain.reduce", "")
     assert said == [
         (["--device", "cuda"], {}),
         (["--device", "cuda"], {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
@@ -262,20 +261,6 @@ def test_several_ranks_share_one_gpu_and_only_then(day, monkeypatch):
     ]
     day.quick = False
     assert [setattr(day, "gpus", gpus) or day.counts for gpus in (1, 2, 4, 8)] == [[2, 4, 8], [2], [2, 4], [2, 4, 8]]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "nothing", "said"),
-    [
-        (OnGpus({7}, 4), OnGpus({7}, 20), True, "nothing left"),
-        (OnGpus({7}, 4), OnGpus(set(), 0), True, "nothing left"),
-        (OnGpus({7}, 4), OnGpus({7, 9, 8}, 904), False, "900 MiB more than before, processes 8, 9"),
-        (OnGpus(set(), 4), OnGpus(set(), 504), False, "500 MiB more than before, processes not listed"),  # a container
-        (None, None, True, "no nvidia-smi to ask"),
-    ],
-)
-def test_what_ranks_left_on_gpus(before, after, nothing, said):
-    assert left_on_gpus(before, after) == (nothing, f"; {'nvidia-smi: ' if before else ''}{said}")
 
 
 # ---- what is read from others
@@ -293,9 +278,9 @@ def test_reads_are_counted_by_the_line_of_ours_that_led_to_them(tmp_path, monkey
     )
     monkeypatch.syspath_prepend(str(package.parent))
     shown: list[str] = []
-    monkeypatch.setattr(probes.warnings, "showwarning", lambda message, *_: shown.append(str(message)))
-    with pytest.raises(SystemExit) as ended, probes.warnings.catch_warnings():
-        probes.count_reads("hvdtrain_reads.program", ["3"], tmp_path / "reads.json")
+    monkeypatch.setattr(gpu_probes.warnings, "showwarning", lambda message, *_: shown.append(str(message)))
+    with pytest.raises(SystemExit) as ended, gpu_probes.warnings.catch_warnings():
+        gpu_probes.count_reads("hvdtrain_reads.program", ["3"], tmp_path / "reads.json")
     assert ended.value.code == 5
     (line,) = (counts := json.loads((tmp_path / "reads.json").read_text()))
     assert "hvdtrain_reads/program.py:3 warnings.warn(" in line
@@ -311,36 +296,6 @@ def test_only_what_each_step_reads_is_a_read_of_a_quiet_step(day, monkeypatch):
         return {"run.py:7 start": 5} | ({"step.py:1 look": steps, "lm.py:2": 2 * steps} if "lm" in name else {})
 
     monkeypatch.setattr(Day, "probe", probe)
-    showed = rows.host_reads(day)
+    showed = gpu_rows.host_reads(day)
     assert not showed.ok
     assert showed.text == "1 per step at lm: step.py:1 look; 2 per step at lm: lm.py:2"
-
-
-# Its own format, from its README; the figures are made up.
-NCCL_TESTS = """
-#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
-#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
-     1048576        262144     float     sum      -1    42.91   24.44   42.76      0    41.99   24.97   43.70      0
-   268435456      67108864     float     sum      -1   1181.3  227.24  397.67      0   1179.0  227.68  398.44      0
-# Avg bus bandwidth    : 220.9
-"""
-
-
-def test_the_table_of_nccl_tests():
-    assert rows.bus_bandwidth(NCCL_TESTS) == {1048576: 42.76, 268435456: 397.67}
-
-
-@pytest.mark.parametrize(("ours", "ok"), [(0.81, True), (0.79, False)])
-def test_the_all_reduce_is_compared_with_the_program_that_was_named(day, monkeypatch, ours, ok):
-    program = day.directory / "all_reduce_perf"
-    program.write_text(f"#!/bin/sh\necho $* >&2\ncat <<E{NCCL_TESTS}E\n")
-    program.chmod(0o755)
-    table = [{"bytes": size, "bus_bytes_per_second": ours * 397.67e9} for size in (2**20, 2**28)]
-    monkeypatch.setattr(Day, "ranks", lambda *_, **__: None)
-    monkeypatch.setattr("hvdtrain.analysis.gpu_day.rows.swept", lambda done: table)
-    day.gpus, day.nccl_tests = 8, program
-    showed = rows.all_reduce(day)
-    assert (showed.ok, f"{ours:.2f} of nccl-tests' 398" in showed.text) == (ok, True), showed
-    assert day.commands[-1].endswith("all_reduce_perf -b 1M -e 256M -f 2 -g 8")
-    day.nccl_tests = None
-    assert "not compared with nccl-tests: no all_reduce_perf" in rows.all_reduce(day).text

@@ -12,16 +12,15 @@ def said(tmp_path, monkeypatch):
     return lambda *what, **more: put(tmp_path, *what, **more)
 
 
-def test_gpus_and_processes(said):
+def test_gpus(said):
     slices = GPU.format(1).replace("Disabled", "Enabled").replace("81559", "[N/A]")
-    said([GPU.format(0), slices], [71, 9])
+    said([GPU.format(0), slices])
     first, second = nvidia_smi.gpus()
     assert first.uuid == "GPU-5c2b0000-0000-0000-0000-000000000000"
     assert str(first) == "NVIDIA H100 80GB HBM3, 81,559 MiB, driver 580.65.06, MIG Disabled, compute mode Default"
     assert (second.mig_mode_current, second.memory_total) == ("Enabled", 0)
-    assert nvidia_smi.processes() == {71, 9}
-    said([], [])
-    assert (nvidia_smi.gpus(), nvidia_smi.processes()) == ([], set())
+    said([])
+    assert nvidia_smi.gpus() == []
 
 
 def test_an_nvidia_smi_that_is_missing_fails_or_says_something_else(said, tmp_path, monkeypatch):
@@ -34,7 +33,7 @@ def test_an_nvidia_smi_that_is_missing_fails_or_says_something_else(said, tmp_pa
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(nvidia_smi, "LIMIT", 0.2)
     with pytest.raises(OSError, match="no answer"):
-        nvidia_smi.processes()
+        nvidia_smi.gpus()
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(OSError, match="no nvidia-smi on PATH"):
         nvidia_smi.gpus()

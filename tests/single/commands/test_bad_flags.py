@@ -60,7 +60,7 @@ REFUSED = {
         "--interface eth0": "--interface joins hosts: name them with --hosts",
     },
     "gpu_day": {
-        "--only bits,nothing": "'nothing' is not one of device, build",
+        "--only build,nothing": "'nothing' is not one of build, doctor",
         "--minutes 0": "not a number above 0",
     },
 }  # fmt: skip

@@ -106,7 +106,6 @@ EFFECTS: dict[str, list[Tests]] = {
         GPU_DAY + "the_list_needs_nothing": "--list",
         GPU_DAY + "minutes_and_quick_are_those_of_the_day": "--minutes --quick",
         GPU_DAY + "several_ranks_share_one_gpu_and_only_then": "--device",
-        GPU_DAY + "the_all_reduce_is_compared_with_the_program_that_was_named": "--nccl-tests",
         GPU_DAY + "a_row_that_fails_does_not_hide_the_others": "--output-dir",
     }],
     "report": [{OTHERS + "a_report_lies_where_it_was_asked_for": "--output-dir"}],

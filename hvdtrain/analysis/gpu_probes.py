@@ -1,7 +1,7 @@
 """Small programs that hvdtrain.gpu_day starts, each in a process of its own, because each starts CUDA.
 
-python -m hvdtrain.analysis.gpu_day.probes facts FILE                   what torch and Horovod were built for, and see
-python -m hvdtrain.analysis.gpu_day.probes reads FILE MODULE FLAGS      run MODULE, and count where it waits for the GPU
+python -m hvdtrain.analysis.gpu_probes facts FILE                   what torch and Horovod were built for, and see
+python -m hvdtrain.analysis.gpu_probes reads FILE MODULE FLAGS      run MODULE, and count where it waits for the GPU
 """
 
 import json
@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
+SYNCHRONIZES = "synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp, warn_or_error_on_sync
+
 
 def facts() -> dict[str, Any]:
     """Return the builds and the GPUs that torch sees."""
     found: dict[str, Any] = dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda)
-    found["gpus"] = []
-    found["architectures"] = torch.cuda.get_arch_list()
+    found |= dict(gpus=[], architectures=torch.cuda.get_arch_list())
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         for index in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(index)
-            capability = [about.major, about.minor]
-            found["gpus"].append(dict(name=about.name, capability=capability, uuid=str(getattr(about, "uuid", ""))))
+            found["gpus"].append(dict(name=about.name, capability=[about.major, about.minor]))
     try:
         import horovod
         import horovod.torch as hvd
@@ -37,39 +37,32 @@ def facts() -> dict[str, Any]:
     return found | dict(horovod=horovod.__version__, built=[name for name in built if built[name]])
 
 
-class Reads:
-    """Counts torch's warnings of operations that wait for the GPU, by the innermost line of hvdtrain that led to them."""
+def count_reads(module: str, flags: list[str], result: Path) -> None:
+    """Run `module` as a program, and write to `result`, however it ends, where it waited for the GPU, and how often.
 
-    SAID = "synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp, warn_or_error_on_sync
+    torch warns of such operations. They are counted by the innermost line of hvdtrain that led to them.
+    """
+    lines: Counter[str] = Counter()
+    show = warnings.showwarning
 
-    def __init__(self) -> None:
-        self.lines: Counter[str] = Counter()
-        self._show = warnings.showwarning
-
-    def __call__(self, message: Warning | str, *about: Any, **more: Any) -> None:
-        """The same arguments as `warnings.showwarning`."""
-        if self.SAID not in str(message):
-            self._show(message, *about, **more)
+    def count(message: Warning | str, *about: Any, **more: Any) -> None:
+        if SYNCHRONIZES not in str(message):
+            show(message, *about, **more)
             return
         frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
-        ours = [frame for frame in frames if "hvdtrain" in Path(frame.filename).parts]
-        where = (ours or frames)[-1]
+        where = ([frame for frame in frames if "hvdtrain" in Path(frame.filename).parts] or frames)[-1]
         path = Path(where.filename)
-        self.lines[f"{path.parent.name}/{path.name}:{where.lineno} {where.line}"] += 1
+        lines[f"{path.parent.name}/{path.name}:{where.lineno} {where.line}"] += 1
 
-
-def count_reads(module: str, flags: list[str], result: Path) -> None:
-    """Run `module` as a program, and write the count of each line to `result`, however it ends."""
-    reads = Reads()
     warnings.simplefilter("always")
-    warnings.showwarning = reads
+    warnings.showwarning = count
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("warn")
     sys.argv = [module, *flags]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
-        result.write_text(json.dumps(reads.lines))
+        result.write_text(json.dumps(lines))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,0 @@
-"""The rows of hvdtrain.gpu_day, and its page."""
