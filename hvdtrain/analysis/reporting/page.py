@@ -1,13 +1,10 @@
 """Writes the page: one self-contained HTML file without scripts. `text` escapes every text from a run."""
 
 import base64
-import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from math import isfinite, isnan
-from typing import NamedTuple
 
 from hvdtrain.analysis import plotting
 from hvdtrain.analysis.reporting.pictures import MOST_VALUES, Picture, names_to_draw
@@ -16,6 +13,19 @@ from hvdtrain.output.metric_names import Metric, number
 
 # The browser fetches and runs nothing, whatever the names in a run contain.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+STYLE = """
+:root { color-scheme: light dark; }
+body { max-width: 68rem; margin: auto; padding: 2rem 1rem; font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h3 { margin: 0; font-size: 0.95rem; }
+.soft, figcaption, footer { opacity: 0.7; font-size: 0.85rem; }
+.pair { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); }
+figure { margin: 0; }
+img { display: block; width: 100%; background: #ffffff; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.4rem 0.9rem 0.4rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #80808055; }
+.notes { padding: 0.7rem 1rem; background: #ffcc0033; }
+"""
 
 
 def text(value: object) -> str:
@@ -27,12 +37,11 @@ def build(runs: Sequence[RecordedRun], pictures: Sequence[Picture]) -> str:
     """Return the page as HTML: the results, then the pictures, then the configuration of the runs."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = dict.fromkeys(str(run.start.get("reason") or run.start.get("dataset") or "?") for run in runs)
-    style = files("hvdtrain.analysis.reporting").joinpath("page.css").read_text()
     head = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{text(title)} · hvdtrain</title>\n'
-        f'<link rel="icon" href="data:,">\n<style>\n{style}</style>\n</head>\n<body>\n'
+        f'<link rel="icon" href="data:,">\n<style>\n{STYLE}</style>\n</head>\n<body>\n'
     )
     parts = [
         f'<h1>{text(title)}</h1><p class="soft">{text("; ".join(data))}</p>',
@@ -115,72 +124,39 @@ def throughput(run: RecordedRun) -> str:
     if rate is not None:
         tokens = number(run.summary.get("tokens_per_second"))
         return f"{rate:,.0f} samples/s" + (f", {tokens:,.0f} tokens/s" if tokens else "")
-    pairs = [(a, b) for a, b in itertools.pairwise(run.train) if a["attempt"] == b["attempt"]]
-    seconds = sum(b["seconds"] - a["seconds"] for a, b in pairs)
-    return f"{sum(b['step'] - a['step'] for a, b in pairs) / seconds:.3g} steps/s" if seconds > 0 else "-"
+    if len(run.train) < 2 or run.train[-1]["seconds"] <= run.train[0]["seconds"]:
+        return "-"
+    first, last = run.train[0], run.train[-1]
+    return f"{(last['step'] - first['step']) / (last['seconds'] - first['seconds']):.3g} steps/s"
 
 
 # ---- tables
 
 
-class TableRow(NamedTuple):
-    """One row of a table. best: whether each cell is the best of the row."""
-
-    name: str
-    cells: Sequence[str]
-    best: Sequence[bool] = ()
-
-
-def table(columns: Sequence[str], rows: Sequence[TableRow]) -> str:
-    """Return a table as HTML. columns: their heads, as HTML."""
-    body = ""
-    for row in rows:
-        best = row.best or [False] * len(row.cells)
-        cells = "".join(
-            f'<td class="best">{text(cell)}</td>' if first else f"<td>{text(cell)}</td>"
-            for cell, first in zip(row.cells, best, strict=True)
-        )
-        body += f"<tr><th>{text(row.name.replace('_', '-'))}</th>{cells}</tr>"
-    head = "".join(f"<th>{name}</th>" for name in columns)
+def table(runs: Sequence[RecordedRun], rows: Mapping[str, Sequence[str]]) -> str:
+    """Return a table as HTML: a column for each run. rows: cells by name."""
+    head = "".join(f"<th>{text(run.name)}</th>" for run in runs)
+    body = "".join(
+        f"<tr><th>{text(name.replace('_', '-'))}</th>{''.join(f'<td>{text(cell)}</td>' for cell in cells)}</tr>"
+        for name, cells in rows.items()
+    )
     return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def heads(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return the head of the column of each run, with a dot in the colour of its curve, as HTML."""
-    colours = itertools.cycle(plotting.COLOURS)
-    dot = '<span class="dot" style="background: {}"></span>{}'
-    return [dot.format(colour, text(run.name)) for colour, run in zip(colours, runs, strict=False)]
-
-
 def comparison(runs: Sequence[RecordedRun]) -> str:
-    """Return a table as HTML: the differences between the runs, then the results, with the best ones marked."""
-    rows = [TableRow(name, [run.config.get(name, "-") for run in runs]) for name in differing(runs)]
-    if len(runs) == 1:
-        rows = [TableRow(name, [runs[0].config[name]]) for name in ("ranks", "engine")]
-    found = [{result.label: result for result in results(run)} for run in runs]
+    """Return a table as HTML: the differences between the runs (of a single one, its ranks and engine), then the results."""
+    named = differing(runs) if len(runs) > 1 else ["ranks", "engine"]
     told = [figures(run) for run in runs]
-    for label in dict.fromkeys(label for each in told for label in each):
-        values = [each.get(label.removeprefix("best ")) for each in found]
-        numbers = [None if v is None else v.best if label.startswith("best ") else v.value for v in values]
-        metric = next((value.metric for value in values if value is not None and value.metric is not None), None)
-        rows.append(TableRow(label, [each.get(label, "-") for each in told], first_of(numbers, metric)))
-    return table(heads(runs), rows)
-
-
-def first_of(values: Sequence[float | None], metric: Metric | None) -> list[bool]:
-    """Return for each value whether it is the best; none is if the metric has no direction or all values are equal."""
-    known = [value for value in values if value is not None]
-    if metric is None:
-        return [False] * len(values)
-    best = [v is not None and not isnan(v) and not any(metric.better(other, v) for other in known) for v in values]
-    return best if sum(best) < len(known) else [False] * len(values)
+    rows = {name: [run.config.get(name, "-") for run in runs] for name in named}
+    labels = dict.fromkeys(label for each in told for label in each)
+    return table(runs, rows | {label: [each.get(label, "-") for each in told] for label in labels})
 
 
 def configuration(runs: Sequence[RecordedRun]) -> str:
     """Return a table of all flags and facts as HTML."""
     names = dict.fromkeys(name for run in runs for name in run.config)
-    rows = [TableRow(name, [run.config.get(name, "-") for run in runs]) for name in names]
-    return f"<details><summary>Configuration</summary>{table(heads(runs), rows)}</details>"
+    rows = {name: [run.config.get(name, "-") for run in runs] for name in names}
+    return f"<details><summary>Configuration</summary>{table(runs, rows)}</details>"
 
 
 # ---- the other parts

@@ -1,8 +1,9 @@
 """Draws the plots of a report: named values over samples, steps or seconds, and where the time goes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.analysis import plotting
@@ -19,7 +20,7 @@ PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00"
 POSITION = {"samples": "samples", "steps": "step", "seconds": "seconds"}  # axis: key of an event
 DATA = {"test": "test set", "validation": "validation set", "val": "validation set", "": "evaluations"}
 
-Point = tuple[Event, float]  # an event and its value; nan, a gap in the line, if that is not finite
+Points = list[tuple[Event, float]]  # events, and their finite values
 
 
 @dataclass(frozen=True)
@@ -37,48 +38,40 @@ def draw_all(runs: Sequence[RecordedRun]) -> Iterator[Picture]:
     counted = "samples" if all(run.counts_samples for run in runs) else "steps"
     for name in names_to_draw(runs)[0]:
         for axis in (counted, "seconds"):
-
-            def values(axes: "Axes", name: str = name, axis: str = axis) -> None:
-                draw_values(axes, runs, name, axis)
-
-            yield Picture(f"{titled(name)} over {axis}", caption(runs, name), "learning", plotting.png([values]))
-    bars = [(f"{short(run.name)}, rank {rank}", share) for run in runs
+            png = plotting.png([partial(draw_values, runs=runs, name=name, axis=axis)])
+            title = shortened(name.replace("_", " "))
+            yield Picture(f"{title[:1].upper()}{title[1:]} over {axis}", caption(runs, name), "learning", png)
+    bars = [(f"{shortened(run.name)}, rank {rank}", share) for run in runs
             for rank, share in enumerate(time_shares(run)[:MOST_RANKS])]  # fmt: skip
     if bars:
-        shares = plotting.png([lambda axes: draw_shares(axes, bars)], 0.9 + 0.22 * len(bars))
-        yield Picture("Time by phase", "share of the time spent training", "time", shares)
-    for rate in ("samples_per_second", "steps_per_second"):
-        if any(rates(run, rate) for run in runs):
-
-            def throughput(axes: "Axes", rate: str = rate) -> None:
-                draw_rate(axes, runs, rate, counted)
-
-            over = ", over all ranks" * (rate == "samples_per_second")
-            yield Picture("Throughput", rate.replace("_", " ") + over, "time", plotting.png([throughput]))
-            return
+        png = plotting.png([partial(draw_shares, bars=bars)], 0.9 + 0.22 * len(bars))
+        yield Picture("Time by phase", "share of the time spent training", "time", png)
+    if any(rates(run) for run in runs):
+        png = plotting.png([partial(draw_rate, runs=runs, axis=counted)])
+        yield Picture("Throughput", "samples per second, over all ranks", "time", png)
 
 
 # ---- what there is to draw
 
 
-def trained(run: RecordedRun, name: str) -> list[Point]:
+def points(events: Sequence[Event], value_of: Callable[[Event], float | None]) -> Points:
+    """Return the events that have a finite value."""
+    return [(event, value) for event in events if (value := value_of(event)) is not None and isfinite(value)]
+
+
+def trained(run: RecordedRun, name: str) -> Points:
     """Return the points of training that have the value `name`."""
-    return [(event, gap(event["values"][name])) for event in run.train if name in event["values"]]
+    return points(run.train, lambda event: event["values"].get(name))
 
 
-def tested(run: RecordedRun, series: Series) -> list[Point]:
+def tested(run: RecordedRun, series: Series) -> Points:
     """Return the points of evaluations that have the value `series`."""
-    return [(event, gap(event["values"][series])) for event in run.evaluations if series in event["values"]]
+    return points(run.evaluations, lambda event: event["values"].get(series))
 
 
-def rates(run: RecordedRun, rate: str) -> list[Point]:
-    """Return the points of training that have the rate `rate`."""
-    return [(event, gap(value)) for event in run.train if (value := number(event.get(rate))) is not None]
-
-
-def gap(value: float) -> float:
-    """Return `value`, or nan if it is not finite."""
-    return value if isfinite(value) else nan
+def rates(run: RecordedRun) -> Points:
+    """Return the points of training that have a throughput."""
+    return points(run.train, lambda event: number(event.get("samples_per_second")))
 
 
 def prefixes(runs: Sequence[RecordedRun], name: str) -> list[str]:
@@ -105,16 +98,10 @@ def caption(runs: Sequence[RecordedRun], name: str) -> str:
     return ", ".join(parts)
 
 
-def short(name: str) -> str:
+def shortened(name: str) -> str:
     """Return `name`, shortened to fit a legend."""
     name = plotting.printable(name)
     return name if len(name) <= 28 else f"{name[:12]}…{name[-15:]}"
-
-
-def titled(name: str) -> str:
-    """Return a name as a title: without underscores, capitalized."""
-    words = short(name.replace("_", " "))
-    return words[:1].upper() + words[1:]
 
 
 # ---- drawing
@@ -122,30 +109,31 @@ def titled(name: str) -> str:
 
 def draw_values(axes: "Axes", runs: Sequence[RecordedRun], name: str, axis: str) -> None:
     """Draw training as lines, evaluations as dots, and restarts as dashed vertical lines."""
-    everywhere = prefixes(runs, name)
     for place, run in enumerate(runs):
         style: dict[str, Any] = plotting.look(place) | {"linestyle": (0, (1, 2)), "clip_on": False}
-        label = "" if draw_line(axes, run, place, trained(run, name), axis) else short(run.name)
-        for order, prefix in enumerate(everywhere):
+        label = "" if draw_line(axes, run, place, trained(run, name), axis) else shortened(run.name)
+        for order, prefix in enumerate(prefixes(runs, name)):
             fill = "none" if order else style["color"]
             axes.plot(*curve(tested(run, Series(prefix, name)), axis), **style, markerfacecolor=fill, label=label)
             label = ""
     scale(axes, runs, name)
-    axes.set_ylabel(short(name.replace("_", " ")))
+    axes.set_ylabel(shortened(name.replace("_", " ")))
     finish(axes, axis)
 
 
-def draw_rate(axes: "Axes", runs: Sequence[RecordedRun], rate: str, axis: str) -> None:
-    """Draw `rate` (samples or steps per second) as lines."""
+def draw_rate(axes: "Axes", runs: Sequence[RecordedRun], axis: str) -> None:
+    """Draw the throughput as lines."""
+    from matplotlib.ticker import EngFormatter
+
     for place, run in enumerate(runs):
-        draw_line(axes, run, place, rates(run, rate), axis)
-    axes.yaxis.set_major_formatter(lambda value, _: thousands(value))
+        draw_line(axes, run, place, rates(run), axis)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylim(bottom=0)
-    axes.set_ylabel(rate.replace("_per_second", "/s"))
+    axes.set_ylabel("samples/s")
     finish(axes, axis)
 
 
-def draw_line(axes: "Axes", run: RecordedRun, place: int, points: Sequence[Point], axis: str) -> bool:
+def draw_line(axes: "Axes", run: RecordedRun, place: int, points: Points, axis: str) -> bool:
     """Draw a line, or its running mean if it has many points, and the restarts. Return whether there were any points."""
     style, (x, y) = plotting.look(place) | {"marker": ""}, curve(points, axis)
     if len(y) > SMOOTH_FROM:
@@ -156,63 +144,57 @@ def draw_line(axes: "Axes", run: RecordedRun, place: int, points: Sequence[Point
         if at is not None:
             axes.axvline(at, color=style["color"], linestyle=(0, (4, 3)), linewidth=0.9)
     if y:
-        axes.plot(x, y, **style | {"marker": "." if len(y) == 1 else ""}, label=short(run.name))
+        axes.plot(x, y, **style | {"marker": "." if len(y) == 1 else ""}, label=shortened(run.name))
     return bool(y)
 
 
-def curve(points: Sequence[Point], axis: str) -> tuple[list[float], list[float]]:
+def curve(points: Points, axis: str) -> tuple[list[float], list[float]]:
     """Return the points as x and y."""
     return [event[POSITION[axis]] for event, _ in points], [value for _, value in points]
 
 
 def running_mean(numbers: Sequence[float], width: int) -> list[float]:
-    """Return the mean over the last `width` numbers at each place, without gaps; over fewer at the beginning."""
-    means = []
-    for end in range(1, len(numbers) + 1):
-        known = [value for value in numbers[max(0, end - width) : end] if value == value]
-        means.append(sum(known) / len(known) if known else nan)
-    return means
+    """Return the mean over the last `width` numbers at each place; over fewer at the beginning."""
+    windows = [numbers[max(0, end - width) : end] for end in range(1, len(numbers) + 1)]
+    return [sum(window) / len(window) for window in windows]
 
 
 def scale(axes: "Axes", runs: Sequence[RecordedRun], name: str) -> None:
     """Fit the y axis to the values: percents to those after the first tenth of training, because earlier ones may lie
     outside of the plot; others logarithmically if the first values would leave no room for the rest."""
-    everywhere = prefixes(runs, name)
-    metric = next((m for prefix in ("", *everywhere) for run in runs if (m := run.metric(Series(prefix, name)))), None)
+    from matplotlib.ticker import PercentFormatter
+
+    series = [Series(prefix, name) for prefix in ("", *prefixes(runs, name))]
+    metric = next((found for each in series for run in runs if (found := run.metric(each)) is not None), None)
     tenth = max((event["step"] for run in runs for event in run.train), default=0.0) / 10
-    percent = metric is not None and metric.percent
-    points = [p for run in runs for p in trained(run, name) if not percent or p[0]["step"] >= tenth]
-    points += [p for run in runs for prefix in everywhere for p in tested(run, Series(prefix, name))]
-    values = [value for _, value in points if value == value]
-    if metric is not None and percent:
-        if values and min(values) >= 0 and max(values) <= 1:
-            if metric.direction == "max":
-                axes.set_ylim(max(0.0, min(values) - 0.5 * max(1 - min(values), 0.01)), 1.0)
-            else:
-                axes.set_ylim(0.0, min(1.0, max(values) + 0.5 * max(max(values), 0.01)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
-    elif (metric is None or metric.direction == "min") and values and 0 < 8 * min(values) < max(values):
+    everything = [point for run in runs for point in trained(run, name)]
+    everything += [point for run in runs for each in series for point in tested(run, each)]
+    if metric is not None and metric.percent:
+        values = [value for event, value in everything if event["step"] >= tenth and 0 <= value <= 1]
+        if values:
+            room = 0.1 * max(max(values) - min(values), 0.01)
+            axes.set_ylim(max(0.0, min(values) - room), min(1.0, max(values) + room))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        return
+    values = [value for _, value in everything]
+    if (metric is None or metric.direction == "min") and values and 0 < 8 * min(values) < max(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def finish(axes: "Axes", axis: str) -> None:
     """Set the label and the numbers of the x axis."""
+    from matplotlib.ticker import EngFormatter
+
     axes.set_xlabel("time (s)" if axis == "seconds" else axis)
-    axes.xaxis.set_major_formatter(lambda value, _: thousands(value))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlim(left=0)
-
-
-def thousands(value: float) -> str:
-    """Return 60000 as "60k", short enough for narrow screens."""
-    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.4g}{letter}"
-    return f"{value:.4g}"
 
 
 def draw_shares(axes: "Axes", bars: Sequence[tuple[str, dict[str, float]]]) -> None:
     """Draw one bar per run and rank, from 0 to 100 %."""
+    from matplotlib.ticker import PercentFormatter
+
     left = [0.0] * len(bars)
     for phase, colour in PHASES.items():
         shares = [share.get(phase, 0.0) for _, share in bars]
@@ -224,4 +206,4 @@ def draw_shares(axes: "Axes", bars: Sequence[tuple[str, dict[str, float]]]) -> N
     axes.invert_yaxis()
     axes.grid(False)
     axes.set_xlim(0, 1)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))

@@ -8,9 +8,9 @@ without the pauses between attempts.
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,9 +41,9 @@ class Result(NamedTuple):
 class Attempt:
     """One start of the run, until it ended or was killed."""
 
-    clock: float  # monotonic seconds at its start
+    clock: str  # the field of events that has its seconds: elapsed, or time where that is missing
+    began: float  # by that clock
     before: float  # seconds that earlier attempts ran
-    ranks: int
     ran: float = 0.0  # seconds, up to its last event
     step: float = 0.0  # from which it resumed
     samples: float | None = 0.0
@@ -68,12 +68,12 @@ class RecordedRun:
     @property
     def ranks(self) -> int:
         """The number of ranks of the last attempt."""
-        return self.attempts[-1].ranks
+        return int(self.start["world_size"])
 
     @property
     def seconds(self) -> float:
         """The seconds that all attempts ran."""
-        return self.attempts[-1].before + self.attempts[-1].ran
+        return self.attempts[-1].before + self.attempts[-1].ran if self.attempts else 0.0
 
     @property
     def counts_samples(self) -> bool:
@@ -86,19 +86,14 @@ class RecordedRun:
         return recorded_metrics(self.start)
 
     @property
-    def hosts(self) -> list[str]:
-        """The names of the hosts, without duplicates."""
-        ranks = self.start.get("ranks")
-        named = [str(rank.get("host")) for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
-        return list(dict.fromkeys(named))
-
-    @property
     def config(self) -> dict[str, str]:
         """All flags and other facts that distinguish runs, as text."""
         told = {"ranks": str(self.ranks)} | {name: str(self.start.get(name, "?")) for name in ("engine", "dataset")}
         flags = mapping(self.start.get("config"))
         told |= {name: shown(value) for name, value in flags.items() if name not in NOT_COMPARED | told.keys()}
-        told["hosts"] = shown(self.hosts)
+        ranks = self.start.get("ranks")
+        hosts = [shown(mapping(rank).get("host")) for rank in ranks] if isinstance(ranks, list) else []
+        told["hosts"] = ", ".join(dict.fromkeys(hosts))
         return told | {f"{name} version": shown(v) for name, v in mapping(self.start.get("versions")).items()}
 
     def metric(self, series: Series) -> Metric | None:
@@ -147,10 +142,6 @@ def read(directory: Path, name: str) -> RecordedRun:
         # A start removes the summary of an earlier run, so this run ended: only the last line of the record is lost.
         run.summary, run.state = summary, "ended"
         run.notes.append("the record stops before the end of the run: the results are from summary.json")
-    for before, event in pairwise(run.train):
-        seconds = event["seconds"] - before["seconds"]
-        if event["attempt"] == before["attempt"] and seconds > 0:
-            event.setdefault("steps_per_second", (event["step"] - before["step"]) / seconds)
     if run.state == "not ended":
         run.notes.append("the record has no end: the run was killed, or is still running")
     if not run.train:
@@ -226,26 +217,22 @@ def take(run: RecordedRun, event: Event) -> None:
     """Add one event to the run."""
     name = event["event"]
     if name == "start":
-        before = run.seconds if run.attempts else 0.0
-        ranks = int(event["world_size"])
-        run.attempts.append(Attempt(clock_of(event), before, ranks))
+        clock = "time" if finite(event.get("elapsed")) is None else "elapsed"
+        run.attempts.append(Attempt(clock, event[clock], run.seconds))
         run.start, run.state, run.summary = event, "not ended", {}
         return
     if not run.attempts:
         return
     attempt = run.attempts[-1]
-    seconds = attempt.ran
-    if ("elapsed" in run.start) == ("elapsed" in event):
-        seconds = max(0.0, clock_of(event) - attempt.clock)
-    attempt.ran = max(attempt.ran, seconds)
-    event["seconds"] = attempt.before + seconds
+    now = finite(event.get(attempt.clock))
+    attempt.ran = max(attempt.ran, 0.0 if now is None else now - attempt.began)
+    event["seconds"] = run.seconds
     if name == "resume":
         attempt.step, attempt.samples = event["step"], event.get("samples")
         go_back(run, event["step"])
     elif name == "train":
         go_back(run, event["step"] - 1)  # an attempt without a checkpoint repeats all steps
-        values = named_values(event, run.metrics)
-        run.train.append(event | dict(samples=event.get("samples"), values=values, attempt=len(run.attempts)))
+        run.train.append(event | dict(samples=event.get("samples"), values=named_values(event, run.metrics)))
     elif name == "evaluate":
         last = run.train[-1] if run.train else dict(step=attempt.step, samples=attempt.samples)
         place = {key: last[key] if event.get(key) is None else event[key] for key in ("step", "samples")}
@@ -262,12 +249,6 @@ def take(run: RecordedRun, event: Event) -> None:
     elif name == "error":
         run.state = run.state if event.get("kind") in HARMLESS else "failed"
         run.notes.append(f"error: {event.get('message', '?')}")
-
-
-def clock_of(event: Event) -> float:
-    """Return the monotonic seconds of an event; without them, the time of day."""
-    elapsed = finite(event.get("elapsed"))
-    return float(event["time"]) if elapsed is None else elapsed
 
 
 def finite(value: object) -> float | None:
@@ -303,20 +284,17 @@ def results(run: RecordedRun) -> list[Result]:
 def result_of(run: RecordedRun, series: Series) -> Result:
     """Return the last evaluation of a value, and its best one."""
     events = [event for event in run.evaluations if series in event["values"]]
-    value = number(run.summary.get(series.whole))
-    value = events[-1]["values"][series] if value is None else value
-    samples = number(run.summary.get(Series(series.prefix, "count").whole))
-    if samples is None and events:
-        samples = number(events[-1].get("count"))
-    metric = run.metric(series)
-    best: float | None = None
-    best_epoch: float | None = None
-    for event in events if metric is not None else ():
-        there = event["values"][series]
-        if not math.isnan(there) and metric is not None and (best is None or metric.better(there, best)):
-            best, best_epoch = there, number(event.get("epoch"))
-    assert value is not None
-    return Result(series.whole.replace("_", " "), metric, value, samples, best, best_epoch)
+    last = events[-1] if events else {"values": {series: math.nan}}
+    told, count = number(run.summary.get(series.whole)), Series(series.prefix, "count").whole
+    value = last["values"][series] if told is None else told
+    samples = number(run.summary.get(count)) or number(last.get("count"))
+    label, metric = series.whole.replace("_", " "), run.metric(series)
+    valid = [event for event in events if not math.isnan(event["values"][series])]
+    if metric is None or not valid:
+        return Result(label, metric, value, samples)
+    choose = max if metric.direction == "max" else min
+    best = choose(valid, key=lambda event: event["values"][series])
+    return Result(label, metric, value, samples, best["values"][series], number(best.get("epoch")))
 
 
 def in_order(run: RecordedRun, found: Iterable[Series]) -> list[Series]:
@@ -335,29 +313,30 @@ def differing(runs: Sequence[RecordedRun]) -> list[str]:
 
 def time_shares(run: RecordedRun) -> list[dict[str, float]]:
     """Return each phase's share (0 to 1) of the training time by rank; only of rank 0 if no others are recorded."""
-    totals: list[dict[str, float]] = []
+    totals: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys((*PHASES, "other"), 0.0))
     for event in run.rank_times:
-        columns = [event.get(f"{phase}_seconds") for phase in (*PHASES, "elapsed")]
-        lists = [c for c in columns if isinstance(c, list) and all((n := number(v)) is not None and n >= 0 for v in c)]
-        if len(lists) < len(columns):
-            continue
-        for rank, (*seconds, elapsed) in enumerate(zip(*lists, strict=False)):
-            if rank == len(totals):
-                totals.append(dict.fromkeys((*PHASES, "other"), 0.0))
+        columns = [durations(event.get(f"{phase}_seconds")) for phase in (*PHASES, "elapsed")]
+        for rank, (*seconds, elapsed) in enumerate(zip(*columns, strict=False)):
             for phase, value in zip(PHASES, seconds, strict=True):
                 totals[rank][phase] += value
             totals[rank]["other"] += max(0.0, elapsed - sum(seconds))
     if not totals:
-        unit = "samples" if run.counts_samples else "step"  # what the recorded seconds are per
-        total, before = dict.fromkeys(PHASES, 0.0), 0.0
+        unit, before = "samples" if run.counts_samples else "step", 0.0  # what the recorded seconds are per
         for event in run.train:
             for phase in PHASES:
-                total[phase] += max(0.0, number(event.get(f"{phase}_seconds")) or 0.0) * max(event[unit] - before, 0)
+                each = max(0.0, number(event.get(f"{phase}_seconds")) or 0.0)
+                totals[0][phase] += each * max(event[unit] - before, 0)
             before = event[unit]
-        totals = [total]
-    wholes = [sum(total.values()) for total in totals]
+    wholes = [sum(total.values()) for total in totals.values()]
     return [
         {phase: value / whole for phase, value in total.items()}
-        for total, whole in zip(totals, wholes, strict=True)
+        for total, whole in zip(totals.values(), wholes, strict=True)
         if whole > 0 and math.isfinite(whole)
     ]
+
+
+def durations(value: object) -> list[float]:
+    """Return a list of seconds over ranks; [] if `value` is none."""
+    numbers = [number(one) for one in value] if isinstance(value, list) else []
+    valid = [one for one in numbers if one is not None and one >= 0]
+    return valid if len(valid) == len(numbers) else []

@@ -83,9 +83,8 @@ class Page(HTMLParser):
         super().__init__()
         self.tags, self.sources, self.handlers, self.text = set(), [], [], ""
         self.rows: list[list[str]] = []
-        self.best: list[str] = []
         self.pictures: list[str] = []
-        self._cell, self._best = False, False
+        self._cell = False
         self.feed(html)
 
     def handle_starttag(self, tag, attributes):
@@ -96,7 +95,7 @@ class Page(HTMLParser):
             self.pictures.append(dict(attributes)["alt"])
         if tag == "tr":
             self.rows.append([])
-        self._cell, self._best = tag in ("th", "td"), ("class", "best") in attributes
+        self._cell = tag in ("th", "td")
         if self._cell:
             self.rows[-1].append("")
 
@@ -104,7 +103,6 @@ class Page(HTMLParser):
         self.text += data
         if self._cell and self.rows and self.rows[-1]:
             self.rows[-1][-1] += data
-            self.best += [data] if self._best else []
 
     def handle_endtag(self, tag):
         self._cell = self._cell and tag not in ("th", "td")

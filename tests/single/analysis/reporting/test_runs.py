@@ -200,7 +200,7 @@ def test_time_shares_per_rank_where_they_were_recorded(leave):
     found = read_runs([leave("one", *WHOLE), leave("two", *WHOLE[:-1], ranks, end()),
                        leave("three", *WHOLE[:-1], ranks | {"loading_seconds": "soon"},
                              ranks | {"loading_seconds": [-1, 0]}, end())])  # fmt: skip
-    alone = [pytest.approx({"loading": 0.1, "compute": 0.6, "communication": 0.3})]
+    alone = [pytest.approx({"loading": 0.1, "compute": 0.6, "communication": 0.3, "other": 0})]
     assert time_shares(found[0]) == time_shares(found[2]) == alone
     zero, one = time_shares(found[1])
     assert zero == pytest.approx({"loading": 0.2, "compute": 0.4, "communication": 0.2, "other": 0.2})
