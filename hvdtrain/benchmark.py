@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import copy
 import socket
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -250,17 +251,17 @@ def summarize(
         rank["samples_per_second"] = sum(one.samples for one in mine) / sum(one.seconds for one in mine)
     everything = [one for repeat in found.repeats for one in repeat]
     rates = [throughput(repeat) for repeat in found.repeats]
-    mean = measuring.mean(rates)
+    rate = dict(mean=statistics.fmean(rates), least=min(rates), most=max(rates), n=len(rates))
     resident, cuda = (max(rank["peak"][kind] for rank in ranks) for kind in (0, 1))
     return dict(
         model=flags.model, batch_size_per_rank=flags.batch_size, engine=engine.name, description=engine.description,
         communicates=not flags.no_communication, world_size=engine.size, hosts=len({rank["host"] for rank in ranks}),
         amp=flags.amp, channels_last=flags.channels_last, compile=flags.compile, steps=found.steps,
-        warmup_seconds=found.warmup_seconds, samples_per_second=mean._asdict(), samples_per_second_repeats=rates,
+        warmup_seconds=found.warmup_seconds, samples_per_second=rate, samples_per_second_repeats=rates,
         tokens_per_sample=gpt.SIZES[flags.model].context if flags.model in gpt.SIZES else None,
         seconds_per_sample=phases(everything), cpu_seconds_per_sample=cpu_seconds(everything),
         gradient_bytes=gradient_bytes,  # per step, in the parameters' dtype, before any compression
-        flops_per_sample=flops, flops_per_second=flops and flops * mean.mean,
+        flops_per_sample=flops, flops_per_second=flops and flops * rate["mean"],
         peak=dict(resident_bytes=resident) | (dict(cuda_allocated_bytes=cuda) if engine.device.type == "cuda" else {}),
         ranks=ranks, automatic=engine.notes, config=flags.given(), versions=versions(),
     )  # fmt: skip
@@ -272,7 +273,7 @@ def block(result: dict[str, Any]) -> str:
     how = [result["amp"] if result["amp"] != "off" else "float32"]
     how += [name for name in ("channels_last", "compile") if result[name]]
     how += ["no communication"] * (not result["communicates"])
-    spread = f"95 %: {rate['low']:,.1f} to {rate['high']:,.1f}, " if rate["n"] > 1 else ""
+    spread = f"{rate['least']:,.1f} to {rate['most']:,.1f}, " if rate["n"] > 1 else ""
     threads = result["ranks"][0]["threads"]
     lines = [
         f"{result['model']}, batch {result['batch_size_per_rank']} per rank, {', '.join(how)}",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.analysis import nvidia_smi
-from hvdtrain.analysis.launching import command, complaint, members, run_job
+from hvdtrain.analysis.launching import command, complaint, run_job
 
 LEAST_SECONDS = 20.0  # a command that may take less is not started
 LEAST_CONTEXT = 100  # MiB; a process with CUDA holds several times as much
@@ -335,47 +335,6 @@ def stopped(day: Day) -> Showed:
     return Showed(bool(named) and nothing, f"{named[0].strip() if named else 'rank 1 is not named'}; {left}")
 
 
-def input_workers(day: Day) -> Showed:
-    """CUDA opens /dev/nvidia-uvm in each process that it starts in."""
-    folder = day.out("images")
-    make_images(folder, 32)
-    most = {"processes": 0, "with CUDA": 0}
-
-    def watch(job: str) -> None:
-        pids = members(job)
-        most["processes"] = max(most["processes"], len(pids))
-        most["with CUDA"] = max(most["with CUDA"], sum(map(has_cuda, pids)))
-
-    flags = (
-        f"--model resnet18 --image-size 32 --batch-size 4 --workers 2 --epochs {1 if day.quick else 20} --no-progress"
-    )
-    day.ranks("run", 1, "hvdtrain.imagenet", f"--data-dir {folder} {flags}", variant="serial", meanwhile=watch)
-    wanted = int(day.device == "cuda")
-    text = f"{most['with CUDA']} of up to {most['processes']} processes had CUDA"
-    return Showed(most["with CUDA"] == wanted and most["processes"] > 2, text)
-
-
-def has_cuda(pid: int) -> bool:
-    """Return whether CUDA has started in a process."""
-    try:
-        return any(path.readlink().name == "nvidia-uvm" for path in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:  # it has ended
-        return False
-
-
-def make_images(folder: Path, count: int) -> None:
-    """Write `count` images of two classes as folders for training and for evaluation."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise NotRun("the images need Pillow: pip install 'hvdtrain[vision]'") from error
-    for part in ("train", "val"):
-        for number in range(count):
-            path = folder / part / f"class{number % 2}" / f"{number}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (48, 48), (number * 7 % 256, 60, 200 * (number % 2))).save(path)
-
-
 # ---- speed
 
 
@@ -441,7 +400,6 @@ ROWS = (
     Row("cpu-loss", cpu_loss, "docs/evidence/accuracy.md: one loss curve",
         f"the CPU's test loss within {CLOSE:g}, in float32"),
     Row("host-reads", host_reads, "docs/gpus.md: what the host waits for", "no line waits for the GPU at each step"),
-    Row("input-workers", input_workers, "docs/examples.md: DataLoader workers", "CUDA starts in the rank only"),
     Row("killed", continues(signal.SIGKILL, None), f"{SURVIVING}: a rank that is killed",
         "the job ends, nothing is left; continued, the same bits (with --deterministic)"),
     Row("terminated", continues(signal.SIGTERM, 75), f"{SURVIVING}: SIGTERM to any rank",

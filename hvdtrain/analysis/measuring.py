@@ -1,11 +1,11 @@
-"""Functions for all measurements: device synchronization, means with intervals, hardware, result files."""
+"""Functions for all measurements: device synchronization, medians and ranges, hardware, result files."""
 
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,30 +14,23 @@ import torch
 from hvdtrain.engines import files
 from hvdtrain.engines.accelerators import module_of
 
-# Student's t, two-sided 95 %, for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2).
-STUDENT_T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
+
+class Spread(NamedTuple):
+    """The middle of repeated measurements, and their range."""
+
+    median: float
+    least: float
+    most: float
+
+    def show(self, pattern: str) -> str:
+        """Return the spread as text, each number formatted by `pattern`."""
+        return f"{self.median:{pattern}} ({self.least:{pattern}} to {self.most:{pattern}})"
 
 
-class Mean(NamedTuple):
-    """The mean of n repeats, and the 95 % confidence interval of the true mean if the repeats are independent."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    n: int
-
-
-def mean(values: Sequence[float]) -> Mean:
-    """Return the mean of `values` and its 95 % interval, which is None for a single value."""
-    middle, n = statistics.fmean(values), len(values)
-    if n < 2:
-        return Mean(middle, None, None, n)
-    # Beyond 30 degrees of freedom, use the value for 30: the interval is slightly too wide, never too narrow.
-    half = STUDENT_T[min(n - 1, len(STUDENT_T)) - 1] * statistics.stdev(values) / n**0.5
-    return Mean(middle, middle - half, middle + half, n)
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Return the spread of what is known of `values`; None if nothing is."""
+    known = [value for value in values if value is not None]
+    return Spread(statistics.median(known), min(known), max(known)) if known else None
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,11 +1,12 @@
 """Results of hvdtrain.scaling: bounds, speed-up and efficiency over rounds, as a table, a file and plots."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.analysis import measuring, plotting
+from hvdtrain.analysis.measuring import Spread, spread
 from hvdtrain.cli import Flags
 from hvdtrain.engines import files
 from hvdtrain.output.clock import PHASES
@@ -30,31 +31,7 @@ class Configuration(NamedTuple):
 
 Benchmark = dict[str, Any]  # the content of benchmark.json
 Rounds = list[dict[Configuration, Benchmark]]  # by round: the configurations that succeeded
-
-
-class Spread(NamedTuple):
-    """Median, minimum and maximum over rounds."""
-
-    median: float
-    least: float
-    most: float
-
-    def show(self, pattern: str) -> str:
-        """Return the spread as text, each number formatted by `pattern`."""
-        return f"{self.median:{pattern}} ({self.least:{pattern}} to {self.most:{pattern}})"
-
-
-class ScalingRow(NamedTuple):
-    """The results of one configuration. A ratio is taken within a round, and None if no round has both sides."""
-
-    name: str
-    ranks: int
-    rounds: int
-    samples_per_second: Spread
-    speed_up: Spread | None  # relative to one rank alone
-    efficiency_alone: Spread | None  # that divided by the number of ranks
-    efficiency_apart: Spread | None  # relative to as many ranks that do not communicate
-    seconds: dict[str, float]  # per sample, by phase
+Row = dict[str, Any]  # the results of one configuration: see `summarize`
 
 
 def rate(result: Benchmark) -> float:
@@ -62,55 +39,54 @@ def rate(result: Benchmark) -> float:
     return float(result["samples_per_second"]["mean"])
 
 
-def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[ScalingRow]:
-    """Return one row per configuration that succeeded at least once."""
+def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[Row]:
+    """Return one row per configuration that succeeded at least once: the spreads of its rates and ratios.
 
-    def spread(values: Sequence[float | None]) -> Spread | None:
-        known = [value for value in values if value is not None]
-        return Spread(statistics.median(known), min(known), max(known)) if known else None
+    Ratios are to one rank alone, that divided by the number of ranks, and to as many ranks that do not communicate. A ratio
+    is taken within a round, and None if no round has both sides.
+    """
 
-    rows = []
+    def over(which: Configuration, bound: Configuration, ranks: int = 1) -> Spread | None:
+        both = [results for results in rounds if which in results and bound in results]
+        return spread([rate(results[which]) / rate(results[bound]) / ranks for results in both])
+
+    rows: list[Row] = []
     for which in planned:
-        here = [results for results in rounds if which in results]
-        rates = spread([rate(results[which]) for results in here])
-        if rates is None:
+        here = [results[which] for results in rounds if which in results]
+        if not here:
             continue
         alone, apart = Configuration(ALONE, 1), Configuration(APART if which.ranks > 1 else ALONE, which.ranks)
-        speed_up = [rate(results[which]) / rate(results[alone]) for results in here if alone in results]
-        beside = [rate(results[which]) / rate(results[apart]) for results in here if apart in results]
-        each = [results[which]["seconds_per_sample"] for results in here]
         rows.append(
-            ScalingRow(
-                which.name, which.ranks, len(here), rates, spread(speed_up),
-                spread([value / which.ranks for value in speed_up]), spread(beside),
-                {phase: statistics.median(seconds[phase] for seconds in each) for phase in PHASES},
+            dict(
+                name=which.name, ranks=which.ranks, rounds=len(here), samples_per_second=spread(map(rate, here)),
+                speed_up=over(which, alone), efficiency_alone=over(which, alone, which.ranks),
+                efficiency_apart=over(which, apart),
+                seconds={phase: statistics.median(one["seconds_per_sample"][phase] for one in here) for phase in PHASES},
             )
         )  # fmt: skip
     return rows
 
 
-def table(rows: Sequence[ScalingRow]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Return the rows as a Markdown table: median (minimum to maximum)."""
     lines = [
         "| | ranks | samples/s | speed-up | of one rank x N | of N without communication | communication |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        cells = [SHOWN.get(row.name, row.name), str(row.ranks)]
-        cells.append(row.samples_per_second.show(",.0f" if row.samples_per_second.median >= 100 else ".1f"))
-        cells += [
-            value.show(".2f") if value else "-" for value in (row.speed_up, row.efficiency_alone, row.efficiency_apart)
-        ]
-        cells.append(f"{row.seconds['communication'] / sum(row.seconds.values()):.0%}")
+        rates, ratios = row["samples_per_second"], (row["speed_up"], row["efficiency_alone"], row["efficiency_apart"])
+        cells: list[str] = [SHOWN.get(row["name"], row["name"]), str(row["ranks"])]
+        cells.append(rates.show(",.0f" if rates.median >= 100 else ".1f"))
+        cells += [value.show(".2f") if value else "-" for value in ratios]
+        cells.append(f"{row['seconds']['communication'] / sum(row['seconds'].values()):.0%}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def write(flags: Flags, rows: Sequence[ScalingRow], rounds: Rounds, failed: dict[Configuration, str]) -> None:
+def write(flags: Flags, rows: Sequence[Row], rounds: Rounds, failed: dict[Configuration, str]) -> None:
     """Write scaling.json and its plots, scaling.png, to --output-dir. Raises UserError."""
     named = [
-        {key: value._asdict() if isinstance(value, Spread) else value for key, value in row._asdict().items()}
-        for row in rows
+        {key: value._asdict() if isinstance(value, Spread) else value for key, value in row.items()} for row in rows
     ]
     runs = [
         dict(round=number, name=which.name, **result)
@@ -130,32 +106,25 @@ def write(flags: Flags, rows: Sequence[ScalingRow], rounds: Rounds, failed: dict
         draw(rows, title, flags.output_dir / "scaling.png")
 
 
-def draw(rows: Sequence[ScalingRow], title: str, path: Path) -> None:
+def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draw throughput and efficiency over ranks. Bars go from minimum to maximum."""
-    counts = sorted({row.ranks for row in rows})
-    names = [name for name in dict.fromkeys(row.name for row in rows) if name not in (ALONE, APART)]
-    bounds = [row for row in rows if row.name in (ALONE, APART)]
+    counts = sorted({row["ranks"] for row in rows})
+    names = [name for name in dict.fromkeys(row["name"] for row in rows) if name not in SHOWN]
 
-    def bars(axes: "Axes", chosen: Sequence[ScalingRow], key: str, **style: Any) -> None:
-        found: list[tuple[int, Spread]] = [(row.ranks, value) for row in chosen if (value := getattr(row, key))]
-        middle = [value.median for _, value in found]
+    def bars(axes: "Axes", chosen: Collection[str], key: str, **style: Any) -> None:
+        found = [(row["ranks"], row[key]) for row in rows if row["name"] in chosen and row[key]]
         ends = [[v.median - v.least for _, v in found], [v.most - v.median for _, v in found]]
-        axes.errorbar([ranks for ranks, _ in found], middle, yerr=ends, **style)
+        axes.errorbar([ranks for ranks, _ in found], [value.median for _, value in found], yerr=ends, **style)
 
     def over_ranks(axes: "Axes", key: str, unit: str) -> None:
         for place, name in enumerate(names):
-            bars(axes, [row for row in rows if row.name == name], key, label=name, **plotting.look(place))
+            bars(axes, [name], key, label=name, **plotting.look(place))
         axes.set(xlabel="ranks", ylabel=unit, ylim=(0, None))
         axes.set_xticks(counts, [str(count) for count in counts])
 
     def throughput(axes: "Axes") -> None:
-        for row in bounds[:1]:
-            if row.name == ALONE:
-                ideal = [row.samples_per_second.median * count for count in counts]
-                axes.plot(counts, ideal, color="black", linestyle=":", label="one rank x N")
-        if len(bounds) > 1:
-            look = dict(color="grey", marker="x", linestyle="--", label="no communication")
-            bars(axes, bounds, "samples_per_second", **look)
+        grey: dict[str, Any] = dict(color="grey", marker="x", linestyle="--", label="no communication")
+        bars(axes, SHOWN, "samples_per_second", **grey)
         over_ranks(axes, "samples_per_second", "samples/s, all ranks")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
 

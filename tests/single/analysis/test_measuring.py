@@ -1,27 +1,16 @@
-"""Means, intervals, files of results."""
+"""Medians, ranges, files of results."""
 
 import json
-import math
 
 import pytest
-import torch
 
 from hvdtrain.analysis import measuring
 from hvdtrain.engines.errors import UserError
 
 
-def test_student_t_leaves_a_fortieth_on_each_side():
-    """Against the density, integrated here (the arithmetic of the table is not ours)."""
-    for freedom, quantile in enumerate(measuring.STUDENT_T, start=1):
-        x = torch.linspace(0, quantile, 20_001, dtype=torch.float64)
-        scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
-        inside = torch.trapezoid(scale * (1 + x**2 / freedom) ** (-(freedom + 1) / 2), x).item()
-        assert inside == pytest.approx(0.475, abs=5e-5), freedom  # three decimals
-
-
-def test_mean_and_interval():
-    assert measuring.mean([1, 2, 3]) == pytest.approx((2, 2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3), 3))
-    assert measuring.mean([5.0]) == (5.0, None, None, 1)
+def test_a_spread_is_of_what_is_known():
+    assert measuring.spread([3.0, None, 1.0, 2.0]) == (2, 1, 3)
+    assert measuring.spread([None]) is None
 
 
 def test_results_are_written_whole(tmp_path):

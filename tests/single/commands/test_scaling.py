@@ -36,18 +36,18 @@ ROUNDS = [
 
 def test_ratios_are_taken_within_a_round():
     alone, apart, ddp = summarize(ROUNDS, [ONE, TWO, DDP])
-    assert ddp.samples_per_second == (105, 90, 120)
-    assert ddp.speed_up == pytest.approx((1.5, 1.2, 1.8))
-    assert ddp.efficiency_alone == pytest.approx((0.75, 0.6, 0.9))
-    assert ddp.efficiency_apart == pytest.approx((0.825, 0.75, 0.9))
-    assert (ddp.rounds, apart.rounds) == (2, 3)
-    assert apart.efficiency_apart == alone.speed_up == (1, 1, 1)
-    assert ddp.seconds == PHASES
+    assert ddp["samples_per_second"] == (105, 90, 120)
+    assert ddp["speed_up"] == pytest.approx((1.5, 1.2, 1.8))
+    assert ddp["efficiency_alone"] == pytest.approx((0.75, 0.6, 0.9))
+    assert ddp["efficiency_apart"] == pytest.approx((0.825, 0.75, 0.9))
+    assert (ddp["rounds"], apart["rounds"]) == (2, 3)
+    assert apart["efficiency_apart"] == alone["speed_up"] == (1, 1, 1)
+    assert ddp["seconds"] == PHASES
 
 
 def test_without_a_bound_there_is_no_efficiency():
     (row,) = summarize([{DDP: result(120)}], [ONE, TWO, DDP])
-    assert row.speed_up is row.efficiency_apart is None
+    assert row["speed_up"] is row["efficiency_apart"] is None
     assert "| ddp | 2 | 120 (120 to 120) | - | - | - | 20% |\n" in table([row]) + "\n"
 
 

@@ -17,7 +17,6 @@ from tests.single.analysis.reporting.run_records import (
     LOSS,
     WHOLE,
     Page,
-    end,
     evaluation,
     leave,
     start,
