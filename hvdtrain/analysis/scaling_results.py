@@ -75,7 +75,8 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         rates, ratios = row["samples_per_second"], (row["speed_up"], row["efficiency_alone"], row["efficiency_apart"])
-        cells: list[str] = [SHOWN.get(row["name"], row["name"]), str(row["ranks"])]
+        name: str = row["name"]
+        cells = [SHOWN.get(name, name), str(row["ranks"])]
         cells.append(rates.show(",.0f" if rates.median >= 100 else ".1f"))
         cells += [value.show(".2f") if value else "-" for value in ratios]
         cells.append(f"{row['seconds']['communication'] / sum(row['seconds'].values()):.0%}")
