@@ -19,8 +19,6 @@ import argparse
 import os
 import re
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,17 +27,8 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default
 from hvdtrain.launching import import_timeout, run_script
 from hvdtrain.launching.exit_codes import run
-from hvdtrain.launching.local_rendezvous import (
-    Meeting,
-    address_of,
-    address_towards,
-    environment,
-    interface_with,
-    resolve,
-)
+from hvdtrain.launching.local_rendezvous import Meeting
 from hvdtrain.launching.rendezvous import meeting_point
-
-COME_SECONDS = 10.0  # how long a host whose import failed tries to tell the others, which would wait for it
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -73,31 +62,19 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words
 
 
-def meeting_of(options: argparse.Namespace, told: Announced) -> tuple[Meeting, str]:
-    """Return the rendezvous of this process and the network interface of the job. Raises UserError."""
-    if told.size == 1:
-        interface = options.interface or "lo"
-        return Meeting(0, 1, address_of(interface), options.port or 0, options.wait), interface
-    deadline = time.monotonic() + options.wait
-    host, port = meeting_point(os.environ, told.launcher)
-    address = resolve(host, deadline)
-    if options.interface is not None:
-        interface, own = options.interface, address_of(options.interface)
-    else:
-        own = address if told.rank == 0 else address_towards(address)
-        interface = interface_with(own)
-    return Meeting(
-        told.rank, told.size, own if told.rank == 0 else address, options.port or port, options.wait
-    ), interface
+def meeting_of(options: argparse.Namespace, told: Announced) -> Meeting:
+    """Return the rendezvous of this process with the others of the job. Raises UserError."""
+    host, port = meeting_point(os.environ, told.launcher) if told.size > 1 else ("127.0.0.1", 0)
+    return Meeting(told.rank, told.size, host, options.port or port, options.interface, options.wait)
 
 
 def start_one(options: argparse.Namespace, told: Announced, words: list[str]) -> run_script.Program:
     """Connect to the other ranks, if there are any, and return the program that this process is to run."""
     if told.size > 1:
-        meeting, interface = meeting_of(options, told)
+        meeting = meeting_of(options, told)
         meeting.come(1)
-        hosts = meeting.wait()
-        os.environ.update(environment(told.rank, hosts, meeting.address, meeting.port, interface))
+        meeting.wait()
+        os.environ.update(meeting.environment(told.rank))
     return run_script.find(words)
 
 
@@ -105,7 +82,7 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
     """Start all ranks of this host, and return their exit code. In a rank, this function does not return."""
     from hvdtrain.engines.cores import share_of_host
     from hvdtrain.launching import capacity, forker
-    from hvdtrain.launching.supervisor import Orders, Supervisor, say
+    from hvdtrain.launching.supervisor import Supervisor, say
 
     ranks = options.local_ranks
     if bound_by_default(os.environ):  # by mpirun, which knows of only one process here
@@ -113,38 +90,20 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
     cores = capacity.cores_here(os.environ, told)
     if not options.oversubscribe:
         capacity.refuse_too_many_for_cores(ranks, cores, told.launcher)
+    meeting = meeting_of(options, told)
+    meeting.say = say
     # OpenMP reads this once, when torch is imported, so each rank's share must be set before.
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_host(ranks, cores)[0]))
     imports = [name for name in options.imports.split(",") if name]
-    started = forker.start(words, ranks, imports, options.oversubscribe)
-    meetings: list[Meeting] = []  # one, once this host has connected
-    came = threading.Event()
-
-    def meet(imported: threading.Event) -> Orders:
-        meeting, interface = meeting_of(options, told)
-        meeting.say = say
-        meeting.come(ranks)
-        meetings.append(meeting)
-        came.set()
-        imported.wait()
-        hosts = meeting.wait()
-        return Orders(hosts, meeting.first, meeting.address, meeting.port, interface)
-
-    def tell(reason: str) -> None:
-        if told.size > 1 and came.wait(COME_SECONDS):
-            meetings[0].fail(reason)
-
-    failed = (lambda: meetings[0].failure()) if told.size > 1 else None
-    supervisor = Supervisor(started, words, meet, failed, tell, min(options.start_timeout, import_timeout.MOST_SECONDS))
+    limit = min(options.start_timeout, import_timeout.MOST_SECONDS)
+    started = forker.start(words, ranks, imports, options.oversubscribe, limit)
     try:
-        return supervisor.run()
+        return Supervisor(started, words, ranks, meeting).run()
     except (UserError, Failure) as error:
-        for meeting in meetings:
-            meeting.fail(str(error))
+        meeting.fail(str(error))
         raise
     finally:
-        for meeting in meetings:
-            meeting.linger()
+        meeting.linger()
 
 
 def main() -> int:

@@ -1,12 +1,13 @@
 """The process that imports torch, Horovod and the program's modules once, and forks ranks from then on.
 
-hvdtrain.starter --local-ranks     forks it, and asks it for the ranks of this host over a socket each (`start`)
+hvdtrain.starter --local-ranks     forks it (`start`), and asks it for each rank of this host (supervisor.py)
 launch/*.sh --restarts             starts it; a client in place of each rank asks it, in every attempt (fork_client.py):
 
     python -m hvdtrain.launching.forker (-m MODULE | FILE) ARGUMENTS
 
 The latter prints the name of its socket, and exits after the process that started it, once no rank is left. It supports only
-programs that import hvdtrain, because these set their number of threads after the fork.
+programs that import hvdtrain, because these set their number of threads after the fork. Who asks connects to the socket
+once for each rank, sends a `Request`, and is answered with lines: the rank's pid, and its exit code once it has ended.
 
 A fork copies only the calling thread. Therefore this process has one thread, and uses neither MPI, CUDA nor OpenMP. A rank
 has its own process group, and ends when this process ends.
@@ -17,27 +18,26 @@ import gc
 import io
 import json
 import os
-import secrets
 import selectors
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn, cast
+from typing import NamedTuple, NoReturn
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching import capacity, exit_codes, preload, processes, rank_exit, run_script
+from hvdtrain.launching import capacity, exit_codes, import_timeout, preload, processes, rank_exit, run_script
 from hvdtrain.launching.fork_client import HANDED_ON, VARIABLE, Request, peer
 from hvdtrain.launching.signal_socket import SignalSocket
 
 LOOK_SECONDS = 1.0  # between two checks whether the parent process still runs
 HELLO_SECONDS = 10.0  # time limit for a connected client to send its request
 MOST_BYTES = 2**26  # limit for a client's environment and arguments
-IMPORTED, FAILED, REFUSED = b"imported", b"failed", b"refused"  # answers to the starter, besides pid and exit code
+FAILED, REFUSED = b"failed", b"refused"  # answers to the starter, besides pid and exit code
 
 
 class Rank(NamedTuple):
-    """A running rank. asked: the other end has what was requested, and is sent pid and exit code."""
+    """A running rank, and the connection to who asked for it."""
 
     pid: int
     connection: socket.socket
@@ -45,43 +45,55 @@ class Rank(NamedTuple):
 
 
 class Forker(NamedTuple):
-    """The starter's handle of its forker. connections: one for each rank."""
+    """The starter's handle of its forker."""
 
     pid: int
-    connections: list[socket.socket]
+    address: bytes  # of its socket
+    imported: int  # file descriptor of a pipe, to which it writes after the import
 
 
-def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool) -> Forker:
+def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool, import_seconds: float) -> Forker:
     """Fork a forker for `ranks` ranks, and return its handle; in the ranks, this does not return.
 
     words: the program, see `run_script.find`. asked: modules to import in addition to those found in the program.
-    Raises UserError in the forker if there is no such program, or there are more ranks than GPUs.
+    import_seconds: time limit of the import; 0: none. Raises UserError in the forker if there is no such program, or there
+    are more ranks than GPUs.
     """
-    starter = os.getpid()
-    pairs = [socket.socketpair() for _ in range(ranks)]
+    starter, listener = os.getpid(), listen()
+    imported, done = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the forker is set up
     pid = os.fork()
     if pid != 0:
         with contextlib.suppress(OSError):  # the child may have done this itself, and may have exited
             os.setpgid(pid, pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for _, end in pairs:
-            end.close()
-        return Forker(pid, [connection for connection, _ in pairs])
+        os.close(done)
+        with listener:
+            return Forker(pid, listener.getsockname(), imported)
     # A separate process group: signals from the terminal reach only the starter, which forwards them to the ranks once.
     os.setpgid(0, 0)
     processes.end_with_parent(starter, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    for connection, _ in pairs:
-        connection.close()
-    import_once(run_script.source(run_script.find(words)), asked)
+    os.close(imported)
+    how = "look at the file system that Python is on, or raise --start-timeout"
+    said = f"hvdtrain.starter: error: the program's modules were not imported within {import_seconds:.0f} s: {how}"
+    with import_timeout.limited(import_seconds, said):
+        import_once(run_script.source(run_script.find(words)), asked)
     if not oversubscribe and reduces_on_gpus():
         capacity.refuse_too_many_for_gpus(ranks, capacity.gpus_here(os.environ))
-    ends = [end for _, end in pairs]
-    for end in ends:
-        tell(end, IMPORTED)
-    serve(None, ends, starter)
+    os.write(done, b".")
+    os.close(done)
+    serve(listener, starter)
     os._exit(0)
+
+
+def listen() -> socket.socket:
+    """Return the socket at which a forker is asked for ranks."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # An abstract socket leaves no file behind. Only the same user may connect (`receive`).
+    listener.bind(f"\0hvdtrain-{os.getpid()}-{os.urandom(8).hex()}")
+    listener.listen(4096)
+    return listener
 
 
 def main() -> int:
@@ -93,10 +105,7 @@ def main() -> int:
     os.setpgid(0, 0)  # signals from the terminal are for the launcher
     for number in (signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # An abstract socket leaves no file behind. Only the same user may connect (`receive`).
-    listener.bind(f"\0hvdtrain-{os.getpid()}-{secrets.token_hex(8)}")
-    listener.listen(4096)
+    listener = listen()
     print(listener.getsockname()[1:].decode(), flush=True)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
@@ -113,7 +122,7 @@ def main() -> int:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         print(f"warning: --restarts: each rank imports torch by itself ({why})", file=sys.stderr, flush=True)
         return 1
-    serve(listener, [], starter)
+    serve(listener, starter)
     os._exit(0)
 
 
@@ -132,43 +141,30 @@ def reduces_on_gpus() -> bool:
     return torch is not None and torch.version.cuda is not None and hvd is not None and bool(hvd.nccl_built())
 
 
-def serve(listener: socket.socket | None, connections: list[socket.socket], starter: int) -> None:
-    """Fork a rank for each request, from `connections` and from those that `listener` accepts.
-
-    Returns once no connection is left, and the starter of a `listener` has ended. Does not return in the ranks.
-    """
+def serve(listener: socket.socket, starter: int) -> None:
+    """Fork a rank for each connection. Returns once the starter has ended and no rank is left; not in the ranks."""
     ranks: dict[int, Rank] = {}  # by pid
     signals = SignalSocket()
     signals.listen([signal.SIGCHLD])
     with selectors.DefaultSelector() as selector:
         selector.register(signals.socket, selectors.EVENT_READ)
-        for connection in connections:
-            selector.register(connection, selectors.EVENT_READ)
-        if listener is not None:
-            selector.register(listener, selectors.EVENT_READ)
-        waiting = set(connections)
-        while ranks or waiting or (listener is not None and os.getppid() == starter):
+        selector.register(listener, selectors.EVENT_READ)
+        while ranks or os.getppid() == starter:
             for key, _ in selector.select(LOOK_SECONDS):
-                ready = key.fileobj
-                if ready is signals.socket:
+                if key.fileobj is signals.socket:
                     signals.received()
-                elif key.data is not None:  # who asked for this rank is gone
-                    selector.unregister(ready)
+                elif key.fileobj is listener:
+                    connections = [rank.connection for rank in ranks.values()]
+                    if rank := fork(listener.accept()[0], [signals, listener, *connections]):
+                        ranks[rank.pid] = rank
+                        selector.register(rank.connection, selectors.EVENT_READ, rank)
+                else:  # who asked for this rank is gone
+                    selector.unregister(key.fileobj)
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         if key.data.request.proxy:
                             os.killpg(key.data.pid, signal.SIGKILL)
                         else:
                             os.kill(key.data.pid, signal.SIGTERM)
-                else:
-                    connection = listener.accept()[0] if ready is listener and listener else cast(socket.socket, ready)
-                    if connection in waiting:
-                        waiting.remove(connection)
-                        selector.unregister(connection)
-                    others = [*waiting, *(rank.connection for rank in ranks.values())]
-                    rank = fork(connection, [signals, *others, *([] if listener is None else [listener])])
-                    if rank is not None:
-                        ranks[rank.pid] = rank
-                        selector.register(rank.connection, selectors.EVENT_READ, rank)
             ended = [(exit_code(rank.pid), rank) for rank in ranks.values() if has_ended(rank.pid)]
             for code, rank in sorted(ended, key=lambda end: (end[0] >= 0, end[0] != 1)):  # killed, failed, others
                 del ranks[rank.pid]

@@ -42,36 +42,37 @@ def import_torch() -> None:
     """Import torch. In a process that a launcher started, this has a time limit."""
     if "torch" in sys.modules:
         return
-    seconds = limit_seconds() if any(name in os.environ for name in RANKS) else 0.0
-    with limited(seconds) if seconds else contextlib.nullcontext():
+    rank = next((os.environ[name] for name in RANKS if name in os.environ), None)
+    seconds = limit_seconds() if rank is not None else 0.0
+    which = f"rank {rank} on {os.uname().nodename}"
+    message = f"hvdtrain: error: {which} could not import torch within {seconds:.0f} s: is its file system slow?"
+    with limited(seconds, message, 0.0 if rank == "0" else RANK_ZERO_FIRST):
         import torch  # noqa: F401
 
 
 @contextlib.contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Context manager that ends this process, with a message and a traceback, if the block takes longer.
+def limited(seconds: float, message: str, late: float = 0.0) -> Iterator[None]:
+    """Context manager that ends this process, with a message and a traceback, if the block takes longer; 0: no limit.
 
+    late: seconds that are added, so that another process speaks first.
     A Python thread cannot run while a library is loaded, which holds the GIL. faulthandler's thread, which prints the
     traceback and ends the process, needs no GIL. If nobody reads the output, it waits for ever: then the kernel ends the
     process, by SIGALRM.
     """
+    if not seconds:
+        yield
+        return
     import faulthandler
     import signal
-    import socket
     import threading
 
     from hvdtrain.engines.lines import say_within
 
-    rank = next(os.environ[name] for name in RANKS if name in os.environ)
     over = threading.Event()
-    late = 0.0 if rank == "0" else RANK_ZERO_FIRST
 
     def warn() -> None:
         if not over.wait(seconds + late):
-            where = f"rank {rank} on {socket.gethostname()}"
-            say_within(
-                f"hvdtrain: error: {where} could not import torch within {seconds:.0f} s: is its file system slow?\n"
-            )
+            say_within(f"{message}\n")
 
     thread = threading.Thread(target=warn, name="import", daemon=True)
     thread.start()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 SAY_SECONDS = 10.0  # between two lines about missing ranks
 FAILURE_SECONDS = 5.0  # between two checks whether another host has failed
+COME_SECONDS = 10.0  # for a starter whose ranks have failed to reach the others, which would wait for it
 GONE_AFTER = 20  # failed requests to a first starter that had answered before
 MOST_NAMED = 8  # ranks or hosts named in one message
 REQUEST_SECONDS = 5.0  # for the first starter to answer
@@ -93,44 +95,22 @@ def address_towards(address: str) -> str:
         raise UserError(f"{address}, where rank 0 should be, cannot be reached: {error.strerror}") from None
 
 
-def names(came: Sequence[Came]) -> list[str]:
-    """Return the host name of every rank."""
-    return [each.host for each in came for _ in range(each.ranks)]
-
-
-def environment(rank: int, hosts: Sequence[str], address: str, port: int, interface: str) -> dict[str, str]:
-    """Return the environment variables that Horovod's launcher would set for `rank`."""
-    mine = place(rank, hosts)
-    return {
-        "HOROVOD_HOSTNAME": hosts[rank],
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(len(hosts)),
-        "HOROVOD_LOCAL_RANK": str(mine.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(mine.local_size),
-        "HOROVOD_CROSS_RANK": str(mine.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(mine.cross_size),
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_IFACE": interface,
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", interface),
-    }
-
-
 class Meeting:
     """One starter's side of the rendezvous. Call `come`, then `wait` once its ranks are ready to begin.
 
-    number, size: this starter's number, and the number of starters. address, port: where the first starter listens; port 0
-    (any free port) only if there is one starter. seconds: time limit for all starters to connect, and again for all to be
-    ready. say: called with a line about missing ranks.
+    number, size: this starter's number, and the number of starters. host, port: where the first starter listens; port 0
+    (any free port) only if there is one starter. interface: the job's; None: the one with the route to `host`.
+    seconds: time limit for all starters to connect, and again for all to be ready.
     """
 
-    def __init__(self, number: int, size: int, address: str, port: int, seconds: float,
-                 say: Callable[[str], None] = lambda line: None):  # fmt: skip
-        self.number, self.size, self.address, self.port = number, size, address, port
-        self.seconds, self.say = seconds, say
+    def __init__(self, number: int, size: int, host: str, port: int, interface: str | None, seconds: float):
+        self.number, self.size, self.seconds = number, size, seconds
+        self.port, self.interface = port, interface or ""  # completed by `come`
+        self.say: Callable[[str], None] = lambda line: None  # called with a line about missing ranks
+        self.hosts: list[str] = []  # host name of every rank; set by `wait`
         self.first = 0  # the first rank of this starter; set by `wait`
+        self._host, self._address = host, ""
+        self._came = threading.Event()  # `come` has ended
         self._deadline = time.monotonic() + seconds
         self._server: Rendezvous | None = None  # on the first starter
         self._reached = False  # the first starter has answered this one
@@ -138,22 +118,39 @@ class Meeting:
 
     def come(self, ranks: int) -> None:
         """Register this starter with `ranks` ranks; the first starter begins to listen. Raises UserError."""
+        try:
+            self._find_address()
+            self._register(ranks)
+        finally:
+            self._came.set()
+
+    def _find_address(self) -> None:
+        """Find out where the first starter listens, and the network interface of the job. Raises UserError."""
+        address = resolve(self._host, self._deadline)
+        if self.interface:
+            own = address_of(self.interface)
+        else:
+            own = address if self.number == 0 else address_towards(address)
+            self.interface = interface_with(own)
+        self._address = own if self.number == 0 else address
+
+    def _register(self, ranks: int) -> None:
         mine = json.dumps(Came(socket.gethostname(), ranks)).encode()
         if self.number == 0:
             from hvdtrain.launching.rendezvous_server import Rendezvous  # imports asyncio
 
             try:
-                self._server = Rendezvous(self.address, self.port)
+                self._server = Rendezvous(self._address, self.port)
             except OSError as error:
                 how = "set MASTER_PORT (or --port) to a free port above 1023, the same for every rank"
-                raise UserError(f"cannot listen on {self.address}:{self.port} ({error.strerror}): {how}") from None
+                raise UserError(f"cannot listen on {self._address}:{self.port} ({error.strerror}): {how}") from None
             self.port = self._server.port
             self._server.put("hosts", "0", mine)
         else:
             self._request("PUT", f"hosts/{self.number}", mine)
 
-    def wait(self) -> list[str]:
-        """Report that this starter's ranks are ready. Return the host name of every rank once all starters are ready.
+    def wait(self) -> None:
+        """Report that this starter's ranks are ready. Return once all starters are ready.
 
         Raises UserError if a starter does not connect in time, Failure if a host has failed.
         """
@@ -163,8 +160,9 @@ class Meeting:
             self._deadline = time.monotonic() + 3 * self.seconds
             came = json.loads(self._request("GET", "known/hosts"))
             self._request("PUT", f"met/{self.number}")
-            return self._placed([Came(*each) for each in came])
-        server, where = self._server, f"{self.address}:{self.port}"
+            self._place([Came(*each) for each in came])
+            return
+        server, where = self._server, f"{self._address}:{self.port}"
         loopback = " (a loopback address: other hosts cannot reach it)" if where.startswith("127.") else ""
         self._all_in("hosts", lambda late: f"rank {listed(late)} did not connect to {where}{loopback}: "
                      f"were all {self.size} started?")  # fmt: skip
@@ -173,21 +171,41 @@ class Meeting:
         self._deadline = time.monotonic() + self.seconds
         self._all_in("ready", lambda late: f"still importing: {listed([came[number].host for number in late])}; "
                      f"--wait gives more than {self.seconds:.0f} s")  # fmt: skip
-        server.expect(names(came))
+        self._place(came)
+        server.expect(self.hosts)
         server.put("known", "hosts", json.dumps(came).encode())
         server.put("met", "0", b"")
         # Wait, because this process and its server may end before a slower starter has read the hosts.
         self._all_in(
             "met", lambda late: f"{listed([came[number].host for number in late])} connected, then stopped answering"
         )
-        return self._placed(came)
 
-    def _placed(self, came: list[Came]) -> list[str]:
+    def _place(self, came: list[Came]) -> None:
         self.first = sum(each.ranks for each in came[: self.number])
-        return names(came)
+        self.hosts = [each.host for each in came for _ in range(each.ranks)]
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the environment variables that Horovod's launcher would set for `rank`."""
+        mine = place(rank, self.hosts)
+        return {
+            "HOROVOD_HOSTNAME": self.hosts[rank],
+            "HOROVOD_RANK": str(rank),
+            "HOROVOD_SIZE": str(len(self.hosts)),
+            "HOROVOD_LOCAL_RANK": str(mine.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(mine.local_size),
+            "HOROVOD_CROSS_RANK": str(mine.cross_rank),
+            "HOROVOD_CROSS_SIZE": str(mine.cross_size),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": self._address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port),
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_IFACE": self.interface,
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", self.interface),
+        }
 
     def fail(self, reason: str) -> None:
         """Tell the other starters that this one's ranks have failed, if they can still be reached."""
+        self._came.wait(COME_SECONDS)
         line = f"{socket.gethostname()}: {reason}".encode()
         if self._server is not None:
             self._server.put("failed", "any", line)
@@ -238,14 +256,14 @@ class Meeting:
             except OSError as error:
                 why, gone = error, gone + self._reached
             if time.monotonic() > self._deadline or gone > GONE_AFTER:
-                raise UserError(f"the ranks did not meet at rank 0's {self.address}:{self.port}: {why}")
+                raise UserError(f"the ranks did not meet at rank 0's {self._address}:{self.port}: {why}")
             if self._reached and (failed := self.failure()):
                 raise Failure(failed)
             time.sleep(self._poll)
 
     def _once(self, method: str, path: str, data: bytes = b"") -> bytes | None:
         """Send one request and return the answer; None if there is no such key. Raises OSError if there is no answer."""
-        answer = request((self.address, self.port), method, f"/{path}", data, REQUEST_SECONDS)
+        answer = request((self._address, self.port), method, f"/{path}", data, REQUEST_SECONDS)
         self._reached = True
         return answer
 

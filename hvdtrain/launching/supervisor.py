@@ -7,16 +7,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Container
-from typing import NamedTuple
+from collections.abc import Collection, Container
 
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.lines import say_within
 from hvdtrain.launching.exit_codes import FAILED as EXIT_FAILED
 from hvdtrain.launching.exit_codes import STOPPED, TARGET_MISSED, WRONG_INPUT
 from hvdtrain.launching.fork_client import HANDED_ON, request, send
-from hvdtrain.launching.forker import FAILED, IMPORTED, REFUSED, Forker
-from hvdtrain.launching.local_rendezvous import FAILURE_SECONDS, environment
+from hvdtrain.launching.forker import FAILED, REFUSED, Forker
+from hvdtrain.launching.local_rendezvous import FAILURE_SECONDS, Meeting
 from hvdtrain.launching.signal_socket import SignalSocket
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -27,37 +26,20 @@ BY_THEMSELVES = {STOPPED: 60.0, TARGET_MISSED: 60.0, WRONG_INPUT: 5.0}
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
 
-class Orders(NamedTuple):
-    """The result of the rendezvous, which determines the ranks of this host."""
-
-    hosts: list[str]  # host name of every rank
-    first: int  # the first rank of this host
-    address: str
-    port: int
-    interface: str
-
-
 class Supervisor:
     """Supervises the ranks of one host, from their import to their exit.
 
-    words: their program. meet: called in a thread at the start, with an event that is set after the import; returns the
-    Orders once all hosts have connected. failed(): returns how another host's ranks have failed, or None. told(reason):
-    tells the other hosts that ranks of this host have failed. import_seconds: time limit of the import; 0: none.
+    words: their program. ranks: their number. meeting: with the other hosts; the ranks begin once all are ready.
     """
 
-    def __init__(
-        self, forker: Forker, words: list[str], meet: Callable[[threading.Event], Orders],
-        failed: Callable[[], str | None] | None = None, told: Callable[[str], None] = lambda reason: None,
-        import_seconds: float = 0.0,
-    ):  # fmt: skip
-        self._forker, self._words, self._meet, self._failed, self._told = forker, words, meet, failed, told
-        self._imported = threading.Event()
-        self._import_seconds = import_seconds
-        self._import_until = time.monotonic() + (import_seconds or float("inf"))
-        self._orders: Orders | None = None
+    def __init__(self, forker: Forker, words: list[str], ranks: int, meeting: Meeting):
+        self._forker, self._words, self._ranks, self._meeting = forker, words, ranks, meeting
+        self._met = False
         self._error: UserError | Failure | None = None  # of the rendezvous
-        self._asked = False  # the forker was asked for the ranks
-        self._unread = [b""] * len(forker.connections)  # incomplete lines of the forker, by local rank
+        self._connections: list[
+            socket.socket
+        ] = []  # to the forker, by local rank; none before it was asked for the ranks
+        self._unread = [b""] * ranks  # incomplete lines of the forker, by local rank
         self._pids: dict[int, int] = {}  # local rank -> pid, of running ranks
         self._exited: dict[int, int] = {}  # local rank -> exit code; negative: a signal
         self._forker_runs = True
@@ -74,26 +56,24 @@ class Supervisor:
         heard = (*HANDED_ON, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCHLD)
         # Ignored signals stay ignored (nohup).
         self._signals.listen(number for number in heard if signal.getsignal(number) != signal.SIG_IGN)
-        threading.Thread(target=self._meet_others, name="meeting", daemon=True).start()
+        threading.Thread(target=self._meet, name="meeting", daemon=True).start()
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._signals.socket, selectors.EVENT_READ)
-                for local_rank, connection in enumerate(self._forker.connections):
-                    selector.register(connection, selectors.EVENT_READ, local_rank)
-                while self._forker_runs and len(self._exited) < len(self._forker.connections):
+                while self._forker_runs and len(self._exited) < self._ranks:
                     before = set(self._exited)
-                    for ready, _ in selector.select(self._timeout()):
+                    limit = None if self._until is None else max(0.0, self._until - time.monotonic())
+                    for ready, _ in selector.select(limit):
                         if ready.fileobj is self._signals.socket:
                             self._hear_signals()
                         elif not self._hear_forker(ready.data):
                             selector.unregister(ready.fileobj)
                     self._ranks_exited(set(self._exited) - before)
                     self._reap_forker()
-                    self._limit_import()
                     if self._error is not None and self._code == 0:
                         raise self._error
-                    if self._orders is not None and not self._asked:
-                        self._ask_for_ranks(self._orders)
+                    if self._met and not self._connections:
+                        self._ask_for_ranks(selector)
                     if self._until is not None and time.monotonic() >= self._until:
                         self._press()
         except BaseException:
@@ -102,32 +82,23 @@ class Supervisor:
         finally:
             if self._code:
                 self._kill()
-            for connection in self._forker.connections:
-                connection.close()  # then the forker ends
             if self._forker_runs:
+                os.kill(self._forker.pid, signal.SIGKILL)
                 os.waitpid(self._forker.pid, 0)
         return self._code
 
-    def _timeout(self) -> float | None:
-        """Return the time in seconds until something must be done; None: wait for events only."""
-        import_until = float("inf") if self._imported.is_set() else self._import_until
-        until = min(float("inf") if self._until is None else self._until, import_until)
-        return None if until == float("inf") else max(0.0, until - time.monotonic())
-
-    def _limit_import(self) -> None:
-        """Raise Failure if the import takes longer than its limit."""
-        if self._forker_runs and not self._imported.is_set() and time.monotonic() >= self._import_until:
-            how = "look at the file system that Python is on, or raise --start-timeout"
-            raise Failure(f"the program's modules were not imported within {self._import_seconds:.0f} s: {how}")
-
-    def _meet_others(self) -> None:
+    def _meet(self) -> None:
         """Thread: connect to the other hosts, then check regularly whether one of them has failed."""
         try:
-            self._orders = self._meet(self._imported)
+            self._meeting.come(self._ranks)
+            if not os.read(self._forker.imported, 1):  # the import has failed
+                return
+            self._meeting.wait()
+            self._met = True
             self._signals.wake()
-            while self._failed is not None:
+            while self._meeting.size > 1:
                 time.sleep(FAILURE_SECONDS)
-                if reason := self._failed():
+                if reason := self._meeting.failure():
                     raise Failure(reason)
         except (UserError, Failure) as error:
             self._error = error
@@ -135,37 +106,35 @@ class Supervisor:
             self._error = Failure(f"the meeting failed: {type(error).__name__}: {error}")
         self._signals.wake()
 
-    def _ask_for_ranks(self, orders: Orders) -> None:
-        self._asked = True
+    def _ask_for_ranks(self, selector: selectors.BaseSelector) -> None:
         null = os.open(os.devnull, os.O_RDONLY)
-        for local_rank, connection in enumerate(self._forker.connections):
-            rank = orders.first + local_rank
-            variables = dict(os.environ) | environment(
-                rank, orders.hosts, orders.address, orders.port, orders.interface
-            )
-            for name, value in (("RANK", rank), ("WORLD_SIZE", len(orders.hosts)), ("LOCAL_RANK", local_rank)):
+        for local_rank in range(self._ranks):
+            self._connections.append(connection := socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            rank = self._meeting.first + local_rank
+            variables = dict(os.environ) | self._meeting.environment(rank)
+            for name, value in (("RANK", rank), ("WORLD_SIZE", len(self._meeting.hosts)), ("LOCAL_RANK", local_rank)):
                 if name in variables:  # until now they counted hosts
                     variables[name] = str(value)
             # A background process group cannot read from the terminal.
             typed = null if local_rank > 0 or os.isatty(0) else 0
             with contextlib.suppress(OSError):  # the forker has ended
+                connection.connect(self._forker.address)
                 send(connection, request(self._words, variables, proxy=False), (typed, 1, 2))
+                selector.register(connection, selectors.EVENT_READ, local_rank)
         os.close(null)
 
     def _hear_forker(self, local_rank: int) -> bool:
         """Read what the forker says of a rank. Return whether there may be more."""
         try:
-            part = self._forker.connections[local_rank].recv(65536)
+            part = self._connections[local_rank].recv(65536)
         except ConnectionError:
             return False
         *lines, self._unread[local_rank] = (self._unread[local_rank] + part).split(b"\n")
         for line in lines:
             kind, _, rest = line.partition(b" ")
-            if kind == IMPORTED:
-                self._imported.set()
-            elif kind == REFUSED:
+            if kind == REFUSED:
                 how = "allow this user more processes (ulimit -u), or use fewer ranks"
-                which = f"rank {local_rank} of {len(self._forker.connections)} of this host ({rest.decode()})"
+                which = f"rank {local_rank} of {self._ranks} of this host ({rest.decode()})"
                 raise UserError(f"cannot start {which}: {how}")
             elif kind == FAILED:
                 self._leaving.add(local_rank)
@@ -228,11 +197,11 @@ class Supervisor:
         if done:
             self._forker_runs = False
             code = os.waitstatus_to_exitcode(status)
-            if self._code == 0 and len(self._exited) < len(self._forker.connections):
+            if self._code == 0 and len(self._exited) < self._ranks:
                 self._code = code if code > 0 else 128 - code
                 if code < 0:
                     say(f"error: the import was killed by {signal.Signals(-code).name}{memory(-code)}")
-                self._told(f"its import ended with code {self._code}")
+                self._meeting.fail(f"its import ended with code {self._code}")
 
     def _ranks_exited(self, local_ranks: Collection[int]) -> None:
         """Of ranks that exited at the same time, report one that was killed first, then one that failed."""
@@ -245,14 +214,14 @@ class Supervisor:
         if self._code != 0:
             return
         self._code = code if code > 0 else 128 - code
-        rank = local_rank + (self._orders.first if self._orders is not None else 0)
+        rank = self._meeting.first + local_rank
         by = (
             f"was killed by {signal.Signals(-code).name}{memory(-code)}" if code < 0 else f"ended with exit code {code}"
         )
         if self._code not in BY_THEMSELVES and self._code - 128 not in self._handed_on:
             others = ": ending the other ranks" if any(other != local_rank for other in self._pids) else ""
             say(f"error: rank {rank} on {socket.gethostname()} {by}{others}")
-            self._told(f"rank {rank} {by}")
+            self._meeting.fail(f"rank {rank} {by}")
         self._until = time.monotonic() + BY_THEMSELVES.get(self._code, 0.0)
 
 

@@ -1,5 +1,7 @@
 """The starter's arithmetic: places among hosts, and which words of the command line are its own."""
 
+import socket
+
 import pytest
 
 from hvdtrain.engines.errors import UserError
@@ -54,10 +56,17 @@ def test_own_options_end_where_the_program_begins(words, program):
 def test_interface_and_port_are_those_that_were_named(size, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "9001")
-    monkeypatch.setattr("hvdtrain.starter.address_of", {"eth7": "10.0.0.7", "lo": "127.0.0.1"}.get)
-    options, _ = parse(["--interface", "eth7", "--port", "9000", "x.py"])
-    meeting, interface = meeting_of(options, Announced("Slurm", 0, size))
-    assert (meeting.address, meeting.port, interface) == ("10.0.0.7", 9000, "eth7")
+    monkeypatch.setattr("hvdtrain.launching.local_rendezvous.address_of", {"eth7": "127.0.0.7"}.get)
+    with socket.create_server(("127.0.0.7", 0)) as server:
+        port = server.getsockname()[1]
+    options, _ = parse(["--interface", "eth7", "--port", str(port), "x.py"])
+    meeting = meeting_of(options, Announced("Slurm", 0, size))
+    meeting.come(1)
+    meeting.hosts = ["a"]
+    told = meeting.environment(0)
+    assert told["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.7"
+    assert told["HOROVOD_GLOO_RENDEZVOUS_PORT"] == str(port)
+    assert told["HOROVOD_GLOO_IFACE"] == "eth7"
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import pytest
 
 from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching import capacity, preload, rank_exit, supervisor
-from hvdtrain.launching.forker import Forker
+from hvdtrain.launching import capacity, forker, preload, rank_exit, supervisor
+from hvdtrain.launching.local_rendezvous import Meeting
 from hvdtrain.starter import parse
 from tests.e2e.launchers import MARK, PYTHON, environment, kill, launch, members, new_job
 from tests.waiting import wait_for
@@ -330,13 +330,16 @@ def test_signals_reach_each_rank_once(tmp_path, number, whole_group):
 def test_a_signal_reaches_a_rank_whose_pid_is_heard_of_later():
     """The program may be ready, and be sent a signal, before the starter has read the pids of all ranks."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    started, pairs = [], [socket.socketpair() for _ in range(2)]
-    for _ in range(3):  # the forker, and two ranks
-        started.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
-    forker, *ranks = started
+    listener = forker.listen()
+    imported, done = os.pipe()
+    os.write(done, b".")
+    # The forker, and two ranks.
+    started = [subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(3)]
+    ranks = started[1:]
 
     def fork() -> None:
-        for rank, (_, end) in zip(ranks, pairs, strict=True):
+        for rank in ranks:
+            end = listener.accept()[0]
             end.sendall(b"%d\n" % rank.pid)
             if rank is ranks[0]:
                 while not supervised._pids:
@@ -345,9 +348,9 @@ def test_a_signal_reaches_a_rank_whose_pid_is_heard_of_later():
             code = rank.wait(timeout=30)
             end.sendall(b"%d\n" % code)
 
-    orders = supervisor.Orders(["a", "a"], 0, "127.0.0.1", 1, "lo")
-    made = Forker(forker.pid, [connection for connection, _ in pairs])
-    supervised = supervisor.Supervisor(made, ["x.py"], lambda imported: orders)
+    made = forker.Forker(started[0].pid, listener.getsockname(), imported)
+    meeting = Meeting(0, 1, "127.0.0.1", 0, None, 30)
+    supervised = supervisor.Supervisor(made, ["x.py"], 2, meeting)
     forks = threading.Thread(target=fork)
     forks.start()
     try:
@@ -361,6 +364,9 @@ def test_a_signal_reaches_a_rank_whose_pid_is_heard_of_later():
                 signal.signal(number, handler)
         for each in started:
             each.kill()
+        listener.close()
+        os.close(imported)
+        os.close(done)
 
 
 def test_a_closed_terminal_asks_the_ranks_to_stop_unless_nohup_has_it_ignored(tmp_path):
