@@ -145,7 +145,7 @@ def main() -> None:
     except UserError as error:
         end_with(error)
     except Exception:  # a syntax error in the script, or an exception of its package
-        run_script.show_from(None)
+        run_script.hide_frames()
         raise
     if told.rank == 0:
         say(done)

@@ -18,10 +18,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.horovod import HorovodEngine, buckets
 from hvdtrain.engines.launchers import Announced, remedy
 from hvdtrain.engines.lines import WRITE_SECONDS, within
-from hvdtrain.launching import run_script
 from hvdtrain.launching.exit_codes import say
-
-run_script.HIDDEN.add(__file__)
 
 
 class ForeignEngine(HorovodEngine):

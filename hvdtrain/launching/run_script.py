@@ -11,14 +11,19 @@ import builtins
 import importlib.util
 import io
 import os
-import pkgutil
 import sys
-from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NamedTuple
 
 from hvdtrain.engines.errors import UserError
+
+PACKAGE = Path(__file__).parents[1]
+# Files whose frames a traceback of the script does not show: what runs it, and the hooks that it calls.
+OURS = ("tuned", "starter", "engines/foreign", "launching/exit_codes", "launching/rank_exit", "launching/run_script")
+HIDDEN = {"<frozen runpy>", "<frozen importlib.util>"} | {str(PACKAGE / f"{name}.py") for name in OURS}
 
 
 class Program(NamedTuple):
@@ -46,14 +51,10 @@ def _file(name: str, arguments: list[str]) -> Program:
     path = os.path.abspath(name)  # noqa: PTH100 - like the interpreter, does not resolve links
     try:
         with io.open_code(path) as file:
-            code = pkgutil.read_code(file)  # a .pyc
-        loader = SourceFileLoader if code is None else SourcelessFileLoader
-        if code is None:
-            with io.open_code(path) as file:
-                code = compile(file.read(), path, "exec", dont_inherit=True)
+            code = compile(file.read(), path, "exec", dont_inherit=True)
     except OSError as error:
         raise UserError(f"{name} cannot be read ({error.strerror}): name a Python script, or `-m MODULE`") from None
-    main = _main(path, loader("__main__", path), None)
+    main = _main(path, SourceFileLoader("__main__", path), None)
     safe_path = bool(os.environ.get("PYTHONSAFEPATH")) or sys.flags.isolated
     return Program(code, main, [name, *arguments], None if safe_path else str(Path(path).resolve().parent))
 
@@ -96,7 +97,7 @@ def _main(path: str | None, loader: object, spec: ModuleSpec | None) -> ModuleTy
 
 
 def source(program: Program) -> str:
-    """Return the source code of `program`; "" if there is none (a .pyc file)."""
+    """Return the source code of `program`; "" if there is none."""
     loader, spec = program.main.__loader__, program.main.__spec__
     get_source = getattr(loader, "get_source", None)
     try:
@@ -119,42 +120,34 @@ def run(program: Program) -> None:
     except SystemExit:
         raise
     except BaseException:
-        show_from(program.code)
+        hide_frames()
         raise
 
 
-def show_from(code: CodeType | None) -> None:
-    """Make the interpreter print an uncaught exception only from the frame of `code` on; None: without any frames."""
+def hide_frames() -> None:
+    """Make the interpreter print an uncaught exception, and those in its __cause__ and __context__, without HIDDEN files."""
     hook = sys.excepthook  # the script may have set its own
 
     def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        while frames is not None and frames.tb_frame.f_code is not code:
-            frames = frames.tb_next
-        error.__traceback__ = frames
         seen: set[int] = set()
         link: BaseException | None = error
-        while link is not None and id(link) not in seen:  # the exceptions in __cause__ and __context__, too
+        while link is not None and id(link) not in seen:
             seen.add(id(link))
             link.__traceback__ = without_hidden(link.__traceback__)
             link = link.__cause__ or link.__context__
-        sys.last_traceback = error.__traceback__
         hook(kind, error, error.__traceback__)
 
     sys.excepthook = show
 
 
-HIDDEN: set[str] = set()  # files of hvdtrain whose functions are called from inside the script through hooks
-
-
 def without_hidden(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames of HIDDEN files."""
-    all_frames = []
+    """Take the frames of HIDDEN files out of a traceback, and return what is left."""
+    kept: list[TracebackType | None] = []
     while frames is not None:
-        all_frames.append(frames)
+        if frames.tb_frame.f_code.co_filename not in HIDDEN:
+            kept.append(frames)
         frames = frames.tb_next
-    kept = [frame for frame in all_frames if frame.tb_frame.f_code.co_filename not in HIDDEN]
-    if len(kept) == len(all_frames):
-        return all_frames[0] if all_frames else None
-    for frame in reversed(kept):
-        frames = TracebackType(frames, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return frames
+    for frame, following in pairwise([*kept, None]):
+        assert frame is not None
+        frame.tb_next = following
+    return kept[0] if kept else None

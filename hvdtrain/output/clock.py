@@ -155,13 +155,18 @@ class Clock:
         """Return the measurements of all ranks since the last call. A collective: 56 bytes per rank."""
         if self._device_times is not None:
             self._seconds = self._device_times.take()
-        steps, phases = self._steps, [self._seconds[phase] for phase in PHASES]
-        elapsed = time.perf_counter() - self._window_began
-        mine = [*phases, elapsed, seconds_without_core() - self._without_core, *peak_memory(engine.device)]
-        rows = engine.all_gather(torch.tensor(mine, dtype=torch.float64), "measure").tolist()
+        steps = self._steps
+        rows = engine.all_gather(torch.tensor(self.times(engine.device), dtype=torch.float64), "measure").tolist()
         ranks = list(map(RankTimes._make, rows))
         self.totals = added(self.totals, ranks)
         return Window(steps, ranks, self.rates() | shares(ranks))
+
+    def times(self, device: torch.device) -> RankTimes:
+        """Return this rank's measurements since the last window. device: whose memory is meant."""
+        elapsed = time.perf_counter() - self._window_began
+        without_core = seconds_without_core() - self._without_core
+        phases = [self._seconds[phase] for phase in PHASES]
+        return RankTimes._make([*phases, elapsed, without_core, *peak_memory(device)])
 
     def per_rank(self) -> dict[str, list[float]]:
         """Return the sums since `restart` under their names in a record, each a list over ranks."""

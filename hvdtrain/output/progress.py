@@ -1,4 +1,4 @@
-"""The progress display of rank 0: a progress bar or occasional lines, the slowest rank, and hints.
+"""The progress display of rank 0: a bar on a terminal, or a line now and then; the slowest rank, and hints.
 
 The pure functions below determine what is shown, from the times of all ranks (`clock.Window`).
 """
@@ -12,11 +12,9 @@ from hvdtrain.output import terminal
 from hvdtrain.output.clock import PHASES, RankTimes, Window, added, shares
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: minimum number of seconds between two lines
-TERMINAL_LINE_SECONDS = 2.0  # the same on a terminal that cannot show a bar
 KNOWN_SECONDS = 2.0  # measured time before the time left is estimated
 BAR = 10  # characters
 WIDE = 80  # minimum number of columns to show a bar
-TAG = 16  # characters that a launcher puts before a line: [1,12]<stdout>:
 SLOWER = 0.1  # a rank is reported as slow if it computes longer by more than this fraction
 ENOUGH_STEPS, ENOUGH_SECONDS = 20, 5.0  # measured before a hint is given, without the first window
 LATELY_STEPS, LATELY_SECONDS = 10, 1.0  # measured in one window before a rank is reported as slow
@@ -102,8 +100,7 @@ def line(figures: Sequence[str], window: Window, left_seconds: float | None, hos
 
 
 class Display:
-    """Shows the progress: a bar on a terminal; a line every 2 s if the launcher puts a tag before each line, as horovodrun
-    does; otherwise a line every 10 s. Each hint is shown once. say: prints one line."""
+    """Shows the progress: a bar on a terminal, otherwise a line every 10 s. Each hint is shown once. say: prints a line."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.hosts: list[str] = []  # by rank
@@ -112,8 +109,7 @@ class Display:
         self._screen = terminal.find()
         self._bar = ""  # content of the terminal's last line
         self._since: tuple[float, int] | None = None  # time and step of the first report: the start-up ends there
-        # On a terminal, show the first step at once.
-        self._last_line = time.monotonic() if self._screen is None else float("-inf")
+        self._last_line = time.monotonic()
         self._totals: list[RankTimes] = []
         self._first = True
         self._steps = 0
@@ -133,15 +129,14 @@ class Display:
         began, first_step = self._since = self._since or (now, step)
         left = (now - began) / max(step - first_step, 1) * (steps - step) if now - began >= KNOWN_SECONDS else None
         text = line(figures, window, left, self.hosts)
-        if self._screen is not None and self._screen.draws:
+        if self._screen is not None:
             full = BAR * step // max(steps, 1)
             bar = f" [{'#' * full}{'.' * (BAR - full)}]" if self._screen.width() >= WIDE else ""
             self._bar = f"{epoch} {step / max(steps, 1):4.0%}{bar} {step}/{steps}  {text}"
             self.draw()
-        elif now - self._last_line >= (PLAIN_LINE_SECONDS if self._screen is None else TERMINAL_LINE_SECONDS):
+        elif now - self._last_line >= PLAIN_LINE_SECONDS:
             self._last_line = now
-            text = f"{epoch}  step {step}/{steps}  {text}"
-            self._say(text if self._screen is None else fitting(text, self._screen.width() - TAG))
+            self._say(f"{epoch}  step {step}/{steps}  {text}")
 
     def draw(self) -> None:
         """Draw the bar, if there is one, on the current line."""

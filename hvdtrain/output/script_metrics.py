@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engines.foreign import ForeignEngine, Listener
-from hvdtrain.launching.processes import seconds_without_core
-from hvdtrain.output.clock import PHASES, RankTimes, added, by_rank, peak_memory, shares
+from hvdtrain.output.clock import PHASES, Clock, RankTimes, added, by_rank, shares
 from hvdtrain.output.run_output import RunOutput, versions
 
 STEPS, FIRST_STEPS = 50, 10  # steps between two reports of all ranks; steps until the first report
@@ -25,7 +24,6 @@ class PendingTimes(NamedTuple):
     rows: Tensor  # float64 [ranks, 8]: each rank's RankTimes and samples
     step: int
     steps: int  # since the previous report
-    elapsed: float  # seconds, on this rank
 
 
 class Recorder(Listener):
@@ -45,12 +43,12 @@ class Recorder(Listener):
         self._pending: PendingTimes | None = None
         self._totals: list[RankTimes] = []
         self._began = time.perf_counter()
+        self._clock = Clock()
         self._open_window()
 
     def _open_window(self) -> None:
-        self._window, self._window_step = time.perf_counter(), self.steps
-        self._without_core = seconds_without_core()
-        self._loading = self._communication = 0.0
+        self._clock.restart()
+        self._window_step = self.steps
         self._own_samples = 0
 
     def started(self, engine: ForeignEngine) -> None:
@@ -73,11 +71,13 @@ class Recorder(Listener):
 
     def waited(self, began: float, ended: float) -> None:
         if threading.get_ident() == self._main:
-            self._communication += ended - began
+            self._clock.mark("compute", began)
+            self._clock.mark("communication", ended)
 
     def loaded(self, began: float, ended: float, batch: object) -> None:
         if threading.get_ident() == self._main:
-            self._loading += ended - began
+            self._clock.mark("compute", began)
+            self._clock.mark("loading", ended)
             if torch.is_grad_enabled():  # otherwise, this is an evaluation
                 self._own_samples += leading(batch)
 
@@ -90,16 +90,13 @@ class Recorder(Listener):
     def _send(self) -> None:
         """Start an all-reduce with this rank's times, in its own row."""
         engine = self.engine
-        elapsed = time.perf_counter() - self._window
-        compute = max(0.0, elapsed - self._loading - self._communication)
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-        memory = peak_memory(torch.device("cuda" if on_gpu else "cpu"))
-        waited = seconds_without_core() - self._without_core
-        times = RankTimes(self._loading, compute, self._communication, elapsed, waited, *memory)
+        self._clock.mark("compute")
+        times = self._clock.times(torch.device("cuda" if on_gpu else "cpu"))
         rows = torch.zeros(engine.size, len(times) + 1, dtype=torch.float64)
         rows[engine.rank] = torch.tensor([*times, self._own_samples], dtype=torch.float64)
         handle = engine.hvd.allreduce_async_(rows, op=engine.hvd.Sum, name=f"tuned.times.{self.steps}")
-        self._pending = PendingTimes(handle, rows, self.steps, self.steps - self._window_step, elapsed)
+        self._pending = PendingTimes(handle, rows, self.steps, self.steps - self._window_step)
         self._open_window()
 
     def _collect(self) -> None:
@@ -108,9 +105,7 @@ class Recorder(Listener):
         if report is None or not self.engine.hvd.poll(report.handle):
             return
         self._pending = None
-        waited = self._communication
         self.engine.hvd.synchronize(report.handle)
-        self._communication = waited  # ours, not the script's
         if self.output is None or self.engine.rank != 0:
             return
         *columns, samples = zip(*report.rows.tolist(), strict=True)
@@ -123,8 +118,8 @@ class Recorder(Listener):
         slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].loading + ranks[rank].compute)
         self.output.event(
             "train", step=report.step, samples=self._samples or None, loss=None,
-            seconds_per_step=report.elapsed / report.steps,
-            samples_per_second=counted / report.elapsed if counted else None, **seconds, **shares(ranks),
+            seconds_per_step=ranks[0].elapsed / report.steps,
+            samples_per_second=counted / ranks[0].elapsed if counted else None, **seconds, **shares(ranks),
             slowest_rank=slowest, resident_bytes=max(rank.resident_bytes for rank in ranks),
         )  # fmt: skip
 

@@ -4,15 +4,14 @@ A thread sends the data to the server from a queue, so that steps are never bloc
 whose ID is in --output-dir/mlflow-run.json. Nothing is sent over the network unless MLFLOW_TRACKING_URI names a server.
 """
 
-import contextlib
 import json
 import os
-import queue
 import re
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,11 +38,13 @@ SETTINGS = {
 
 
 class Event(NamedTuple):
-    """An event of metrics.jsonl, with its Unix time in milliseconds."""
+    """An event of metrics.jsonl."""
 
-    time_ms: int
+    time_ms: int  # Unix time
     name: str
-    fields: dict[str, Any]
+    step: int
+    values: dict[str, float]  # its numbers, see `tagged_values`
+    fields: Mapping[str, Any]
 
 
 class Sender(ABC):
@@ -61,8 +62,7 @@ class Sender(ABC):
         self._run = ""  # ID of the record
         self._metrics: dict[str, Metric] = {}
         self._step = 0
-        self._queue: queue.Queue[Event] = queue.Queue(QUEUE_EVENTS)
-        self._waiting: list[Event] = []  # taken from the queue, not sent yet
+        self._waiting: deque[Event] = deque()  # not sent yet
         self._dropped = 0
         self._warned = False
         self._last = ""  # the last event in STATUS
@@ -81,16 +81,20 @@ class Sender(ABC):
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Queue an event. Does not block."""
         self._last = name if name in STATUS else self._last
-        try:
-            self._queue.put_nowait(Event(round(time.time() * 1000), name, dict(fields)))
-        except queue.Full:
+        if name == "start":
+            self._metrics = recorded_metrics(fields)
+        self._step = int(number(fields.get("step")) or self._step)
+        if len(self._waiting) >= QUEUE_EVENTS:
             self._dropped += 1
+            return
+        values = tagged_values(name, fields, self._metrics)
+        self._waiting.append(Event(round(time.time() * 1000), name, self._step, values, fields))
 
     def close(self) -> None:
         """Wait until all events are sent, for a limited time."""
         self._closing.set()
         self._thread.join(END_SECONDS if self._last == "end" else STOP_SECONDS)
-        if self._thread.is_alive() or self._dropped or self._waiting or self._queue.qsize():
+        if self._thread.is_alive() or self._dropped or self._waiting:
             said = f"warning: --track: the record in {self._place} is incomplete; metrics.jsonl has all of it"
             print(said, file=sys.stderr, flush=True)
 
@@ -102,13 +106,11 @@ class Sender(ABC):
 
     def _send(self, finish: bool = False) -> bool:
         """Send all waiting events; finish: and set the run's status. Return whether the server has accepted them."""
-        with contextlib.suppress(queue.Empty):
-            while len(self._waiting) < QUEUE_EVENTS:
-                self._waiting.append(self._queue.get_nowait())
         try:
-            if self._waiting:
-                self._record(self._waiting)
-                self._waiting = []
+            if events := list(self._waiting):
+                self._record(events)
+                for _ in events:
+                    self._waiting.popleft()
             if finish and self._run:
                 self._finish()
         except Exception as error:  # any error of requests, urllib3, the server or the disk must not end the run
@@ -163,21 +165,18 @@ class MlflowTracker(Sender):
         if not self._run:
             self._open()
         entities = self._mlflow.entities
-        step, metrics, points = self._step, self._metrics, []
+        points = []
         for event in events:
             if event.name == "start":
-                metrics = recorded_metrics(event.fields)
                 self._describe(event.fields)
-            step = int(number(event.fields.get("step")) or step)
-            for name, value in tagged_values(event.name, event.fields, metrics).items():
-                if step > self._reached(name):
-                    points.append(entities.Metric(name, value, event.time_ms, step))
+            for name, value in event.values.items():
+                if event.step > self._reached(name):
+                    points.append(entities.Metric(name, value, event.time_ms, event.step))
             if event.name == "end" and "parameters_sha256" in event.fields:
                 self._log("tags", [entities.RunTag("parameters_sha256", event.fields["parameters_sha256"])])
         self._log("metrics", points)
         for point in points:
             self._sent_to[point.key] = max(point.step, self._sent_to.get(point.key, -1))
-        self._step, self._metrics = step, metrics
 
     def _log(self, kind: str, items: Sequence[Any]) -> None:
         """Send metrics, params or tags, as many in one request as MLflow allows."""

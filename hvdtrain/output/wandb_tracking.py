@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.output.metric_names import number, recorded_metrics, tagged_values
 from hvdtrain.output.tracking import Event, Sender
 
 
@@ -34,20 +33,17 @@ class WandbTracker(Sender):
     def _record(self, events: Sequence[Event]) -> None:
         if self._record_of_run is None:
             self._open()
-        run, metrics, step = self._record_of_run, self._metrics, self._step
+        run = self._record_of_run
         for event in events:
             if event.name == "start":
-                metrics = recorded_metrics(event.fields)
                 facts = {
                     name: event.fields.get(name) for name in ("world_size", "engine", "dataset", "versions", "ranks")
                 }
                 run.config.update({**event.fields.get("config", {}), "run": facts}, allow_val_change=True)
-            step = int(number(event.fields.get("step")) or step)
             if event.name == "end":
                 run.summary.update(event.fields)
-            elif values := tagged_values(event.name, event.fields, metrics):
-                run.log(values, step=step)  # steps that a resumed run repeats are left out by wandb
-        self._step, self._metrics = step, metrics
+            elif event.values:
+                run.log(event.values, step=event.step)  # steps that a resumed run repeats are left out by wandb
 
     def _open(self) -> None:
         """Continue the record of this run, or create one."""

@@ -14,7 +14,6 @@ from tests.e2e.launchers import LAUNCHERS, PYTHON, TORCHRUN, launch, running
 MODULE = "-m hvdtrain.mnist --dataset digits --model convnet --epochs 1 --log-steps 2"
 TRAIN = f"{PYTHON} {MODULE}"
 BAR = re.compile(r"\repoch \d+/\d+ +\d+% \[#*\.*\] \d+/\d+  loss [^\r\n]*\x1b\[K")
-LINE = re.compile(r"epoch \d+/\d+  step \d+/\d+  loss ")
 
 
 def on_a_terminal(command: str, columns: int, timeout: float = 120, into: str = "") -> str:
@@ -67,12 +66,10 @@ def test_a_bar_where_what_is_written_arrives_as_it_is(launcher):
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("launcher", ["horovodrun", "gloo"])
-def test_lines_where_the_launcher_writes_before_each(launcher):
+def test_no_bar_where_the_launcher_writes_before_each_line(launcher):
     shown = on_a_terminal(command(launcher), 100)
     assert "\x1b" not in shown
-    lines = [line for line in shown.splitlines() if LINE.search(line)]
-    assert lines, shown
-    assert max(map(len, lines)) <= 100
+    assert "epoch 1/1  train loss" in shown
 
 
 @pytest.mark.slow

@@ -117,17 +117,13 @@ def test_a_module_runs_as_without_us(name, tmp_path):
         assert_the_same(["-m", "package.inner"], tmp_path)
 
 
-def test_a_link_a_compiled_file_and_flags_of_the_interpreter(tmp_path):
+def test_a_link_and_flags_of_the_interpreter(tmp_path):
     (tmp_path / "real").mkdir()
     script = tmp_path / "real" / "train.py"
     script.write_text(MAIN + "assert not __debug__, 'not reached'")
     (tmp_path / "link.py").symlink_to(script)
     assert_the_same(["link.py"], tmp_path, ("-O", "-X", "utf8"))
     assert_the_same(["real/train.py"], tmp_path)
-    subprocess.run(
-        [sys.executable, "-c", "import py_compile; py_compile.compile('real/train.py', 'c.pyc')"], cwd=tmp_path
-    )
-    assert_the_same(["c.pyc"], tmp_path, ("-O",))
 
 
 def test_signals_come_to_the_script(tmp_path):

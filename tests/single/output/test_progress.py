@@ -160,18 +160,9 @@ class Terminal(io.StringIO):
         monkeypatch.setattr(terminal.os, "get_terminal_size", lambda device: os.terminal_size((columns, 24)))
 
 
-def test_lines_on_a_terminal_come_every_other_second_and_fit(monkeypatch):
-    screen = terminal.Screen(Terminal(100, monkeypatch), False, 7)
-    lines = shown(monkeypatch, [window(rank(0, 9, 1))] * 8, screen, seconds=1.0)
-    assert len(lines) == 4
-    assert screen.stream.getvalue() == ""
-    assert max(map(len, lines)) <= 100 - len("[1,0]<stdout>:")
-    assert lines[-1].endswith("1,234 samples/s")  # a whole figure
-
-
 @pytest.mark.parametrize("columns", [60, 120])
 def test_the_bar_is_drawn_in_one_line_and_taken_away(monkeypatch, columns):
-    screen = terminal.Screen(Terminal(columns, monkeypatch), True, 7)
+    screen = terminal.Screen(Terminal(columns, monkeypatch), 7)
     assert shown(monkeypatch, [window(rank(0, 9, 1))] * 3, screen) == []
     sent = screen.stream.getvalue()
     assert "\n" not in sent
@@ -185,7 +176,7 @@ def test_the_bar_is_drawn_in_one_line_and_taken_away(monkeypatch, columns):
 
 def test_a_line_is_said_above_the_bar(engine, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", Terminal(80, monkeypatch))
-    monkeypatch.setattr(terminal, "find", lambda: terminal.Screen(sys.stdout, True, 7))
+    monkeypatch.setattr(terminal, "find", lambda: terminal.Screen(sys.stdout, 7))
     with RunOutput(engine, None, progress=True) as output:
         output.progress("epoch 1/2", 1, 100, FIGURES, window(rank(0, 9, 1)))
         output.say("a line")
@@ -201,7 +192,7 @@ def test_a_launcher_that_no_longer_reads_does_not_end_its_rank_before_it_has_sav
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(sys, "stdout", Gone())
-    monkeypatch.setattr(terminal, "find", lambda: terminal.Screen(sys.stdout, True, 7))
+    monkeypatch.setattr(terminal, "find", lambda: terminal.Screen(sys.stdout, 7))
     with pytest.raises(OSError, match="Input/output"):  # one process: `| head` ends it
         RunOutput(engine, None, progress=False).say("a line")
     engine.size = 2
