@@ -1,5 +1,6 @@
 """Ranks that a fork server forks for their clients: what they take over, how both end. The ranks import nothing."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -17,7 +18,7 @@ from hvdtrain.launching.fork_client import VARIABLE
 from tests.e2e.launchers import MARK, ROOT, environment, kill, members, new_job
 from tests.waiting import wait_for
 
-SERVER = Path(__file__).parent / "fork_server.py"
+SERVER = [sys.executable, Path(__file__).parent / "without_imports.py", "forker"]
 # Only programs that import hvdtrain have a server.
 PROGRAM = "import hvdtrain, json, os, signal, sys, time\n"
 FACTS = """
@@ -37,39 +38,30 @@ time.sleep(600)
 
 
 class Server:
-    """A fork server for one script, as the wrapper starts it."""
+    """A fork server for one script, as the wrapper starts it, and its clients."""
 
-    def __init__(self, directory: Path, body: str, **variables: str):
-        self.job = new_job()
-        self.script = directory / "script.py"
+    def __init__(self, directory: Path, body: str, stack: contextlib.ExitStack, **variables: str):
+        self.job, self.stack, self.script = new_job(), stack, directory / "script.py"
         self.script.write_text(body)
-        self.variables = environment(**{MARK: self.job})
-        self.process = subprocess.Popen(
-            [sys.executable, SERVER, self.script], cwd=ROOT, env=self.variables | {"OF_SERVER": "1"} | variables,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self.process = self.start([*SERVER, self.script], stdin=subprocess.DEVNULL, OF_SERVER="1", **variables)
         self.name = self.process.stdout.readline().strip()
 
-    def client(self, *arguments: str, **variables: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain.launching.fork_client", self.script, *arguments], cwd=ROOT,
-            env=self.variables | {VARIABLE: self.name} | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+    def start(self, words, *, stdin=subprocess.PIPE, stderr=None, **variables: str) -> subprocess.Popen[str]:
+        env = environment(**{MARK: self.job}, **variables)
+        pipes = dict(stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
+        process = self.stack.enter_context(subprocess.Popen(words, cwd=ROOT, env=env, text=True, **pipes))
+        self.stack.callback(kill, self.job)
+        return process
+
+    def client(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "hvdtrain.launching.fork_client", self.script, *arguments]
+        return self.start(words, stderr=subprocess.PIPE, **{VARIABLE: self.name}, **variables)
 
 
 @pytest.fixture
 def server(tmp_path):
-    made: list[Server] = []
-
-    def make(body: str, **variables: str) -> Server:
-        made.append(Server(tmp_path, body, **variables))
-        return made[-1]
-
-    yield make
-    for each in made:
-        kill(each.job)
-        each.process.communicate()
+    with contextlib.ExitStack() as stack:
+        yield lambda body, **variables: Server(tmp_path, body, stack, **variables)
 
 
 def facts(server: Server, *arguments: str) -> dict:
@@ -94,7 +86,7 @@ def test_a_rank_is_what_its_client_was(server):
 @pytest.mark.parametrize("why", ["no such server", "its import failed", "not for hvdtrain"])
 def test_without_a_server_the_client_becomes_the_rank(server, why):
     body = f"import os, sys, json{FACTS}" if why == "not for hvdtrain" else PROGRAM + FACTS
-    some = server(body, **({"IMPORT_ERROR": "1"} if why == "its import failed" else {}))
+    some = server(body, **({"SETTINGS": '{"import_error": ""}'} if why == "its import failed" else {}))
     if why == "no such server":
         some.name = "nobody"
     found = facts(some, "x")
@@ -147,11 +139,8 @@ def test_ranks_end_with_their_server_and_it_with_its_starter(server):
     some.process.kill()
     assert client.wait(20) == 1
     wait_for(lambda: not processes.runs(rank), "it lives", 20)
-    command = shlex.join([sys.executable, str(SERVER), str(some.script)])
-    other = subprocess.Popen(
-        ["sh", "-c", f"{command} & read line"], cwd=ROOT, env=some.variables,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    command = shlex.join([*map(str, SERVER), str(some.script)])
+    other = some.start(["sh", "-c", f"{command} & read line"])
     some.name = other.stdout.readline().strip()
     client, rank = waiting(some)
     other.kill()
@@ -160,7 +149,6 @@ def test_ranks_end_with_their_server_and_it_with_its_starter(server):
     client.send_signal(signal.SIGUSR1)
     assert client.wait(20) == 75
     wait_for(lambda: not members(some.job), "the server is left")
-    other.communicate()
 
 
 def test_a_server_that_does_not_answer_is_done_without(tmp_path):

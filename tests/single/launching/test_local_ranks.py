@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -20,48 +19,56 @@ import pytest
 
 from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching import capacity, forker, preload, rank_exit, supervisor
+from hvdtrain.launching import capacity, preload, rank_exit
+from hvdtrain.launching.forker import Forker
 from hvdtrain.launching.local_rendezvous import Meeting
+from hvdtrain.launching.supervisor import Supervisor
 from hvdtrain.starter import parse
-from tests.e2e.launchers import MARK, PYTHON, environment, kill, launch, members, new_job
+from tests.e2e.launchers import PYTHON, members, running
 from tests.waiting import wait_for
 
-STARTER = f"{PYTHON} {shlex.quote(str(Path(__file__).parent / 'local_ranks.py'))} --oversubscribe"
+STARTER = f"{PYTHON} {shlex.quote(str(Path(__file__).parent / 'without_imports.py'))} starter --oversubscribe"
 SLEEP = "import time; time.sleep(600)"
+READY = f"print('ready', flush=True)\n{SLEEP}"
+HOST = socket.gethostname()
 
 
 # ---- what fits
 
 
 @pytest.mark.parametrize(
-    ("devices", "variables", "gpus"),
+    ("devices", "visible", "gpus"),
     [
-        ([], {}, 0),
-        (["nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1"], {}, 2),
-        (["nvidia0", "nvidia1"], {"CUDA_VISIBLE_DEVICES": "1"}, 1),
-        (["nvidia0", "nvidia1"], {"CUDA_VISIBLE_DEVICES": ""}, 0),
-        (["nvidia0", "nvidia1"], {"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
-        (["nvidia0"], {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 1),  # two of which are not there
-        (["nvidia0"], {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2),
-        ([], {"CUDA_VISIBLE_DEVICES": "0,1"}, 0),
+        ([], None, 0),
+        (["nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1"], None, 2),
+        (["nvidia0", "nvidia1"], "1", 1),
+        (["nvidia0", "nvidia1"], "", 0),
+        (["nvidia0", "nvidia1"], "0,-1,1", 1),
+        (["nvidia0"], "0,1,2", 1),  # two of which are not there
+        (["nvidia0"], "MIG-a,MIG-b", 2),
+        ([], "0,1", 0),
     ],
 )
-def test_gpus_are_counted_without_cuda(devices, variables, gpus, tmp_path):
+def test_gpus_are_counted_without_cuda(devices, visible, gpus, tmp_path):
     for name in devices:
         (tmp_path / name).touch()
-    assert capacity.gpus_here(variables, tmp_path) == gpus
+    assert capacity.gpus_here({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == gpus
 
 
 def test_ranks_that_do_not_fit_are_refused_with_what_to_type():
     capacity.refuse_too_many_for_cores(8, 8, "none")
-    with pytest.raises(UserError, match=r"--local-ranks 9, but 8 cores here: use --local-ranks 8, or add --oversub"):
-        capacity.refuse_too_many_for_cores(9, 8, "none")
     with pytest.raises(UserError, match=r"but 1 core here: give the task more \(srun --cpus-per-task=8\), use"):
         capacity.refuse_too_many_for_cores(8, 1, "Slurm")
     capacity.refuse_too_many_for_gpus(8, 0)  # they train on the CPU
     capacity.refuse_too_many_for_gpus(4, 4)
     with pytest.raises(UserError, match=r"--local-ranks 5, but 4 GPUs here: use --local-ranks 4, or add --oversub"):
         capacity.refuse_too_many_for_gpus(5, 4)
+    cores = math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota()))
+    words = [sys.executable, "-m", "hvdtrain.starter", "--local-ranks", str(cores + 1), "-m", "hvdtrain.mnist"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    said = f"--local-ranks {cores + 1}, but {cores} core{'s'[: cores > 1]} here: use --local-ranks {cores}, or add --oversub"
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done
+    assert done.stderr.startswith(f"hvdtrain.starter: error: {said}"), done
 
 
 @pytest.mark.parametrize(
@@ -70,14 +77,6 @@ def test_ranks_that_do_not_fit_are_refused_with_what_to_type():
 def test_options_that_make_no_sense_are_refused(words):
     with pytest.raises(UserError, match="--local-ranks"):
         parse(words.split())
-
-
-def test_more_ranks_than_cores_are_refused_by_the_command():
-    cores = len(os.sched_getaffinity(0))
-    done = launch(f"{PYTHON} -m hvdtrain.starter --local-ranks {cores + 1} -m hvdtrain.mnist", timeout=60)
-    assert done.code == 2, done
-    assert done.stderr.startswith(f"hvdtrain.starter: error: --local-ranks {cores + 1}, but "), done
-    assert len(done.stderr.splitlines()) == 1, done
 
 
 # ---- what is imported before the fork
@@ -112,86 +111,92 @@ def test_a_module_that_starts_a_thread_or_cannot_be_imported_is_refused(tmp_path
     assert sys.modules["harmless"].loaded
     with pytest.raises(UserError, match="--import broken cannot be imported: ZeroDivisionError"):
         preload.preload("", ["broken"])
+    said = "--import with_thread starts threads, which does not survive a fork: leave it out"
     try:
-        with pytest.raises(
-            UserError, match="--import with_thread starts threads, which does not survive a fork: leave it out"
-        ):
+        with pytest.raises(UserError, match=said):
             preload.preload("", ["with_thread"])
     finally:
         sys.modules["with_thread"].over.set()
 
 
-def test_forked_ranks_do_not_draw_the_same_numbers():
-    numpy = pytest.importorskip("numpy")
-    before = numpy.random.get_state()
-    try:
-        numpy.random.seed(1)
-        first = numpy.random.random()
-        numpy.random.seed(1)
-        preload.fresh_generators()
-        assert numpy.random.random() != first
-    finally:
-        numpy.random.set_state(before)
-
-
 # ---- how ranks begin and end
 
 
-def start(tmp_path: Path, script: str, ranks: int, options: str = "", *, timeout: float = 60, **extra):
-    """Run `script` on so many ranks to the end of all, and of whatever they started."""
-    (tmp_path / "script.py").write_text(script)
-    done = launch(
-        f"{STARTER} --local-ranks {ranks} {options} {tmp_path}/script.py", timeout=timeout, cwd=tmp_path, **extra
-    )
-    assert done.left_behind == 0, done
-    return done
+class Started:
+    """A starter and its ranks."""
+
+    def __init__(self, process: subprocess.Popen[str], job: str):
+        self.process, self.job = process, job
+
+    def lines(self, count: int) -> list[str]:
+        return [self.process.stdout.readline() for _ in range(count)]
+
+    def send(self, number: int) -> "Started":
+        self.process.send_signal(number)
+        return self
+
+    def ends(self) -> tuple[int, str, str]:
+        """Wait for the end of all its processes. Return exit code, output and errors."""
+        out, err = self.process.communicate(timeout=60)
+        wait_for(lambda: not members(self.job), "what was started is left", 20)
+        return self.process.returncode, out, err
 
 
-def test_each_rank_is_the_program_with_a_place_of_its_own(tmp_path):
+@pytest.fixture
+def start(tmp_path):
+    """Start ranks that run `script` in `folder`. settings: of without_imports.py."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(script: str, ranks: int = 2, options: str = "", folder: str = ".", settings=(), **variables: str):
+            directory = tmp_path / folder
+            directory.mkdir(exist_ok=True)
+            (directory / "script.py").write_text(script)
+            words = f"{STARTER} --local-ranks {ranks} {options} script.py"
+            env = {"SETTINGS": json.dumps(dict(settings))} | variables
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            return Started(*stack.enter_context(running(words, env=env, cwd=directory, **pipes)))
+
+        yield begin
+
+
+def test_each_rank_is_the_program_with_a_place_and_numbers_of_its_own(start, monkeypatch):
     script = """
 import os, sys
 names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "CONTROLLER", "GLOO_IFACE")
 print(__name__, sys.argv[1:], sys.path[0] == os.getcwd(), os.environ["OMP_NUM_THREADS"], len(os.listdir("/proc/self/task")),
       *(os.environ["HOROVOD_" + name] for name in names))
 """
-    done = start(tmp_path, script + "\n#", 3, "--start-timeout 1e9", OMP_NUM_THREADS="5")
-    assert done.code == 0, done
+    code, out, err = start(script, 3, "--start-timeout 1e9", OMP_NUM_THREADS="5").ends()
     expected = [f"__main__ [] True 5 1 {rank} 3 {rank} 3 0 1 gloo lo" for rank in range(3)]
-    assert sorted(done.stdout.splitlines()) == expected, done
-    assert done.stderr == "", done
-
-
-def test_each_rank_has_its_share_of_the_hosts_threads(tmp_path):
-    cores = math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota()))
-    for ranks in (1, 2):
-        done = start(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'])", ranks)
-        assert done.stdout.split() == [str(max(1, cores // ranks))] * ranks, done
+    assert (code, sorted(out.splitlines()), err) == (0, expected, "")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script = "import os, numpy.random; print(os.environ['OMP_NUM_THREADS'], numpy.random.random())"
+    code, out, err = start(script, 2, "--import numpy", settings={"import": True}).ends()
+    assert (code, err) == (0, "")
+    threads, drawn = zip(*(line.split() for line in out.splitlines()), strict=True)
+    share = math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota())) // 2
+    assert threads == (str(max(1, share)),) * 2
+    assert len(set(drawn)) == 2
 
 
 @pytest.mark.parametrize(
     ("first", "code", "said"),
     [
-        ("raise SystemExit(5)", 5, "rank 1 on HOST ended with exit code 5: ending the other ranks"),
-        ("1 / 0", 1, "rank 1 on HOST ended with exit code 1: ending the other ranks"),
-        (
-            "import os; os.kill(os.getpid(), 9)",
-            137,
-            "rank 1 on HOST was killed by SIGKILL (out of memory?): ending the other ranks",
-        ),
+        ("raise SystemExit(5)", 5, "ended with exit code 5"),
+        ("1 / 0", 1, "ended with exit code 1"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL (out of memory?)"),
     ],
 )
-def test_the_first_rank_that_fails_ends_the_others_and_gives_the_code(tmp_path, first, code, said):
-    script = f"import os\nif os.environ['HOROVOD_RANK'] == '1':\n    {first}\n{SLEEP}"
-    done = start(tmp_path, script, 3)
-    assert done.code == code, done
-    assert f"hvdtrain.starter: error: {said.replace('HOST', socket.gethostname())}" in done.stderr, done
+def test_the_first_rank_that_fails_ends_the_others_and_gives_the_code(start, first, code, said):
+    ended, _, err = start(f"import os\nif os.environ['HOROVOD_RANK'] == '1':\n    {first}\n{SLEEP}", 3).ends()
+    assert ended == code
+    assert f"hvdtrain.starter: error: rank 1 on {HOST} {said}: ending the other ranks" in err
     if "1 / 0" in first:  # its own error, in its own words, and nothing of ours around it
-        assert "ZeroDivisionError: division by zero" in done.stderr, done
-        assert "forker.py" not in done.stderr, done
-        assert "starter.py" not in done.stderr, done
+        assert "ZeroDivisionError: division by zero" in err
+        assert "hvdtrain/" not in err
 
 
-def test_a_rank_ends_as_under_the_interpreter(tmp_path):
+def test_a_rank_ends_as_under_the_interpreter(start, tmp_path):
     """With threads that it still has, with what it registered, with files that it did not close, with objects told."""
     script = """
 import atexit, os, threading, time, weakref
@@ -211,14 +216,12 @@ threading.Thread(target=later).start()
 print("no line end", end="")
 """
     (tmp_path / "beside.py").write_text("left_open = open('left_open.beside', 'w'); left_open.write('written')")
-    done = start(tmp_path, script, 1)
-    assert done.code == 0, done
-    assert done.stdout == "no line endthread\nregistered\nfinalized\ntold\n", done
+    assert start(script, 1).ends() == (0, "no line endthread\nregistered\nfinalized\ntold\n", "")
     assert (tmp_path / "left_open.0").read_text() == "written"
     assert (tmp_path / "left_open.beside").read_text() == "written"
 
 
-def test_ranks_share_a_module_of_the_forker_and_run_its_exit_handlers_but_not_its_finalizers(tmp_path):
+def test_ranks_share_a_module_of_the_forker_and_run_its_exit_handlers_but_not_its_finalizers(start, tmp_path):
     (tmp_path / "shared.py").write_text("""
 import atexit, os, weakref
 class Owned: pass
@@ -227,9 +230,9 @@ weakref.finalize(owned, print, "finalized", flush=True)
 atexit.register(print, "registered", flush=True)
 """)
     script = "import os, shared; print(shared.pid == os.getppid(), flush=True)"
-    done = start(tmp_path, script, 2, "--import shared", SETTINGS='{"import": true}', PYTHONPATH=str(tmp_path))
-    assert done.code == 0, done
-    assert sorted(done.stdout.splitlines()) == ["True", "True", "registered", "registered"], done
+    variables = {"settings": {"import": True}, "PYTHONPATH": str(tmp_path)}
+    code, out, err = start(script, 2, "--import shared", **variables).ends()
+    assert (code, sorted(out.splitlines())) == (0, ["True", "True", "registered", "registered"]), err
 
 
 @pytest.mark.parametrize(
@@ -239,7 +242,7 @@ def test_every_way_to_exit_gives_pythons_code(end, code, said, capsys):
     assert (rank_exit.code_of(SystemExit(end)), capsys.readouterr().err) == (code, said)
 
 
-def test_a_rank_that_does_not_hear_sigterm_is_killed(tmp_path):
+def test_a_rank_that_does_not_hear_sigterm_is_killed(start):
     script = f"""
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -247,57 +250,24 @@ if os.environ["HOROVOD_RANK"] == "1":
     time.sleep(0.5)
     raise SystemExit(7)
 {SLEEP}"""
-    assert start(tmp_path, script, 2, SETTINGS='{"grace": 0.2}').code == 7
+    assert start(script, settings={"grace": 0.2}).ends()[0] == 7
 
 
 @pytest.mark.parametrize("code", [75, 3])
-def test_ranks_that_decided_together_to_end_are_given_the_time_for_it(tmp_path, code):
+def test_ranks_that_decided_together_to_end_are_given_the_time_for_it(start, tmp_path, code):
     script = f"""
 import os, time
 if os.environ["HOROVOD_RANK"] == "0":
     time.sleep(1)
     open("saved", "w").close()
 raise SystemExit({code})"""
-    done = start(tmp_path, script, 3)
-    assert done.code == code, done
-    assert done.stderr == "", done
+    assert start(script, 3).ends() == (code, "", "")
     assert (tmp_path / "saved").exists()
 
 
-def test_what_a_program_without_a_module_says_is_one_line(tmp_path):
-    done = launch(f"{STARTER} --local-ranks 3 -m no.such_module", timeout=60, cwd=tmp_path)
-    assert done.code == 2, done
-    assert done.stderr == (
-        "hvdtrain.starter: error: -m no.such_module: no such module here; name a module that `python -m` finds, or a file\n"
-    )
-
-
-class Running:
-    """A starter that runs until it is told otherwise."""
-
-    def __init__(self, tmp_path: Path, script: str, ranks: int, options: str = "", **extra: str):
-        (tmp_path / "script.py").write_text(script)
-        self.job = new_job()
-        words = shlex.split(f"{STARTER} --local-ranks {ranks} {options} {tmp_path}/script.py")
-        self.process = subprocess.Popen(
-            words, cwd=tmp_path, env=environment(**{MARK: self.job}, **extra), stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-
-    def wait_for_lines(self, count: int) -> list[str]:
-        return [self.process.stdout.readline() for _ in range(count)]
-
-    def ends(self, timeout: float = 60) -> tuple[int, str, str]:
-        try:
-            out, err = self.process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            kill(self.job)
-            raise AssertionError("not over") from None
-        try:
-            wait_for(lambda: not members(self.job), "what was started is left", 20)
-        finally:
-            kill(self.job)
-        return self.process.returncode, out, err
+def test_what_a_program_without_a_module_says_is_one_line(start):
+    said = "-m no.such_module: no such module here; name a module that `python -m` finds, or a file"
+    assert start("", 3, "-m no.such_module").ends() == (2, "", f"hvdtrain.starter: error: {said}\n")
 
 
 HEARS = """
@@ -314,89 +284,57 @@ raise SystemExit(75)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("whole_group", [False, True])
-def test_signals_reach_each_rank_once(tmp_path, number, whole_group):
-    run = Running(tmp_path, HEARS, 2)
-    assert run.wait_for_lines(2) == ["ready\n"] * 2
-    if whole_group:  # as a terminal does
-        os.killpg(run.process.pid, number)
-    else:
-        run.process.send_signal(number)
-    code, out, err = run.ends()
-    assert (code, out, err) == (75, f"{number.name}\n" * 2, "")
+@pytest.mark.parametrize(
+    ("number", "whole_group", "heard"),
+    [
+        ("SIGINT", True, "SIGINT"),  # as a terminal does
+        ("SIGINT", False, "SIGINT"),
+        ("SIGTERM", True, "SIGTERM"),
+        ("SIGUSR1", False, "SIGUSR1"),
+        ("SIGHUP", False, "SIGTERM"),  # a closed terminal
+    ],
+)
+def test_signals_reach_each_rank_once(start, number, whole_group, heard):
+    run = start(HEARS)
+    assert run.lines(2) == ["ready\n"] * 2
+    (os.killpg if whole_group else os.kill)(run.process.pid, signal.Signals[number])
+    assert run.ends() == (75, f"{heard}\n" * 2, "")
+
+
+def test_a_closed_terminal_is_ignored_under_nohup(start):
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    try:
+        run = start(HEARS)
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    run.lines(2)
+    run.send(signal.SIGHUP)
+    time.sleep(0.5)  # SIGTERM would be heard first
+    assert run.send(signal.SIGUSR1).ends() == (75, "SIGUSR1\n" * 2, "")
 
 
 def test_a_signal_reaches_a_rank_whose_pid_is_heard_of_later():
     """The program may be ready, and be sent a signal, before the starter has read the pids of all ranks."""
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    listener = forker.listen()
-    imported, done = os.pipe()
-    os.write(done, b".")
-    # The forker, and two ranks.
-    started = [subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(3)]
-    ranks = started[1:]
-
-    def fork() -> None:
-        for rank in ranks:
-            end = listener.accept()[0]
-            end.sendall(b"%d\n" % rank.pid)
-            if rank is ranks[0]:
-                while not supervised._pids:
-                    time.sleep(0.01)
-                os.kill(os.getpid(), signal.SIGUSR1)
-            code = rank.wait(timeout=30)
-            end.sendall(b"%d\n" % code)
-
-    made = forker.Forker(started[0].pid, listener.getsockname(), imported)
-    meeting = Meeting(0, 1, "127.0.0.1", 0, None, 30)
-    supervised = supervisor.Supervisor(made, ["x.py"], 2, meeting)
-    forks = threading.Thread(target=fork)
-    forks.start()
-    try:
-        assert supervised.run() == 128 + signal.SIGUSR1
-        forks.join(30)
-        assert [rank.returncode for rank in ranks] == [-signal.SIGUSR1] * 2
-    finally:
-        signal.set_wakeup_fd(-1)
-        for number, handler in handlers.items():
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                signal.signal(number, handler)
-        for each in started:
-            each.kill()
-        listener.close()
-        os.close(imported)
-        os.close(done)
+    run = Supervisor(Forker(0, b"", 0), ["x.py"], 2, Meeting(0, 1, "127.0.0.1", 0, None, 1.0))
+    pairs = [socket.socketpair() for _ in range(2)]
+    run._connections = [connection for connection, _ in pairs]
+    with subprocess.Popen(["sleep", "600"]) as first, subprocess.Popen(["sleep", "600"]) as second:
+        for local_rank, rank in enumerate((first, second)):
+            pairs[local_rank][1].sendall(b"%d\n" % rank.pid)
+            run._hear_forker(local_rank)
+            if rank is first:
+                run._hand_on(signal.SIGUSR1)
+        assert [rank.wait(20) for rank in (first, second)] == [-signal.SIGUSR1] * 2
+    run._signals.close()
+    for connection in (each for pair in pairs for each in pair):
+        connection.close()
 
 
-def test_a_closed_terminal_asks_the_ranks_to_stop_unless_nohup_has_it_ignored(tmp_path):
-    run = Running(tmp_path, HEARS, 2)
-    run.wait_for_lines(2)
-    run.process.send_signal(signal.SIGHUP)
-    assert run.ends() == (75, "SIGTERM\n" * 2, "")
-    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
-    try:
-        run = Running(tmp_path, HEARS, 2)
-    finally:
-        signal.signal(signal.SIGHUP, handler)
-    run.wait_for_lines(2)
-    run.process.send_signal(signal.SIGHUP)
-    time.sleep(0.5)  # SIGTERM would be heard first
-    run.process.send_signal(signal.SIGUSR1)
-    assert run.ends() == (75, "SIGUSR1\n" * 2, "")
-
-
-def test_ranks_that_a_signal_ends_give_its_code(tmp_path):
-    run = Running(tmp_path, f"print('ready', flush=True)\n{SLEEP}", 2)
-    run.wait_for_lines(2)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.ends() == (143, "", "")
-
-
-def test_a_rank_that_has_failed_and_waits_for_the_others_at_its_end_ends_them(tmp_path):
+def test_a_rank_that_has_failed_and_waits_for_the_others_at_its_end_ends_them(start, tmp_path):
     """As `hvd.shutdown` does, which Horovod has registered for the end of the interpreter."""
     script = f"""
-import atexit, os, time
+import atexit, os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
 def finish():
     while not os.path.exists("released"):
         time.sleep(0.01)
@@ -411,75 +349,50 @@ try:
     {SLEEP}
 finally:
     open("released", "w").close()"""
-    script = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(4))\n" + script
-    done = start(tmp_path, script, 2)
-    assert done.code == 1, done
-    assert f"rank 1 on {socket.gethostname()} ended with exit code 1: ending the other ranks" in done.stderr, done
-    assert (tmp_path / "finished").exists(), done
+    code, _, err = start(script).ends()
+    assert code == 1
+    assert f"rank 1 on {HOST} ended with exit code 1: ending the other ranks" in err
+    assert (tmp_path / "finished").exists()
 
 
-def test_an_interrupt_that_the_program_does_not_handle_gives_its_code(tmp_path):
-    run = Running(tmp_path, f"print('ready', flush=True)\n{SLEEP}", 2)
-    run.wait_for_lines(2)
-    run.process.send_signal(signal.SIGINT)
-    code, out, err = run.ends()
-    assert (code, out) == (130, ""), err
-    assert "KeyboardInterrupt" in err
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize("imports", [False, True])
+def test_a_signal_that_nobody_handles_leaves_nothing(start, number, code, imports):
+    """Sent to the starter while its ranks run, or while it imports. It exits with the signal's code."""
+    run = start(READY, settings={"import_seconds": 600 * imports})
+    if imports:
+        wait_for(lambda: len(members(run.job)) >= 2, "nothing is imported")
+        time.sleep(0.3)
+    else:
+        run.lines(2)
+    ended, out, err = run.send(number).ends()
+    assert (ended, out) == (code, "")
     assert "hvdtrain.starter" not in err
+    assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT and not imports)
 
 
-def test_the_third_request_is_the_last(tmp_path):
-    script = f"import signal; signal.signal(2, signal.SIG_IGN); print('ready', flush=True)\n{SLEEP}"
-    run = Running(tmp_path, script, 2)
-    run.wait_for_lines(2)
+def test_a_signal_during_the_meeting_leaves_nothing(start):
+    run = start(SLEEP, **host(0, 2, free_port()))
+    assert "waiting for 1 of 2" in run.process.stderr.readline()
+    assert run.send(signal.SIGINT).ends()[0] == 130
+
+
+def test_the_third_request_is_the_last(start):
+    run = start(f"import signal; signal.signal(2, signal.SIG_IGN); {READY}")
+    run.lines(2)
     for _ in range(3):
-        run.process.send_signal(signal.SIGINT)
+        run.send(signal.SIGINT)
         time.sleep(0.2)
     assert run.ends()[0] == 130
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_the_import_leaves_nothing(tmp_path, number):
-    run = Running(tmp_path, SLEEP, 2, SETTINGS='{"import_seconds": 600}')
-    wait_for(lambda: len(members(run.job)) >= 2, "nothing is imported")
-    time.sleep(0.3)
-    run.process.send_signal(number)
-    code, out, err = run.ends()
-    assert code == 128 + number, (out, err)
-    assert out == err == ""
-
-
-def test_a_signal_during_the_meeting_leaves_nothing(tmp_path):
-    run = Running(tmp_path, SLEEP, 2, **host(0, 2, free_port()))
-    assert "waiting for 1 of 2" in run.process.stderr.readline()
-    run.process.send_signal(signal.SIGINT)
-    assert run.ends()[0] == 130
-
-
-def test_ranks_end_when_the_starter_is_killed(tmp_path):
-    run = Running(tmp_path, f"print('ready', flush=True)\n{SLEEP}", 3)
-    run.wait_for_lines(3)
-    run.process.kill()
-    assert run.ends()[0] == -9
-
-
-def test_the_import_ends_when_the_starter_is_killed(tmp_path):
-    run = Running(tmp_path, SLEEP, 3, SETTINGS='{"import_seconds": 600}')
-    wait_for(lambda: len(members(run.job)) >= 2, "nothing is imported")
-    time.sleep(0.3)
-    run.process.kill()
-    assert run.ends()[0] == -9
-
-
-def test_an_import_that_hangs_is_ended(tmp_path):
-    hangs = {"SETTINGS": '{"import_seconds": 600}'}
-    for options, variables in (("--start-timeout 0.5", {}), ("", {"HVDTRAIN_START_TIMEOUT": "0.5"})):
-        done = start(tmp_path, SLEEP, 2, options, **hangs, **variables)
-        assert done.code == 1, done
-        assert (
-            "the program's modules were not imported within 0 s: look at the file system that Python is on"
-            in done.stderr
-        )
+def test_an_import_that_hangs_is_ended(start, monkeypatch):
+    code, _, err = start(SLEEP, 2, "--start-timeout 0.5", settings={"import_seconds": 600}).ends()
+    assert code == 1
+    assert "the program's modules were not imported within 0 s: look at the file system that Python is on" in err
+    assert 'without_imports.py", line ' in err  # where
+    monkeypatch.setenv("HVDTRAIN_START_TIMEOUT", "7")
+    assert parse(["x.py"])[0].start_timeout == 7
 
 
 # ---- several hosts, here all on this one
@@ -494,57 +407,45 @@ def host(number: int, size: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "RANK": str(number)}
 
 
-def test_hosts_may_bring_different_numbers_of_ranks(tmp_path):
+def test_hosts_may_bring_different_numbers_of_ranks(start):
     script = "import os; print(*(os.environ[name] for name in ('HOROVOD_RANK', 'HOROVOD_SIZE', 'RANK', 'WORLD_SIZE')))"
-    port, runs = free_port(), []
-    for number, ranks in enumerate((2, 1, 3)):
-        (tmp_path / str(number)).mkdir()
-        runs.append(Running(tmp_path / str(number), script, ranks, **host(number, 3, port)))
-    ends = [run.ends() for run in runs]
-    assert [code for code, _, _ in ends] == [0, 0, 0], ends
-    lines = [sorted(out.splitlines()) for _, out, _ in ends]
-    assert lines == [[f"{rank} 6 {rank} 6" for rank in ranks] for ranks in ([0, 1], [2], [3, 4, 5])], ends
-
-
-def test_a_host_that_still_imports_is_named(tmp_path):
     port = free_port()
-    first = Running(tmp_path, "print('done')", 1, **host(0, 2, port))
-    slow = Running(tmp_path, "print('done')", 1, SETTINGS='{"import_seconds": 1.5}', **host(1, 2, port))
+    runs = [start(script, ranks, **host(number, 3, port)) for number, ranks in enumerate((2, 1, 3))]
+    ends = [run.ends() for run in runs]
+    lines = [(code, sorted(out.splitlines())) for code, out, _ in ends]
+    assert lines == [(0, [f"{rank} 6 {rank} 6" for rank in ranks]) for ranks in ([0, 1], [2], [3, 4, 5])], ends
+
+
+def test_a_host_that_still_imports_is_named(start):
+    port = free_port()
+    first = start("print('done')", 1, **host(0, 2, port))
+    slow = start("print('done')", 1, settings={"import_seconds": 1.5}, **host(1, 2, port))
     code, out, err = first.ends()
     assert (code, out) == (0, "done\n"), err
-    assert f"still importing: {socket.gethostname()}" in err
+    assert f"still importing: {HOST}" in err
     assert slow.ends() == (0, "done\n", "")
 
 
+@pytest.mark.parametrize("imports", [True, False])
 @pytest.mark.parametrize("breaks", [0, 1])
-def test_an_import_that_fails_on_one_host_ends_the_others(tmp_path, breaks):
-    port, runs = free_port(), []
+def test_what_fails_on_one_host_ends_the_others(start, breaks, imports):
+    """Its import, or one of its ranks."""
+    port, script = free_port(), SLEEP
+    if not imports:
+        script = f"import os\nif os.environ['HOROVOD_RANK'] == '{2 * breaks}': os.kill(os.getpid(), 11)\n{SLEEP}"
+    runs = []
     for number in range(2):
-        (tmp_path / str(number)).mkdir()
-        settings = json.dumps({"import_error": "no disk"} if number == breaks else {})
-        runs.append(Running(tmp_path / str(number), SLEEP, 2, SETTINGS=settings, **host(number, 2, port)))
+        settings = {"import_error": "no disk"} if imports and number == breaks else {}
+        runs.append(start(script, folder=str(number), settings=settings, **host(number, 2, port)))
     ends = [run.ends() for run in runs]
-    assert [code for code, _, _ in ends] == [1, 1], ends
-    assert "ZeroDivisionError: no disk" in ends[breaks][2]
+    assert [ends[breaks][0], ends[1 - breaks][0]] == [1 if imports else 139, 1], ends
+    assert not imports or "ZeroDivisionError: no disk" in ends[breaks][2]
     if breaks == 1:  # the first host says it, too; the others need not
-        assert f"error: {socket.gethostname()}: its import ended with code 1" in ends[0][2]
+        said = f"error: {HOST}: its import ended with code 1" if imports else "rank 2 was killed by SIGSEGV"
+        assert said in ends[0][2]
 
 
-@pytest.mark.parametrize("breaks", [0, 1])
-def test_a_rank_that_is_killed_on_one_host_ends_the_ranks_of_the_others(tmp_path, breaks):
-    port, runs = free_port(), []
-    script = f"import os\nif os.environ['HOROVOD_RANK'] == '{2 * breaks}': os.kill(os.getpid(), 11)\n{SLEEP}"
-    for number in range(2):
-        (tmp_path / str(number)).mkdir()
-        runs.append(Running(tmp_path / str(number), script, 2, **host(number, 2, port)))
-    ends = [run.ends() for run in runs]
-    assert [ends[breaks][0], ends[1 - breaks][0]] == [139, 1], ends
-    if breaks == 1:
-        assert "rank 2 was killed by SIGSEGV" in ends[0][2]
-
-
-def test_a_host_that_does_not_come_is_named(tmp_path):
-    run = Running(tmp_path, SLEEP, 2, "--wait 0.5", **host(0, 2, free_port()))
-    code, _, err = run.ends()
+def test_a_host_that_does_not_come_is_named(start):
+    code, _, err = start(SLEEP, 2, "--wait 0.5", **host(0, 2, free_port())).ends()
     assert code == 2, err
     assert "rank 1 did not connect to 127.0.0.1:" in err

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = [
     "benchmark", "data.make_shards", "doctor", "gpu_day", "imagenet", "lm", "mnist", "reduce", "report", "scaling",
 ]  # fmt: skip
-LOCAL_RANKS = shlex.quote(str(ROOT / "tests" / "single" / "launching" / "local_ranks.py"))
+LOCAL_RANKS = shlex.quote(str(ROOT / "tests" / "single" / "launching" / "without_imports.py"))
 STATE = (
     "import gc, sys, threading; print(gc.isenabled(), threading.active_count(), len(sys.meta_path), file=sys.stderr)"
 )
@@ -86,7 +86,7 @@ def test_it_stays_off_in_a_program_that_has_disabled_it():
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 @pytest.mark.parametrize(
-    "command", ["-m hvdtrain.starter", "-m hvdtrain.tuned", f"{LOCAL_RANKS} --local-ranks 1 --oversubscribe"],
+    "command", ["-m hvdtrain.starter", "-m hvdtrain.tuned", f"{LOCAL_RANKS} starter --local-ranks 1 --oversubscribe"],
     ids=["starter", "tuned", "local ranks"],
 )  # fmt: skip
 def test_standard_streams_may_be_closed(command, closed, tmp_path):

@@ -1,6 +1,6 @@
-"""`hvdtrain.starter` as it is, but for what it imports: nothing, so that its ranks cost no more than a fork.
+"""`hvdtrain.starter` or `hvdtrain.launching.forker` as it is, but for what it imports: nothing, so that ranks cost a fork.
 
-SETTINGS='{"import_seconds": 60, "grace": 0.2}' python tests/single/launching/local_ranks.py --local-ranks 2 script.py
+SETTINGS='{"import_seconds": 60, "grace": 0.2}' python tests/single/launching/without_imports.py starter --local-ranks 2 x.py
 """
 
 import importlib
@@ -10,7 +10,7 @@ import sys
 import time
 
 from hvdtrain import starter
-from hvdtrain.launching import exit_codes, local_rendezvous, preload, supervisor
+from hvdtrain.launching import exit_codes, forker, local_rendezvous, preload, supervisor
 
 SETTINGS = json.loads(os.environ.get("SETTINGS", "{}"))
 
@@ -27,5 +27,7 @@ preload.preload = no_preload
 supervisor.GRACE_SECONDS = SETTINGS.get("grace", supervisor.GRACE_SECONDS)
 supervisor.FAILURE_SECONDS = local_rendezvous.FAILURE_SECONDS = 0.2
 local_rendezvous.SAY_SECONDS = 0.3
+if sys.argv.pop(1) == "forker":
+    sys.exit(forker.main())
 sys.argv[0] = starter.__file__
 exit_codes.run(starter.main)
