@@ -171,7 +171,7 @@ print(__name__, sys.argv[1:], sys.path[0] == os.getcwd(), os.environ["OMP_NUM_TH
     assert (code, sorted(out.splitlines()), err) == (0, expected, "")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = "import os, numpy.random; print(os.environ['OMP_NUM_THREADS'], numpy.random.random())"
-    code, out, err = start(script, 2, "--import numpy", settings={"import": True}).ends()
+    code, out, err = start(script, 2, "--import numpy.random", settings={"import": True}).ends()
     assert (code, err) == (0, "")
     threads, drawn = zip(*(line.split() for line in out.splitlines()), strict=True)
     share = math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota())) // 2
