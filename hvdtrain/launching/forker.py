@@ -76,7 +76,7 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(imported)
     how = "look at the file system that Python is on, or raise --start-timeout"
-    said = f"hvdtrain.starter: error: the program's modules were not imported within {import_seconds:.0f} s: {how}"
+    said = f"hvdtrain.starter: error: its modules were not imported within {import_seconds:.0f} s: {how}"
     with import_timeout.limited(import_seconds, said):
         import_once(run_script.source(run_script.find(words)), asked)
     if not oversubscribe and reduces_on_gpus():

@@ -389,7 +389,7 @@ def test_the_third_request_is_the_last(start):
 def test_an_import_that_hangs_is_ended(start, monkeypatch):
     code, _, err = start(SLEEP, 2, "--start-timeout 0.5", settings={"import_seconds": 600}).ends()
     assert code == 1
-    assert "the program's modules were not imported within 0 s: look at the file system that Python is on" in err
+    assert "its modules were not imported within 0 s: look at the file system that Python is on" in err
     assert 'without_imports.py", line ' in err  # where
     monkeypatch.setenv("HVDTRAIN_START_TIMEOUT", "7")
     assert parse(["x.py"])[0].start_timeout == 7

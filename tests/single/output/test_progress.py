@@ -280,3 +280,24 @@ def test_a_launcher_whose_output_nobody_reads_is_not_waited_for(monkeypatch, tmp
         looking.join(10)
         launcher.kill()
         assert not looking.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("words", "draws"),
+    [
+        ("mpirun -np 2 python x.py --output-dir out", True),
+        ("mpirun --tag-output -np 2 python x.py", False),
+        ("mpirun --output tag -np 2 python x.py", False),
+    ],
+)
+def test_a_bar_is_drawn_where_mpirun_passes_lines_on_unchanged(words, draws, monkeypatch):
+    ours, its = os.openpty()
+    with subprocess.Popen(["sleep", "100"], stdout=its) as launcher:
+        found = [processes.Process(launcher.pid, 0, "mpirun")]
+        monkeypatch.setattr(terminal.processes, "launchers", lambda: found)
+        monkeypatch.setattr(terminal.processes, "command_line", lambda pid: words.split())
+        screen = terminal.find()
+        launcher.kill()
+    assert (screen is not None) == draws
+    for descriptor in (ours, its, *([screen.device] if screen else [])):
+        os.close(descriptor)
