@@ -115,8 +115,8 @@ EFFECTS: dict[str, list[Tests]] = {
         TUNED + "repeatable_gives_the_same_bits_on_three_ranks": "--repeatable",
     }],
     "starter": [{
-        RANKS + "each_rank_is_the_program_with_a_place_of_its_own": "--local-ranks",
-        RANKS + "more_ranks_than_cores_are_refused_by_the_command": "--oversubscribe",
+        RANKS + "each_rank_is_the_program_with_a_place_and_numbers_of_its_own": "--local-ranks",
+        RANKS + "ranks_that_do_not_fit_are_refused_with_what_to_type": "--oversubscribe",
         RANKS + "a_module_that_starts_a_thread_or_cannot_be_imported_is_refused": "--import",
         RANKS + "a_host_that_does_not_come_is_named": "--wait",
         RANKS + "an_import_that_hangs_is_ended": "--start-timeout",

@@ -231,9 +231,8 @@ def test_resume_never_begins_anew_and_a_path_starts_from_it(run, tmp_path):
 def test_a_device_that_is_chosen(choice, expected, engine, monkeypatch):
     """On a machine with a GPU, as far as torch says."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name in ("init", "set_device"):
-        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr("hvdtrain.engines.gpu.take", lambda index: torch.device("cuda", index))
     assert engine.choose_device(choice).type == expected
 
 

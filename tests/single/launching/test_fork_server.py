@@ -115,8 +115,13 @@ def test_nothing_is_handed_to_another_users_server(server):
 
 
 def waiting(server: Server) -> tuple[subprocess.Popen, int]:
+    """Return a client and its rank's pid, once the client forwards signals: the rank may be ready before it."""
     client = server.client()
-    return client, int(client.stdout.readline())
+    rank = int(client.stdout.readline())
+    status = Path(f"/proc/{client.pid}/status")
+    caught = 1 << (signal.SIGUSR1 - 1)
+    wait_for(lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & caught, "it forwards nothing", 20)
+    return client, rank
 
 
 def test_signals_and_ends_go_through_the_client(server):

@@ -102,6 +102,7 @@ def later():
 def test_a_module_that_starts_a_thread_or_cannot_be_imported_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(preload, "FIRST", ())
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)  # of an earlier test
     (tmp_path / "with_thread.py").write_text(
         "import threading\nover = threading.Event()\nthreading.Thread(target=over.wait, daemon=True).start()\n"
     )
