@@ -83,9 +83,9 @@ class Plan:
         return steps(rest, self.rank, self.size, self.batch_size, self.accumulate, self.global_batch)
 
     def steps_per_epoch(self) -> int:
-        """Return the number of steps in a full epoch."""
+        """Return the number of steps in a full epoch; of batches, whose number may vary, in the first one."""
         if self.batches is not None:
-            return -(-len(self.batches(self.seed, self.first_epoch)) // self.batches_per_step)
+            return -(-len(self.batches(self.seed, 0)) // self.batches_per_step)
         if self.global_batch is not None:
             return -(-self.per_epoch // self.global_batch)
         return steps_per_epoch(self.per_epoch, self.size, self.batch_size, self.accumulate)
