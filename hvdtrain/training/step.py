@@ -17,6 +17,7 @@ from hvdtrain.training.guard import Guard
 from hvdtrain.training.inputs import Batch, Input
 from hvdtrain.training.non_finite import Inspection
 from hvdtrain.training.prepared import Prepared
+from hvdtrain.training.reuse import Outputs
 from hvdtrain.training.state import TrainState, require_free
 from hvdtrain.training.verdict import Verdict, not_finite
 
@@ -122,6 +123,7 @@ class Step:
         self._token_total: Tensor | None = None  # their sum over all ranks, where it is on an accelerator
         self._missing: list[str] = []  # parameters that got no gradient on this rank
         self._inspection: Inspection | None = None
+        self._outputs: Outputs | None = None  # with several updates per step, and several micro-batches
 
     @property
     def lr(self) -> float:
@@ -178,6 +180,9 @@ class Step:
         self._tokens, self._uncounted = [], False
         self._backwards = {}
         seed_generators(self._seed(loop), shared.engine.device)
+        if count > 1 and len(prepared.optimizers) > 1:
+            self._outputs = self._outputs or Outputs(prepared.replicas, self.number)
+            self._outputs.begin(loop)
         for number, planned in enumerate(self._planned.batches):
             if number == len(self._loaded):
                 with (
@@ -196,6 +201,8 @@ class Step:
                 raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
             if number < count - 1:
                 shared.clock.mark("compute")
+        if self._outputs is not None:
+            self._outputs.end()
         sound = self._reduce(loop)
         if self.before is not None:
             yield from self._look_back(self.before, loop)

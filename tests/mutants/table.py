@@ -289,4 +289,6 @@ MUTANTS = [
     mutant("a compiled model has its own names", "hvdtrain/training/replicas.py",
            'return name.replace("_orig_mod.", "")', "return name",
            f"{PEOPLE}::test_a_compiled_model_is_saved_under_its_own_names"),
+    mutant("a kept output is noticed", "hvdtrain/training/reuse.py", "!= self._loop:", "!= self._loop and False:",
+           MISTAKES),
 ]  # fmt: skip

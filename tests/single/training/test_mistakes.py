@@ -183,7 +183,10 @@ FAKE = {  # what the critic was shown, with two micro-batches
 IN_PROGRAMS = {  # of docs/programs: by program, what stands there and what somebody writes instead
     "gan": {
         "a fake of the loop before": (
-            FAKE, r"step 1: step.backward\(\) got a part of an earlier loss: detach"),
+            FAKE, "step 1: a model got an output of the loop before, which is that of its last micro-batch: compute it again"),
+        "a detached fake of the loop before": (
+            FAKE | {"softplus(-critic(fake))": "softplus(-critic(fake.detach())) + 0 * generator(torch.randn(1, 8)).sum()"},
+            "step 1: a model got an output of the loop before"),
     },
     "weighted": {
         "weights of the classes": (
