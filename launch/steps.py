@@ -54,9 +54,7 @@ def main_with_exit_codes(main: Callable[[], None]) -> None:
         sys.exit(_fail(name, error, 1))
     except OSError as error:
         remedy = REMEDIES.get(error.errno or 0)
-        if remedy is None:
-            raise
-        sys.exit(_fail(name, f"{error}: {remedy}", 2))
+        sys.exit(_fail(name, f"{error}: {remedy}" if remedy else error, 2 if remedy else 1))
     except KeyboardInterrupt:
         sys.exit(_fail(name, "interrupted", 130))
 

@@ -312,7 +312,8 @@ def test_no_compiler_and_an_old_one_are_told_apart(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--offline", "/no/such/directory"], ["--cuda-home", "/no/such/directory"], ["--mpi", "mine"]]
+    "arguments",
+    [["--offline", "/no/such/directory"], ["--cuda-home", "/no/such/directory"], ["--mpi", "mine"], ["--jobs", "-1"]],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
     command = [sys.executable, LAUNCH / "build_horovod.py", *arguments]

@@ -101,6 +101,8 @@ def test_a_setup_starts_over_after_one_that_did_not_end_and_remembers_its_option
         (["--mpi", "mine"], "--mpi mine: it is one of wheel"),
         (["--offline", "/no/such/directory"], "--offline /no/such/directory: there is no such directory"),
         (["--cuda-home", "/no/such/directory"], "--cuda-home /no/such/directory: there is no such directory"),
+        (["--jobs", "-1"], "--jobs -1: give 1 or more"),
+        (["--jobs", "0"], "--jobs 0: give 1 or more"),
         (["--cpu", "--gpu"], "argument --gpu: not allowed with argument --cpu"),
     ],
 )
@@ -215,14 +217,17 @@ def test_space_is_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"),
+    ("number", "remedy", "code"),
     [
-        (errno.EDQUOT, "free some space"),
-        *((number, "that you can write to") for number in (errno.EROFS, errno.EEXIST, errno.ENOTDIR)),
-        (errno.EAGAIN, "ulimit -u"),
+        (errno.EDQUOT, "free some space", 2),
+        *((number, "that you can write to", 2) for number in (errno.EROFS, errno.EEXIST, errno.ENOTDIR)),
+        (errno.EAGAIN, "ulimit -u", 2),
+        (errno.EIO, "error: 'FILE'", 1),
     ],
 )
-def test_an_error_of_the_system_has_its_remedy(number: int, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_system_is_one_line_with_its_remedy(
+    number: int, remedy: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     def main() -> None:
         raise OSError(number, os.strerror(number), "FILE")
 
@@ -233,7 +238,7 @@ def test_an_error_of_the_system_has_its_remedy(number: int, remedy: str, capsys:
     finally:
         signal.signal(signal.SIGTERM, handler)
     line = capsys.readouterr().err
-    assert (ended.value.code, line.count("\n")) == (2, 1)
+    assert (ended.value.code, line.count("\n")) == (code, 1)
     assert remedy in line
 
 
