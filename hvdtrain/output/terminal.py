@@ -12,7 +12,8 @@ from typing import NamedTuple, TextIO
 from hvdtrain.launching import processes
 
 OPEN_MPI = ("mpirun", "mpiexec", "orterun", "prterun")
-TAGS = ("tag-output", "timestamp-output", "output")  # options with which it writes before each line
+# Options with which it writes before each line, or to files, too.
+TAGS = ("tag-output", "timestamp-output", "output", "output-filename")
 WIDTH = 80  # if the terminal does not report its width
 
 
@@ -37,7 +38,8 @@ def find() -> Screen | None:
             if sys.stderr.isatty():
                 return Screen(sys.stderr, sys.stderr.fileno())
         return None
-    if any(word.startswith("-") and word.lstrip("-") in TAGS for word in processes.command_line(launcher.pid)):
+    options = [word for word in processes.command_line(launcher.pid) if word.startswith("-")]
+    if any(option.lstrip("-").partition("=")[0] in TAGS for option in options):
         return None
     try:
         # O_NONBLOCK: opening a named pipe waits for a reader.

@@ -288,6 +288,8 @@ def test_a_launcher_whose_output_nobody_reads_is_not_waited_for(monkeypatch, tmp
         ("mpirun -np 2 python x.py --output-dir out", True),
         ("mpirun --tag-output -np 2 python x.py", False),
         ("mpirun --output tag -np 2 python x.py", False),
+        ("mpirun --output=tag -np 2 python x.py", False),
+        ("mpirun --output-filename logs -np 2 python x.py", False),
     ],
 )
 def test_a_bar_is_drawn_where_mpirun_passes_lines_on_unchanged(words, draws, monkeypatch):
