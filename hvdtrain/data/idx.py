@@ -30,7 +30,7 @@ from hvdtrain.engines.errors import UserError
 
 NAMES = ("auto", "mnist", "fashion-mnist", "digits")
 LOCK_SECONDS = 60.0  # how long a process waits for another one to verify the files, before it does so itself
-# In the cache: the content of a data set's files, and which files it was read from.
+# In the cache: the content of a data set's files, and the identity of this copy and of the files.
 CONTENT, VERIFIED = "content", "verified.json"
 
 
@@ -164,12 +164,16 @@ def _content(published: Published, paths: Sequence[Path], shared: Path | None) -
 
 def _mapped(published: Published, paths: Sequence[Path], shared: Path) -> Tensor:
     """Return the same as a mapped file in the cache, which the first process writes there. Raises OSError, UserError."""
-    source = json.dumps([[str(path.absolute()), *_identity(path.stat())] for path in paths]).encode()
-    content, size = shared / CONTENT, sum(file.size for file in published.files)
+    sources = [[str(path.absolute()), *_identity(path.stat())] for path in paths]
+    content = shared / CONTENT
+
+    def seen() -> bytes:
+        """Return what says that neither the files nor the copy have changed since. Raises OSError."""
+        return json.dumps([*sources, _identity(content.stat())]).encode()
 
     def there() -> bool:
         with suppress(OSError):
-            return files.read_small(shared / VERIFIED) == source and content.stat().st_size == size
+            return files.read_small(shared / VERIFIED) == seen()
         return False
 
     if not there():
@@ -177,7 +181,8 @@ def _mapped(published: Published, paths: Sequence[Path], shared: Path) -> Tensor
             if not there():
                 files.remove_partial(shared, cache.STALE_SECONDS)
                 files.write(content, _verified(published, paths))
-                files.write(shared / VERIFIED, source)
+                files.write(shared / VERIFIED, seen())
+    size = sum(file.size for file in published.files)
     return torch.from_file(str(content), shared=False, size=size, dtype=torch.uint8)  # writing to it is private
 
 

@@ -195,7 +195,14 @@ def test_verified_once_and_again_when_a_file_has_changed(tmp_path: Path, verifie
 
 
 @pytest.mark.parametrize("name", [idx.CONTENT, idx.VERIFIED])
-@pytest.mark.parametrize("damage", [os.unlink, lambda path: path.write_bytes(b"[" * 100_000)])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        os.unlink,
+        lambda path: path.write_bytes(b"[" * 100_000),
+        lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    ],
+)
 def test_what_is_damaged_in_the_cache_is_made_again(tmp_path: Path, name: str, damage, verified: list[str]) -> None:
     fake.write(tmp_path / "d", compressed=True)
     idx.load("mnist", tmp_path / "d")
