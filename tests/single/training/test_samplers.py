@@ -218,6 +218,27 @@ def test_a_run_uses_what_was_drawn_also_after_it_was_killed(kind, tmp_path):
     assert 0 < used < 3 * expected.samples
 
 
+class Fewer(Epochs):
+    """In each epoch the same samples, in one batch less."""
+
+    def __iter__(self):
+        return iter(part.tolist() for part in torch.arange(24).tensor_split(6 - self.epoch))
+
+
+def test_a_resumed_run_counts_the_steps_as_it_did_at_its_beginning(tmp_path):
+    """A schedule that is made of them goes on as it was."""
+    told = []
+    for epochs in (1, 3):
+        loader = DataLoader(DATA, batch_sampler=Fewer())
+        with training.start(flags_for("--output-dir", str(tmp_path), epochs=epochs)) as run:
+            net = nn.Linear(1, 1)
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
+            told.append(run.total_steps(loader, 3))
+            small.fit(run, [loader], lambda step, x, y, model=model: F.mse_loss(model(x), y))
+            told.append(run.metrics_logger.steps)
+    assert told == [18, 6, 18, 18]
+
+
 @pytest.mark.parametrize("kind", BATCHES)
 def test_on_four_then_three_then_two_ranks_each_index_is_used_as_drawn_and_batches_stay_whole(kind):
     drawn = Drawn(serial(), BATCHES[kind](), 1, N, in_batches=True)
