@@ -76,8 +76,10 @@ class Flags(argparse.Namespace):
         config: of its checkpoint. Where and how to compute is this command's choice.
         """
         theirs = {name: value for name, value in config.items() if name not in MAY_CHANGE | OF_TRAINING}
+        mine = argparse.ArgumentParser.parse_args(self._parser, self._words, argparse.Namespace(**theirs))
+        left = {name: value for name, value in theirs.items() if getattr(mine, name) is value}  # not given
         try:
-            words = [*self._parser.words_of(theirs), *self._words]
+            words = [*self._parser.words_of(left), *self._words]
             parsed = argparse.ArgumentParser.parse_args(self._parser, words, argparse.Namespace(**theirs))
         except UserError as error:
             said = f"the checkpoint to evaluate has a flag that is not valid ({error})"
@@ -173,12 +175,13 @@ class Parser(argparse.ArgumentParser):
 
     def words_of(self, config: Mapping[str, object]) -> list[str]:
         """Return the command line that gives the flags these values, as they are in records. It leaves out switches."""
-        words = []
-        for action in self._actions:
+        words, single = [], (None, "?")
+        # Lists come first: the last one would take positional words that follow.
+        for action in sorted(self._actions, key=lambda action: action.nargs in single):
             value = config.get(action.dest)
             if not action.option_strings or isinstance(value, bool):
                 continue
-            if action.nargs is None and isinstance(value, (str, int, float)):
+            if action.nargs in single and isinstance(value, (str, int, float)):
                 words.append(f"{action.option_strings[0]}={value}")
             elif action.nargs in ("*", "+") and isinstance(value, list) and value:
                 words += [action.option_strings[0], *map(str, value)]

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +130,23 @@ def test_flags_that_are_given_win_over_those_of_the_run(tmp_path):
     for bad in ({"model": "ResNet"}, {"epochs": "many"}):
         with pytest.raises(UserError, match=r"^the checkpoint to evaluate has a flag that is not valid .argument --"):
             flags.adopt(bad)
+
+
+def test_a_flag_of_the_run_that_is_not_valid_any_more_can_be_given():
+    """As the message says. And what the run gave does not take the place of other words of the command line."""
+    parser = training.parser("test", None)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--kind", choices=("new", "other"), default="other")
+    parser.add_argument("--part", nargs="?", type=Path)
+    parser.add_argument("--also", nargs="+", type=Path, default=[])
+    theirs = {"data": "/theirs", "kind": "old", "also": ["/a", "/b"], "part": "/c"}
+    flags = parser.parse(["--evaluate", "/run", "--kind", "new", "/mine"])
+    flags.adopt(theirs)
+    expected = (Path("/mine"), "new", Path("/c"), [Path("/a"), Path("/b")])
+    assert (flags.data, flags.kind, flags.part, flags.also) == expected
+    flags = parser.parse(["/mine", "--evaluate", "/run"])
+    with pytest.raises(UserError, match=r"argument --kind: invalid choice: 'old'.*: give this flag"):
+        flags.adopt(theirs)
 
 
 EVALUATE = ("--evaluate", "{tmp}/run")
