@@ -33,7 +33,9 @@ def gather(
     workers: of each rank, the first rank of its worker.
     """
     first = sorted(set(workers))
-    told, row = flattened([optimizer.state_dict() for optimizer in optimizers])
+    kinds = " or ".join(type(optimizer).__name__ for optimizer in optimizers)
+    with contents.storable(f"the state of {kinds}", "use another optimizer"):
+        told, row = flattened([optimizer.state_dict() for optimizer in optimizers])
     facts = {"optimizers": told, "scaler": scaler.state_dict(), "skipped": skipped, "length": len(row)}
     # The tensors are not alike on all ranks: a rank that has skipped its first steps has none yet.
     ranks: list[Facts] = engine.all_gather_object(facts, "checkpoint.own")

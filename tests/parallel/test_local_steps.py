@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hvdtrain.data.sharding import epoch_order
-from hvdtrain.engines.errors import Failure
+from hvdtrain.engines.errors import Failure, UserError
 from tests.parallel.test_loop import N, X, Y, a_run
 from tests.single.training.small import fit
 
@@ -94,6 +94,26 @@ def test_what_an_optimizer_keeps_is_restored_on_each_rank(engine, late, shared_d
     end, resumed = kept[1:3]
     assert resumed == end
     assert (end["skipped"] > 0) == (late and engine.rank == 0)
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what a checkpoint cannot store."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["odd"] = object()
+
+
+def test_an_optimizer_whose_state_cannot_be_saved_is_told_on_every_rank(engine, shared_directory):
+    net = network()
+    with (
+        pytest.raises(
+            UserError, match=r"^the state of Odd holds a object, which a checkpoint cannot store: use another"
+        ),
+        a_run(engine, *LOCAL, "--output-dir", shared_directory) as run,
+    ):
+        model, _ = run.prepare(net, Odd(net.parameters(), lr=0.01))
+        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y))
 
 
 def plain(optimizer, run) -> dict:
