@@ -197,13 +197,18 @@ def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequenc
             for mine, theirs in zip(optimizer.state_dict()["param_groups"], held["param_groups"], strict=True):
                 # How to compute is this run's choice: the checkpoint may come from another kind of device.
                 own = {name: mine[name] for name in IMPLEMENTATION if name in mine}
-                groups.append(mine | {name: like(mine.get(name), value) for name, value in theirs.items()} | own)
+                groups.append(mine | {name: like(name, mine.get(name), value) for name, value in theirs.items()} | own)
             optimizer.load_state_dict({"state": held["state"], "param_groups": groups})
             lay_state_as_weights(optimizer)
 
 
-def like(mine: Any, theirs: Any) -> Any:
-    """Return the setting `theirs` of a parameter group as a tensor or as a number, as this run has it: a learning rate."""
+def like(name: str, mine: Any, theirs: Any) -> Any:
+    """Return the setting `theirs` of a parameter group as a tensor or as a number, as this run has it: a learning rate.
+
+    Raises ValueError if only one of them has several values.
+    """
+    if mine is not None and isinstance(mine, (list, tuple)) != isinstance(theirs, (list, tuple)):
+        raise ValueError(f"{name} is {theirs}")
     if isinstance(mine, Tensor):
         return torch.as_tensor(theirs, dtype=mine.dtype, device=mine.device)
     return plain(theirs) if isinstance(theirs, Tensor) else theirs

@@ -228,6 +228,34 @@ def test_all_of_a_state_goes_on_with_the_run(case, tmp_path):
     assert all(torch.equal(whole[name], apart[name]) for name in whole)
 
 
+Adam = torch.optim.Adam
+OTHERS = {
+    "a setting of another form": (Adam, lambda p: Alone(p), "betas is .0.9, 0.999."),
+    "fewer groups": (lambda p: Adam([{"params": [one]} for one in p]), Adam, "zip"),
+    "another state": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), Adam, "'step'"),
+}
+
+
+class Alone(torch.optim.Optimizer):
+    """Has one beta, where Adam has two: as Adafactor has two for eps."""
+
+    def __init__(self, params):
+        super().__init__(params, {"betas": 0.9})
+
+    def step(self, closure=None):
+        raise AssertionError("it is refused before")
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_checkpoint_of_another_optimizer_is_refused_in_one_line(case, tmp_path):
+    first, then, why = OTHERS[case]
+    kept(tmp_path, network, first, 1)
+    with pytest.raises(
+        UserError, match=rf"^the checkpoint does not match the optimizer \(.*{why}.*\): check --optimizer"
+    ):
+        kept(tmp_path, network, then, 2)
+
+
 def test_an_optimizer_whose_state_cannot_be_saved_is_told_at_the_first_checkpoint(tmp_path):
     with pytest.raises(
         UserError, match=r"^the state of Odd holds a object, which a checkpoint cannot store: use another"
