@@ -113,15 +113,6 @@ def test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before(ki
     assert epochs[0][0] != epochs[0][1] != epochs[0][2]
 
 
-def test_a_resumed_run_has_as_many_steps_as_one_that_went_on():
-    """The number of batches varies between epochs: a scheduler made anew must have the length that it had."""
-    batches = [[torch.arange(N)], [torch.arange(N // 2), torch.arange(N // 2, N)]]
-    plans = [
-        Plan(N, N, 1, 2, 0, 1, 4, first_epoch=epoch, batches=lambda seed, epoch: batches[epoch]) for epoch in (0, 1)
-    ]
-    assert [plan.steps_per_epoch() for plan in plans] == [1, 1]
-
-
 def test_a_list_is_a_batch_sampler_too():
     loader = DataLoader(DATA, batch_sampler=[[3, 1], [2], [0, 5, 4]])
     assert train(flags_for(), loader) == {epoch: [3, 1, 2, 0, 5, 4] for epoch in range(3)}
