@@ -346,10 +346,7 @@ class Run:
 
     def _steps(self, opened: Input) -> Iterator[Step]:
         state, prepared, guard = self.state, self.prepared(), self.guard
-        flags = self.flags
-        shared = Shared(
-            self.engine, prepared, guard, self.clock, state, self.seed, flags.reduction, flags.amp, self.autocast
-        )
+        shared = Shared(self.engine, prepared, guard, self.clock, state, self.seed, self.flags.reduction, self.autocast)
         ahead = opened.steps(state.epoch)
         while state.step != self._step_limit and (planned := next(ahead, None)) is not None:
             self.engine.activity.begin_step(state.step)

@@ -84,7 +84,6 @@ class Shared(NamedTuple):
     state: TrainState
     seed: int
     reduction: str
-    amp: str
     autocast: Callable[[], contextlib.AbstractContextManager[object]]  # the precision of --amp
 
 
@@ -298,8 +297,7 @@ class Step:
             self._tokens.append(count)
         else:
             self._uncounted = True
-        amp = shared.amp != "off"
-        with torch.autocast(shared.engine.device.type, enabled=False) if amp else contextlib.nullcontext():
+        with torch.autocast(shared.engine.device.type, enabled=False):  # that of --amp, or the author's own
             scaled = prepared.scaler.scale(loss * weight)
             # With several optimizers, the hooks of the other optimizers' parameters must not run.
             inputs = None

@@ -3,6 +3,7 @@
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 import torch
@@ -36,6 +37,31 @@ def test_accumulation_is_the_large_batch():
             assert (run.state.step, run.state.samples) == (8, 2 * N)
             ends.append(net.weight.detach().clone())
     torch.testing.assert_close(*ends)
+
+
+class Product(torch.autograd.Function):
+    """The input. Its backward pass records the type of a matrix product."""
+
+    types: ClassVar[list[torch.dtype]] = []
+
+    @staticmethod
+    def forward(context, given):
+        return given.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        Product.types.append(torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)
+        return gradient
+
+
+@pytest.mark.parametrize("amp", ["bf16", "off"])
+def test_the_backward_pass_is_outside_of_autocast_as_torch_recommends(amp):
+    """Also of one that the author's loop is in."""
+    Product.types.clear()
+    with training.start(flags_for("--amp", amp)) as run, torch.autocast("cpu", torch.bfloat16):
+        model, _ = prepared(run)
+        fit(run, [X, Y], lambda step, x, y: F.mse_loss(Product.apply(model(x).float()), y), epochs=1)
+    assert set(Product.types) == {torch.float32}
 
 
 def test_a_mean_over_tokens_is_that_of_all_micro_batches():
@@ -226,6 +252,18 @@ def test_all_of_a_state_goes_on_with_the_run(case, tmp_path):
     kept(tmp_path / "apart", *STATES[case], 1)
     apart = kept(tmp_path / "apart", *STATES[case], 3)
     assert all(torch.equal(whole[name], apart[name]) for name in whole)
+
+
+def test_a_rate_is_a_tensor_or_a_number_as_in_this_run(tmp_path):
+    rates = []
+    for epochs, rate in enumerate((0.01, torch.tensor(0.5), 0.5), 1):
+        with training.start(flags_for("--output-dir", str(tmp_path), epochs=epochs)) as run:
+            net = network()
+            model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=rate))
+            rates.append(optimizer.param_groups[0]["lr"])
+            fit(run, [X, Y], lambda step, x, y, model=model: F.mse_loss(model(x), y))
+    assert [type(rate) for rate in rates] == [float, torch.Tensor, float]
+    assert [float(rate) for rate in rates] == pytest.approx([0.01] * 3)
 
 
 Adam = torch.optim.Adam
