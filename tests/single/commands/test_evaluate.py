@@ -147,6 +147,8 @@ def test_a_flag_of_the_run_that_is_not_valid_any_more_can_be_given():
     flags = parser.parse(["/mine", "--evaluate", "/run"])
     with pytest.raises(UserError, match=r"argument --kind: invalid choice: 'old'.*: give this flag"):
         flags.adopt(theirs)
+    flags.adopt(theirs | {"kind": "new"})
+    assert (flags.data, flags.also) == (Path("/mine"), [Path("/a"), Path("/b")])
 
 
 EVALUATE = ("--evaluate", "{tmp}/run")
