@@ -79,7 +79,8 @@ def get(url: str, limit: int, deadline: float) -> bytes:
         try:
             # Takes proxies from the environment. A redirect to http does no harm: the content is verified.
             request = urllib.request.Request(url, headers={"User-Agent": "hvdtrain"})
-            with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer:
+            # The loop below notices a silence first, and says so.
+            with urllib.request.urlopen(request, timeout=2 * SILENCE_SECONDS) as answer:
                 while not over.is_set() and (part := answer.read1(1 << 18)):
                     parts.put(part)
             parts.put(b"")
