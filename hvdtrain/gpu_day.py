@@ -27,7 +27,7 @@ from typing import Any
 
 from hvdtrain import cli
 from hvdtrain.analysis import measuring
-from hvdtrain.analysis.gpu_rows import ROWS, Day, Failed, NotRun, Row
+from hvdtrain.analysis.gpu_rows import LEAST_SECONDS, ROWS, Day, Failed, NotRun, Row
 from hvdtrain.analysis.launching import INTERRUPTED, interrupt
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
@@ -61,6 +61,8 @@ def look(day: Day) -> dict[str, Any]:
     day.begin("start")
     try:
         facts = day.facts
+    except NotRun as error:
+        raise UserError(f"--minutes is less than one command may take ({LEAST_SECONDS:.0f} s): give more") from error
     except Failed as error:
         raise UserError(f"torch or Horovod cannot be imported ({error}): make setup SETUP=--gpu") from error
     gpus = [gpu["name"] for gpu in facts["gpus"]]

@@ -24,6 +24,7 @@ from hvdtrain.engines import gpu
 from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, in_memory_order
 from hvdtrain.engines.errors import UserError
 from hvdtrain.hangs.activity import Activity, collective
+from hvdtrain.launching.local_rendezvous import listed
 from hvdtrain.launching.rendezvous import horovods_server, meeting_point, own_address_towards, put, wait_for
 
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
@@ -116,8 +117,7 @@ class DdpEngine(Engine):
             raise UserError("this torch was built without torch.distributed: use --engine horovod or serial")
         try:
             store = self._meet(rank, size, launcher)
-            store.set(f"hvdtrain.{rank}", "")
-            store.wait([f"hvdtrain.{other}" for other in range(size)], timedelta(seconds=MEETING_SECONDS))
+            wait_for_all(store, rank, size)
             # NCCL connects in the first collective on GPUs: ranks wait there, at the store, for one that still reads data.
             store.set_timeout(COLLECTIVES_TIMEOUT)
             create_group(store, rank, size)
@@ -236,6 +236,17 @@ class DdpEngine(Engine):
         gc.collect()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(self._group)
+
+
+def wait_for_all(store: "torch.distributed.Store", rank: int, size: int) -> None:
+    """Return once all ranks have called this. Raises TimeoutError with those that have not in time."""
+    keys = [f"hvdtrain.{other}" for other in range(size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=MEETING_SECONDS))
+    except RuntimeError as error:
+        if late := [other for other, key in enumerate(keys) if not store.check([key])]:
+            raise TimeoutError(f"rank {listed(late)} did not connect within {MEETING_SECONDS:.0f} s") from error
 
 
 def serve(host: str, port: int, size: int) -> tuple["torch.distributed.TCPStore", str]:

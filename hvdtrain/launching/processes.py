@@ -151,21 +151,21 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
         os._exit(1)
 
 
-def is_stopped(pid: int, proc: Path = PROC) -> bool:
+def is_stopped(pid: int) -> bool:
     """Return whether the process is stopped by a signal or a debugger."""
-    found = stat(pid, proc)
+    found = stat(pid)
     return found is not None and found.state in "Tt"
 
 
-def runs(pid: int, proc: Path = PROC) -> bool:
+def runs(pid: int) -> bool:
     """Return whether there is a process of this number that is no zombie."""
-    found = stat(pid, proc)
+    found = stat(pid)
     return found is not None and found.state not in "ZX"
 
 
-def lives(process: Process, proc: Path = PROC) -> bool:
+def lives(process: Process) -> bool:
     """Return whether the process still runs. A zombie does not."""
-    found = stat(process.pid, proc)
+    found = stat(process.pid)
     return found is not None and found.state not in "ZX" and found.started == process.started
 
 

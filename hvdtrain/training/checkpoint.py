@@ -32,7 +32,7 @@ Facts = dict[str, Any]  # JSON: all of a checkpoint that is not a tensor
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
 FORMAT = 3
-OTHER_VERSION = "the checkpoint was written by another version of hvdtrain: use that, or --resume never"
+OTHER_VERSION = "another version of hvdtrain wrote this checkpoint: use that one, or train anew with --resume never"
 PATIENCE_SECONDS = 600.0  # how long `Writer.flush` waits for a file system that hangs
 SPARE = 2  # newest checkpoints to keep in any case: if one is damaged, the previous one is nearly as recent
 
@@ -99,8 +99,8 @@ def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
         raise Damaged(f"it has no {error} in its header") from error
     except Exception as error:  # SafetensorError, or several of torch's exceptions for unknown dtypes
         raise Damaged(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
-    if facts.get("format") != FORMAT:
-        raise UserError(OTHER_VERSION)
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise UserError(f"{path}: {OTHER_VERSION}")
     return facts, tensors
 
 

@@ -89,7 +89,12 @@ def collect(
         heartbeat()
     if long := next((name for name, tensor in tensors.items() if tensor.dtype == torch.complex128), None):
         raise UserError(f"{long} is complex128, which a checkpoint cannot store: use complex64")
-    return {"optimizers": states, "registered": packed}, tensors
+    return {"optimizers": states, "optimizer_types": types_of(optimizers), "registered": packed}, tensors
+
+
+def types_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """Return the name of each optimizer's class. Horovod's wrapper has that of the optimizer in it."""
+    return [type(optimizer).__name__ for optimizer in optimizers]
 
 
 @contextlib.contextmanager
@@ -148,6 +153,9 @@ def load(
         if several != prefix.startswith("models."):
             raise UserError("the checkpoint does not match: it has a different number of models: check the script")
         load_model(model, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+    if (there := facts["optimizer_types"]) != (here := types_of(optimizers)):
+        said = f"{', '.join(there)} in the checkpoint, {', '.join(here)} now"
+        raise UserError(f"the checkpoint does not match the optimizer ({said}): check --optimizer")
     load_optimizers(optimizers, [unpack(packed, tensors) for packed in facts["optimizers"]])
     with explained():
         scaler.load_state_dict(facts["scaler"] or scaler.state_dict())

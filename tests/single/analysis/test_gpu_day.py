@@ -168,6 +168,13 @@ def test_without_a_gpu_it_says_so_at_once(tmp_path, monkeypatch):
     assert not (tmp_path / gpu_day.PAGE).exists()
 
 
+def test_less_time_than_a_command_takes_is_refused(tmp_path, monkeypatch):
+    flags = ["--device", "cpu", "--minutes", "0.1", "--output-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", *flags])
+    with pytest.raises(UserError, match=r"^--minutes is less than one command may take \(20 s\): give more$"):
+        gpu_day.main()
+
+
 def test_the_list_needs_nothing(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--list"])
     monkeypatch.setattr(gpu_day, "look", lambda day: pytest.fail("it looked for GPUs"))

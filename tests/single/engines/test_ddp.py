@@ -1,11 +1,14 @@
 """The ddp engine alone in its engine."""
 
 import contextlib
+import socket
 from pathlib import Path
 
+import pytest
 import torch
 
 from hvdtrain.engines import ddp
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import start
 from tests.waiting import wait_for
 
@@ -56,6 +59,18 @@ def test_gradients_are_reduced_in_the_same_buckets_from_the_first_step_on(monkey
     assert len(seen[1]) > 1
     # Each bucket is reduced once it is full, so only their own order may differ.
     assert sorted(seen[1]) == sorted(seen[2]) == sorted(seen[3])
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch):
+    monkeypatch.setattr(ddp, "MEETING_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    for name, value in dict(RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        UserError, match=r"^the ranks did not meet: rank 1, 2 did not connect within 1 s: check MASTER_"
+    ):
+        start("ddp", device="cpu")
 
 
 def test_shutdown_ends_gloos_threads():

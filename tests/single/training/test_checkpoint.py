@@ -96,10 +96,13 @@ def test_wrong_keys_are_refused(change, tmp_path):
         checkpoint.read(tmp_path / "x")
 
 
-def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(tmp_path):
+@pytest.mark.parametrize("facts", [FACTS | {"format": checkpoint.FORMAT + 1}, ["not an object"]], ids=["later", "list"])
+def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(facts, tmp_path):
     path = tmp_path / checkpoint.name_of(12)
-    checkpoint.write(path, FACTS | {"format": checkpoint.FORMAT + 1}, TENSORS)
-    with pytest.raises(UserError, match="was written by another version of hvdtrain: use that, or --resume never"):
+    checkpoint.write(path, facts, TENSORS)
+    with pytest.raises(
+        UserError, match=f"{path}: another version of hvdtrain wrote this checkpoint: use that one, or "
+    ):
         checkpoint.newest(tmp_path, print)
     assert path.exists()
 

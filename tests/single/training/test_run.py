@@ -266,11 +266,41 @@ def test_a_rate_is_a_tensor_or_a_number_as_in_this_run(tmp_path):
     assert [float(rate) for rate in rates] == pytest.approx([0.01] * 3)
 
 
+def test_how_to_compute_is_the_choice_of_this_run(tmp_path):
+    for epochs, foreach in enumerate((True, False), 1):
+        with training.start(flags_for("--output-dir", str(tmp_path), epochs=epochs)) as run:
+            net = network()
+            model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01, foreach=foreach))
+            assert optimizer.param_groups[0]["foreach"] is foreach
+            fit(run, [X, Y], lambda step, x, y, model=model: F.mse_loss(model(x), y))
+    assert run.state.epoch == 2
+
+
+def test_statistics_that_all_ranks_had_alike_are_evaluated_to_the_bit(tmp_path):
+    net = nn.BatchNorm1d(3)
+    with training.start(flags_for("--output-dir", str(tmp_path), epochs=1)) as run:
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        fit(run, [X], lambda step, x: model(x).square().mean())
+    path = checkpoint.listed(tmp_path / "checkpoints")[0]
+    facts, tensors = checkpoint.read(path)
+    value = next(one for one in torch.rand(1000) if one.repeat(3).mean() != one)
+    tensors["buffers"] = torch.full((3, *tensors["buffers"].shape[1:]), float(value))
+    facts["shapes"]["buffers"] = list(tensors["buffers"].shape)
+    checkpoint.write(path, facts, tensors)
+    net = nn.BatchNorm1d(3)
+    with training.start(flags_for("--evaluate", str(path))) as run:
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs():
+            with run.evaluating(N) as mine:
+                run.record(error=model(X[mine]).square().mean(1))
+    assert torch.equal(net.running_mean, value.expand(3))
+
+
 Adam = torch.optim.Adam
 OTHERS = {
-    "a setting of another form": (Adam, lambda p: Alone(p), "betas is .0.9, 0.999."),
+    "another one": (Adam, lambda p: torch.optim.SGD(p, lr=0.1), "Adam in the checkpoint, SGD now"),
+    "a setting of another form": (Adam, lambda p: type("Adam", (Alone,), {})(p), "betas is .0.9, 0.999."),
     "fewer groups": (lambda p: Adam([{"params": [one]} for one in p]), Adam, "zip"),
-    "another state": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), Adam, "'step'"),
 }
 
 
