@@ -343,7 +343,7 @@ def main() -> int:
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         result = summarize(flags, engine, found, flops, gradient_bytes)
         if engine.rank == 0:
-            print(block(result), flush=True)
+            print(*block(result).splitlines(), sep="\n", flush=True)
             if flags.output_dir is not None:
                 measuring.write_json(flags.output_dir / "benchmark.json", result)
     return 0

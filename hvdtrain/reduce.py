@@ -103,8 +103,8 @@ def demonstrate(engine: Engine, op: str, dtype: str) -> None:
     engine.all_reduce_(number, op, "data")
     held = engine.all_gather_object([before, text(number)], "held")  # only rank 0 prints: lines of several would mix
     if engine.rank == 0:
-        print("\n".join(f"before {rank} data {before}" for rank, (before, _) in enumerate(held)))
-        print("\n".join(f"after {rank} data {after}" for rank, (_, after) in enumerate(held)), flush=True)
+        print(*(f"before {rank} data {before}" for rank, (before, _) in enumerate(held)), sep="\n")
+        print(*(f"after {rank} data {after}" for rank, (_, after) in enumerate(held)), sep="\n", flush=True)
 
 
 def block_seconds(engine: Engine, tensor: torch.Tensor, op: str, name: str, times: int) -> float:
@@ -178,7 +178,7 @@ def sweep(engine: Engine, flags: cli.Flags) -> None:
     about = f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}"
     about += f", {engine.device.type}, {flags.op}"
     if engine.rank == 0:
-        print(f"{about}\n{HEADER}", flush=True)
+        print(about, HEADER, sep="\n", flush=True)
     rows = []
     for dtype in dtypes:
         element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()

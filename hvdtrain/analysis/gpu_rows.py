@@ -312,7 +312,7 @@ def continues(number: signal.Signals, code: int | None) -> Callable[[Day], Showe
 
     def run(day: Day) -> Showed:
         flags = (
-            f"--epochs {20 if day.quick else 60} --train-samples 1600 --batch-size 32 --check-steps 50 --deterministic"
+            f"--epochs {8 if day.quick else 60} --train-samples 1600 --batch-size 32 --check-steps 50 --deterministic"
         )
         flags += " --checkpoint-steps 20"
         whole = day.train("whole", 2, flags)[1]

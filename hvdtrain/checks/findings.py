@@ -67,7 +67,8 @@ def show(findings: list[dict[str, object]], size: int, as_json: bool) -> None:
     counts = Counter(finding["level"] for finding in findings)
     if as_json:
         levels = {level: counts[level] for level in LEVELS}
-        print(json.dumps({"world_size": size, **levels, "findings": findings}, indent=2))
+        document = json.dumps({"world_size": size, **levels, "findings": findings}, indent=2)
+        print(*document.splitlines(), sep="\n", flush=True)
         return
     for finding in findings:
         ranks = finding["ranks"]

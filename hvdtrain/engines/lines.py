@@ -10,12 +10,13 @@ WRITE_SECONDS = 2.0  # for the reader of a last message to take it
 
 
 def write_whole_lines() -> None:
-    """Make stdout and stderr write each line with one system call, and no character fail. Idempotent.
+    r"""Make stdout and stderr write each line with one system call, and no character fail. Idempotent.
 
     What the encoding of the terminal lacks, and a part of a file name that is not UTF-8, is written as an escape sequence.
 
     Trap: with PYTHONUNBUFFERED=1, which is common in container images, `print` writes a line and its line break separately.
-    Open MPI tags both, and another rank's line may come between them.
+    Open MPI tags both, and another rank's line may come between them. The same holds for the end of a text of several lines:
+    print them with `sep="\n"`.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # the stream was replaced (hence the `ignore`) or closed

@@ -11,13 +11,13 @@ from hvdtrain.gpu_day import PAGE, RECORD
 from tests.e2e.launchers import BIN, environment, launch
 from tests.single.analysis.nvidia_smi import GPU, put
 
-# Two halves: each within the limit of a launch.
+# In parts: each within the limit of a launch.
 NAMES = [row.name for row in ROWS]
-HALVES = (NAMES[: len(NAMES) // 2], NAMES[len(NAMES) // 2 :])
+PARTS = [NAMES[first : first + 8] for first in range(0, len(NAMES), 8)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", HALVES, ids=lambda names: f"{names[0]} to {names[-1]}")
+@pytest.mark.parametrize("names", PARTS, ids=lambda names: f"{names[0]} to {names[-1]}")
 def test_every_row_runs_on_processors(names, tmp_path):
     (tools := tmp_path / "tools").mkdir()
     put(tools, [GPU.format(0)])

@@ -1,10 +1,50 @@
 """What a process writes before it ends does not keep it from ending."""
 
+import io
 import os
+import sys
 
 import pytest
 
+from hvdtrain import benchmark, reduce
+from hvdtrain.checks import findings
 from hvdtrain.engines.lines import say_within, within, write_whole_lines
+from hvdtrain.engines.single import SerialEngine
+
+SMALL = "--engine serial --threads 1 --device cpu"
+SEVERAL_LINES = {
+    "reduce": lambda: reduce.main(),
+    "reduce --sweep --min-bytes 4 --max-bytes 4 --seconds-per-size 0.01": lambda: reduce.main(),
+    "benchmark --model convnet --batch-size 1 --steps 1 --repeats 1 --warmup-steps 1": lambda: benchmark.main(),
+    "doctor": lambda: findings.show([dict(level="ok", what="a", why="", do="", ranks=[0])], 1, as_json=True),
+}
+
+
+class Writes(io.RawIOBase):
+    """What reaches the operating system, call by call."""
+
+    def __init__(self):
+        self.seen = []
+
+    def writable(self):
+        return True
+
+    def write(self, content):
+        self.seen.append(bytes(content).decode())
+        return len(content)
+
+
+@pytest.mark.parametrize("command", SEVERAL_LINES)
+def test_a_text_of_several_lines_is_written_in_whole_lines(command, monkeypatch):
+    """Else mpirun puts a tag, or another rank's line, before the last line break."""
+    writes = Writes()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(writes), write_through=True))
+    monkeypatch.setattr(SerialEngine, "all_gather_object", lambda engine, value, name: [value, value])
+    monkeypatch.setattr(sys, "argv", f"{command} {SMALL}".split())
+    write_whole_lines()
+    SEVERAL_LINES[command]()
+    assert len(writes.seen) > 1
+    assert all(each.endswith("\n") for each in writes.seen)
 
 
 def test_a_line_is_written_whole(capfd):
