@@ -60,7 +60,7 @@ def run(blocks: list[Block], directory: Path) -> None:
     for block in blocks:
         # The pages had no GPU; and torchrun's own port may be another job's here.
         alone = dict(CUDA_VISIBLE_DEVICES="", PET_STANDALONE="1")
-        done = launch(f"bash -euc {shlex.quote(block.commands)}", cwd=directory, timeout=280, **alone)
+        done = launch(f"bash -euc {shlex.quote(block.commands)}", cwd=directory, timeout=600, **alone)
         assert done.code == 0, f"{block.commands}\n{done}"
         if block.output is not None:
             assert as_shown(done.stdout, block.output), f"{block.commands}\nshown:\n{block.output}\n{done}"
