@@ -21,18 +21,19 @@ setup:
 run: setup
 	. .venv/bin/activate && horovodrun -np $(NP) python -m hvdtrain.mnist $(RUN)
 
-# What a user relies on; then all the rest; both. JOBS files at a time, two more than cores (at most 8): many tests wait for
-# a launcher or for a time limit; TEST="FILE -k NAME -s" is pytest's, and one at a time.
-JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 2 : 8)))
-PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# What a user relies on; then all the rest; both. JOBS files at a time, at most 8 if you do not say: two more than cores, because
+# many tests wait for a launcher or for a time limit; of the rest, which keeps the cores busy, one more.
+# TEST="FILE -k NAME -s" is pytest's, and one at a time.
+CORES := $(shell nproc)
+at_once = -n $(or $(JOBS),$(shell echo $$(($(CORES) + $(1) < 8 ? $(CORES) + $(1) : 8)))) --dist loadfile --no-loadscope-reorder
 test: setup
-	. .venv/bin/activate && python -m pytest $(or $(TEST),$(PARALLEL))
+	. .venv/bin/activate && python -m pytest $(or $(TEST),$(call at_once,2))
 
 test-slow: setup
-	. .venv/bin/activate && python -m pytest -m slow $(or $(TEST),$(PARALLEL))
+	. .venv/bin/activate && python -m pytest -m slow $(or $(TEST),$(call at_once,1))
 
 test-all: setup
-	. .venv/bin/activate && python -m pytest -m "" $(or $(TEST),$(PARALLEL))
+	. .venv/bin/activate && python -m pytest -m "" $(or $(TEST),$(call at_once,1))
 
 lint: setup
 	. .venv/bin/activate && ruff check . && ruff format --check . && mypy && MYPYPATH=launch mypy launch/*.py launch/setup

@@ -11,12 +11,15 @@ from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, launch
 pytestmark = pytest.mark.slow
 TUNED = {"HOROVOD_CYCLE_TIME": "0.1", "OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
 # HOROVOD_WAKE_ON_ENQUEUE=1 is our waiting code (launch/patches/18 and 19); 0 polls as the release does.
-# Each pair of values is in one of these cases. After a change of launch/patches: HVDTRAIN_TEST_EVERY_CALL=1, for all 24.
+# Each pair of values is in one of these cases. After a change of launch/patches: HVDTRAIN_TEST_EVERY_CALL=1, for all 24, and
+# a thousand restarts.
 CASES = [
     ("mpirun", 2, 1, "none"), ("gloo", 3, 0, "none"), ("mpirun", 3, 0, "static"), ("gloo", 2, 1, "static"),
     ("mpirun", 3, 1, "dynamic"), ("gloo", 2, 0, "dynamic"),
 ]  # fmt: skip
+RESTARTS = 300
 if "HVDTRAIN_TEST_EVERY_CALL" in os.environ:
+    RESTARTS = 1000
     CASES = list(itertools.product(("mpirun", "gloo"), (2, 3), (1, 0), ("none", "static", "dynamic")))
 
 
@@ -36,8 +39,8 @@ def test_every_call(launcher, ranks, wake, sets):
 
 
 @pytest.mark.parametrize("wake", [1, 0])
-def test_a_thousand_restarts_in_one_process(wake):
-    run("gloo", 2, wake, "none", HVDTRAIN_TEST_RESTARTS="1000")
+def test_hundreds_of_restarts_in_one_process(wake):
+    run("gloo", 2, wake, "none", HVDTRAIN_TEST_RESTARTS=str(RESTARTS))
 
 
 @pytest.mark.parametrize("way", ["shutdown", "exit", "thread"])
@@ -47,5 +50,5 @@ def test_a_job_ends_whenever_its_ranks_do(launcher, way):
     program = shlex.quote(str(ROOT / "tests" / "horovod_calls" / "ending.py"))
     for seed in range(int(os.environ.get("HVDTRAIN_TEST_ENDINGS", "1"))):
         start = LAUNCHERS[launcher].format(ranks=3 - seed % 2)
-        done = launch(f"{start} {PYTHON} {program} {way} {seed}", timeout=90, HOROVOD_WAKE_ON_ENQUEUE="1", **TUNED)
+        done = launch(f"{start} {PYTHON} {program} {way} {seed}", HOROVOD_WAKE_ON_ENQUEUE="1", **TUNED)
         assert (done.code, done.left_behind) == (0, 0), (seed, done)
