@@ -68,6 +68,22 @@ class GradientHook:
         return future.then(finish)
 
 
+def give_gradients_the_weights_strides(model: nn.Module) -> None:
+    """Give each gradient the strides of its weight where both describe the same memory layout.
+
+    With one input channel and channels_last images, the gradient of a convolution weight [16, 1, 5, 5] has the strides
+    (25, 1, 5, 1), the weight (25, 25, 5, 1): the same layout. DDP compares the numbers, and would warn on each rank.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and 1 in parameter.shape and parameter.is_contiguous():
+            shape, strides = parameter.shape, parameter.stride()
+
+            def same_strides(gradient: Tensor, shape: torch.Size = shape, strides: tuple[int, ...] = strides) -> Tensor:
+                return gradient.as_strided(shape, strides) if gradient.is_contiguous() else gradient
+
+            parameter.register_hook(same_strides)
+
+
 def settle_buckets(replica: nn.parallel.DistributedDataParallel) -> None:
     """Let DDP assign gradients to buckets now, not after the first step. A collective.
 
@@ -184,6 +200,7 @@ class DdpEngine(Engine):
         options["process_group"] = self._group
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
+        give_gradients_the_weights_strides(model)
         replica = nn.parallel.DistributedDataParallel(model, **options)
         hook = GradientHook(
             self.size, how.compression, how.predivide, how.reduction, self.activity, self._group, self.of_all_ranks
