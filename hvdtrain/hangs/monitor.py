@@ -352,11 +352,24 @@ class Monitor:
             stack = traceback.format_list(worth_printing(stack_of(self.watched), self.guest))
             lines += [f"  {self.name(self.rank)}:\n", *stack]
         say_within("".join(lines))
+        self._kill_silent()
         if self.rank == 0:
             self.send_all(End(FAILED))
             within(WRITE_SECONDS, lambda: self.failed(headline))
             time.sleep(self.timing.look / 2)
         self.leave(FAILED)
+
+    def _kill_silent(self) -> None:
+        """Under torchrun, which waits 30 s until a rank obeys SIGTERM, kill the ranks of this host that did not answer.
+
+        Their connections are still open, so their pids are valid. Other launchers wait for seconds only.
+        """
+        if self.detector.asked_at is None or not any("torch" in process.name for process in self.launchers):
+            return
+        for rank in set(self.channels) - set(self.detector.reports):
+            if self.peers[rank].place == self.peers[self.rank].place:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.peers[rank].pid, signal.SIGKILL)
 
 
 def monitor_ranks(

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import threading
 import time
 
@@ -125,6 +126,29 @@ def test_the_rank_that_keeps_the_others_waiting_is_named_and_all_end(job, capfd)
     assert some.ranks[0].said[0].startswith("rank 2 on h0 keeps the others waiting, at ")
     assert "after step 1" in some.ranks[0].said[0]
     assert "rank 2 on h0: step 1, stands at" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("deaf", "launcher"), [(0, "torchrun"), (1, "torchrun"), (1, "mpirun")])
+def test_torchrun_need_not_wait_for_a_rank_that_does_not_answer(deaf, launcher, job):
+    """It would send SIGTERM, which that rank cannot obey, and wait for half a minute."""
+    some = job(3)
+    me = processes.Process(os.getpid(), processes.stat(os.getpid()).started, launcher)
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        for rank in some.ranks:
+            rank.train()
+            rank.launchers = [me]
+            rank.peers[deaf] = Peer("h0", "here", process.pid)
+        wait_in(some.ranks)
+        some.ranks[deaf].deaf = True
+        some.wait_until(lambda: some.ranks[2].code == some.ranks[1 - deaf].code == 1)
+        if launcher == "torchrun":
+            assert process.wait(timeout=60) == -signal.SIGKILL  # the signal was sent; the kernel may take a moment
+        else:
+            assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_rank_0_does_not_answer(job, capfd):
