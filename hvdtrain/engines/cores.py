@@ -3,21 +3,23 @@
 Does not import torch.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
+from hvdtrain.launching import processes
 
-def share_of_host(ranks: int, quota: float, parent: int | None = None) -> tuple[int, float]:
+
+def share_of_host(ranks: int, quota: float) -> tuple[int, float]:
     """Return how many threads this rank should use, and the number of cores for all ranks. Needs no communication.
 
-    ranks: number of ranks on this host. quota: see `cpu_quota`. parent: pid of the process that started this rank. The
-    parent may run on all of the job's cores; if this rank may run on fewer, it was bound to its own cores.
+    ranks: number of ranks on this host. quota: see `cpu_quota`. The launcher may run on all of the job's cores; if this rank
+    may run on fewer, it was bound to its own. So was a script or a container between them.
     """
-    mine = len(os.sched_getaffinity(0))
-    try:
-        job = max(mine, len(os.sched_getaffinity(os.getppid() if parent is None else parent)))
-    except OSError:  # the parent has exited, or is not visible
-        job = mine
+    mine = job = len(os.sched_getaffinity(0))
+    for parent in processes.parents():
+        with contextlib.suppress(OSError):  # it has exited, or is not visible
+            job = max(job, len(os.sched_getaffinity(parent)))
     cores = min(job, quota)
     return max(1, int(min(mine, cores / ranks) + 1e-6)), cores
 

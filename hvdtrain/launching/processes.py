@@ -208,3 +208,10 @@ def launchers(pid: int | None = None, proc: Path = PROC) -> list[Process]:
         if name is not None:
             top = len(chain)
     return chain[:top]
+
+
+def parents() -> list[int]:
+    """Return this process's parent, and what started that, up to the innermost launcher; the parent alone without one."""
+    chain = launchers()
+    innermost = next((i for i, process in enumerate(chain) if process.name != "process"), -1)
+    return [os.getppid(), *(process.pid for process in chain[: innermost + 1])]

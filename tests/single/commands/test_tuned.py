@@ -17,7 +17,8 @@ from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced
 from hvdtrain.engines.tuning import FAST
-from hvdtrain.launching import run_script
+from hvdtrain.launching import processes, run_script
+from hvdtrain.launching.processes import Process
 from hvdtrain.tuned import parse, refuse_torchrun, say, tune
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -242,8 +243,12 @@ def test_threads_are_left_alone_where_the_launcher_does_not_tell_the_ranks_of_th
     ],
 )
 def test_threads_by_cores_that_a_rank_really_has(monkeypatch, mine, job, ranks, quota, expected):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(job if pid == 99 else mine)))
-    assert share_of_host(ranks, quota, parent=99) == expected
+    """Also where the launcher started a script, which is bound like the rank that it starts."""
+    chain = [Process(98, 0, "process"), Process(99, 0, "mpirun"), Process(100, 0, "process"), Process(101, 0, "srun")]
+    cores = {99: job, 100: 128, 101: 128}  # of processes; around the launcher are those of other jobs
+    monkeypatch.setattr(processes, "launchers", lambda: chain)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores.get(pid, mine))))
+    assert share_of_host(ranks, quota) == expected
 
 
 def test_frames_of_ours_between_those_of_the_script_are_hidden(monkeypatch):
