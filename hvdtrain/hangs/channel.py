@@ -135,7 +135,7 @@ def accept(
                 raise TimeoutError(f"rank {', '.join(missing)} did not connect within {seconds:.0f} s")
             for ready, _ in selector.select(LOOK_SECONDS):
                 assert isinstance(ready.fileobj, socket.socket)
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user may have no more threads now
                     threading.Thread(target=meet, args=[ready.fileobj.accept()[0]], daemon=True).start()
     return channels
 

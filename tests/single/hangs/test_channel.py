@@ -81,6 +81,22 @@ def test_strangers_who_are_silent_or_slow_keep_nobody_waiting(hub):
         connection.close()
 
 
+def test_a_rank_for_which_there_is_no_thread_comes_again(hub, monkeypatch):
+    address, end = hub()
+    begin, refused = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if not refused:
+            refused.append(True)
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    say_hello(address, KEY, 1).socket.close()
+    assert refused
+    assert list(end()) == [1]
+
+
 def test_one_deadline_for_all_hellos_whatever_strangers_send(hub):
     address, end = hub(2, seconds=1.0)
     with socket.create_connection(address) as stranger:
