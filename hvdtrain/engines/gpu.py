@@ -58,9 +58,6 @@ def gpus(number: int) -> str:
 
 def openable(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     """Return the number of NVIDIA GPUs that this process may open. Slurm leaves those of other jobs in /dev."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-    if not re.fullmatch("[0-9]+|(GPU|MIG)-.+", visible[0].strip()):  # names no GPU: -1, NoDevFiles
-        return 0
     opened = 0
     for path in devices.glob("nvidia[0-9]*"):
         with contextlib.suppress(OSError):

@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 
 from hvdtrain.engines.cores import cpu_quota
@@ -11,6 +12,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced, cores_of_job
 
 ANYWAY = "or add --oversubscribe"
+NAME_OF_GPU = re.compile("[0-9]+|(GPU|MIG)-.+")
 
 
 def cores_here(environment: Mapping[str, str], told: Announced) -> int:
@@ -39,9 +41,8 @@ def gpus_here(environment: Mapping[str, str], devices: Path = Path("/dev")) -> i
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not here:
         return here
-    named = [name.strip() for name in visible.split(",")]
-    named = named[: named.index("-1")] if "-1" in named else named  # like CUDA, ignore all entries from -1 on
-    named = [name for name in named if name]
+    # Like CUDA, ignore all entries from the first on that names no GPU: -1, NoDevFiles.
+    named = list(takewhile(NAME_OF_GPU.fullmatch, map(str.strip, visible.split(","))))
     if any(name.startswith("MIG-") for name in named):  # GPU partitions
         return len(named)
     return min(here, len(named))

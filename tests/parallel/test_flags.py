@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import mnist, training
-from hvdtrain.engines import gpu
-from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.errors import Failure
 from hvdtrain.engines.horovod import carries_bf16
 from hvdtrain.training.start import started
 from tests.parallel.test_loop import a_run
@@ -149,20 +148,3 @@ def test_replicas_that_differ_end_the_run_on_every_rank(engine):
 
         fit(run, [torch.ones(20 * engine.size, 3)], lambda step, inputs: model(inputs).mean(), each=each)
     assert steps[-1] <= 4
-
-
-@pytest.mark.parametrize(
-    ("last", "expected"),
-    [
-        (gpu.RankDevice("x", "cuda", "0:1:0"), "ranks 0 and 1 on x have the same GPU"),
-        (gpu.RankDevice("x", "cpu"), "has no GPU, rank 0 on x has one: give every rank a GPU"),
-    ],
-)
-def test_ranks_that_cannot_reduce_on_gpus_are_told_so_together(engine, monkeypatch, last, expected):
-    if engine.size == 1:
-        pytest.skip("one rank has its GPU")
-    mine = gpu.RankDevice("x", "cuda", "0:1:0") if engine.rank < engine.size - 1 else last
-    monkeypatch.setattr(gpu, "rank_device", lambda device: mine)
-    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    with pytest.raises(UserError, match=expected):
-        engine.require_own_gpu()

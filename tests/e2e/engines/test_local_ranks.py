@@ -1,14 +1,8 @@
 """Ranks that one process has forked, with all that a program does there: Horovod, DataLoader workers, OpenMP."""
 
-import contextlib
-import signal
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tests.e2e.launchers import LAUNCHERS, PYTHON, launch, members, remaining, running
-from tests.waiting import wait_for
+from tests.e2e.launchers import LAUNCHERS, launch
 
 SCRIPT = """
 import os
@@ -50,34 +44,3 @@ def test_a_program_of_ones_own_has_all_that_it_would_have(program, tmp_path):
     assert done.code == 0, done
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} done False" for rank in range(3)], done
     assert done.left_behind == 0, done
-
-
-def test_an_error_is_the_programs_own(tmp_path):
-    """On each rank, from its own first frame; the rank that was the first names itself, and gives the exit code."""
-    (tmp_path / "script.py").write_text("import horovod.torch as hvd\nhvd.init()\n1 / hvd.rank()\nhvd.barrier()\n")
-    done = launch(f"{LAUNCHERS['starter'].format(ranks=2)} {PYTHON} script.py", cwd=tmp_path, timeout=120)
-    assert done.code == 1, done
-    assert f'Traceback (most recent call last):\n  File "{tmp_path}/script.py", line 3, in <module>' in done.stderr, (
-        done
-    )
-    assert "hvdtrain.starter: error: rank 0 on " in done.stderr, done
-    assert done.left_behind == 0, done
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_torch_is_imported_leaves_nothing(tmp_path):
-    """As soon as the process that imports has torch's largest library mapped; conftest looks at what is left."""
-    words = f"{LAUNCHERS['starter'].format(ranks=2)} -m hvdtrain.mnist --dataset digits --output-dir {tmp_path}/out"
-    with running(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (run, job):
-        wait_for(lambda: any("libtorch_cpu" in maps(pid) for pid in members(job)), "torch was never imported")
-        run.send_signal(signal.SIGINT)
-        out, _ = run.communicate(timeout=30)
-        assert remaining(job) == []
-    assert (run.returncode, out) == (130, "")
-    assert not (tmp_path / "out").exists()
-
-
-def maps(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/maps").read_text(errors="replace")
-    return ""

@@ -1,7 +1,4 @@
-"""What is freed stays with the process: later steps take no page faults; and whoever has chosen otherwise is left alone.
-
-The program measures in one process, first malloc as it comes and then ours, so that nothing but our call differs.
-"""
+"""What is freed stays with the process: later steps take no page faults; and whoever has chosen otherwise is left alone."""
 
 import ctypes
 import os
@@ -12,59 +9,37 @@ import pytest
 
 from hvdtrain.engines.malloc import OWN_CHOICE, keep_freed_memory
 
-COUNTED = """
-import resource
+# In one process, first malloc as it comes and then ours, so that nothing but our call differs. Freed in the end, six blocks
+# of 8 MiB are above malloc's own threshold for giving memory back (twice the largest one).
+PROGRAM = """
+import ctypes, resource
 from hvdtrain.engines.malloc import keep_freed_memory
 
-def faults(step):
-    for _ in range(10):
-        step()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-def compare(step):
-    before = faults(step)
-    assert keep_freed_memory({})
-    print(before, faults(step))
-"""
-
-# Freed in the end, six blocks of 8 MiB are above malloc's own threshold for giving memory back (twice the largest one).
-BLOCKS = """
-import ctypes
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 
-def step():
-    blocks = [libc.malloc(2**23) for _ in range(6)]
-    for block in blocks:
-        ctypes.memset(block, 1, 2**23)
-    for block in reversed(blocks):
-        libc.free(block)
+def steps():
+    for _ in range(10):
+        blocks = [libc.malloc(2**23) for _ in range(6)]
+        for block in blocks:
+            ctypes.memset(block, 1, 2**23)
+        for block in reversed(blocks):
+            libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-compare(step)
+print(-steps() + steps())
+assert keep_freed_memory({})
+print(-steps() + steps())
 """
 
 
-def page_faults(program: str) -> tuple[int, int]:
-    """Return the page faults of ten steps: as malloc comes, and with what is freed kept."""
-    env = {name: value for name, value in os.environ.items() if name not in OWN_CHOICE}
-    done = subprocess.run(
-        [sys.executable, "-c", COUNTED + program], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done
-    before, after = map(int, done.stdout.split())
-    return before, after
-
-
-glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library than glibc: no mallopt")
-
-
-@glibc
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library than glibc: no mallopt")
 def test_blocks_are_found_mapped_by_the_next_step():
     """Of 4 kB pages 122,880 faults against none; where the kernel gives pages of 2 MiB unasked, 240."""
-    before, after = page_faults(BLOCKS)
+    env = {name: value for name, value in os.environ.items() if name not in OWN_CHOICE}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done
+    before, after = map(int, done.stdout.split())
     assert before >= 200, "else glibc keeps it by itself now, and our call can go"
     assert after < before / 4
 

@@ -225,13 +225,6 @@ def test_a_rank_that_hangs_when_all_others_have_left_ends(job, capfd, monkeypatc
     assert "rank 1 on h0 does not end after training: it is at " in capfd.readouterr().err
 
 
-def test_a_rank_that_dies_ends_the_job(job):
-    some = job(3, step_timeout=60.0)
-    some.ranks[2].channels[0].socket.shutdown(socket.SHUT_RDWR)
-    some.wait_until(lambda: some.ranks[0].code == some.ranks[1].code == 1)
-    assert some.ranks[0].said == ["rank 2 on h0 died: its connection closed unexpectedly"]
-
-
 @pytest.mark.parametrize(
     ("place", "process", "reset", "said"),
     [

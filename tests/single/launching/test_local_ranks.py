@@ -45,6 +45,8 @@ HOST = socket.gethostname()
         (["nvidia0", "nvidia1"], "", 0),
         (["nvidia0", "nvidia1"], "0,-1,1", 1),
         (["nvidia0"], "0,1,2", 1),  # two of which are not there
+        (["nvidia0", "nvidia1"], "GPU-4a", 1),
+        (["nvidia0", "nvidia1"], "NoDevFiles", 0),
         (["nvidia0"], "MIG-a,MIG-b", 2),
         ([], "0,1", 0),
     ],
@@ -188,11 +190,12 @@ print(__name__, sys.argv[1:], sys.path[0] == os.getcwd(), os.environ["OMP_NUM_TH
         ("import os; os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL (out of memory?)"),
     ],
 )
-def test_the_first_rank_that_fails_ends_the_others_and_gives_the_code(start, first, code, said):
+def test_the_first_rank_that_fails_ends_the_others_and_gives_the_code(start, tmp_path, first, code, said):
     ended, _, err = start(f"import os\nif os.environ['HOROVOD_RANK'] == '1':\n    {first}\n{SLEEP}", 3).ends()
     assert ended == code
     assert f"hvdtrain.starter: error: rank 1 on {HOST} {said}: ending the other ranks" in err
-    if "1 / 0" in first:  # its own error, in its own words, and nothing of ours around it
+    if "1 / 0" in first:  # its own error, from its own first frame, and nothing of ours around it
+        assert f'Traceback (most recent call last):\n  File "{tmp_path}/script.py", line 3, in <module>\n' in err
         assert "ZeroDivisionError: division by zero" in err
         assert "hvdtrain/" not in err
 
