@@ -144,9 +144,6 @@ def main() -> None:
         listeners = attach(flags, told, words, done)
     except UserError as error:
         end_with(error)
-    except Exception:  # a syntax error in the script, or an exception of its package
-        run_script.hide_frames()
-        raise
     if told.rank == 0:
         say(done)
     mine = os.getpid()

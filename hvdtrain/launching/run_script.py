@@ -22,7 +22,10 @@ from hvdtrain.engines.errors import UserError
 
 PACKAGE = Path(__file__).parents[1]
 # Files whose frames a traceback of the script does not show: what runs it, and the hooks that it calls.
-OURS = ("tuned", "starter", "engines/foreign", "launching/exit_codes", "launching/rank_exit", "launching/run_script")
+OURS = (
+    "tuned", "starter", "engines/foreign", "launching/exit_codes", "launching/forker", "launching/rank_exit",
+    "launching/run_script",
+)  # fmt: skip
 HIDDEN = {"<frozen runpy>", "<frozen importlib.util>"} | {str(PACKAGE / f"{name}.py") for name in OURS}
 
 
@@ -42,7 +45,11 @@ def find(words: list[str]) -> Program:
     """
     if not words or words == ["-m"]:
         raise UserError("nothing to run: name a file, as in `train.py`, or `-m MODULE`", everywhere=True)
-    return _module(words[1], words[2:]) if words[0] == "-m" else _file(words[0], words[1:])
+    try:
+        return _module(words[1], words[2:]) if words[0] == "-m" else _file(words[0], words[1:])
+    except Exception:  # a syntax error in the script, or an exception of its package
+        hide_frames()
+        raise
 
 
 def _file(name: str, arguments: list[str]) -> Program:

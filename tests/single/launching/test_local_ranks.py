@@ -19,7 +19,7 @@ import pytest
 
 from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching import capacity, preload, rank_exit
+from hvdtrain.launching import capacity, preload, rank_exit, run_script
 from hvdtrain.launching.forker import Forker
 from hvdtrain.launching.local_rendezvous import Meeting
 from hvdtrain.launching.supervisor import Supervisor
@@ -272,6 +272,14 @@ raise SystemExit({code})"""
 def test_what_a_program_without_a_module_says_is_one_line(start):
     said = "-m no.such_module: no such module here; name a module that `python -m` finds, or a file"
     assert start("", 3, "-m no.such_module").ends() == (2, "", f"hvdtrain.starter: error: {said}\n")
+
+
+def test_a_syntax_error_is_shown_without_what_looks_for_the_program(start, tmp_path):
+    code, out, err = start("x = (1", 3).ends()
+    assert (code, out) == (1, "")
+    shown = f"""  File "{tmp_path}/script.py", line 1\n    x = (1\n        ^\nSyntaxError: '(' was never closed\n"""
+    assert err.endswith(shown)
+    assert str(run_script.PACKAGE) not in err
 
 
 HEARS = """
