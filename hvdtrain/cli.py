@@ -51,15 +51,20 @@ class Flags(argparse.Namespace):
 
     def __init__(self, parser: "Parser", words: Sequence[str] = ()):
         super().__init__()
-        self._parser, self._words, self._derived = parser, words, frozenset[str]()
+        self._program, self._may_change, self._derived = parser.prog, parser.may_change, frozenset[str]()
+        self._parser, self._words = parser, words
+
+    def __getstate__(self) -> dict[str, object]:
+        # Without the parser, whose types may be functions that cannot be sent to a data set's worker.
+        return {name: value for name, value in vars(self).items() if name != "_parser"}
 
     @property
     def program(self) -> str:
-        return self._parser.prog
+        return self._program
 
     @property
     def may_change(self) -> frozenset[str]:
-        return self._parser.may_change
+        return self._may_change
 
     @property
     def derived(self) -> frozenset[str]:
@@ -85,7 +90,7 @@ class Flags(argparse.Namespace):
             said = f"the checkpoint to evaluate has a flag that is not valid ({error})"
             raise UserError(f"{said}: give this flag", everywhere=True) from error
         absolute(parsed)
-        for name in theirs.keys() & self.given().keys():
+        for name in left.keys() & self.given().keys():
             setattr(self, name, getattr(parsed, name))
 
     def given(self) -> dict[str, object]:

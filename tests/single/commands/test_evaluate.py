@@ -151,6 +151,17 @@ def test_a_flag_of_the_run_that_is_not_valid_any_more_can_be_given():
     assert (flags.data, flags.also) == (Path("/mine"), [Path("/a"), Path("/b")])
 
 
+def test_a_list_that_is_given_takes_the_place_of_that_of_the_run():
+    parser = training.parser("test", None)
+    parser.add_argument("--also", action="append")
+    flags = parser.parse(["--evaluate", "/run", "--also", "c"])
+    flags.adopt({"also": ["a", "b"]})
+    assert flags.also == ["c"]
+    flags = parser.parse(["--evaluate", "/run"])
+    flags.adopt({"also": ["a", "b"]})
+    assert flags.also == ["a", "b"]
+
+
 EVALUATE = ("--evaluate", "{tmp}/run")
 PREDICT = (*EVALUATE, "--predict", "{tmp}/p.csv")
 REFUSED = {

@@ -20,6 +20,7 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.start import start
 from hvdtrain.launching.processes import runs
 from hvdtrain.training import inputs
+from hvdtrain.training import parser as parser_of_training
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -211,3 +212,12 @@ def test_an_error_of_the_data_set_is_its_own(error):
 
     with pytest.raises(type(error), match=str(error)[:10]):
         list(loading.while_workers_live(batches()))
+
+
+def test_flags_go_to_a_worker_with_the_data_set_that_holds_them():
+    parser = parser_of_training("test", None)
+    parser.add_argument("--half", type=lambda text: int(text) // 2)
+    parser.may_change_on_resume("half")
+    flags = pickle.loads(pickle.dumps(parser.parse(["--half", "8", "--seed", "3"])))
+    assert (flags.half, flags.seed, flags.program) == (4, 3, "test")
+    assert "half" in flags.may_change
