@@ -11,6 +11,7 @@ The content of every MNIST and Fashion-MNIST file is compared with its published
 (published.py). Therefore ranks on different hosts only need to compare `name`.
 """
 
+import hashlib
 import json
 import os
 import time
@@ -30,8 +31,7 @@ from hvdtrain.engines.errors import UserError
 
 NAMES = ("auto", "mnist", "fashion-mnist", "digits")
 LOCK_SECONDS = 60.0  # how long a process waits for another one to verify the files, before it does so itself
-# In the cache: the content of a data set's files, and the identity of this copy and of the files.
-CONTENT, VERIFIED = "content", "verified.json"
+CONTENT = "content"  # in the cache: of a data set's files
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,24 +164,28 @@ def _content(published: Published, paths: Sequence[Path], shared: Path | None) -
 
 def _mapped(published: Published, paths: Sequence[Path], shared: Path) -> Tensor:
     """Return the same as a mapped file in the cache, which the first process writes there. Raises OSError, UserError."""
-    sources = [[str(path.absolute()), *_identity(path.stat())] for path in paths]
+    sources = json.dumps([[str(path.absolute()), *_identity(path.stat())] for path in paths])
+    # Hosts may have files of their own, and the cache in common: a note for each. The one copy may be mapped elsewhere.
+    note = shared / f"verified-{hashlib.sha256(sources.encode()).hexdigest()[:16]}.json"
     content = shared / CONTENT
 
     def seen() -> bytes:
-        """Return what says that neither the files nor the copy have changed since. Raises OSError."""
-        return json.dumps([*sources, _identity(content.stat())]).encode()
+        """Return what says that the copy has not changed since. Raises OSError."""
+        return json.dumps(_identity(content.stat())).encode()
 
     def there() -> bool:
         with suppress(OSError):
-            return files.read_small(shared / VERIFIED) == seen()
+            return files.read_small(note) == seen()
         return False
 
     if not there():
         with cache.locked(shared, LOCK_SECONDS):
             if not there():
                 files.remove_partial(shared, cache.STALE_SECONDS)
-                files.write(content, _verified(published, paths))
-                files.write(shared / VERIFIED, seen())
+                verified = _verified(published, paths)
+                if not (content.is_file() and content.read_bytes() == verified):
+                    files.write(content, verified)
+                files.write(note, seen())
     size = sum(file.size for file in published.files)
     return torch.from_file(str(content), shared=False, size=size, dtype=torch.uint8)  # writing to it is private
 

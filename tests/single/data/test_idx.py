@@ -194,7 +194,21 @@ def test_verified_once_and_again_when_a_file_has_changed(tmp_path: Path, verifie
         verified.clear()
 
 
-@pytest.mark.parametrize("name", [idx.CONTENT, idx.VERIFIED])
+def test_hosts_with_files_of_their_own_share_one_copy_and_do_not_replace_it(
+    tmp_path: Path, verified: list[str]
+) -> None:
+    for _ in range(2):  # the cache may be in a home directory that several hosts mount
+        for host in ("a", "b"):
+            check(idx.load("mnist", tmp_path / host if (tmp_path / host).exists() else fake.write(tmp_path / host)))
+    assert verified == 2 * list(fake.NAMES)
+    copies = list(cache.directory("mnist").glob(f"{idx.CONTENT}*"))
+    assert len(copies) == 1
+    inode = copies[0].stat().st_ino
+    check(idx.load("mnist", fake.write(tmp_path / "c")))
+    assert copies[0].stat().st_ino == inode
+
+
+@pytest.mark.parametrize("name", [idx.CONTENT, "verified-*.json"])
 @pytest.mark.parametrize(
     "damage",
     [
@@ -206,7 +220,7 @@ def test_verified_once_and_again_when_a_file_has_changed(tmp_path: Path, verifie
 def test_what_is_damaged_in_the_cache_is_made_again(tmp_path: Path, name: str, damage, verified: list[str]) -> None:
     fake.write(tmp_path / "d", compressed=True)
     idx.load("mnist", tmp_path / "d")
-    damage(cache.directory("mnist") / name)
+    damage(next(cache.directory("mnist").glob(name)))
     for _ in range(2):
         check(idx.load("mnist", tmp_path / "d"))
         assert len(verified) == 8
