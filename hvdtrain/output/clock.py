@@ -114,8 +114,8 @@ class Clock:
 
     def mark(self, phase: str, at: float | None = None) -> float:
         """Add the time since the previous mark to `phase`. at: end of the phase (`time.perf_counter`); None: now. Return
-        it."""
-        at = time.perf_counter() if at is None else at
+        it. A time before the previous mark adds nothing: a phase within another counts once."""
+        at = time.perf_counter() if at is None else max(at, self._marked)
         self._seconds[phase] += at - self._marked
         if self._device_times is not None:
             self._device_times.mark(phase)

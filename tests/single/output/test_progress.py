@@ -247,6 +247,17 @@ def test_the_clock_measures_all_ranks():
     }
 
 
+def test_a_data_loader_that_reads_another_one_counts_once():
+    """As hvdtrain.tuned sees it: the inner one has returned a batch before the outer one does."""
+    clock = Clock()
+    began = time.perf_counter()
+    for start, end in ((began + 2, began + 4), (began + 1, began + 5)):
+        clock.mark("compute", start)
+        clock.mark("loading", end)
+    times = clock.times(torch.device("cpu"))
+    assert (times.loading, times.compute) == pytest.approx((3, 2), abs=0.5)
+
+
 def test_ranks_that_wait_for_cores_are_told_so_before_anything_else():
     waits = [rank(0, 4, 6)._replace(without_core=3.0), rank(0, 4, 6)._replace(without_core=2.1)]
     both = REMEDIES | remedies({"threads": None}, 1, "cpu")
