@@ -36,9 +36,8 @@ class Supervisor:
         self._forker, self._words, self._ranks, self._meeting = forker, words, ranks, meeting
         self._met = False
         self._error: UserError | Failure | None = None  # of the rendezvous
-        self._connections: list[
-            socket.socket
-        ] = []  # to the forker, by local rank; none before it was asked for the ranks
+        # To the forker, by local rank. Empty until it is asked for the ranks.
+        self._connections: list[socket.socket] = []
         self._unread = [b""] * ranks  # incomplete lines of the forker, by local rank
         self._pids: dict[int, int] = {}  # local rank -> pid, of running ranks
         self._exited: dict[int, int] = {}  # local rank -> exit code; negative: a signal
