@@ -50,7 +50,7 @@ def main() -> int:
     flags = parse()
     if announced().size > 1:
         raise UserError("hvdtrain.report reads what a run has left: start it without a launcher", everywhere=True)
-    plotting.require_matplotlib(otherwise="")
+    plotting.require_matplotlib()
     print(f"{make(flags.directories, flags.output_dir)}: open it in a browser")
     return 0
 

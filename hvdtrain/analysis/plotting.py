@@ -29,10 +29,10 @@ STYLE: Any = {
 Draw = Callable[["Axes"], None]
 
 
-def require_matplotlib(otherwise: str = ", or leave out --output-dir") -> None:
+def require_matplotlib() -> None:
     """Raise UserError if matplotlib is not installed, so that this is known before measuring."""
     if find_spec("matplotlib") is None:
-        raise UserError(f"the picture needs matplotlib: pip install 'hvdtrain[plot]'{otherwise}")
+        raise UserError("the picture needs matplotlib: pip install 'hvdtrain[plot]'")
 
 
 def printable(value: object) -> str:

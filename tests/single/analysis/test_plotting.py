@@ -31,5 +31,5 @@ def test_curves_can_be_told_apart():
 
 def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'hvdtrain\[plot\]'"):
+    with pytest.raises(UserError, match=r"pip install 'hvdtrain\[plot\]'$"):
         plotting.require_matplotlib()
