@@ -114,8 +114,7 @@ class RunOutput:
 
     def event(self, name: str, **fields: object) -> None:
         """Append an event to metrics.jsonl, as one line of JSON. Thread-safe."""
-        elapsed = round(time.monotonic() - self._began, 3)  # seconds since this process started, on a monotonic clock
-        line = json.dumps({"event": name, "time": time.time(), "elapsed": elapsed, **fields}, default=encoded) + "\n"
+        line = json.dumps({"event": name, **self._now(), **fields}, default=encoded) + "\n"
         with self._lock:  # the checkpoint writer and the watchdog call this from their threads
             self._write(line)
         if self._board is not None:
@@ -127,13 +126,17 @@ class RunOutput:
         if self._tracker is not None:
             self._tracker.event(name, fields)
 
+    def _now(self) -> dict[str, float]:
+        """Return the time of day, and the seconds since this process started, on a monotonic clock."""
+        return {"time": time.time(), "elapsed": round(time.monotonic() - self._began, 3)}
+
     def _write(self, line: str) -> None:
         """Append a complete line, or nothing. On a full disk, the line is lost and training continues."""
         if self._file is None:
             return
         if self._missing:
             gap = f"{self._missing} line{'s'[: self._missing > 1]} before this one could not be written"
-            line = json.dumps({"event": "error", "time": time.time(), "kind": "record", "message": gap}) + "\n" + line
+            line = json.dumps({"event": "error", **self._now(), "kind": "record", "message": gap}) + "\n" + line
         content, end = line.encode(), None
         try:
             end = self._file.seek(0, os.SEEK_END)

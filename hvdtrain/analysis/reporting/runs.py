@@ -41,8 +41,7 @@ class Result(NamedTuple):
 class Attempt:
     """One start of the run, until it ended or was killed."""
 
-    clock: str  # the field of events that has its seconds: elapsed, or time where that is missing
-    began: float  # by that clock
+    began: float  # `elapsed` of its first event: seconds on a monotonic clock
     before: float  # seconds that earlier attempts ran
     ran: float = 0.0  # seconds, up to its last event
     step: float = 0.0  # from which it resumed
@@ -187,7 +186,8 @@ def parsed(text: str) -> Event | None:
 def usable(event: Event) -> bool:
     """Return whether an event has a valid time and position in the run. Unknown kinds of events are valid."""
     name = event.get("event")
-    if not isinstance(name, str) or not abs(number(event.get("time")) or math.nan) < LARGEST:
+    times = [number(event.get(clock)) for clock in ("time", "elapsed")]
+    if not isinstance(name, str) or not all(at is not None and abs(at) < LARGEST for at in times):
         return False
     if name == "start":
         return 1 <= (number(event.get("world_size")) or 0) < LARGEST
@@ -217,15 +217,13 @@ def take(run: RecordedRun, event: Event) -> None:
     """Add one event to the run."""
     name = event["event"]
     if name == "start":
-        clock = "time" if finite(event.get("elapsed")) is None else "elapsed"
-        run.attempts.append(Attempt(clock, event[clock], run.seconds))
+        run.attempts.append(Attempt(event["elapsed"], run.seconds))
         run.start, run.state, run.summary = event, "not ended", {}
         return
     if not run.attempts:
         return
     attempt = run.attempts[-1]
-    now = finite(event.get(attempt.clock))
-    attempt.ran = max(attempt.ran, 0.0 if now is None else now - attempt.began)
+    attempt.ran = max(attempt.ran, event["elapsed"] - attempt.began)
     event["seconds"] = run.seconds
     if name == "resume":
         attempt.step, attempt.samples = event["step"], event.get("samples")
@@ -249,11 +247,6 @@ def take(run: RecordedRun, event: Event) -> None:
     elif name == "error":
         run.state = run.state if event.get("kind") in HARMLESS else "failed"
         run.notes.append(f"error: {event.get('message', '?')}")
-
-
-def finite(value: object) -> float | None:
-    """Return `value` as a float; None if it is not a finite number."""
-    return known if (known := number(value)) is not None and math.isfinite(known) else None
 
 
 def go_back(run: RecordedRun, step: float) -> None:

@@ -69,7 +69,7 @@ def leave(tmp_path):
     def write(name: str, *lines):
         directory = tmp_path / name
         directory.mkdir(parents=True)
-        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        texts = [line if isinstance(line, str) else json.dumps({"elapsed": line.get("time"), **line}) for line in lines]
         (directory / "metrics.jsonl").write_text("\n".join(texts) + "\n")
         return directory
 

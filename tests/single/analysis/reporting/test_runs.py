@@ -72,7 +72,7 @@ def test_a_clock_that_is_set_meanwhile_changes_no_duration(leave):
         return line | {"time": line["time"] + jump, "elapsed": elapsed}
 
     day = 86_400.0
-    lines = [at(WHOLE[0], 3.0), at(WHOLE[1], 4.0), at(WHOLE[2], 5.0, day), at(WHOLE[3], 6.0, -day), WHOLE[4],
+    lines = [at(WHOLE[0], 3.0), at(WHOLE[1], 4.0), at(WHOLE[2], 5.0, day), at(WHOLE[3], 6.0, -day),
              at(start(300.0), 2.0), at(resume(300.5, 3), 2.5), at(step(301.0, 4), 4.0, day),
              at(end(time=302.0), 5.0, day)]  # fmt: skip
     (run,) = read_runs([leave("run", *lines)])
