@@ -23,7 +23,7 @@ from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.models.weights import MOST_TENSORS, load_weights
 from hvdtrain.output import run_output
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, contents
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import TrainState
 from tests.single.data import fake_mnist as fake
@@ -183,7 +183,8 @@ def saved() -> tuple[dict, dict]:
     """Facts and tensors of a small run's checkpoint."""
     model = MODELS["convnet-nonorm"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    facts = {
+    facts, tensors = contents.collect([model], [optimizer], {})
+    facts |= {
         "format": checkpoint.FORMAT,
         "state": asdict(TrainState(samples_of_epoch=64, samples=64, step=1, train_seconds=1.5, train={"loss": 0.5})),
         "best": None,
@@ -192,12 +193,9 @@ def saved() -> tuple[dict, dict]:
         "engine": "serial",
         "config": {"lr": 0.1, "epochs": 2},
         "data": {"dataset": "digits", "train_samples": 128},
-        "optimizers": [optimizer.state_dict()],
-        "registered": {},
         "scaler": {},
         "shapes": {"buffers": [1, 0]},
     }
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors["buffers"] = torch.zeros(1, 0)
     return facts, tensors
 
