@@ -335,6 +335,7 @@ RUN = [
     {"event": "error", "time": 10.0, "kind": "failure", "message": "x"},
     {"event": "end", "time": 11.0, "test_accuracy": 0.9, "test_loss": 0.4, "samples": 64, "total_seconds": 9.0},
 ]  # fmt: skip
+RUN = [event | {"elapsed": event["time"]} for event in RUN]
 
 
 @tried(60)
