@@ -11,6 +11,7 @@ from tests.e2e.launchers import Done, events, several, summary, train
 REAL_MNIST = os.environ.get("HVDTRAIN_TEST_MNIST", "/nowhere")
 DIGITS_TRAIN, DIGITS_TEST = 1415, 382
 QUICK = "--dataset digits --no-progress --epochs 1 --model convnet"
+LEARN = "--epochs 3 --log-steps 5"
 
 
 REFUSALS = {
@@ -33,20 +34,6 @@ DISAGREEING = {  # what a launcher announced that started one process only
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory):
-    """Train three epochs on two ranks under a launcher, the first time that it is asked for; return what became of it."""
-    found: dict[str, tuple[Path, Done]] = {}
-
-    def by(launcher: str) -> tuple[Path, Done]:
-        if launcher not in found:
-            directory = tmp_path_factory.mktemp(launcher)
-            found[launcher] = directory, train(launcher, 2, f"--epochs 3 --log-steps 5 --output-dir {directory}")
-        return found[launcher]
-
-    return by
-
-
-@pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict[str, Done]:
     """One process, one run after the other."""
     few = f"{QUICK} --train-samples 64"
@@ -57,20 +44,16 @@ def alone(tmp_path_factory) -> dict[str, Done]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
-    """Two ranks under mpirun, one run after the other."""
+    """Two ranks under horovodrun, one run after the other."""
     root = tmp_path_factory.mktemp("two")
     (root / "file").write_text("x")
     runs = {"default": f"--dataset digits --no-progress --output-dir {root / 'default'}"}
+    runs["learned"] = f"{QUICK} {LEARN} --output-dir {root / 'learned'}"
     runs |= {name: f"{QUICK} {flags.format(tmp=root)}" for name, (flags, _) in REFUSALS.items()}
-    return root, several("mpirun", 2, root, runs)
+    return root, several("horovodrun", 2, root, runs)
 
 
-SLOWLY = [pytest.param(launcher, marks=pytest.mark.slow) for launcher in ("mpirun", "gloo", "starter")]
-
-
-@pytest.mark.parametrize("launcher", ["horovodrun", *SLOWLY])
-def test_two_ranks_learn_the_digits_under_every_launcher(launcher, learned):
-    directory, done = learned(launcher)
+def has_learned(directory: Path, done: Done) -> None:
     assert done.code == 0, done
     result = summary(directory)
     assert (result["world_size"], result["engine"], result["dataset"]) == (2, "horovod", "digits")
@@ -79,6 +62,17 @@ def test_two_ranks_learn_the_digits_under_every_launcher(launcher, learned):
     assert result["test_count"] == DIGITS_TEST
     assert result["test_accuracy"] > 0.9
     assert done.stdout.count("test accuracy") == 3, done  # once an epoch: rank 0 alone speaks
+
+
+def test_two_ranks_learn_the_digits(two):
+    root, done = two
+    has_learned(root / "learned", done["learned"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo", "starter"])
+def test_two_ranks_learn_the_digits_under_every_launcher(launcher, tmp_path):
+    has_learned(tmp_path, train(launcher, 2, f"{LEARN} --output-dir {tmp_path}"))
 
 
 @pytest.mark.slow
@@ -120,8 +114,8 @@ def test_the_default_model_learns_the_digits(two):
     assert result["test_accuracy"] > 0.93
 
 
-def test_metrics_hold_what_the_interface_promises(learned):
-    directory, done = learned("horovodrun")
+def test_metrics_hold_what_the_interface_promises(two):
+    directory, done = two[0] / "learned", two[1]["learned"]
     assert done.code == 0, done
     lines = events(directory)
     assert [line["event"] for line in lines][0 :: len(lines) - 1] == ["start", "end"]

@@ -84,10 +84,10 @@ def hash_of(done) -> str:
 
 
 # Trap: torch imports its compiler where a plain script makes its optimizer, which takes longer than its training.
-SLOWLY = [pytest.param(launcher, True, marks=pytest.mark.slow) for launcher in ("horovodrun", "mpirun")]
+SLOWLY = [pytest.param(launcher, True, marks=pytest.mark.slow) for launcher in ("horovodrun", "mpirun", "gloo")]
 
 
-@pytest.mark.parametrize(("launcher", "compared"), [("gloo", False), *SLOWLY])
+@pytest.mark.parametrize(("launcher", "compared"), [("starter", False), *SLOWLY])
 def test_a_plain_script_ends_as_without_us_and_is_recorded(launcher, compared, tmp_path):
     start = LAUNCHERS[launcher].format(ranks=2)
     done = launch(f"{start} {TUNED} --output-dir {tmp_path} {PLAIN}")

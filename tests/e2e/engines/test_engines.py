@@ -1,14 +1,35 @@
-"""One script, four engines: the same global batch, seed and order give the same loss curve, step by step."""
+"""One script, four engines: the same global batch, seed and order give the same loss curve, step by step.
 
+From Horovod to ddp it is one word (docs/migrate.md), also where Horovod cannot be imported.
+"""
+
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.launchers import TORCHRUN, Done, events, launch, several, summary
+from tests.e2e.launchers import LAUNCHERS, PYTHON, TORCHRUN, Done, events, launch, several, summary
 
-CURVE = "--dataset digits --no-progress --epochs 1 --log-steps 1 --model convnet-nonorm"
+# Two epochs of five steps, without batch norm, which sees each rank's own samples.
+CURVE = "--dataset digits --no-progress --epochs 2 --train-samples 320 --log-steps 1 --model convnet-nonorm"
 CURVE += " --optimizer sgd --lr 0.05 --momentum 0.9"
 QUICK = "--dataset digits --epochs 1 --no-progress --model convnet"
+NO_HOROVOD = """
+import sys
+class NoHorovod:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "horovod":
+            raise ModuleNotFoundError("No module named 'horovod'", name="horovod")
+sys.meta_path.insert(0, NoHorovod())
+"""
+
+
+@pytest.fixture
+def without_horovod(tmp_path) -> str:
+    """Return a PYTHONPATH with which no Python process can import Horovod."""
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "sitecustomize.py").write_text(NO_HOROVOD)
+    return os.pathsep.join(filter(None, [str(tmp_path / "none"), os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(scope="module")
@@ -22,19 +43,27 @@ def alone(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
     return root, several("alone", 1, root, runs)
 
 
-def test_engines_draw_one_loss_curve(alone):
-    """Without batch norm, which sees each rank's own samples. Horovod on several ranks: tests/parallel."""
+def losses(directory: Path) -> list[float]:
+    return [line["loss"] for line in events(directory, "train")]
+
+
+def test_engines_draw_one_loss_curve(alone, without_horovod):
+    """ddp, on two ranks, continues what Horovod began. Horovod on several ranks: tests/parallel."""
     root, done = alone
-    flags = f"--engine ddp --batch-size 32 {CURVE} --output-dir {root / 'ddp'}"
-    done["ddp"] = launch(f"{TORCHRUN.format(ranks=2)} -m hvdtrain.mnist {flags}")
-    curves = {}
-    for name, ranks in {"serial": 1, "dataparallel": 1, "horovod": 1, "ddp": 2}.items():
+    for name in ("serial", "dataparallel", "horovod"):
         assert done[name].code == 0, done[name]
-        assert summary(root / name)["world_size"] == ranks
-        curves[name] = [line["loss"] for line in events(root / name, "train")]
-    assert len(curves["serial"]) == 23  # ceil(1415 / 64)
-    for curve in curves.values():
-        assert curve == pytest.approx(curves["serial"], rel=2e-4)
+        assert summary(root / name)["world_size"] == 1
+        assert len(losses(root / name)) == 10
+        assert losses(root / name) == pytest.approx(losses(root / "serial"), rel=2e-4)
+    *_, last = sorted((root / "horovod" / "checkpoints").glob("step-*.safetensors"))
+    last.unlink()
+    flags = f"--engine ddp --batch-size 32 {CURVE} --output-dir {root / 'horovod'}"
+    ddp = launch(f"{TORCHRUN.format(ranks=2)} -m hvdtrain.mnist {flags}", PYTHONPATH=without_horovod)
+    assert ddp.code == 0, ddp
+    assert summary(root / "horovod")["world_size"] == 2
+    assert [event["engine"] for event in events(root / "horovod", "start")] == ["horovod", "ddp"]
+    assert [event["epoch"] for event in events(root / "horovod", "resume")] == [2]
+    assert losses(root / "horovod")[10:] == pytest.approx(losses(root / "serial")[5:], rel=2e-4)
 
 
 def test_target_accuracy_stops_early_or_fails_with_three(alone):
@@ -43,3 +72,17 @@ def test_target_accuracy_stops_early_or_fails_with_three(alone):
     assert summary(root / "reached")["epochs"] < 50
     assert done["missed"].code == 3, done
     assert "target accuracy 100.00% not reached" in done["missed"].stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [*LAUNCHERS, "torchrun"])
+def test_ddp_under_every_launcher(launcher, tmp_path, without_horovod):
+    """horovodrun is Horovod's, so there it is importable."""
+    start = {**LAUNCHERS, "torchrun": TORCHRUN}[launcher].format(ranks=2)
+    python = "" if launcher == "torchrun" else PYTHON
+    path = {} if launcher in ("horovodrun", "gloo") else {"PYTHONPATH": without_horovod}
+    flags = f"{QUICK} --engine ddp --threads 1 --output-dir {tmp_path / 'out'}"
+    done = launch(f"{start} {python} -m hvdtrain.mnist {flags}", timeout=120, **path)
+    assert done.code == 0, done
+    result = summary(tmp_path / "out")
+    assert (result["engine"], result["world_size"], result["samples"]) == ("ddp", 2, 1415)
