@@ -60,8 +60,6 @@ def parse(argv: Sequence[str] | None = None) -> cli.Flags:
         able = " or ".join(name for name in cli.ENGINES if flags.op in engine_class(name).reductions)
         said = f"--reduction {flags.op} is not for --engine {flags.engine}: use --engine {able}"
         raise UserError(said, everywhere=True)
-    if flags.output_dir is not None and not flags.sweep:
-        raise UserError("--output-dir is for what --sweep measures: add --sweep, or leave it out", everywhere=True)
     if flags.min_bytes > flags.max_bytes:
         said = f"--min-bytes {flags.min_bytes} is more than --max-bytes {flags.max_bytes}: swap them"
         raise UserError(said, everywhere=True)

@@ -49,7 +49,6 @@ REFUSED = {
         "--engine ddp --reduction adasum": "--reduction adasum is not for --engine ddp: use --engine horovod",
         "--engine serial --reduction adasum": "is not for --engine serial: use --engine horovod",
         "--dtype int4": "invalid choice: 'int4'",
-        "--output-dir x": "--output-dir is for what --sweep measures: add --sweep, or leave it out",
         "--min-bytes 8 --max-bytes 4": "--min-bytes 8 is more than --max-bytes 4",
         "--seconds-per-size 0": "'0' is not a number above 0",
     },
