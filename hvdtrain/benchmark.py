@@ -267,8 +267,8 @@ def summarize(
     )  # fmt: skip
 
 
-def block(result: dict[str, Any]) -> str:
-    """Return the result as text for the terminal."""
+def block(result: dict[str, Any]) -> list[str]:
+    """Return the result as lines for the terminal."""
     size, rate, peak = result["world_size"], result["samples_per_second"], result["peak"]
     how = [result["amp"] if result["amp"] != "off" else "float32"]
     how += [name for name in ("channels_last", "compile") if result[name]]
@@ -303,7 +303,7 @@ def block(result: dict[str, Any]) -> str:
         lines.append(
             f"  GFLOP/s          {all_:,.1f} over all ranks ({each:.4g} GFLOP per sample, forward and backward)"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _phases(seconds: dict[str, float]) -> str:
@@ -343,7 +343,7 @@ def main() -> int:
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         result = summarize(flags, engine, found, flops, gradient_bytes)
         if engine.rank == 0:
-            print(*block(result).splitlines(), sep="\n", flush=True)
+            print(*block(result), sep="\n", flush=True)
             if flags.output_dir is not None:
                 measuring.write_json(flags.output_dir / "benchmark.json", result)
     return 0

@@ -89,4 +89,4 @@ def test_measure_and_summary_agree(flags, engine):
     assert result["flops_per_second"] == pytest.approx(1000 * rate["mean"])
     assert result["communicates"] == (not flags.no_communication)
     assert result["peak"]["resident_bytes"] > 50 * 2**20
-    assert f"{rate['mean']:,.1f} samples/s" in benchmark.block(result)
+    assert f"{rate['mean']:,.1f} samples/s" in "\n".join(benchmark.block(result))

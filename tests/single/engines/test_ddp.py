@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import warnings
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_gradients_are_reduced_in_the_same_buckets_from_the_first_step_on(monkey
     assert len(seen[1]) > 1
     # Each bucket is reduced once it is full, so only their own order may differ.
     assert sorted(seen[1]) == sorted(seen[2]) == sorted(seen[3])
+
+
+def test_ddp_does_not_warn_of_strides_that_mean_the_same():
+    """With one input channel and channels_last images, the gradient of a convolution has other strides than its weight."""
+    with start("ddp", device="cpu", tuning=False) as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = torch.nn.Conv2d(1, 16, 5).to(memory_format=torch.channels_last)
+        replica, _ = engine.distribute(net, torch.optim.SGD(net.parameters(), 0.1))
+        images = torch.ones(4, 1, 8, 8).contiguous(memory_format=torch.channels_last)
+        with engine.micro_batch([replica], [], 0, 1):
+            replica(images).sum().backward()
+        del replica
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch):
