@@ -3,7 +3,7 @@
 mpirun -np 4 python -m hvdtrain.reduce                                each rank starts with its rank + 1: 4 ranks get 10
 horovodrun -np 4 python -m hvdtrain.reduce --reduction average --dtype float16
 torchrun --nproc-per-node 4 -m hvdtrain.reduce --engine ddp
-mpirun -np 4 python -m hvdtrain.reduce --sweep --output-dir OUT       table, and reduce.json
+mpirun -np 4 python -m hvdtrain.reduce --sweep --output-dir OUT       table, also in reduce.json
 
 Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). The algorithm bandwidth of S bytes reduced in t seconds is S/t.
 The bus bandwidth is 2(n-1)/n times that, and can be compared with the network or the memory for any n. GB: 10^9 bytes.
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     add("--min-bytes", type=cli.byte_count, default=4, help="smallest size of --sweep (default: 4)")
     add("--max-bytes", type=cli.byte_count, default=2**28, help="largest size of --sweep (default: 268435456)")
     add("--seconds-per-size", type=cli.positive, default=0.5, help="about (default: 0.5)")
-    add("--output-dir", type=Path, help="with --sweep: write reduce.json to this directory")
+    add("--output-dir", type=Path, help="write reduce.json to this directory")
     cli.add_engine(parser)
     flags = parser.parse(argv)
     if flags.op not in engine_class(flags.engine).reductions:
@@ -93,8 +93,9 @@ def text(number: torch.Tensor) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def demonstrate(engine: Engine, op: str, dtype: str) -> None:
-    """Reduce rank + 1 over all ranks, and print the value on each rank before and after, in rank order. A collective."""
+def demonstrate(engine: Engine, op: str, dtype: str) -> list[Row]:
+    """Reduce rank + 1 over all ranks. Print and return the value on each rank before and after, in rank order. A
+    collective."""
     refuse_dtype(engine, op, dtype)
     number = torch.tensor([engine.rank + 1], device=engine.device).to(getattr(torch, dtype))
     before = text(number)
@@ -103,6 +104,7 @@ def demonstrate(engine: Engine, op: str, dtype: str) -> None:
     if engine.rank == 0:
         print(*(f"before {rank} data {before}" for rank, (before, _) in enumerate(held)), sep="\n")
         print(*(f"after {rank} data {after}" for rank, (_, after) in enumerate(held)), sep="\n", flush=True)
+    return [dict(rank=rank, before=before, after=after) for rank, (before, after) in enumerate(held)]
 
 
 def block_seconds(engine: Engine, tensor: torch.Tensor, op: str, name: str, times: int) -> float:
@@ -164,17 +166,11 @@ def line(row: Row) -> str:
     return f"{row['bytes']:11d} {row['count']:11d} {row['dtype']:>9} {times} {row['repeats']:8d} {speeds}"
 
 
-def sweep(engine: Engine, flags: cli.Flags) -> None:
-    """Measure every size and dtype, print each row of the table, and write reduce.json. A collective."""
-    with engine.raising_together("output"):
-        if engine.rank == 0 and flags.output_dir is not None:
-            measuring.make_directory(flags.output_dir)
+def sweep(engine: Engine, flags: cli.Flags, about: str) -> list[Row]:
+    """Measure every size and dtype. Print the table below `about`, and return its rows. A collective."""
     dtypes = [flags.dtype] if flags.dtype else SWEPT
     for dtype in dtypes:
         refuse_dtype(engine, flags.op, dtype)
-    hosts = len(set(engine.all_gather_object(socket.gethostname(), "hosts")))
-    about = f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}"
-    about += f", {engine.device.type}, {flags.op}"
     if engine.rank == 0:
         print(about, HEADER, sep="\n", flush=True)
     rows = []
@@ -186,22 +182,26 @@ def sweep(engine: Engine, flags: cli.Flags) -> None:
             if engine.rank == 0:
                 print(line(rows[-1]), flush=True)
             size *= 2
-    if engine.rank == 0 and flags.output_dir is not None:
-        result = dict(
-            title=about, engine=engine.name, description=engine.description, world_size=engine.size, hosts=hosts,
-            device=str(engine.device), config=flags.given(), automatic=engine.notes, hardware=measuring.hardware(),
-            versions=versions(), rows=rows,
-        )  # fmt: skip
-        measuring.write_json(flags.output_dir / "reduce.json", result)
+    return rows
 
 
 def main() -> int:
     flags = parse()
     with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as engine:
-        if flags.sweep:
-            sweep(engine, flags)
-        else:
-            demonstrate(engine, flags.op, flags.dtype or "float32")
+        with engine.raising_together("output"):
+            if engine.rank == 0 and flags.output_dir is not None:
+                measuring.make_directory(flags.output_dir)
+        hosts = len(set(engine.all_gather_object(socket.gethostname(), "hosts")))
+        about = f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}"
+        about += f", {engine.device.type}, {flags.op}"
+        rows = sweep(engine, flags, about) if flags.sweep else demonstrate(engine, flags.op, flags.dtype or "float32")
+        if engine.rank == 0 and flags.output_dir is not None:
+            result = dict(
+                title=about, engine=engine.name, description=engine.description, world_size=engine.size, hosts=hosts,
+                device=str(engine.device), config=flags.given(), automatic=engine.notes, hardware=measuring.hardware(),
+                versions=versions(), rows=rows,
+            )  # fmt: skip
+            measuring.write_json(flags.output_dir / "reduce.json", result)
     return 0
 
 

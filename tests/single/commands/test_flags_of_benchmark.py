@@ -143,6 +143,12 @@ def test_a_sweep_has_the_sizes_and_types_that_were_asked_for_and_is_written(caps
     assert [(row["bytes"], row["dtype"]) for row in rows] == [(16, "float64"), (32, "float64"), (64, "float64")]
 
 
+def test_one_value_is_written_too(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["reduce.py", "--engine", "serial", "--output-dir", str(tmp_path)])
+    assert reduce.main() == 0
+    assert json.loads((tmp_path / "reduce.json").read_text())["rows"] == [dict(rank=0, before="1", after="1")]
+
+
 def test_seconds_per_size_are_what_a_size_takes(engine, monkeypatch):
     """The clock is the number of all-reduces: a millisecond each."""
     count = [0]

@@ -1,5 +1,7 @@
 """The bare all-reduce: its flags, its arithmetic."""
 
+import sys
+
 import pytest
 import torch
 
@@ -31,11 +33,13 @@ def test_bandwidths_are_those_of_nccl_tests():
     assert row["repeats"] % reduce.BLOCKS == 0
 
 
-def test_a_sweep_that_could_not_be_kept_is_not_begun(capsys, tmp_path):
+def test_a_sweep_that_could_not_be_kept_is_not_begun(capsys, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
-    flags = reduce.parse(["--engine", "serial", "--sweep", "--output-dir", str(tmp_path / "file/x")])
+    monkeypatch.setattr(
+        sys, "argv", ["reduce.py", "--engine", "serial", "--sweep", "--output-dir", str(tmp_path / "file/x")]
+    )
     with pytest.raises(UserError, match="cannot be written"):
-        reduce.sweep(PretendWorld(), flags)
+        reduce.main()
     assert capsys.readouterr().out == ""
 
 
