@@ -53,6 +53,7 @@ class Flags(argparse.Namespace):
         super().__init__()
         self._program, self._may_change, self._derived = parser.prog, parser.may_change, frozenset[str]()
         self._parser, self._words = parser, words
+        self._typed: dict[str, object] = {}
 
     def __getstate__(self) -> dict[str, object]:
         # Without the parser, whose types may be functions that cannot be sent to a data set's worker.
@@ -69,6 +70,11 @@ class Flags(argparse.Namespace):
     @property
     def derived(self) -> frozenset[str]:
         return self._derived
+
+    @property
+    def typed(self) -> dict[str, object]:
+        """The flags that name files, as they were given. They stay the same where a run is moved with its program."""
+        return self._typed
 
     def derive(self, name: str, value: object) -> None:
         """Set a flag that was not given, from the number of ranks."""
@@ -146,6 +152,7 @@ class Parser(argparse.ArgumentParser):
         given = flags.given()
         if given.get("predict") is not None and given["evaluate"] is None:
             raise UserError("--predict needs --evaluate, the run whose model predicts", everywhere=True)
+        flags._typed = {name: value for name, value in given.items() if names_files(value)}
         absolute(flags, absolute_path if "engine" in given else expanded)
         if "engine" in given:
             refuse_unsupported(flags.engine, given)

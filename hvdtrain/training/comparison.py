@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hvdtrain.cli import Flags
+from hvdtrain.training.contents import plain
 from hvdtrain.training.state import Initial
 
 MOST_NAMED = 3  # differences listed in one message
@@ -35,6 +36,8 @@ def differences(
         if now.global_batch == began.global_batch and name in ("batch_size", "accumulate"):
             continue
         if name in flags.derived and began.ranks != ranks:
+            continue
+        if name in flags.typed and facts.get("typed", {}).get(name) == plain(flags.typed[name]):
             continue
         unlike.append(Difference(f"--{name.replace('_', '-')}", theirs[name], mine))
     unlike.sort(key=lambda one: one.name != "--model")  # --model first: it may be the cause of the other differences

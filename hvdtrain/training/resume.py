@@ -356,6 +356,7 @@ class Checkpoints:
             "world_size": self.engine.size,
             "engine": self.engine.name,
             "config": self._config,
+            "typed": {name: contents.plain(value) for name, value in self._flags.typed.items()},
             "data": self._data,
             "scaler": scaler.state_dict(),
             "shapes": shapes,

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from hvdtrain import imagenet, mnist, training
 from hvdtrain.engines import files
@@ -19,6 +20,7 @@ from hvdtrain.training import checkpoint
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.state import Initial
 from tests.e2e.launchers import events, summary
+from tests.single.training.small import train
 
 
 def alone(directory: Path, flags: str = "") -> int:
@@ -156,6 +158,32 @@ def test_two_runs_cannot_write_in_one_place(copy, monkeypatch):
             alone(copy)
     finally:
         held.release()
+
+
+def test_a_run_that_was_moved_with_its_program_continues(tmp_path, monkeypatch):
+    """Also where the home directory is elsewhere. Flags that name files were compared as absolute paths."""
+
+    def run_in(directory: str, files: str) -> None:
+        parser = training.parser("listed", None, epochs=1)
+        parser.add_argument("--list", type=Path)
+        parser.add_argument("--more", type=Path, nargs="+")
+        monkeypatch.chdir(tmp_path / directory)
+        flags = parser.parse(f"--engine serial --no-progress --threads 1 --output-dir out {files}".split())
+        with training.start(flags) as run:
+            net = torch.nn.Linear(3, 1)
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            train(run, model)
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "here"))
+    run_in("here", "--list data/list.txt --more ~/a b")
+    (tmp_path / "here").rename(tmp_path / "there")
+    monkeypatch.setenv("HOME", str(tmp_path / "there"))
+    run_in("there", "--list data/list.txt --more ~/a b")
+    with pytest.raises(
+        UserError, match=r"--list: /\S*/here/data/list.txt in the checkpoint, /\S*/there/list.txt now\)"
+    ):
+        run_in("there", "--list list.txt --more ~/a b")
 
 
 def test_a_directory_that_was_moved_is_not_written_under_its_old_name(tmp_path, monkeypatch, capfd):
