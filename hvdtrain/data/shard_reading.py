@@ -1,7 +1,8 @@
 """Reads batches of samples from tar shards by their numbers, at the positions given by the index.
 
 The samples of a job are in as many files as a window has shards. A few threads read them, each the samples of one file in
-file order. They read one job ahead, so that opening and reading overlap with decoding.
+file order. They read one job ahead, so that opening and reading overlap with decoding. Of large images, they read part of a
+job at a time.
 """
 
 import contextlib
@@ -20,11 +21,12 @@ from torch.utils.data import Dataset
 from hvdtrain.data.corrupt import CorruptSample, why
 from hvdtrain.data.decoding import Prepare
 from hvdtrain.data.loading import Loaded, collate
-from hvdtrain.data.shard_index import IMAGE_TYPES, LABEL, OFFSET, key_at
+from hvdtrain.data.shard_index import IMAGE_TYPES, LABEL, OFFSET, SIZE, key_at
 from hvdtrain.engines.files import open_regular
 
 READING_THREADS = 4  # per worker
 OPEN_FILES = 128  # per worker: enough for several windows; the usual limit of a process is 1,024
+HELD_BYTES = 2**26  # of files that are read but not decoded yet; twice that while the next ones are being read
 LARGEST_FILE = 2**28  # bytes; a larger file is not an image
 
 Contents = dict[int, bytes | Exception]  # by index: an image file, or why it cannot be read
@@ -99,13 +101,29 @@ class Reader:
 
     def read(self, indices: list[int], following: list[int]) -> Iterator[tuple[int, bytes | Exception]]:
         """Yield each index with the content of its image file, or why it cannot be read. `following` is read ahead."""
-        asked, reading = self.ahead
-        if asked != indices:
-            reading = self.begin(indices)
-        self.ahead = (following, self.begin(following))
+        parts = [*self.parts(indices), next(self.parts(following), [])]
+        for part, after in itertools.pairwise(parts):
+            asked, reading = self.ahead
+            if asked != part:
+                reading = self.begin(part)
+            self.ahead = (after, self.begin(after))
+            for index in part:
+                # pop, so that the memory is freed after decoding.
+                yield index, reading[index].result().pop(index)
+
+    def parts(self, indices: list[int]) -> Iterator[list[int]]:
+        """Split indices into parts whose files have at most HELD_BYTES; a larger file is a part of its own."""
+        part: list[int] = []
+        held = 0
         for index in indices:
-            # pop, so that the memory is freed after decoding.
-            yield index, reading[index].result().pop(index)
+            size = int(self.shards.table[index, SIZE])
+            if part and held + size > HELD_BYTES:
+                yield part
+                part, held = [], 0
+            part.append(index)
+            held += size
+        if part:
+            yield part
 
     def begin(self, indices: list[int]) -> dict[int, Future[Contents]]:
         """Start reading in the threads, one task per shard. Return the future for each index."""

@@ -154,12 +154,30 @@ def test_each_kind_of_image_that_a_folder_may_have_is_read_from_its_shards(tmp_p
     assert (batch.samples, batch.corrupt) == (count, [])
 
 
-@pytest.mark.parametrize(("name", "value"), [("OPEN_FILES", 1), ("READING_THREADS", 1)])
+@pytest.mark.parametrize(("name", "value"), [("HELD_BYTES", 3000), ("OPEN_FILES", 1), ("READING_THREADS", 1)])
 def test_little_room_changes_nothing(name, value, tars, monkeypatch, numbered):
     source, _ = open_them(tars)
     whole = steps_taken(source, 2)
     monkeypatch.setattr(shard_reading, name, value)
     assert steps_taken(source, 2) == whole
+
+
+def test_a_batch_of_large_files_is_not_read_as_a_whole(tars, monkeypatch, numbered):
+    """64 images of 8 MB took half a gigabyte in each worker, and as much again for the next batch."""
+    asked, begin = [], shard_reading.Reader.begin
+
+    def recorded(reader, indices):
+        asked.append([int(reader.shards.table[index, shard_index.SIZE]) for index in indices])
+        return begin(reader, indices)
+
+    monkeypatch.setattr(shard_reading.Reader, "begin", recorded)
+    for most in (3000, 10):  # less than each file
+        asked.clear()
+        monkeypatch.setattr(shard_reading, "HELD_BYTES", most)
+        batches = list(open_them(tars)[0].train(plan_of(0, 1)))
+        assert sum(batch.samples for batch in batches) == TRAIN
+        assert all(sum(sizes) <= most or len(sizes) == 1 for sizes in asked)
+        assert sum(map(len, asked)) == TRAIN  # each is read once
 
 
 @pytest.mark.parametrize(("workers", "ahead"), [(0, 1), (1, 1), (2, 2)])
