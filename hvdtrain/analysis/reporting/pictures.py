@@ -160,23 +160,24 @@ def running_mean(numbers: Sequence[float], width: int) -> list[float]:
 
 
 def scale(axes: "Axes", runs: Sequence[RecordedRun], name: str) -> None:
-    """Fit the y axis to the values: percents to those after the first tenth of training, because earlier ones may lie
-    outside of the plot; others logarithmically if the first values would leave no room for the rest."""
+    """Fit the y axis to the values: percents to all evaluations, whose dots are not clipped, and to training after its first
+    tenth, as earlier values may lie outside of the plot; others logarithmically if the first values would leave no room for
+    the rest."""
     from matplotlib.ticker import PercentFormatter
 
     series = [Series(prefix, name) for prefix in ("", *prefixes(runs, name))]
     metric = next((found for each in series for run in runs if (found := run.metric(each)) is not None), None)
-    tenth = max((event["step"] for run in runs for event in run.train), default=0.0) / 10
-    everything = [point for run in runs for point in trained(run, name)]
-    everything += [point for run in runs for each in series for point in tested(run, each)]
+    training = [point for run in runs for point in trained(run, name)]
+    evaluations = [value for run in runs for each in series for _, value in tested(run, each)]
     if metric is not None and metric.percent:
-        values = [value for event, value in everything if event["step"] >= tenth and 0 <= value <= 1]
-        if values:
+        tenth = max((event["step"] for run in runs for event in run.train), default=0.0) / 10
+        values = [value for event, value in training if event["step"] >= tenth] + evaluations
+        if values and min(values) >= 0 and max(values) <= 1:
             room = 0.1 * max(max(values) - min(values), 0.01)
             axes.set_ylim(max(0.0, min(values) - room), min(1.0, max(values) + room))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         return
-    values = [value for _, value in everything]
+    values = [value for _, value in training] + evaluations
     if (metric is None or metric.direction == "min") and values and 0 < 8 * min(values) < max(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -137,6 +137,17 @@ def test_the_axis_fits_the_values(metric, values, scale, limits, leave):
         assert axes.get_ylim() == pytest.approx(limits)
 
 
+def test_every_evaluation_of_a_percentage_lies_within_the_plot(leave, tmp_path, recwarn):
+    # Their dots are not clipped: outside of the axes, they would leave no room for the axes and their numbers.
+    lines = [step(100.0 + n, n, accuracy=0.1 if n == 1 else 0.9) for n in range(1, 21)]
+    there = leave("run", start(100.0), *lines[:1], evaluation(101.5, 1, accuracy=0.2), *lines[1:])
+    axes = empty_axes()
+    pictures.scale(axes, read_runs([there]), "accuracy")
+    assert axes.get_ylim() == pytest.approx((0.13, 0.97))
+    report.make([there], tmp_path / "report")
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_long_curves_get_a_running_mean():
     assert pictures.running_mean([1.0, 3.0, 5.0, 2.0], 2) == [1, 2, 4, 3.5]
 
