@@ -223,7 +223,7 @@ def main() -> None:
         print(what, flush=True)
         site_settings.say(site_settings.build_settings(bool(target.cuda), options.mpi == "system"))
         entry.mkdir(parents=True, exist_ok=True)
-        with only_one(entry, "build of this wheel"):
+        with only_one(entry / ".lock", "build of this wheel"):
             wheel = None if options.rebuild else wheel_cache.cached_wheel(entry)
             if wheel is None:
                 wheel = build(target, run_path, toolkit, options, pip, scratch)

@@ -44,9 +44,12 @@ def stage(text: str) -> Iterator[Stage]:
 
 
 @contextmanager
-def only_one(directory: Path, what: str) -> Iterator[None]:
-    """Hold a lock on a directory, for which other processes wait here. The kernel releases it with its holder."""
-    handle = os.open(directory, os.O_RDONLY)
+def only_one(file: Path, what: str) -> Iterator[None]:
+    """Hold a lock on a file, for which other processes wait here. The kernel releases it with its holder."""
+    try:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+    except OSError:  # it is only to be read
+        handle = os.open(file if file.exists() else file.parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import io
 import os
@@ -187,20 +188,41 @@ def test_a_full_cache_keeps_nothing_half_written(tmp_path: Path, monkeypatch: py
     assert list((tmp_path / "entry").iterdir()) == []
 
 
-def test_second_builder_waits_for_the_first(tmp_path: Path) -> None:
+def test_second_builder_waits_for_the_first_also_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
+    flock = fcntl.flock
+
+    def flock_of_nfs(handle: int, operation: int) -> None:
+        """As flock(2) says: NFS locks nothing exclusively that is not open for writing, such as a directory."""
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(handle, operation)
 
     def second() -> None:
-        with stages.only_one(tmp_path, "build"):
+        with stages.only_one(tmp_path / ".lock", "build"):
             order.append("second")
 
-    with stages.only_one(tmp_path, "build"):
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
+    with stages.only_one(tmp_path / ".lock", "build"):
         thread = threading.Thread(target=second)
         thread.start()
         time.sleep(0.3)
         order.append("first")
     thread.join(10)
     assert order == ["first", "second"]
+
+
+def test_a_cache_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def read_only(path: Path, flags: int, *mode: int) -> int:  # root may write anywhere
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with stages.only_one(tmp_path / ".lock", "build"):
+        pass
 
 
 # --------------------------------------------------------------------------------------------- checked before it runs

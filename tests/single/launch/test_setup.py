@@ -120,7 +120,7 @@ def test_a_venv_that_is_not_ours_is_left_alone(checkout: Path) -> None:
 def test_two_setups_at_once_wait_for_each_other(checkout: Path) -> None:
     command = [sys.executable, checkout / "launch" / "setup", "--offline", checkout / "empty"]
     environment = os.environ | {"CXX": "/no", "XDG_CACHE_HOME": str(checkout)}
-    with stages.only_one(checkout, "test"):
+    with stages.only_one(checkout / "launch" / "setup", "test"):
         waiting = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         assert waiting.stdout is not None
         said = "wait for the other set-up of this checkout ..."
