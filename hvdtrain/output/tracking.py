@@ -175,14 +175,16 @@ class MlflowTracker(Sender):
             if event.name == "end" and "parameters_sha256" in event.fields:
                 self._log("tags", [entities.RunTag("parameters_sha256", event.fields["parameters_sha256"])])
         self._log("metrics", points)
-        for point in points:
-            self._sent_to[point.key] = max(point.step, self._sent_to.get(point.key, -1))
 
     def _log(self, kind: str, items: Sequence[Any]) -> None:
         """Send metrics, params or tags, as many in one request as MLflow allows."""
         most = AT_ONCE[kind]
         for first in range(0, len(items), most):
-            self._client.log_batch(self._run, **{kind: items[first : first + most]})
+            part = items[first : first + most]
+            self._client.log_batch(self._run, **{kind: part})
+            if kind == "metrics":  # noted at once: if the next request fails, these are not sent again
+                for point in part:
+                    self._sent_to[point.key] = max(point.step, self._sent_to.get(point.key, -1))
 
     def _open(self) -> None:
         """Resume the MLflow run of `directory`, or create one."""

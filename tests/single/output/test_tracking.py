@@ -173,6 +173,27 @@ def test_a_server_that_is_down_is_one_line_and_gets_all_of_it_later(server, tmp_
     assert "secret" not in said + (tmp_path / tracking.ID_FILE).read_text()
 
 
+def test_what_a_server_has_taken_before_it_failed_is_not_sent_again(server, tmp_path, monkeypatch):
+    failed = []
+    log_batch = Server.log_batch
+
+    def fails_once(self, run, metrics=(), **others):
+        if any(point.step == 3 for point in metrics) and not failed:
+            failed.append(True)
+            raise ConnectionError("timed out")
+        log_batch(self, run, metrics, **others)
+
+    monkeypatch.setattr(Server, "log_batch", fails_once)
+    monkeypatch.setitem(tracking.AT_ONCE, "metrics", 2)
+    tracker = tracking.MlflowTracker(tmp_path, "sine", False)
+    for event in [("start", START), *TRAIN]:
+        tracker.event(*event)
+    while not failed or tracker._waiting:
+        pass
+    tracker.close()
+    assert [step for key, _, step in points(server.runs["run-0"]) if key == "train/loss"] == [1, 2, 3, 4]
+
+
 def test_a_server_that_never_comes_is_said_at_the_end(server, tmp_path, capsys):
     server.down = True
     track(tmp_path, ("start", START), *TRAIN)
