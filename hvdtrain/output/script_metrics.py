@@ -61,6 +61,7 @@ class Recorder(Listener):
         facts = {"rank": engine.rank, "host": socket.gethostname(), "device": "?"}
         ranks = engine.all_gather_object(facts, "tuned.ranks")
         assert self.output is not None
+        self._write_ranks()  # of the same number of ranks
         self.output.event(
             "start", world_size=engine.size, engine="horovod", dataset=self.dataset,
             reason=f"whatever {self.script} reads", config={"script": " ".join(sys.argv)}, versions=versions(), ranks=ranks,
@@ -123,6 +124,12 @@ class Recorder(Listener):
             slowest_rank=slowest, resident_bytes=max(rank.resident_bytes for rank in ranks),
         )  # fmt: skip
 
+    def _write_ranks(self) -> None:
+        """Record the time of each rank in each phase, and begin to add them up again."""
+        if self.output is not None and self._totals:
+            self.output.event("ranks", **by_rank(self._totals))
+        self._totals = []
+
     def hung(self, headline: str) -> None:
         if self.output is not None:
             self.output.event("error", kind="watchdog", message=headline)
@@ -131,8 +138,7 @@ class Recorder(Listener):
         """Write the summary at the end of the script. Without collectives, because other ranks may have exited."""
         if self.output is None:
             return
-        if self._totals:
-            self.output.event("ranks", **by_rank(self._totals))
+        self._write_ranks()
         if error is not None:
             self.output.event("error", kind="script", message=f"{type(error).__name__}: {error}")
         else:
