@@ -10,6 +10,7 @@ import pytest
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output import tracking
+from tests.waiting import wait_for
 
 CONFIG = {"epochs": 2, "lr": None, "output_dir": "out"}
 START = dict(
@@ -188,8 +189,7 @@ def test_what_a_server_has_taken_before_it_failed_is_not_sent_again(server, tmp_
     tracker = tracking.MlflowTracker(tmp_path, "sine", False)
     for event in [("start", START), *TRAIN]:
         tracker.event(*event)
-    while not failed or tracker._waiting:
-        pass
+    wait_for(lambda: failed and not tracker._waiting, "it was not sent again")
     tracker.close()
     assert [step for key, _, step in points(server.runs["run-0"]) if key == "train/loss"] == [1, 2, 3, 4]
 
