@@ -173,6 +173,7 @@ class Lock:
         self._path = directory / ".lock"
         self.works = True
         self._handle: int | None = self._take(seconds)
+        self._place = directory.stat()
 
     def _take(self, seconds: float) -> int:
         handle = open_regular(self._path, os.O_RDWR | os.O_CREAT, follow=False)
@@ -194,20 +195,29 @@ class Lock:
         """Raise OSError (ESTALE) if the directory is no longer the one that was locked: it was moved, and another process
         may lock one of the same name. A directory that was removed is made and locked again."""
         assert self._handle is not None
-        held = os.fstat(self._handle)
+        held: os.stat_result | None = None
+        with contextlib.suppress(OSError):  # another host has removed the file on NFS
+            held = os.fstat(self._handle)
         try:
-            if os.path.samestat(held, self._path.lstat()):
+            if held is not None and os.path.samestat(held, self._path.lstat()):
                 return
         except (FileNotFoundError, NotADirectoryError):
             pass
         directory = self._path.parent
-        if held.st_nlink == 0:
+        if held is None or held.st_nlink == 0 or self._lacks_the_file(directory):
             directory.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(TimeoutError):
                 removed, self._handle = self._handle, self._take(0.0)
+                self._place = directory.stat()
                 os.close(removed)
                 return
         raise OSError(errno.ESTALE, f"{directory} was moved while this run writes there")
+
+    def _lacks_the_file(self, directory: Path) -> bool:
+        """Return whether the directory is in its place, without the file: NFS renames a file that is removed while open."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(self._place, directory.stat()) and not os.path.lexists(self._path)
+        return False
 
     def release(self) -> None:
         """Release the lock. Idempotent."""

@@ -1,9 +1,11 @@
 """Output stays where it was sent: no link leads it elsewhere; half a file never has the whole one's name."""
 
+import errno
 import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -136,3 +138,37 @@ def test_a_directory_is_locked_by_one_also_after_it_was_removed(tmp_path):
     first.release()
     second.release()
     files.Lock(out, 0).release()
+
+
+def removed_here(out: Path, monkeypatch) -> None:
+    """`rm -r` on an NFS client: it renames a file that it has open, and the directory is not empty."""
+    (out / ".lock").rename(out / ".nfs0001")
+
+
+def removed_elsewhere(out: Path, monkeypatch) -> None:
+    """By another client of the NFS server."""
+    shutil.rmtree(out)
+    fstat = os.fstat
+
+    def stale(handle: int) -> os.stat_result:
+        if Path(f"/proc/self/fd/{handle}").readlink().name == ".lock (deleted)":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return fstat(handle)
+
+    monkeypatch.setattr(os, "fstat", stale)
+
+
+@pytest.mark.parametrize("removed", [removed_here, removed_elsewhere])
+def test_a_lock_whose_file_was_removed_on_nfs_is_taken_again(removed, tmp_path, monkeypatch):
+    """A run of which somebody removed the files wrote no more checkpoints, and said that its directory was moved."""
+    out = tmp_path / "out"
+    out.mkdir()
+    first = files.Lock(out, 0)
+    removed(out, monkeypatch)
+    first.require_in_place()
+    with pytest.raises(TimeoutError):
+        files.Lock(out, 0)
+    out.rename(tmp_path / "moved")
+    with pytest.raises(OSError, match="was moved"):
+        first.require_in_place()
+    first.release()
