@@ -5,13 +5,26 @@ Does not import torch.
 
 import contextlib
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hvdtrain.launching import processes
 
 
+def threads_for(rank: int, cores: Sequence[tuple[str, Collection[int]]], quota: float) -> int:
+    """Return how many threads `rank` should use: its share of the cores that it may run on, at least one.
+
+    cores: for each rank, its host and the cores it may run on. Ranks on the same host may share cores, each other ones: with
+    an odd number of ranks on two sockets, one of them has a socket of its own. quota: see `cpu_quota`.
+    """
+    host, mine = cores[rank]
+    neighbours = [set(theirs) for where, theirs in cores if where == host]
+    share = sum(1 / sum(core in theirs for theirs in neighbours) for core in mine)
+    return max(1, int(min(share, quota / len(neighbours)) + 1e-6))
+
+
 def share_of_host(ranks: int, quota: float) -> tuple[int, float]:
-    """Return how many threads this rank should use, and the number of cores for all ranks. Needs no communication.
+    """Return how many threads this rank should use, and the number of cores for all ranks, before the ranks can communicate.
 
     ranks: number of ranks on this host. quota: see `cpu_quota`. The launcher may run on all of the job's cores; if this rank
     may run on fewer, it was bound to its own. So was a script or a container between them.

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from hvdtrain.cli import names_files
 from hvdtrain.engines import arithmetic
 from hvdtrain.engines.base import Engine, Setting
-from hvdtrain.engines.cores import cpu_quota, share_of_host
+from hvdtrain.engines.cores import cpu_quota, threads_for
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, cores_of_job, remedy
 from hvdtrain.engines.lines import write_whole_lines
@@ -62,14 +63,16 @@ def start(
     engine.notes += arithmetic.set_up(engine.device, deterministic=deterministic, tuning=tuning)
     if tuning and engine.device.type == "cpu" and keep_freed_memory(os.environ):
         engine.notes.append(Setting("malloc keeps freed memory"))
+    share = cores_of_rank(engine)  # a collective, whatever flags this rank has: differences are refused later
     if threads is not None or tuning:
-        torch.set_num_threads(threads or cores_of_rank(engine))
+        torch.set_num_threads(threads or share)
     return engine
 
 
 def cores_of_rank(engine: Engine) -> int:
-    """Return this rank's share of the cores that it may run on, at least 1."""
-    return share_of_host(engine.local_size, min(cpu_quota(), cores_of_job(os.environ, announced())))[0]
+    """Return this rank's share of the cores that it may run on, at least 1. A collective."""
+    cores = engine.all_gather_object([socket.gethostname(), sorted(os.sched_getaffinity(0))], "cores")
+    return threads_for(engine.rank, cores, min(cpu_quota(), cores_of_job(os.environ, announced())))
 
 
 def engine_class(name: str) -> type[Engine]:

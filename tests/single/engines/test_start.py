@@ -19,15 +19,35 @@ from hvdtrain.engines.launchers import (
 )
 from hvdtrain.engines.start import cores_of_rank
 
+SOCKETS = [("a", range(8)), ("a", range(8, 16)), ("a", range(8))]  # mpirun -np 3 on two sockets: the third starts over
+SHARES = {  # hosts and cores of the ranks, quota of the container, cores of the Slurm job, threads
+    "unbound": ([("a", range(8))] * 3, math.inf, None, [2, 2, 2]),
+    "more ranks than cores": ([("a", range(2))] * 4, math.inf, None, [1] * 4),
+    "bound apart": ([("a", range(4)), ("a", range(4, 6))], math.inf, None, [4, 2]),
+    "an odd number on two sockets": (SOCKETS, math.inf, None, [4, 8, 4]),
+    "two hosts": ([("a", range(4)), ("a", range(4)), ("b", range(4))], math.inf, None, [2, 2, 4]),
+    "a container": ([("a", range(64))] * 8, 48.0, None, [6] * 8),
+    "a Slurm job, not bound": ([("a", range(64))] * 8, 48.0, 16, [2] * 8),
+}
 
-def test_threads_are_the_share_of_the_ranks_of_a_host_in_its_job(monkeypatch):
+
+@pytest.mark.parametrize("case", SHARES)
+def test_threads_are_a_share_of_the_cores_that_the_rank_may_run_on(monkeypatch, case):
     """More of shares: tests/single/commands/test_tuned.py."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setattr("hvdtrain.engines.start.cpu_quota", lambda: 48.0)
-    assert cores_of_rank(SimpleNamespace(local_size=8)) == 6
-    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_CPUS_ON_NODE": "16"}.items():
-        monkeypatch.setenv(name, value)
-    assert cores_of_rank(SimpleNamespace(local_size=8)) == 2
+    places, quota, of_job, expected = SHARES[case]
+    monkeypatch.setattr("hvdtrain.engines.start.cpu_quota", lambda: quota)
+    if of_job is not None:
+        for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_CPUS_ON_NODE": str(of_job)}.items():
+            monkeypatch.setenv(name, value)
+    told = []
+    for rank, (host, cores) in enumerate(places):
+        # Of each process: a rank in a PID namespace of its own sees no launcher, and Slurm's may have cores of its own.
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, cores=cores: set(cores))
+        everyone = [[name, list(theirs)] for name, theirs in places]
+        local_size = [name for name, _ in places].count(host)
+        engine = SimpleNamespace(rank=rank, local_size=local_size, all_gather_object=lambda *_, told=everyone: told)
+        told.append(cores_of_rank(engine))
+    assert told == expected
 
 
 def test_cpu_quota_is_the_tightest_on_the_way_down(tmp_path):
