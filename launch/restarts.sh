@@ -73,8 +73,8 @@ reports_its_start() { # whether a rank on this host imports hvdtrain.training, w
     [[ -n $answering ]] || here=1
     for entry in ${answering//,/ }; do ! is_this_host "${entry%%:*}" || here=1; done
     ((here && start_timeout)) && [[ ${#started[@]} -gt 1 && ${started[0]} =~ (^|/)python[0-9.]*$ ]] || return 1
-    [[ ${started[1]} != -P ]] || return 0 # the client of a fork server
     case ${started[1]} in
+    -P) [[ ${started[3]-} == hvdtrain.launching.fork_client ]] ;; # by serve_imports; else the option of a program
     -m) [[ ${started[2]-} == hvdtrain.* ]] ;;
     -*) return 1 ;;
     *) grep -qsE '^(import hvdtrain\.training|from hvdtrain\.training|from hvdtrain import (.*, *)?training)\>' -- "${started[1]}" ;;

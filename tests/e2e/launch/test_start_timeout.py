@@ -79,6 +79,17 @@ def test_a_rank_that_imports_the_library_has_started(tmp_path):
         assert (done.code, done.stderr) == (0, ""), done
 
 
+def test_a_program_without_the_library_has_no_limit_under_the_option_with_which_wrappers_start_ours_either(tmp_path):
+    program = tmp_path / "other.py"
+    program.write_text("import time\ntime.sleep(4)\n")
+    env = scripts(
+        tmp_path, mpirun=f'{MPIRUN}while [ "$1" != {shlex.quote(sys.executable)} ]; do shift; done\nexec "$@"'
+    )
+    command = ["-np", "1", "--restarts", "1", "--start-timeout", "2", "--", sys.executable, "-P", str(program)]
+    done = wrapper("mpirun", *command, env=env)
+    assert (done.code, done.stderr) == (0, ""), done
+
+
 def test_a_job_that_ends_before_it_has_started_is_not_waited_for(tmp_path):
     env = scripts(tmp_path, mpirun=f"{MPIRUN}exit 2")
     done = wrapper("mpirun", "-np", "1", "--restarts", "1", "--", *PROGRAM, env=env, timeout=60)
