@@ -116,7 +116,9 @@ def main() -> int:
         raise UserError("horovodrun has started Horovod already: leave hvdtrain.starter out", everywhere=True)
     if options.local_ranks is not None:
         return start_all(options, told, words)
-    run_script.run(start_one(options, told, words))
+    program = start_one(options, told, words)
+    import_timeout.limit_program()
+    run_script.run(program)
     return 0
 
 

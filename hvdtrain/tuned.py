@@ -149,6 +149,7 @@ def main() -> None:
     mine = os.getpid()
     failed: BaseException | None = None
     code: object = 0
+    import_timeout.limit_program()
     try:
         run_script.run(script)
     except SystemExit as left:

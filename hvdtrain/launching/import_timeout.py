@@ -40,14 +40,30 @@ def limit_seconds() -> float:
 
 def import_torch() -> None:
     """Import torch. In a process that a launcher started, this has a time limit."""
-    if "torch" in sys.modules:
-        return
+    if "torch" not in sys.modules:
+        with contextlib.nullcontext() if _program_is_limited else limited_as_rank():
+            import torch  # noqa: F401
+
+
+_program_is_limited = False
+
+
+def limit_program() -> None:
+    """Give the same limit to the program that this process runs next, whenever it imports torch."""
+    global _program_is_limited
+    from hvdtrain.launching.import_hook import ImportHook
+
+    _program_is_limited = True
+    ImportHook("torch", during=limited_as_rank)
+
+
+def limited_as_rank() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager around importing torch."""
     rank = next((os.environ[name] for name in RANKS if name in os.environ), None)
     seconds = limit_seconds() if rank is not None else 0.0
     which = f"rank {rank} on {os.uname().nodename}"
     message = f"hvdtrain: error: {which} could not import torch within {seconds:.0f} s: is its file system slow?"
-    with limited(seconds, message, 0.0 if rank == "0" else RANK_ZERO_FIRST):
-        import torch  # noqa: F401
+    return limited(seconds, message, 0.0 if rank == "0" else RANK_ZERO_FIRST)
 
 
 @contextlib.contextmanager
@@ -78,11 +94,11 @@ def limited(seconds: float, message: str, late: float = 0.0) -> Iterator[None]:
     thread.start()
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # sys.stderr is not a file
         faulthandler.dump_traceback_later(seconds + late + AFTER_MESSAGE, exit=True)
-    signal.setitimer(signal.ITIMER_REAL, seconds + late + 3 * AFTER_MESSAGE)
+    own = signal.setitimer(signal.ITIMER_REAL, seconds + late + 3 * AFTER_MESSAGE)  # of the program
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, *own)
         faulthandler.cancel_dump_traceback_later()
         over.set()
         thread.join()

@@ -82,8 +82,18 @@ def test_an_import_that_fails_is_no_longer_limited(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", ""), done
 
 
-@pytest.mark.parametrize("program", [("-m", "hvdtrain.mnist"), ("-c", "from hvdtrain import training")])
-def test_commands_and_programs_that_import_the_library_are_limited(program, tmp_path):
+@pytest.mark.parametrize(
+    "program",
+    [
+        ("-m", "hvdtrain.mnist"),
+        ("-c", "from hvdtrain import training"),
+        ("-m", "hvdtrain.tuned", "train.py"),
+        ("-m", "hvdtrain.starter", "train.py"),
+        ("-m", "hvdtrain.starter", "-m", "hvdtrain.mnist"),
+    ],
+)
+def test_commands_and_programs_of_ours_and_those_that_ours_run_are_limited(program, tmp_path):
+    (tmp_path / "train.py").write_text("import torch")
     hang = "import ctypes\nctypes.PyDLL(None).sleep(1000)"
     done = run(tmp_path, hang, program=program, RANK="0", HVDTRAIN_START_TIMEOUT="0.1")
     assert done.returncode == 1, done
