@@ -116,9 +116,8 @@ def main() -> int:
         raise UserError("horovodrun has started Horovod already: leave hvdtrain.starter out", everywhere=True)
     if options.local_ranks is not None:
         return start_all(options, told, words)
-    program = start_one(options, told, words)
-    import_timeout.limit_program()
-    run_script.run(program)
+    import_timeout.limit_import()
+    run_script.run(start_one(options, told, words))
     return 0
 
 

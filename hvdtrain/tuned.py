@@ -149,7 +149,7 @@ def main() -> None:
     mine = os.getpid()
     failed: BaseException | None = None
     code: object = 0
-    import_timeout.limit_program()
+    import_timeout.limit_import()
     try:
         run_script.run(script)
     except SystemExit as left:

@@ -128,9 +128,8 @@ def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
     leftovers.sweep()
     leftovers.claim()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["hvdtrain.data.fork_server", fork_server.wanted([*preload, "torch"])]
-    )  # the latter is no module. A notebook has no program that would import torch
+    # The second name is no module. torch: a notebook has no program that would import it.
+    context.set_forkserver_preload(["hvdtrain.data.fork_server", fork_server.wanted([*preload, "torch"])])
     # Ignored signals stay ignored across exec and fork. Launchers and Ctrl-C send them to every process of a job, but the
     # rank decides when to stop. When the rank has ended, its workers exit, and then the server.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}

@@ -115,8 +115,7 @@ class Reader:
         """Split indices into parts whose files have at most HELD_BYTES; a larger file is a part of its own."""
         part: list[int] = []
         held = 0
-        for index in indices:
-            size = int(self.shards.table[index, SIZE])
+        for index, size in zip(indices, self.shards.table[indices, SIZE].tolist(), strict=True):
             if part and held + size > HELD_BYTES:
                 yield part
                 part, held = [], 0

@@ -4,8 +4,8 @@ Imports almost nothing, because commands import it before anything else.
 """
 
 import contextlib
+import functools
 import os
-import sys
 from collections.abc import Iterator
 
 PIPE = "HVDTRAIN_START_PIPE"  # from launch/restarts.sh: pid, file descriptor, link of the descriptor in /proc
@@ -39,21 +39,16 @@ def limit_seconds() -> float:
 
 
 def import_torch() -> None:
-    """Import torch. In a process that a launcher started, this has a time limit."""
-    if "torch" not in sys.modules:
-        with contextlib.nullcontext() if _program_is_limited else limited_as_rank():
-            import torch  # noqa: F401
+    """Import torch, within its time limit."""
+    limit_import()
+    import torch  # noqa: F401
 
 
-_program_is_limited = False
-
-
-def limit_program() -> None:
-    """Give the same limit to the program that this process runs next, whenever it imports torch."""
-    global _program_is_limited
+@functools.cache  # one limit inside of another would end it
+def limit_import() -> None:
+    """Give this process's first import of torch a time limit, whoever imports it, if a launcher has started the process."""
     from hvdtrain.launching.import_hook import ImportHook
 
-    _program_is_limited = True
     ImportHook("torch", during=limited_as_rank)
 
 

@@ -164,10 +164,11 @@ def test_a_lock_whose_file_was_removed_on_nfs_is_taken_again(removed, tmp_path, 
     out = tmp_path / "out"
     out.mkdir()
     first = files.Lock(out, 0)
-    removed(out, monkeypatch)
-    first.require_in_place()
-    with pytest.raises(TimeoutError):
-        files.Lock(out, 0)
+    for remove in (removed, removed_here):
+        remove(out, monkeypatch)
+        first.require_in_place()
+        with pytest.raises(TimeoutError):
+            files.Lock(out, 0)
     out.rename(tmp_path / "moved")
     with pytest.raises(OSError, match="was moved"):
         first.require_in_place()

@@ -100,6 +100,38 @@ def test_commands_and_programs_of_ours_and_those_that_ours_run_are_limited(progr
     assert f'File "{tmp_path}/torch.py", line 2' in done.stderr
 
 
+TUNED = ("-m", "hvdtrain.tuned", "train.py")
+
+
+@pytest.mark.parametrize("program", [TUNED, ("-m", "hvdtrain.starter", "-m", "hvdtrain.mnist")])
+def test_an_import_that_hangs_is_said_once(program, tmp_path):
+    (tmp_path / "train.py").write_text("import torch\nfrom hvdtrain import training")
+    done = run(tmp_path, "import time\ntime.sleep(1000)", program=program, RANK="0", HVDTRAIN_START_TIMEOUT="0.1")
+    assert done.returncode == 1, done
+    assert done.stderr.count("rank 0 on ") == done.stderr.count("could not import torch within 0 s") == 1, done
+
+
+def test_a_search_for_torch_that_hangs_is_limited(tmp_path):
+    """As where a directory of sys.path is on a file system that does not answer."""
+    (tmp_path / "train.py").write_text(
+        "import importlib.util, time\nimportlib.util.find_spec = lambda name: time.sleep(1000)\nimport torch\n"
+    )
+    done = run(tmp_path, "", program=TUNED, RANK="0", HVDTRAIN_START_TIMEOUT="0.1")
+    assert done.returncode == 1, done
+    assert "could not import torch within 0 s" in done.stderr, done
+
+
+def test_a_script_whose_torch_is_broken_sees_no_frame_of_ours_and_keeps_its_alarm(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import signal, traceback\nsignal.setitimer(signal.ITIMER_REAL, 1000)\n"
+        "try:\n    import torch\nexcept ImportError:\n    print(signal.getitimer(signal.ITIMER_REAL)[0] > 900)\n    raise\n"
+    )
+    done = run(tmp_path, "raise ImportError('broken')", program=TUNED, RANK="0")
+    assert done.stdout == "True\n", done
+    assert "ImportError: broken" in done.stderr, done
+    assert "hvdtrain/" not in done.stderr, done
+
+
 def test_the_wrapper_hears_of_a_rank_on_its_host_alone(monkeypatch):
     read, write = os.pipe()
     os.set_blocking(read, False)
