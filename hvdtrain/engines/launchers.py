@@ -1,7 +1,7 @@
 """The rank that the launcher assigned to this process, and its binding to cores. Does not import torch.
 
-Only this file, the engines, the starter and the doctor read the launchers' environment variables. All other code uses
-`engine.rank`.
+Only this file, the engines, the starter, the doctor and the limit on importing torch read the launchers' environment
+variables. All other code uses `engine.rank`.
 """
 
 import os

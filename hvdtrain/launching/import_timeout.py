@@ -14,7 +14,6 @@ LIMIT_SECONDS = 600.0
 MOST_SECONDS = 1e6  # what every clock and timer here can take: eleven days
 AFTER_MESSAGE = 3.0  # seconds from the message to the end; rank 0 is RANK_ZERO_FIRST earlier than the others
 RANK_ZERO_FIRST = 2.0
-RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 
 
 def report_start() -> None:
@@ -54,7 +53,9 @@ def limit_import() -> None:
 
 def limited_as_rank() -> contextlib.AbstractContextManager[None]:
     """Return a context manager around importing torch."""
-    rank = next((os.environ[name] for name in RANKS if name in os.environ), None)
+    from hvdtrain.engines.launchers import LAUNCHERS
+
+    rank = next((os.environ[launcher.rank] for launcher in LAUNCHERS if launcher.rank in os.environ), None)
     seconds = limit_seconds() if rank is not None else 0.0
     which = f"rank {rank} on {os.uname().nodename}"
     message = f"hvdtrain: error: {which} could not import torch within {seconds:.0f} s: is its file system slow?"

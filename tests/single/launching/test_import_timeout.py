@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.engines.launchers import LAUNCHERS, without_launcher
 from hvdtrain.launching import import_timeout
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,10 +20,8 @@ def run(
     directory: Path, torch: str, *, program: tuple[str, ...] = ("-c", PROGRAM), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     (directory / "torch.py").write_text(torch)
-    clean = {
-        name: value for name, value in os.environ.items() if name not in (*import_timeout.RANKS, import_timeout.PIPE)
-    }
-    env = clean | {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"} | variables
+    env = without_launcher() | {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"} | variables
+    env.pop(import_timeout.PIPE, None)
     return subprocess.run(
         [sys.executable, *program], env=env, cwd=directory, capture_output=True, text=True, timeout=100
     )
@@ -70,7 +69,8 @@ def test_a_sound_import_keeps_no_thread_and_says_nothing(variables, tmp_path):
 def test_only_ranks_are_limited(tmp_path):
     says = "import threading\nprint(len(threading.enumerate()))"
     assert run(tmp_path, says).stdout == "1\n['MainThread']\n"
-    assert run(tmp_path, says, SLURM_PROCID="3").stdout == "2\n['MainThread']\n"
+    for launcher in LAUNCHERS:
+        assert run(tmp_path, says, **{launcher.rank: "3"}).stdout == "2\n['MainThread']\n", launcher
 
 
 def test_an_import_that_fails_is_no_longer_limited(tmp_path):
