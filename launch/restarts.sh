@@ -46,6 +46,7 @@ ask_to_stop() { # PID: Open MPI's mpirun (also under horovodrun) sends SIGKILL a
 
 serve_imports() { # sets `started`: the program, with ranks from a fork server if possible (hvdtrain/launching/forker.py)
     local name='' dropped_here=() answers python=("${program[0]}")
+    local limit=$((0 < start_timeout && start_timeout < 20 ? start_timeout : 20))
     started=("${program[@]}")
     # On this host only, and not if hvdtrain.starter or hvdtrain.tuned must run first in each rank's process.
     ((!remote)) && [[ $transport == auto || $transport == mpi || ${0##*/} == horovodrun.sh ]] || return 0
@@ -55,13 +56,14 @@ serve_imports() { # sets `started`: the program, with ranks from a fork server i
     -*) return 0 ;;
     *) python+=(-P) ;; # as under `python FILE`, modules in the working directory do not replace those of the library
     esac
-    "${python[@]}" -c 'import hvdtrain' 2>/dev/null || return 0
+    # It may hang, as on a file system that does not answer: then not even SIGKILL ends it, so only `read` is waited for.
+    read -r -t "$limit" < <(exec timeout -k 1 "$limit" "${python[@]}" -c 'import hvdtrain; print()' 2>/dev/null) || return 0
     split_environment
     for name in "${dropped[@]}"; do dropped_here+=(-u "$name"); done
     exec {answers}< <(exec env "${dropped_here[@]}" "${python[@]}" -m hvdtrain.launching.forker "${program[@]:1}")
     # shellcheck disable=SC2064  # this process
     trap "kill $! 2>/dev/null || :" EXIT
-    if read -r -t 20 name <&"$answers"; then
+    if read -r -t "$limit" name <&"$answers"; then
         export HVDTRAIN_FORK_SERVER=$name
         started=("${python[@]}" -m hvdtrain.launching.fork_client "${program[@]:1}")
     fi

@@ -53,6 +53,15 @@ def test_a_job_whose_python_does_not_start_is_ended_and_started_again(body, tmp_
     assert (tmp_path / "tries").read_text() == "try\ntry\n"
 
 
+def test_a_python_that_hangs_before_the_first_attempt_does_not_hang_the_wrapper(tmp_path):
+    """It is asked whether it has the library."""
+    env = scripts(tmp_path, mpirun=f"{MPIRUN}exit 1", python="exec sleep 600")
+    command = ["-np", "1", "--restarts", "1", "--start-timeout", "1", "--", "python", "x.py"]
+    done = wrapper("mpirun", *command, env=env, timeout=30)
+    assert done.code == 1, done
+    assert "giving up after 1 restarts" in done.stderr, done
+
+
 @pytest.mark.slow
 def test_what_the_ranks_of_one_attempt_report_does_not_count_for_the_next(tmp_path):
     report = "from hvdtrain.launching.import_timeout import report_start; report_start()"
