@@ -25,7 +25,7 @@ elif [[ ${DRY_RUN:-0} == 0 ]]; then
 fi
 if [[ ${DRY_RUN:-0} == 0 ]]; then
     # shellcheck disable=SC2086  # several modules; their scripts may ask for variables that are not set
-    [[ -z $modules ]] || { set +u && module load $modules && set -u; }
+    [[ -z $modules ]] || { set +u && module load $modules && set -u; } || exit
     cd "$checkout"
     # shellcheck disable=SC1091
     source .venv/bin/activate       # EDIT: or `true`, where modules have the environment

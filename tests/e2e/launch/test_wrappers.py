@@ -369,6 +369,21 @@ def test_a_sites_script_refuses_in_one_line(name, edits, line, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line + "\n")
 
 
+@pytest.mark.parametrize("name", ["slurm.sbatch", "job.pbs", "job.flux"])
+def test_a_sites_script_does_not_train_without_a_module_that_it_cannot_load(name, tmp_path):
+    venv = tmp_path / "hvdtrain" / ".venv" / "bin"
+    venv.mkdir(parents=True)
+    (venv / "activate").touch()
+    (tmp_path / name).write_text((ROOT / "launch" / name).read_text().replace("\nmodules=''", "\nmodules='gone'"))
+    for started in ("srun", "mpiexec", "flux"):
+        program(tmp_path / started, "echo trained")
+    lmod = 'module() { echo "no module $2" >&2; return 1; }; export -f module; exec bash "$0"'
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    command = ["bash", "-c", lmod, tmp_path / name]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "no module gone\n"), done
+
+
 @pytest.mark.parametrize(
     ("how", "start"),
     [
