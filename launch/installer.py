@@ -124,11 +124,12 @@ def uv_settings(configuration: str) -> dict[str, str] | None:
 def find_uv(pip: Pip, cache: Path) -> Path | None:
     """Return the uv on PATH, or one in the cache, which pip gets from the package index; or None."""
     on_path = shutil.which("uv")
-    if on_path and subprocess.run([on_path, "--version"], capture_output=True).returncode == 0:
-        return Path(on_path)
+    with contextlib.suppress(OSError):  # one for another processor, in a home directory that two kinds of hosts share
+        if on_path and subprocess.run([on_path, "--version"], capture_output=True).returncode == 0:
+            return Path(on_path)
     if pip.offline is not None and not any(pip.offline.glob("uv-*.whl")):
         return None
-    kept = cache / f"uv-{pins()['uv']}"
+    kept = cache / f"uv-{pins()['uv']}-{platform.machine()}"
     if not kept.exists():
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             where = Path(scratch) / "uv"

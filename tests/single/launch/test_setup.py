@@ -348,6 +348,33 @@ def test_uv_installs_or_else_pip(
         assert re.match(pattern, line), (pattern, line)
 
 
+def test_a_uv_for_another_processor_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "uv").write_bytes(b"\x7fELF of another")
+    (tmp_path / "uv").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert installer.find_uv(installer.Pip(Path(sys.executable), tmp_path / "log", tmp_path), tmp_path) is None
+
+
+def test_an_index_without_uv_fills_a_directory_all_the_same(
+    program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def pip(*arguments: str | Path, doing: str) -> None:
+        asked.extend(map(str, arguments))
+        if any(str(argument).startswith("uv==") for argument in arguments):
+            raise Refusal("no uv in the package index")
+        (tmp_path / "download.log").touch()
+
+    monkeypatch.setattr(program, "Pip", lambda python, log: pip)
+    monkeypatch.setattr(program.build_horovod, "download", lambda directory, pip, cuda: asked.append("builder"))
+    monkeypatch.setattr(steps, "free_gib", lambda path: 100.0)
+    program.download(argparse.Namespace(download=tmp_path, torch=None, mpi="wheel", extras="", gpu=False))
+    assert f"torch=={steps.pins()['torch']}" in asked
+    assert f"uv=={steps.pins()['uv']}" in asked
+    assert asked[-1] == "builder"
+
+
 # ------------------------------------------------------------------------------------------------------- activation
 
 
