@@ -33,9 +33,10 @@ UV_NAMES = {
     "timeout": "UV_HTTP_TIMEOUT",
     "default-timeout": "UV_HTTP_TIMEOUT",
     "retries": "UV_HTTP_RETRIES",
+    "cache-dir": "UV_CACHE_DIR",
 }
 UV_NEEDS_NOT = {"disable-pip-version-check", "no-input", "progress-bar", "root-user-action", "quiet", "no-color"}
-UV_NEEDS_NOT |= {"config-file", "cache-dir", "no-cache-dir", "require-virtualenv", "break-system-packages"}
+UV_NEEDS_NOT |= {"config-file", "no-cache-dir", "require-virtualenv", "break-system-packages"}
 UV_NEEDS_NOT |= {"prefer-binary"}
 
 
@@ -117,6 +118,8 @@ def uv_settings(configuration: str) -> dict[str, str] | None:
     told = {UV_NAMES[name]: " ".join(value.split()) for name, value in found.items() if name in UV_NAMES}
     if "UV_FIND_LINKS" in told:
         told["UV_FIND_LINKS"] = told["UV_FIND_LINKS"].replace(" ", ",")
+    if "cache-dir" in found:  # 6 GB: where pip's cache was moved, HOME is likely to be small
+        told["UV_CACHE_DIR"] = str(Path(found["cache-dir"]).expanduser() / "uv")
     # As pip does: of all indexes the newest version, and the certificates that the system trusts.
     return told | {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NATIVE_TLS": "1", "UV_SYSTEM_CERTS": "1"}
 
@@ -144,7 +147,7 @@ def find_uv(pip: Pip, cache: Path) -> Path | None:
 
 def uv_cache() -> Path:
     """Return where uv keeps packages. It links them into environments on the same file system."""
-    return Path(os.environ.get("UV_CACHE_DIR") or user_cache() / "uv")
+    return Path(os.environ.get("UV_CACHE_DIR") or Path(os.environ.get("PIP_CACHE_DIR") or user_cache()) / "uv")
 
 
 def pip_failure(output: str, doing: str, offline: Path | None) -> Exception:
