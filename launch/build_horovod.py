@@ -256,11 +256,11 @@ def check_options(options: argparse.Namespace) -> None:
     """Make the directories that were named absolute. Raises Refusal if one is not there, or for --jobs below 1."""
     if options.jobs is not None and options.jobs < 1:
         raise Refusal(f"--jobs {options.jobs}: give 1 or more")
-    for name in ("offline", "cuda_home"):
+    for name in ("offline", "cuda_home", "cache_dir"):
         directory = getattr(options, name)
         if directory is None:
             continue
-        if not directory.is_dir():
+        if not directory.is_dir() and name != "cache_dir":  # that is made
             raise Refusal(f"--{name.replace('_', '-')} {directory}: there is no such directory")
         setattr(options, name, directory.resolve())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import errno
 import fcntl
@@ -333,6 +334,16 @@ def test_no_compiler_and_an_old_one_are_told_apart(tmp_path: Path, monkeypatch: 
     shutil.copy(old, tmp_path / "make")
     with pytest.raises(Refusal, match=r"cannot compile C\+\+20"):
         build_horovod.check_compiler(20)
+
+
+def test_directories_are_remembered_wherever_the_next_setup_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("parcel").mkdir()
+    options = argparse.Namespace(jobs=None, cuda_home=None, offline=Path("parcel"), cache_dir=Path("not/yet"))
+    build_horovod.check_options(options)
+    assert (options.offline, options.cache_dir) == (tmp_path / "parcel", tmp_path / "not" / "yet")
 
 
 @pytest.mark.parametrize(
