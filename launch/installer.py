@@ -34,9 +34,10 @@ UV_NAMES = {
     "default-timeout": "UV_HTTP_TIMEOUT",
     "retries": "UV_HTTP_RETRIES",
     "cache-dir": "UV_CACHE_DIR",
+    "no-cache-dir": "UV_NO_CACHE",
 }
 UV_NEEDS_NOT = {"disable-pip-version-check", "no-input", "progress-bar", "root-user-action", "quiet", "no-color"}
-UV_NEEDS_NOT |= {"config-file", "no-cache-dir", "require-virtualenv", "break-system-packages"}
+UV_NEEDS_NOT |= {"config-file", "require-virtualenv", "break-system-packages"}
 UV_NEEDS_NOT |= {"prefer-binary"}
 
 
@@ -120,6 +121,8 @@ def uv_settings(configuration: str) -> dict[str, str] | None:
         told["UV_FIND_LINKS"] = told["UV_FIND_LINKS"].replace(" ", ",")
     if "cache-dir" in found:  # 6 GB: where pip's cache was moved, HOME is likely to be small
         told["UV_CACHE_DIR"] = str(Path(found["cache-dir"]).expanduser() / "uv")
+    if "no-cache-dir" in found:  # as pip takes it, whatever its value
+        told["UV_NO_CACHE"] = "1"
     # As pip does: of all indexes the newest version, and the certificates that the system trusts.
     return told | {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NATIVE_TLS": "1", "UV_SYSTEM_CERTS": "1"}
 

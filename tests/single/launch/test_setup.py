@@ -292,7 +292,8 @@ def test_what_pip_says_becomes_one_line(output: str, kind: type[Exception], word
 
 def test_uv_is_told_what_pip_is_configured_with() -> None:
     shown = (
-        ":env:.cache-dir='~/big disk'\n:env:.find-links='/b /c'\n:env:.no-input='1'\nfreeze.timeout='1'\n"
+        ":env:.cache-dir='~/big disk'\n:env:.find-links='/b /c'\n:env:.no-cache-dir='off'\n:env:.no-input='1'\n"
+        "freeze.timeout='1'\n"
         "global.cert='/ca.pem'\nglobal.extra-index-url='https://one/simple\\nfile:///two/simple'\nglobal.find-links='/a'\n"
         "global.index-url='https://user:word=1@mirror/simple'\ninstall.trusted-host='mirror'\n"
     )
@@ -303,6 +304,7 @@ def test_uv_is_told_what_pip_is_configured_with() -> None:
         "UV_INSECURE_HOST": "mirror",
         "SSL_CERT_FILE": "/ca.pem",
         "UV_CACHE_DIR": str(Path.home() / "big disk" / "uv"),
+        "UV_NO_CACHE": "1",
         "UV_INDEX_STRATEGY": "unsafe-best-match",
         "UV_NATIVE_TLS": "1",
         "UV_SYSTEM_CERTS": "1",
