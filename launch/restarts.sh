@@ -57,7 +57,7 @@ serve_imports() { # sets `started`: the program, with ranks from a fork server i
     *) python+=(-P) ;; # as under `python FILE`, modules in the working directory do not replace those of the library
     esac
     # It may hang, as on a file system that does not answer: then not even SIGKILL ends it, so only `read` is waited for.
-    read -r -t "$limit" < <(exec timeout -k 1 "$limit" "${python[@]}" -c 'import hvdtrain; print()' 2>/dev/null) || return 0
+    read -r -t "$limit" < <(exec 2>/dev/null && timeout -k 1 "$limit" "${python[@]}" -c 'import hvdtrain' >&2 && echo) || return 0
     split_environment
     for name in "${dropped[@]}"; do dropped_here+=(-u "$name"); done
     exec {answers}< <(exec env "${dropped_here[@]}" "${python[@]}" -m hvdtrain.launching.forker "${program[@]:1}")

@@ -62,6 +62,14 @@ def test_a_python_that_hangs_before_the_first_attempt_does_not_hang_the_wrapper(
     assert "giving up after 1 restarts" in done.stderr, done
 
 
+def test_a_python_without_the_library_that_prints_at_its_start_gets_no_fork_server(tmp_path):
+    """Sites' sitecustomize may print."""
+    env = scripts(tmp_path, mpirun=f"{MPIRUN}echo ranks: $*\nexit 1", python="echo welcome\nexit 1")
+    done = wrapper("mpirun", "-np", "1", "--restarts", "1", "--", "python", "x.py", env=env, timeout=30)
+    assert "python x.py" in done.stdout, done
+    assert "fork_client" not in done.stdout, done
+
+
 @pytest.mark.slow
 def test_what_the_ranks_of_one_attempt_report_does_not_count_for_the_next(tmp_path):
     report = "from hvdtrain.launching.import_timeout import report_start; report_start()"
