@@ -511,7 +511,7 @@ class Run:
         seed_generators(mixed_seed(self.seed, "evaluate", self.state.step, self.rank), self.device)
         try:
             during = self.engine.activity.during("evaluation")
-            with self._shared_weights(), during, torch.inference_mode(), self.autocast():
+            with self._shared_weights(), during, torch.no_grad(), self.autocast():
                 yield evaluation.mine()
         except CutShort:
             pass

@@ -51,8 +51,8 @@ MUTANTS = [
     # ---- flags of every training script
     mutant("--amp: no autocast in steps", STEP, "with local, shared.autocast():", "with local:",
            EFFECT),
-    mutant("--amp: no autocast in evaluations", LOOP_SOURCE, "torch.inference_mode(), self.autocast():",
-           "torch.inference_mode():", EFFECT),
+    mutant("--amp: no autocast in evaluations", LOOP_SOURCE, "torch.no_grad(), self.autocast():",
+           "torch.no_grad():", EFFECT),
     mutant("--amp: no loss scaler", "hvdtrain/training/prepared.py", 'enabled=flags.amp == "fp16"', "enabled=False",
            f"{SCRIPTS}::test_the_loss_scaler_is_that_of_fp16"),
     mutant("--compression: float32 on the wire", HOROVOD, "WIRE_DTYPES[how.compression], 1.0", "None, 1.0",
