@@ -194,7 +194,8 @@ class Lock:
     def require_in_place(self) -> None:
         """Raise OSError (ESTALE) if the directory is no longer the one that was locked: it was moved, and another process
         may lock one of the same name. A directory that was removed is made and locked again."""
-        assert self._handle is not None
+        if self._handle is None:
+            raise OSError(errno.ESTALE, "the run has ended")
         held: os.stat_result | None = None
         with contextlib.suppress(OSError):  # another host has removed the file on NFS
             held = os.fstat(self._handle)

@@ -75,6 +75,7 @@ class Checkpoints:
         self._last_good: str | None = None
         self._writer: checkpoint.Writer | None = None
         self._lock: files.Lock | None = None
+        self._ends = False  # training is over
         if engine.rank == 0:
             try:
                 self._open()
@@ -121,10 +122,18 @@ class Checkpoints:
             how = "name another directory, or free some space"
             raise UserError(f"--output-dir {output_dir} cannot be written ({which}): {how}") from error
 
-    def release(self) -> None:
-        """Release the lock on the output directory, at the end of the run. Idempotent."""
-        if self._lock is not None:
-            self._lock.release()
+    def release(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        """Wait until the last snapshot is on the disk, and release the lock on the output directory. Idempotent.
+
+        Called at the end of the run, also by an exception.
+        """
+        if self._lock is None:
+            return
+        if self._writer is not None:
+            self._ends = True
+            self._writer.flush(heartbeat)
+        self._lock.release()
+        self._lock = None
 
     def _warn(self, line: str) -> None:
         line = one_line(line)
@@ -379,7 +388,8 @@ class Checkpoints:
             self.output.event("checkpoint", file=path.name, step=step, cost_seconds=round(self.interval.cost, 6))
             return
         last = f"the last good one is {self._last_good}" if self._last_good else "there is no earlier one"
-        line = f"checkpoint {path} not written ({error.strerror or error}): training continues; {last}"
+        goes_on = "" if self._ends else "training continues; "
+        line = f"checkpoint {path} not written ({error.strerror or error}): {goes_on}{last}"
         print(f"warning: {line}", file=sys.stderr, flush=True)
         self.output.event("error", kind="checkpoint", message=line)
 
@@ -387,13 +397,11 @@ class Checkpoints:
         """Wait until the last snapshot is on the disk. Return an error message if that failed, else None, on every rank. A
         collective."""
         message = None
-        if self._writer is not None:
-            self._writer.flush(heartbeat)
-            if self._writer.failed is not None:
-                message = self._unsaved(self._writer.failed)
-                if self._writer.failed.errno == errno.ESTALE:  # do not write another run's summary.json
-                    self.output.output_dir = None
-        self.release()
+        self.release(heartbeat)
+        if self._writer is not None and self._writer.failed is not None:
+            message = self._unsaved(self._writer.failed)
+            if self._writer.failed.errno == errno.ESTALE:  # do not write another run's summary.json
+                self.output.output_dir = None
         told: str | None = self.engine.broadcast_object(message, "checkpoint.close")
         return told
 

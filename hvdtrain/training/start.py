@@ -149,4 +149,5 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
             run.exit_code = guard.leave(state, checkpoints)
         finally:
             run.ended = True
-            checkpoints.release()
+            with engine.activity.during("checkpoint", 0.0):  # an exception may have come while one was written
+                checkpoints.release(guard.heartbeat)

@@ -1,11 +1,15 @@
 """What a run does around a checkpoint: in which phase of the rank, with how many heartbeats."""
 
+import threading
+import time
+
+import pytest
 import torch
 
 from hvdtrain import training
 from hvdtrain.hangs.timeouts import HangTimeouts
-from hvdtrain.training import contents
-from tests.single.training.small import flags_for, network, train
+from hvdtrain.training import checkpoint, contents
+from tests.single.training.small import X, flags_for, network, train
 
 
 def test_a_rank_that_hangs_in_a_checkpoint_has_the_limit_of_a_step_and_each_tensor_is_progress(tmp_path, monkeypatch):
@@ -43,3 +47,28 @@ def test_a_snapshot_is_contiguous_and_does_not_change_with_the_weights():
     assert copies["weights"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert copies["transposed"].tolist() == [[0, 3], [1, 4], [2, 5]]
     assert all(copy.is_contiguous() and not copy.requires_grad for copy in copies.values())
+
+
+def test_an_exception_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch, capfd):
+    """The lock was released first: "not written (AssertionError()): training continues", of which neither was true."""
+    raised, digest = threading.Event(), checkpoint.digest
+
+    def late(*arguments):
+        assert raised.wait(60)
+        time.sleep(0.3)  # the exception has reached the end of the block meanwhile
+        return digest(*arguments)
+
+    monkeypatch.setattr(checkpoint, "digest", late)
+    with pytest.raises(ZeroDivisionError), training.start(flags_for("--output-dir", str(tmp_path))) as run:
+        net = network()
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for epoch in run.epochs(2):
+            if epoch == 1:
+                raised.set()
+                raise ZeroDivisionError
+            for step in run.steps(X):
+                for (x,) in step.batches():
+                    step.backward(model(x).mean())
+                step.update()
+    assert checkpoint.read(tmp_path / "checkpoints" / checkpoint.name_of(5))[0]["state"]["epoch"] == 1
+    assert "not written" not in capfd.readouterr().err
