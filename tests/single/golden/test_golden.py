@@ -1,0 +1,52 @@
+"""The golden hashes: they notice a changed value, and nothing that differs between two equal runs."""
+
+import json
+
+import torch
+from safetensors.torch import save_file
+
+from tests.golden import __main__ as golden
+from tests.golden.table import RUNS
+
+
+def record(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return golden.digest(golden.metrics(path))
+
+
+def test_a_loss_counts_and_a_time_does_not(tmp_path):
+    train = {"event": "train", "step": 1, "epoch": 1, "loss": 0.5, "time": 1.0, "loading_seconds": 0.1}
+    hashes = [
+        record(tmp_path / "metrics.jsonl", line)
+        for line in (train, train | {"time": 2.0, "loading_seconds": 0.2}, train | {"loss": 0.25})
+    ]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_of_a_step_that_was_taken_twice_the_last_counts(tmp_path):
+    first, again = ({"event": "train", "step": 1, "epoch": 1, "loss": loss} for loss in (0.5, 0.25))
+    killed = record(tmp_path / "metrics.jsonl", first, {"event": "resume", "step": 0}, again)
+    assert killed == record(tmp_path / "metrics.jsonl", again)
+
+
+def test_each_bit_of_the_newest_checkpoint_counts(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    hashes = []
+    for step, value in enumerate((1.0, 1.0, 1.0 + 2**-23)):
+        save_file({"weight": torch.tensor([value])}, tmp_path / "checkpoints" / f"step-{step:08d}.safetensors")
+        hashes.append(golden.checkpoint(tmp_path)["checkpoint"])
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_changed_a_missing_and_a_new_hash_are_named(capsys):
+    expected = {"serial": {"parameters": "aa", "gone": "bb"}}
+    assert golden.compare(expected, {"serial": {"parameters": "aa", "gone": "bb"}}) == 0
+    assert golden.compare(expected, {"serial": {"parameters": "ab", "new": "cc"}}) == 1
+    assert capsys.readouterr().out.count("CHANGED serial") == 3
+
+
+def test_the_file_has_every_run_and_those_that_are_killed_end_as_those_that_are_not():
+    hashes = json.loads(golden.FILE.read_text())["hashes"]
+    assert list(hashes) == list(RUNS)
+    pairs = {"killed": "gloo-2", "killed-ddp": "plain-ddp", "killed-schedule": "schedule", "killed-stream": "stream"}
+    assert all(hashes[killed] == hashes[whole] for killed, whole in pairs.items())
