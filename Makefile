@@ -8,7 +8,8 @@
 # make matrix MATRIX=--list              other versions of Python, PyTorch and MPI: each set up and examined; hours
 # make soak SOAK="--ranks 8"             an hour of training, in which nothing may grow
 
-PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
+# A set-up that was killed may leave a .venv/bin/python that does not run.
+PYTHON ?= $(shell .venv/bin/python -c "import venv" 2>/dev/null && echo .venv/bin/python || echo python3)
 NP ?= 2
 EXAMPLES ?= 5000
 ENVIRONMENTS ?= --jobs 2

@@ -42,8 +42,10 @@ class BuildFailure(Exception):
 
 def main_with_exit_codes(main: Callable[[], None]) -> None:
     """Run `main`, and turn errors into a message and an exit code, without a traceback."""
-    # Treat SIGTERM like Ctrl-C: unwind the stack, to end child processes and remove partial files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # Treat SIGTERM and a closed terminal like Ctrl-C: unwind the stack, to end child processes and remove partial files.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     name = Path(sys.argv[0]).name
     try:
         require_proc()

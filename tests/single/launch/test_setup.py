@@ -23,6 +23,7 @@ sys.path.insert(0, str(LAUNCH))
 
 import activation  # noqa: E402
 import installer  # noqa: E402
+import orphans  # noqa: E402
 import stages  # noqa: E402
 import steps  # noqa: E402
 from steps import BuildFailure, Refusal  # noqa: E402
@@ -115,6 +116,73 @@ def test_a_venv_that_is_not_ours_is_left_alone(checkout: Path) -> None:
     (checkout / ".venv" / "precious").write_text("mine")
     assert "--fresh" in setup(checkout).stderr
     assert (checkout / ".venv" / "precious").read_text() == "mine"
+
+
+KILLED_AT = """
+import os, signal, sys
+left = int(os.environ["KILL_AT"])
+def count(event, arguments):  # what changes .venv, each time just before it does
+    global left
+    changes = event in ("os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.symlink", "subprocess.Popen")
+    changes = changes or (event == "open" and isinstance(arguments[1], str) and arguments[1][0] in "wa")
+    if changes and ".venv" in str(arguments):
+        left -= 1
+        if left == 0 or event == "subprocess.Popen":
+            print("\\n" + event, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(count)
+"""
+
+
+def killed(checkout: Path, at: int) -> str:
+    """Run a set-up, and return the change before which it was killed: the last one is the start of `python -m venv`."""
+    (checkout / "killed").mkdir(exist_ok=True)
+    (checkout / "killed" / "sitecustomize.py").write_text(KILLED_AT)
+    command = [sys.executable, checkout / "launch" / "setup", "--offline", checkout / "empty"]
+    environment = os.environ | {"PYTHONPATH": str(checkout / "killed"), "KILL_AT": str(at)}
+    environment |= {"XDG_CACHE_HOME": str(checkout / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done
+    return done.stdout.split()[-1]
+
+
+@pytest.mark.parametrize("old", ["none", "a complete one"])
+def test_a_setup_killed_at_any_moment_is_followed_by_one_that_works(old: str, checkout: Path) -> None:
+    venv = checkout / ".venv"
+    at, event = 0, ""
+    while event != "subprocess.Popen":
+        if old != "none":
+            (venv / "lib").mkdir(parents=True, exist_ok=True)
+            (venv / "lib" / "old").touch()
+            (venv / "hvdtrain-setup.json").write_text('{"state": "complete"}')
+        at += 1
+        event = killed(checkout, at)
+        assert killed(checkout, 1000) == "subprocess.Popen"
+        assert not (venv / "lib" / "old").exists()
+    assert at > 4  # the directory, the record and its rename, lib64, and the log
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_what_a_killed_setup_has_started_does_not_write_into_the_next_venv(
+    number: signal.Signals, checkout: Path
+) -> None:
+    programs = checkout / "programs"
+    programs.mkdir()
+    (programs / "uv").write_text(  # installs for long; the part that writes is in a session of its own
+        '#!/bin/sh\n[ "$1" = pip ] || exit 0\n'
+        f"exec setsid -w sh -c 'n=0; while [ $n -lt 9000 ]; do n=$((n + 1)); mkdir -p \"{checkout}/.venv/lib/new$n\"; done'\n"
+    )
+    (programs / "uv").chmod(0o755)
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    command = [sys.executable, checkout / "launch" / "setup", "--offline", checkout / "empty"]
+    command += ["--cache-dir", checkout / "cache"]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for((checkout / ".venv" / "lib" / "new9").exists, "uv has installed nothing")
+    first.send_signal(number)
+    assert first.wait(60) in (128 + number, -number)
+    assert killed(checkout, 1000) == "subprocess.Popen"
+    assert not list((checkout / ".venv" / "lib").glob("new*"))
+    assert not orphans.orphans(checkout)
 
 
 def test_two_setups_at_once_wait_for_each_other(checkout: Path) -> None:
