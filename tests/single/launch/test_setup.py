@@ -171,7 +171,7 @@ def test_what_a_killed_setup_has_started_does_not_write_into_the_next_venv(
     (programs / "uv").write_text(  # installs for long; the part that writes is in a session of its own
         '#!/bin/sh\n[ "$1" = pip ] || exit 0\n'
         "exec setsid -w sh -c 'n=0; while [ $n -lt 9000 ]; do n=$((n + 1)); "
-        f"mkdir -p \"{checkout}/.venv/lib/new$n\"; done'\n"
+        f'mkdir -p "{checkout}/.venv/lib/new$n"; done\'\n'
     )
     (programs / "uv").chmod(0o755)
     environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
