@@ -7,17 +7,24 @@ import io
 import math
 import random
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hvdtrain.data.sharding import mixed_seed
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 LARGEST_IMAGE = 2**26  # pixels; larger JPEG images are decoded at 1/2, 1/4 or 1/8 of their width and height
 # A reduced decode keeps at least this many times the wanted pixels in each direction: the filters of libjpeg and of
 # torchvision's resize differ, in the mean by 5 grey levels with 1.0, by 0.9 with 2.25 (of the image in test_images.py).
 # Pillow's Image.thumbnail has 2.0 (reducing_gap).
 GAP = 2.25
+# Of the endings of a folder's files. Trap: without a list, Pillow goes by the content alone, whatever the ending, and runs
+# the program `gs` for PostScript; a JPEG 2000 of 829 bytes takes 0.9 GB.
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
 LARGEST_RATIO = math.log(4 / 3)  # maximum of |log(width / height)|
 
 
@@ -111,9 +118,7 @@ def jpeg_size(content: bytes) -> tuple[int, int] | None:
         with contextlib.suppress(ValueError):  # for Pillow's better message
             height, width, *_ = simplejpeg.decode_jpeg_header(content)
             return height, width
-    from PIL import Image
-
-    with Image.open(io.BytesIO(content)) as image:
+    with opened(content) as image:
         return image.height, image.width
 
 
@@ -132,10 +137,9 @@ def decode(content: bytes, scale: int = 1) -> Tensor:
                 # The least of its scales with at least these numbers of rows and columns, which is `scale`.
                 least = dict(min_height=-(-height // scale), min_width=-(-width // scale)) if scale > 1 else {}
                 return torch.from_numpy(simplejpeg.decode_jpeg(content, **least)).permute(2, 0, 1)
-    from PIL import Image
     from torchvision.transforms.v2.functional import pil_to_tensor
 
-    with Image.open(io.BytesIO(content)) as image:
+    with opened(content) as image:
         width, height = image.size
         scale = max(scale, least_scale(height, width))  # crops are resized further
         if scale > 1:
@@ -147,6 +151,17 @@ def decode(content: bytes, scale: int = 1) -> Tensor:
             )
         pixels: Tensor = pil_to_tensor(image.convert("RGB"))
         return pixels
+
+
+def opened(content: bytes) -> "Image.Image":
+    """Return a Pillow image whose pixels are not yet decoded. Raises ValueError if it has none of the FORMATS, or Pillow's
+    exception."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(content), formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise ValueError(f"not an image of a known format: {', '.join(FORMATS)}") from error
 
 
 @functools.cache

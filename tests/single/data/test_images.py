@@ -138,7 +138,7 @@ def test_every_kind_of_image_becomes_rgb_with_the_pixels_of_pillow(name, monkeyp
         patch.setattr(decoding, "fast_decoder", lambda: None)
         expected = decoding.decode(IMAGES[name])
     if name not in OF_PILLOW:
-        monkeypatch.setattr(Image, "open", lambda file: pytest.fail("Pillow was asked"))
+        monkeypatch.setattr(Image, "open", lambda file, **_: pytest.fail("Pillow was asked"))
     image = decoding.decode(IMAGES[name])
     assert (image.dtype, image.shape) == (torch.uint8, (3, 30, 40))
     assert torch.equal(image, expected)
@@ -270,6 +270,52 @@ def test_what_is_no_image_raises(content):
         decoding.decode(content)
 
 
+def test_an_image_is_of_a_format_that_folders_have_and_no_program_is_run_for_it(tmp_path, monkeypatch):
+    """Pillow goes by the content: PostScript in a file named .jpg is given to `gs`."""
+    ran = tmp_path / "ran"
+    (tmp_path / "gs").write_text(f"#!/bin/sh\necho $* >> {ran}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 30\n%%EndComments\nshowpage\n%%EOF\n"
+    others = [jpeg(kind=kind) for kind in ("JPEG2000", "GIF", "PCX", "ICO")]
+    for content in (postscript, *others):
+        with pytest.raises(ValueError, match="not an image of a known format: JPEG, PNG"):
+            decoding.Prepare(SIDE, train=True, reduced=True)(content, 0, "a.jpg")
+    assert not ran.exists()
+    for kind in ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP"):
+        assert decoding.decode(jpeg(kind=kind)).shape == (3, 30, 40)
+
+
+def test_a_folder_is_listed_as_by_torchvision(folder, tmp_path):
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+    root = Path(shutil.copytree(folder / "train", tmp_path / "train"))
+    below = root / "red" / "Below" / "more"
+    below.mkdir(parents=True)
+    for path in (below / "b.PNG", below / "a.txt", root / "red" / "Below.jpg", root / "red" / "none"):
+        path.write_bytes(b"")
+    (root / "blue" / "linked").symlink_to(below)
+    (root / "blue" / "twice").symlink_to(root / "red")
+    (root / "white").symlink_to(root / "red")
+    (root / "blue" / "lost").symlink_to(tmp_path / "nowhere")
+    classes, listing = images.list_folder(root)
+    got = [(str(root / listing.name(i)), int(label)) for i, label in enumerate(listing.labels)]
+    assert got == make_dataset(str(root), {name: i for i, name in enumerate(classes)}, IMG_EXTENSIONS)
+    assert {str(root / "blue" / "linked" / "b.PNG"), str(root / "white" / "Below" / "more" / "b.PNG")} < dict(
+        got
+    ).keys()
+
+
+def test_links_to_a_directory_above_are_refused(folder, tmp_path):
+    """Two such links were followed for 2**40 directories."""
+    root = Path(shutil.copytree(folder / "train", tmp_path / "train"))
+    for number in range(3):
+        (root / "red" / f"again{number}").symlink_to(root if number else root / "red")
+    with pytest.raises(UserError, match=r"red/again\d(/red)? leads to a directory above it: remove the link"):
+        images.list_folder(root)
+
+
 def test_broken_files_of_a_folder_are_named_and_the_others_stay(folder, engine, tmp_path):
     root = Path(shutil.copytree(folder, tmp_path / "copy"))
     victims = sorted((root / "val" / "red").iterdir())[:4]
@@ -373,7 +419,7 @@ def test_what_is_not_installed_is_named(monkeypatch):
 
 def test_shards_are_made_once_and_from_the_same_classes(folder, tars, tmp_path, monkeypatch):
     for arguments, complaint in (
-        ([tars, tmp_path / "new"], "train is not a directory|no folder|Found no|Couldn't find"),
+        ([tars, tmp_path / "new"], "train is not a directory|no folder|Found no|has no directory for each class"),
         ([folder, tars], "exists: name a new directory"),
         ([folder / "nowhere", tmp_path / "new"], "is not a directory"),
     ):
