@@ -24,3 +24,18 @@ def test_a_row_that_needs_what_is_not_there_says_so(tmp_path):
     done = launch(f"{PYTHON} -m tests.bench --rows whole --repeats 1 {where}", cwd=ROOT)
     assert done.code == 0, done
     assert "needs MNIST: name its directory with --data-dir" in (tmp_path / "speed.md").read_text()
+
+
+def test_the_paths_of_a_step_and_of_a_checkpoint_are_those_that_are_taken():
+    done = launch(f"{PYTHON} -m tests.bench.paths --functions step", cwd=ROOT)
+    assert done.code == 0, done
+    functions = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith(("training/", "engines/"))]
+    assert {"Step.backward", "Step.update", "HorovodEngine.synchronize"} <= set(functions), done
+    assert not [name for name in functions if "checkpoint" in name.lower()], done
+    files = {
+        line.split("|")[1].strip(): int(line.split("|")[2])
+        for line in done.stdout.splitlines()
+        if line.count("|") == 4 and line.split("|")[2].strip().isdigit()
+    }
+    assert files["step"] < files["checkpoint"], done
+    assert files["eager imports of training/__init__.py"] > files["eager imports of training/step.py"] > 1
