@@ -34,20 +34,6 @@ import hvdtrain
 PACKAGE = Path(hvdtrain.__file__).parent
 FLAGS = ["--dataset", "digits", "--train-samples", "640", "--epochs", "2", "--batch-size", "32", "--threads", "1"]
 FLAGS += ["--no-progress", "--log-steps", "1000"]
-    "--dataset",
-    "digits",
-    "--train-samples",
-    "640",
-    "--epochs",
-    "2",
-    "--batch-size",
-    "32",
-    "--threads",
-    "1",
-    "--no-progress",
-    "--log-steps",
-    "1000",
-]
 STEPS = 10  # of an epoch
 QUIET, STOP_AT = 5, 7  # updates of the optimizer: nothing is logged or saved after them
 
