@@ -288,6 +288,8 @@ class Monitor:
             if now - gone.since > self.timing.grace + (rank == 0):
                 self._end(f"{self.name(rank)} {self._fate(rank)}")
         self.activity.hear_of_compilations()
+        if self.signals.lost():
+            self.activity.asked = True  # the main thread can install handlers
         self._miss_launcher()
         self._leave_before_the_first_step(now)
         moved = self.detector.look(now, elapsed, connected=bool(self.channels))

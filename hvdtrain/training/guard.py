@@ -151,6 +151,7 @@ class Guard:
         due: on rank 0, whether an automatic checkpoint is due. `should_save` then returns True after an agreed step.
         """
         step, monitor = state.step, self.monitor
+        self._hear_signals()
         stop, save = monitor.stop, monitor.save
         self.activity.asked = monitor.off is not None and self.engine.size > 1
         stops, decides = monitor.stop_reason is not None, self.engine.rank == 0
@@ -168,6 +169,14 @@ class Guard:
                 stop.make(step + ahead)
                 stop.wait()
         return stop.step is not None and step >= stop.step
+
+    def _hear_signals(self) -> None:
+        """Hear stop signals again that the program has reset, and say which it handles itself now."""
+        if handled := self.monitor.signals.regain():
+            how = "leave them to hvdtrain, or send another one, such as SIGUSR1"
+            self.output.say(
+                f"warning: the program handles {', '.join(handled)} itself, so it does not save and stop: {how}"
+            )
 
     def should_save(self, state: TrainState) -> bool:
         """Return, on all ranks, whether to save after this step. Call it once after every step, after `should_stop`."""
