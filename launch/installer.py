@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from stages import stage
+from stages import open_lock, stage
 from steps import TOO_MANY, BuildFailure, Refusal, pins, run, user_cache
 
 # What pip may be configured with, and how uv is told. Anything else, such as no-binary, means that pip is used.
@@ -88,6 +88,7 @@ class Installer:
             command += (
                 ["--compile-bytecode"] if bytecode else []
             )  # as pip does: else the first import of each user is slow
+            withhold_locks(self.pip.python, environment)
             with stage(f"{doing}, with uv") as current:
                 # First from uv's cache alone: a second clone needs no network, and gets the same versions.
                 for offline in ([] if self.again else ["--offline"]), []:
@@ -104,6 +105,15 @@ class Installer:
             return None if told is None else told | os.environ
         clean = {name: value for name, value in os.environ.items() if not name.startswith("UV_") or "CACHE" in name}
         return clean | {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(self.pip.offline), "UV_NO_CONFIG": "1"}
+
+
+def withhold_locks(python: Path, environment: Mapping[str, str]) -> None:
+    """Keep other users from locking what uv locks, in the environment and in its cache: it lets everybody open its files."""
+    cache = Path(environment["UV_CACHE_DIR"]) if environment.get("UV_CACHE_DIR") else uv_cache()
+    for directory, sign in ((python.parent.parent, "pyvenv.cfg"), (cache, "CACHEDIR.TAG")):
+        with contextlib.suppress(OSError):
+            if (directory / sign).exists():
+                os.close(open_lock(directory / ".lock"))
 
 
 def uv_settings(configuration: str) -> dict[str, str] | None:

@@ -43,13 +43,27 @@ def stage(text: str) -> Iterator[Stage]:
         _write(f" {result}{time.monotonic() - started:.1f} s\n")
 
 
+def open_lock(file: Path) -> int:
+    """Open a file to lock, only for those who may write beside it: whoever can open a file can lock it, and stop others.
+
+    Returns its descriptor. Raises OSError.
+    """
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # NFS locks only what is open for writing
+    above, found = file.parent.stat(), os.fstat(handle)
+    group = 0o060 if above.st_mode & 0o020 and found.st_gid == above.st_gid else 0
+    if found.st_uid == os.geteuid():
+        os.fchmod(handle, 0o600 | group)  # whatever the umask
+    return handle
+
+
 @contextmanager
 def only_one(file: Path, what: str) -> Iterator[None]:
     """Hold a lock on a file, for which other processes wait here. The kernel releases it with its holder."""
     try:
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
-    except OSError:  # it is only to be read
-        handle = os.open(file if file.exists() else file.parent, os.O_RDONLY)
+        handle = open_lock(file)
+    except OSError:  # it can only be read, and so can what it protects
+        yield
+        return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -92,10 +92,10 @@ def remove_partial(directory: Path, older_than: float = 0.0) -> None:
                 path.unlink(missing_ok=True)
 
 
-def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = True) -> int:
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = True, mode: int = 0o666) -> int:
     """Open a regular file and return its descriptor. Raises OSError, also for a pipe or a device, which might never end."""
     # O_NONBLOCK: opening a pipe waits for its other end, and opening a leased file for the owner of the lease.
-    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), 0o666)
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), mode)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "a pipe or a device, not a file")
@@ -162,10 +162,25 @@ def allow_open_files(number: int) -> bool:
     return permitted
 
 
+def give_rights_of(directory: Path, handle: int) -> None:
+    """Let those open a file of this user, its lock, who may write in its directory, and nobody else, whatever the umask."""
+    above = directory.stat()
+    with contextlib.suppress(OSError):  # another user's file, or a file system without rights
+        found = os.fstat(handle)
+        rights = 0o600
+        if above.st_mode & stat.S_IWGRP and found.st_gid == above.st_gid:
+            rights |= 0o060
+        if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+            rights |= 0o006
+        if stat.S_IMODE(found.st_mode) != rights:
+            os.fchmod(handle, rights)
+
+
 class Lock:
     """An exclusive lock on a directory. The kernel releases it when the process ends, even if it is killed.
 
-    It is on the file .lock, because NFS has no locks on directories. `works` is False on a file system without locks.
+    It is on the file .lock, because NFS has no locks on directories. Who may write in the directory may lock it, and nobody
+    else: whoever can open a file can lock it. `works` is False on a file system without locks.
     Raises TimeoutError if another process holds the lock for `seconds`, and OSError if the directory is not writable.
     """
 
@@ -176,7 +191,8 @@ class Lock:
         self._place = directory.stat()
 
     def _take(self, seconds: float) -> int:
-        handle = open_regular(self._path, os.O_RDWR | os.O_CREAT, follow=False)
+        handle = open_regular(self._path, os.O_RDWR | os.O_CREAT, follow=False, mode=0o600)
+        give_rights_of(self._path.parent, handle)
         until = time.monotonic() + seconds
         while True:
             try:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import sys
 from pathlib import Path
 
@@ -138,6 +139,29 @@ def test_a_directory_is_locked_by_one_also_after_it_was_removed(tmp_path):
     first.release()
     second.release()
     files.Lock(out, 0).release()
+
+
+@pytest.mark.parametrize(
+    ("of_directory", "of_lock"),
+    [(0o755, 0o600), (0o700, 0o600), (0o775, 0o660), (0o777, 0o666), (0o1777, 0o660)],
+    ids=["one user's", "private", "a group's", "everybody's", "as /tmp"],
+)
+def test_only_who_may_write_in_a_directory_can_lock_it(of_directory, of_lock, tmp_path):
+    """Whoever could read a .lock could hold it, and the next run said that another one writes there."""
+    out = tmp_path / "out"
+    out.mkdir()
+    out.chmod(of_directory)
+    before = os.umask(0o022)
+    try:
+        for umask in (0o000, 0o077):
+            os.umask(umask)
+            files.Lock(out, 0).release()
+            assert stat.S_IMODE((out / ".lock").stat().st_mode) == of_lock
+            (out / ".lock").chmod(0o644)  # of an earlier version
+    finally:
+        os.umask(before)
+    files.Lock(out, 0).release()
+    assert stat.S_IMODE((out / ".lock").stat().st_mode) == of_lock
 
 
 def removed_here(out: Path, monkeypatch) -> None:

