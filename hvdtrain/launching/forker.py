@@ -70,8 +70,7 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
         os.close(done)
         with listener:
             return Forker(pid, listener.getsockname(), imported)
-    # A separate process group: signals from the terminal reach only the starter, which forwards them to the ranks once.
-    os.setpgid(0, 0)
+    leave_terminal()  # its signals reach only the starter, which forwards them to the ranks once
     processes.end_with_parent(starter, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(imported)
@@ -85,6 +84,12 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
     os.close(done)
     serve(listener, starter)
     os._exit(0)
+
+
+def leave_terminal() -> None:
+    """Enter a process group of its own, which is in the background of the terminal, if there is one."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else writing stops the process, after `stty tostop`
 
 
 def listen() -> socket.socket:
@@ -102,7 +107,7 @@ def main() -> int:
     If it fails, its clients become the ranks themselves.
     """
     starter, words = os.getppid(), sys.argv[1:]
-    os.setpgid(0, 0)  # signals from the terminal are for the launcher
+    leave_terminal()  # its signals are for the launcher
     for number in (signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     listener = listen()
@@ -245,7 +250,7 @@ def receive(connection: socket.socket, streams: list[int]) -> Request:
 
 def become_rank(connection: socket.socket, asked: Request, streams: Sequence[int], forker: int) -> NoReturn:
     """Take over the state of who asked for the rank, and run the program."""
-    os.setpgid(0, 0)
+    leave_terminal()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

@@ -7,11 +7,13 @@ import contextlib
 import json
 import math
 import os
+import pty
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -311,6 +313,21 @@ def test_signals_reach_each_rank_once(start, number, whole_group, heard):
     assert run.lines(2) == ["ready\n"] * 2
     (os.killpg if whole_group else os.kill)(run.process.pid, signal.Signals[number])
     assert run.ends() == (75, f"{heard}\n" * 2, "")
+
+
+def test_ranks_write_to_a_terminal_that_stops_background_processes(tmp_path):
+    """`stty tostop`: the ranks are process groups of their own, so the terminal counts them as in the background."""
+    (tmp_path / "script.py").write_text("print('written', flush=True)")
+    ours, its = pty.openpty()
+    settings = termios.tcgetattr(its)
+    settings[3] |= termios.TOSTOP
+    termios.tcsetattr(its, termios.TCSANOW, settings)
+    words = f"setsid --ctty --wait {STARTER} --local-ranks 2 script.py"
+    with running(words, cwd=tmp_path, env={"SETTINGS": "{}"}, stdin=its, stdout=its, stderr=its) as (process, _):
+        os.close(its)
+        assert process.wait(60) == 0
+    assert os.read(ours, 1000).split() == [b"written"] * 2
+    os.close(ours)
 
 
 def test_a_closed_terminal_is_ignored_under_nohup(start):
