@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli import Parser, absolute
+from hvdtrain.data import compile_cache
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default, cores_of_job, ranks_on_host
@@ -140,6 +141,7 @@ def main() -> None:
         told = announced()
         refuse_torchrun(told)
         done = tune(told, flags.repeatable)
+        compile_cache.use_private()
         script = run_script.find(words)
         listeners = attach(flags, told, words, done)
     except UserError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -40,7 +39,9 @@ def explain_failure(log: Path) -> str:
         (cure for pattern, cure in REMEDIES if re.search(pattern, text)),
         "docs/install.md lists what was built and run",
     )
-    kept = Path(tempfile.gettempdir()) / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
-    shutil.copyfile(log, kept)
+    # Not a name that another user could guess, and link to a file of this one.
+    handle, kept = tempfile.mkstemp(prefix=f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-", suffix=".log")
+    with os.fdopen(handle, "wb") as file:
+        file.write(log.read_bytes())
     shown = shown or [last_lines(log)]
     return "\n".join(["building Horovod failed:", *shown, f"whole log: {kept}", f"remedy: {remedy}"])

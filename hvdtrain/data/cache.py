@@ -1,11 +1,10 @@
-"""Directories of this user for what the processes of a host share: unpacked data sets, tokens, indexes of shards.
+"""Directories of this user for what processes share: unpacked data sets, tokens, indexes of shards, compiled code.
 
 If eight ranks each unpack and hash 55 MB, two cores need a second or more. Therefore the first process does so and stores
 the result, and the others map it. The cache is optional: if it is not writable, every process does the work itself.
 """
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,8 +14,8 @@ from hvdtrain.engines import files
 STALE_SECONDS = 3600.0  # age after which a partial file is considered abandoned
 
 
-def directory(name: str) -> Path | None:
-    """Return $XDG_CACHE_HOME/hvdtrain/datasets/NAME (default: in ~/.cache), created if needed.
+def directory(name: str, kind: str = "datasets") -> Path | None:
+    """Return $XDG_CACHE_HOME/hvdtrain/KIND/NAME (default: in ~/.cache), created if needed.
 
     None if that fails, or if another user could write there: what is in the cache counts as verified.
     """
@@ -24,13 +23,12 @@ def directory(name: str) -> Path | None:
     try:
         # According to the XDG specification, relative paths are ignored.
         root = Path(base) if base.startswith("/") else Path.home() / ".cache"
-        path = root / "hvdtrain" / "datasets" / name
+        path = root / "hvdtrain" / kind / name
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
+        mine = not path.is_symlink() and path.stat().st_uid == os.geteuid() and not files.others_may_write(path)
     except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
         return None
-    mine = found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
-    return path if mine and stat.S_ISDIR(found.st_mode) else None
+    return path if mine else None
 
 
 @contextmanager

@@ -162,6 +162,31 @@ def allow_open_files(number: int) -> bool:
     return permitted
 
 
+def others_may_write(directory: Path) -> bool:
+    """Return whether another user may replace what is in `directory`, by the rights of it or one above. Raises OSError.
+
+    A group that has this user's name, as most distributions make one for each user, is no other user.
+    """
+    directory = directory.resolve(strict=True)
+    found = directory.stat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH:
+        return True
+    if found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid):
+        return True
+    above = [parent.stat().st_mode for parent in directory.parents]
+    return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in above)
+
+
+def _is_own_group(number: int) -> bool:
+    import grp
+    import pwd
+
+    try:
+        return number == 0 or grp.getgrgid(number).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a user or a group without a name
+        return False
+
+
 def give_rights_of(directory: Path, handle: int) -> None:
     """Let those open a file of this user, its lock, who may write in its directory, and nobody else, whatever the umask."""
     above = directory.stat()

@@ -8,13 +8,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from hvdtrain.data import compile_cache
 from hvdtrain.engines.errors import UserError
 
 MOST_COMPILATIONS = 64  # of one block's code: ResNet-50 has 8 kinds of blocks, and the last batch another shape
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raise UserError where torch.compile would write C++ and nothing can compile it."""
+    """Raise UserError where nothing compiles the C++ that torch.compile writes, or where others may replace the result."""
+    compile_cache.require_private()
     if device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):  # as torch._inductor chooses it
         raise UserError("--compile on a CPU needs a C++ compiler: install g++, or leave it out")
 

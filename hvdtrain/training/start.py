@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvdtrain.cli import Flags
-from hvdtrain.data import leftovers
+from hvdtrain.data import compile_cache, leftovers
 from hvdtrain.data.sharding import seed_generators
 from hvdtrain.engines.base import Engine, default_predivision
 from hvdtrain.engines.errors import UserError
@@ -109,6 +109,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         checkpoints = Checkpoints(engine, flags, metrics, output)
     with contextlib.suppress(OSError):  # there is no directory for temporary files
         leftovers.sweep()  # of the attempts before; also where no sample is left, and no DataLoader worker starts
+    compile_cache.use_private()  # for a program that calls torch.compile itself
     state = checkpoints.begin()
     if flags.evaluate is not None and checkpoints.facts is not None:
         flags.adopt(checkpoints.facts["config"])

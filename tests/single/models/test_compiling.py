@@ -1,10 +1,18 @@
 """--compile compiles block by block, so that gradients are ready during the backward pass."""
 
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from hvdtrain.data import compile_cache
+from hvdtrain.engines.errors import UserError
 from hvdtrain.models.classifiers import build_model
-from hvdtrain.models.compiling import blocks, compiled
+from hvdtrain.models.compiling import blocks, compiled, require_compiler
 from hvdtrain.models.convnet import ConvNet
 from hvdtrain.models.gpt import GPT, Sizes
 
@@ -72,3 +80,75 @@ def test_compiled_blocks_compute_the_same_in_training_only_and_keep_their_names(
     torch.testing.assert_close(model(tokens), expected)
     assert compilations
     assert list(model.state_dict()) == names
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    for name in compile_cache.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_what_is_compiled_is_kept_where_nobody_else_can_write(own_cache, tmp_path):
+    """torch's own place is one name in the directory for temporary files: what another user put there was executed."""
+    program = """
+import os
+from pathlib import Path
+from hvdtrain.data import compile_cache
+compile_cache.use_private()
+from torch._inductor import codecache  # which has looked for the place, once
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir
+from torch._inductor.cache import InductorOnDiskCache
+print(cache_dir(), default_cache_dir(), triton_cache_dir(0), InductorOnDiskCache().base_dir, codecache._HEADER_DIR)
+"""
+    run = [sys.executable, "-c", program]
+    used = subprocess.check_output(run, text=True, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}, timeout=60)
+    kept = own_cache / "hvdtrain" / "code" / "compiled"
+    assert all(Path(each).is_relative_to(kept) for each in used.split()), used
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+
+
+def test_a_user_without_a_cache_gets_a_place_until_the_end(own_cache, tmp_path):
+    own_cache.mkdir()
+    own_cache.chmod(0o777)
+    program = "import os; from hvdtrain.data import compile_cache as c; c.require_private(); print(os.environ['{}'])"
+    run = [sys.executable, "-c", program.format("TORCHINDUCTOR_CACHE_DIR")]
+    used = Path(subprocess.check_output(run, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}, timeout=60).strip())
+    assert used.is_relative_to(tmp_path)
+    assert not used.is_relative_to(own_cache)
+    assert not used.parent.exists()
+
+
+@pytest.mark.parametrize("name", compile_cache.VARIABLES)
+@pytest.mark.parametrize("how", ["everybody", "a group", "another's", "above"])
+def test_a_place_that_others_may_write_is_refused(how, name, own_cache, tmp_path, monkeypatch):
+    place = tmp_path / "above" / "place"
+    place.mkdir(parents=True)
+    monkeypatch.setenv(name, str(place))
+    require_compiler(CPU)
+    if how == "everybody":
+        place.chmod(0o777)
+    elif how == "above":
+        place.parent.chmod(0o777)
+    elif os.geteuid() != 0:
+        pytest.skip("only root can give a directory away")
+    elif how == "a group":
+        os.chown(place, -1, 12345)
+        place.chmod(0o775)
+    else:
+        os.chown(place, 12345, -1)
+    with pytest.raises(UserError, match=f"{name}=.*place: other users may write there, and what is in it is executed"):
+        require_compiler(CPU)
+
+
+def test_a_place_of_the_users_own_is_kept_and_made_private(own_cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    before = os.umask(0)
+    try:
+        require_compiler(CPU)
+    finally:
+        os.umask(before)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+    assert "TRITON_CACHE_DIR" not in os.environ  # torch puts it below
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
