@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from hvdtrain import cli
 from hvdtrain.analysis import measuring
 from hvdtrain.data.text import windows
+from hvdtrain.engines import lines
 from hvdtrain.engines.base import AMP_DTYPES, Engine, default_predivision
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
@@ -343,9 +344,11 @@ def main() -> int:
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         result = summarize(flags, engine, found, flops, gradient_bytes)
         if engine.rank == 0:
-            print(*block(result), sep="\n", flush=True)
-            if flags.output_dir is not None:
-                measuring.write_json(flags.output_dir / "benchmark.json", result)
+            try:
+                lines.result("\n".join(block(result)))
+            finally:  # it has taken long: whatever becomes of the one, try the other
+                if flags.output_dir is not None:
+                    measuring.write_json(flags.output_dir / "benchmark.json", result)
     return 0
 
 

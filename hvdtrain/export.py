@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from hvdtrain.cli import Flags, Parser
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.lines import say, warn
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import exporting, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.convnet import MODELS
-from hvdtrain.output.run_output import warn
 from hvdtrain.training import checkpoint, contents
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.replicas import own_name
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, example = model_of(facts, weights)
         contents.load_model(model, weights)
         exporting.write_program(model, [example], flags.to)
-    print(f"{flags.to}: {len(weights)} tensors, as after step {facts['state']['step']}")
+    say(f"{flags.to}: {len(weights)} tensors, as after step {facts['state']['step']}")
     return 0
 
 

@@ -29,7 +29,7 @@ from hvdtrain import cli
 from hvdtrain.analysis import measuring
 from hvdtrain.analysis.gpu_rows import LEAST_SECONDS, ROWS, Day, Failed, NotRun, Row
 from hvdtrain.analysis.launching import INTERRUPTED, interrupt
-from hvdtrain.engines import files
+from hvdtrain.engines import files, lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
@@ -101,7 +101,7 @@ def run_rows(flags: cli.Flags, day: Day, facts: dict[str, Any], outcomes: dict[s
         if name not in flags.only if flags.only else outcomes.get(name, NOT_COME_TO)["verdict"] != NOT_RUN:
             continue
         outcome = outcomes[name] = outcome_of(row, day)
-        print(f"{outcome['verdict']:7}  {name}: {outcome['showed']}  ({outcome['seconds']:.0f} s)", flush=True)
+        lines.say(f"{outcome['verdict']:7}  {name}: {outcome['showed']}  ({outcome['seconds']:.0f} s)")
         write(flags.output_dir, ROWS, outcomes, facts)
 
 
@@ -163,7 +163,7 @@ def write(directory: Path, rows: Sequence[Row], outcomes: dict[str, Outcome], fa
 def main() -> int:
     flags = parse()
     if flags.list:
-        print("\n".join(f"{row.name:17} {row.must} ({row.claim})" for row in ROWS))
+        lines.result("\n".join(f"{row.name:17} {row.must} ({row.claim})" for row in ROWS))
         return 0
     if announced().size > 1:
         raise UserError("hvdtrain.gpu_day starts the launchers itself: start it without one")
@@ -180,8 +180,8 @@ def main() -> int:
             run_rows(flags, day, facts, outcomes)
     except KeyboardInterrupt:
         code = INTERRUPTED
-        print("interrupted: ended the running job, kept the rows so far", file=sys.stderr, flush=True)
-    print(flags.output_dir / PAGE, flush=True)
+        lines.put(sys.stderr, "interrupted: ended the running job, kept the rows so far\n")
+    lines.say(str(flags.output_dir / PAGE))
     return code or int(any(outcome["verdict"] == NOT_OK for outcome in outcomes.values()))
 
 

@@ -35,9 +35,9 @@ from hvdtrain.data import text, vocabularies
 from hvdtrain.engines.base import AMP_DTYPES
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
+from hvdtrain.engines.lines import result, warn
 from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
-from hvdtrain.output.run_output import warn
 from hvdtrain.training import checkpoint, contents, optim
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
@@ -251,7 +251,7 @@ def sample(flags: Flags) -> int:
     contents.load_model(net, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
     asked = flags.sample.encode(errors="surrogateescape").decode(errors="replace")  # argv may hold any bytes
     prompt = vocabulary.encode(asked).tolist() or [0]
-    print(printable(asked + continuation(net, vocabulary, prompt, flags, lambda: None)))
+    result(printable(asked + continuation(net, vocabulary, prompt, flags, lambda: None)))
     return 0
 
 

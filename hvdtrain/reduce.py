@@ -25,6 +25,7 @@ import torch
 
 from hvdtrain import cli
 from hvdtrain.analysis import measuring
+from hvdtrain.engines import lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import engine_class, start
@@ -102,8 +103,9 @@ def demonstrate(engine: Engine, op: str, dtype: str) -> list[Row]:
     engine.all_reduce_(number, op, "data")
     held = engine.all_gather_object([before, text(number)], "held")  # only rank 0 prints: lines of several would mix
     if engine.rank == 0:
-        print(*(f"before {rank} data {before}" for rank, (before, _) in enumerate(held)), sep="\n")
-        print(*(f"after {rank} data {after}" for rank, (_, after) in enumerate(held)), sep="\n", flush=True)
+        said = [f"before {rank} data {before}" for rank, (before, _) in enumerate(held)]
+        said += [f"after {rank} data {after}" for rank, (_, after) in enumerate(held)]
+        lines.say("\n".join(said))
     return [dict(rank=rank, before=before, after=after) for rank, (before, after) in enumerate(held)]
 
 
@@ -172,7 +174,7 @@ def sweep(engine: Engine, flags: cli.Flags, about: str) -> list[Row]:
     for dtype in dtypes:
         refuse_dtype(engine, flags.op, dtype)
     if engine.rank == 0:
-        print(about, HEADER, sep="\n", flush=True)
+        lines.say(f"{about}\n{HEADER}")
     rows = []
     for dtype in dtypes:
         element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
@@ -180,7 +182,7 @@ def sweep(engine: Engine, flags: cli.Flags, about: str) -> list[Row]:
         while size <= flags.max_bytes:
             rows.append(measure(engine, flags.op, dtype, max(1, size // element), flags.seconds_per_size))
             if engine.rank == 0:
-                print(line(rows[-1]), flush=True)
+                lines.say(line(rows[-1]))
             size *= 2
     return rows
 

@@ -22,6 +22,7 @@ from hvdtrain.analysis.reporting import page, pictures, runs
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
+from hvdtrain.engines.lines import say
 from hvdtrain.launching.exit_codes import run
 
 
@@ -51,7 +52,7 @@ def main() -> int:
     if announced().size > 1:
         raise UserError("hvdtrain.report reads what a run has left: start it without a launcher", everywhere=True)
     plotting.require_matplotlib()
-    print(f"{make(flags.directories, flags.output_dir)}: open it in a browser")
+    say(f"{make(flags.directories, flags.output_dir)}: open it in a browser")
     return 0
 
 

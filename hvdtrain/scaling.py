@@ -32,6 +32,7 @@ from hvdtrain.analysis import measuring, plotting
 from hvdtrain.analysis import scaling_results as results
 from hvdtrain.analysis.launching import INTERRUPTED, VARIANTS, command, complaint, interrupt, run_job, slots
 from hvdtrain.analysis.scaling_results import ALONE, APART, Benchmark, Configuration, Rounds, rate
+from hvdtrain.engines import lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
@@ -137,10 +138,10 @@ def measure_all(
             said = f"round {number + 1}/{flags.rounds}  {which!s:28}"
             if isinstance(outcome, str):
                 failed[which] = outcome
-                print(f"{said} FAILED: {outcome}", flush=True)
+                lines.say(f"{said} FAILED: {outcome}")
             else:
                 rounds[-1][which] = outcome
-                print(f"{said} {rate(outcome):12,.1f} samples/s", flush=True)
+                lines.say(f"{said} {rate(outcome):12,.1f} samples/s")
 
 
 def main() -> int:
@@ -153,10 +154,10 @@ def main() -> int:
     planned = configurations(flags.engines, flags.ranks)
     names = "; ".join(str(which) for which in planned)
     threads = f"{flags.threads} torch thread{'s'[: flags.threads > 1]} per rank"
-    print(f"{len(planned)} configurations, {flags.rounds} rounds, {threads}: {names}", flush=True)
+    lines.say(f"{len(planned)} configurations, {flags.rounds} rounds, {threads}: {names}")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 4:
-        print(f"this machine is busy (load average {load:.1f}, {cores} cores): expect a wide spread", flush=True)
+        lines.say(f"this machine is busy (load average {load:.1f}, {cores} cores): expect a wide spread")
     rounds: Rounds = []
     failed: dict[Configuration, str] = {}
     code = 0
@@ -164,14 +165,14 @@ def main() -> int:
         measure_all(flags, planned, rounds, failed)
     except KeyboardInterrupt:
         code = INTERRUPTED
-        print("interrupted: ended the running job, kept the measurements so far", file=sys.stderr, flush=True)
+        lines.put(sys.stderr, "interrupted: ended the running job, kept the measurements so far\n")
     rows = results.summarize(rounds, planned)
     if rows:
-        print(f"\n{results.table(rows)}\n", flush=True)  # first: there may be no space to write it
+        lines.say(f"\n{results.table(rows)}\n")  # first: there may be no space to write it
         results.write(flags, rows, rounds, failed)
-        print(f"{flags.output_dir}: scaling.json, scaling.png", flush=True)
+        lines.say(f"{flags.output_dir}: scaling.json, scaling.png")
     for which, why in failed.items():
-        print(f"hvdtrain.scaling: error: {which}: {why}", file=sys.stderr, flush=True)
+        lines.put(sys.stderr, f"hvdtrain.scaling: error: {which}: {why}\n")
     return code or int(bool(failed))
 
 

@@ -22,6 +22,7 @@ from hvdtrain.data import compile_cache
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default, cores_of_job, ranks_on_host
+from hvdtrain.engines.lines import put
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, tuned_environment
 from hvdtrain.launching import import_timeout, run_script, startup
 from hvdtrain.launching.exit_codes import end_with
@@ -177,8 +178,7 @@ def unused(told: Announced, words: list[str]) -> None:
 
 def say(line: str) -> None:
     """Print a line in one write: with PYTHONUNBUFFERED, `print` takes two. The script's streams stay as they are."""
-    sys.stderr.write(f"{NAME}: {line}\n")
-    sys.stderr.flush()
+    put(sys.stderr, f"{NAME}: {line}\n")
 
 
 if __name__ == "__main__":

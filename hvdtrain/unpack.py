@@ -13,6 +13,7 @@ from pathlib import Path
 from hvdtrain import cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
+from hvdtrain.engines.lines import say
 from hvdtrain.launching.exit_codes import run
 
 PACKAGE = Path(__file__).resolve().parent
@@ -46,7 +47,7 @@ def main() -> int:
     except OSError as error:  # shutil.Error is one
         why = error.strerror or str(error)[:200]
         raise UserError(f"{error.filename or flags.directory} cannot be written ({why}): name another DIR") from error
-    print(f"written to {flags.directory}: start with {flags.directory}/docs/run.md")
+    say(f"written to {flags.directory}: start with {flags.directory}/docs/run.md")
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.lines import result
 
 LEVELS = ("ok", "warning", "problem")
 
@@ -68,14 +69,16 @@ def show(findings: list[dict[str, object]], size: int, as_json: bool) -> None:
     if as_json:
         levels = {level: counts[level] for level in LEVELS}
         document = json.dumps({"world_size": size, **levels, "findings": findings}, indent=2)
-        print(*document.splitlines(), sep="\n", flush=True)
+        result(document)
         return
+    text = []
     for finding in findings:
         ranks = finding["ranks"]
         assert isinstance(ranks, list)
         where = "" if len(ranks) == size and ranks[0] == 0 else f"  (rank {', '.join(str(rank) for rank in ranks)})"
-        print(f"{finding['level']:8} {finding['what']}{where}")
-        for label, text in (("why", finding["why"]), ("do", finding["do"])):
-            if text:
-                print(f"         {label + ':':4} {text}")
-    print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['problem']} problems", flush=True)
+        text.append(f"{finding['level']:8} {finding['what']}{where}")
+        for label, more in (("why", finding["why"]), ("do", finding["do"])):
+            if more:
+                text.append(f"         {label + ':':4} {more}")
+    text.append(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['problem']} problems")
+    result("\n".join(text))

@@ -20,7 +20,7 @@ from hvdtrain import cli
 from hvdtrain.data.images import list_folder, refuse_other_classes
 from hvdtrain.data.shard_index import obtain
 from hvdtrain.data.sharding import epoch_order
-from hvdtrain.engines import files
+from hvdtrain.engines import files, lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching.exit_codes import run
 
@@ -73,7 +73,7 @@ def main() -> int:
     try:
         for split in ("train", "val"):
             count = make(flags.folder / split, flags.shards / split, flags.samples_per_shard, flags.seed)
-            print(f"{flags.shards / split}: {count} shards")
+            lines.say(f"{flags.shards / split}: {count} shards")
     except OSError as error:
         raise UserError(f"{error.filename or flags.shards}: {error.strerror}") from error
     return 0

@@ -25,7 +25,7 @@ from hvdtrain.data.loading import Loaded, Plan, Source, loader
 from hvdtrain.data.shard_index import ShardIndex, obtain
 from hvdtrain.data.shard_order import ShardOrder, window_of
 from hvdtrain.data.shard_reading import ShardBatches, Shards, jobs
-from hvdtrain.engines import files
+from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 
@@ -174,7 +174,7 @@ def open_indexed(engine: Engine, names: list[str], expected: list[int | None]) -
         if left == 0:
             break
         if engine.rank == 0:
-            print(f"indexing shards, once: {left:,} of {len(names):,} to go", flush=True)
+            lines.say(f"indexing shards, once: {left:,} of {len(names):,} to go")
         seconds = min(2 * seconds, LONGEST_ROUND)
 
     rows = torch.cat([index.table for index in mine.values()]) if mine else torch.zeros(0, 4, dtype=torch.int64)

@@ -83,7 +83,7 @@ def leave(error: UserError) -> NoReturn:
     os._exit, because an `hvd.shutdown` on a normal exit would cause errors on the other ranks, which would print first.
     """
     say(error, "hvdtrain.tuned")
-    within(WRITE_SECONDS, sys.stdout.flush)
+    within(WRITE_SECONDS, lambda: sys.stdout.flush())  # it may be None
     os._exit(error.exit_code)
 
 

@@ -1,10 +1,17 @@
-"""Lines on standard output and standard error: written whole, and never waited for by what ends a process."""
+"""Lines on standard output and standard error: written whole, never the end of a training, and never waited for by what
+ends a process.
+"""
 
 import contextlib
+import io
 import os
+import select
 import sys
 import threading
 from collections.abc import Callable
+from typing import TextIO
+
+from hvdtrain.engines.errors import Failure
 
 WRITE_SECONDS = 2.0  # for the reader of a last message to take it
 
@@ -19,8 +26,57 @@ def write_whole_lines() -> None:
     print them with `sep="\n"`.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):  # the stream was replaced (hence the `ignore`) or closed
+        # Replaced (hence the `ignore`), closed, or on a full disk.
+        with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def put(stream: TextIO, text: str) -> Exception | None:
+    """Write `text` to a standard stream at once. Return the error if it could not be written: then it is lost.
+
+    For all that is said while a run goes on: a full disk, a reader that is gone or a closed stream must not end it.
+
+    Trap: a stream that failed keeps what it could not write, fails again with each later line, and makes 120 of the exit
+    code. Therefore past its buffer, unless the program has replaced the stream.
+    """
+    try:
+        if not is_file(stream):
+            stream.write(text)
+            stream.flush()
+            return None
+        number = stream.fileno()
+        with contextlib.suppress(OSError):
+            stream.flush()  # what the program has printed comes first
+        left = text.encode(stream.encoding, errors="backslashreplace")
+        while left:
+            try:
+                left = left[os.write(number, left) :]
+            except BlockingIOError:  # a terminal or a pipe that another process has set to O_NONBLOCK
+                select.select([], [number], [])
+    except Exception as error:  # of any kind, from the program's own stream
+        return error
+    return None
+
+
+def is_file(stream: TextIO) -> bool:
+    """Return whether a stream is as the interpreter has made it, and not one of the program, a notebook or pytest."""
+    return type(stream) is io.TextIOWrapper and isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO)
+
+
+def say(line: str) -> Exception | None:
+    """Write a line to standard output, as `put` does."""
+    return put(sys.stdout, line + "\n")
+
+
+def warn(line: str) -> None:
+    """Write a warning to standard error, as `put` does."""
+    put(sys.stderr, f"warning: {line}\n")
+
+
+def result(text: str) -> None:
+    """Write what a command was started for to standard output. Raises Failure if it cannot be written."""
+    if error := say(text):
+        raise Failure(f"standard output cannot be written ({getattr(error, 'strerror', None) or error})")
 
 
 def within(seconds: float, action: Callable[[], object]) -> bool:

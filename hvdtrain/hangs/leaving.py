@@ -82,7 +82,7 @@ class Leaving:
             f"hvdtrain: error: {self.name} does not end after training: it {does}, for {self.limit:.0f} s without work"
         )
         say_within("".join([said + "\n", *traceback.format_list(worth_printing(stack, self.guest))]))
-        within(WRITE_SECONDS, sys.stdout.flush)
+        within(WRITE_SECONDS, lambda: sys.stdout.flush())  # it may be None
         self.leave(1)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.foreign import ForeignEngine, Listener
+from hvdtrain.engines.lines import put
 from hvdtrain.hangs.messages import Fail
 from hvdtrain.hangs.monitor import Monitor, monitor_ranks
 from hvdtrain.hangs.timeouts import HangTimeouts
@@ -28,7 +29,7 @@ class ScriptWatchdog(Listener):
         self.engine = engine
         self.monitor = monitor_ranks(engine, self._timeouts, self._failed, guest=True)
         if self.monitor.warning is not None and engine.rank == 0:
-            print(self.monitor.warning, file=sys.stderr, flush=True)
+            put(sys.stderr, self.monitor.warning + "\n")
 
     def _failed(self, headline: str) -> None:
         for listener in self._listeners:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.lines import warn
 from hvdtrain.launching import capacity, exit_codes, import_timeout, preload, processes, rank_exit, run_script
 from hvdtrain.launching.fork_client import HANDED_ON, VARIABLE, Request, peer
 from hvdtrain.launching.signal_socket import SignalSocket
@@ -111,7 +112,7 @@ def main() -> int:
     for number in (signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     listener = listen()
-    print(listener.getsockname()[1:].decode(), flush=True)
+    print(listener.getsockname()[1:].decode(), flush=True)  # noqa: T201 (to the wrapper, which waits for it)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(null, descriptor)
@@ -125,7 +126,7 @@ def main() -> int:
         return 1
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"warning: --restarts: each rank imports torch by itself ({why})", file=sys.stderr, flush=True)
+        warn(f"--restarts: each rank imports torch by itself ({why})")
         return 1
     serve(listener, starter)
     os._exit(0)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from hvdtrain.engines.lines import put
 from hvdtrain.launching import run_script
 
 _ends: list[tuple[int, dict[str, object]]] = []  # one, in a rank whose program has ended: exit code and namespace
@@ -56,7 +57,7 @@ def code_of(left: SystemExit) -> int:
         return 0
     if isinstance(left.code, int):
         return left.code & 0xFF
-    print(left.code, file=sys.stderr)
+    put(sys.stderr, f"{left.code}\n")
     return 1
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.engines import lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.run_output import RunOutput
@@ -73,7 +74,7 @@ class Profile:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            print(f"warning: rank {self.engine.rank} has no profile ({error}): training continues", flush=True)
+            lines.warn(f"rank {self.engine.rank} has no profile ({error}): training continues")
             return
         said = f"profile: steps {self._first} to {self._first + steps - 1}, a file per rank: {path.parent}"
         self.output.say(f"{said} (open one at ui.perfetto.dev)")

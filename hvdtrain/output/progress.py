@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
+from hvdtrain.engines import lines
 from hvdtrain.output import terminal
 from hvdtrain.output.clock import PHASES, RankTimes, Window, added, shares
 
@@ -156,5 +157,4 @@ class Display:
 
     def _write(self, text: str) -> None:
         assert self._screen is not None
-        self._screen.stream.write(text)
-        self._screen.stream.flush()
+        lines.put(self._screen.stream, text)

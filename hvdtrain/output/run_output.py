@@ -11,7 +11,6 @@ import os
 import platform
 import socket
 import stat
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvdtrain.engines import files
+from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.launching import processes
 from hvdtrain.output.clock import Window
@@ -50,7 +49,7 @@ class RunOutput:
         """track_as: --track, and the name of the experiment or project in which to record the run."""
         self.speaks = engine.rank == 0
         self.output_dir = output_dir if self.speaks else None
-        self._launched = engine.size > 1
+        self._unheard = False  # the last line could not be written to standard output
         self._lock = threading.Lock()
         self._began = time.monotonic() - seconds_since_process_start()
         self._file: FileIO | None = None
@@ -86,29 +85,24 @@ class RunOutput:
 
     # ---- lines
 
-    def _reader_may_be_gone(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.suppress(OSError) if self._launched else contextlib.nullcontext()
-
     def say(self, line: str) -> None:
-        """Print a line on rank 0, above the progress bar if there is one.
-
-        If the launcher that reads the output was killed, the line is lost, and the watchdog ends the run. Otherwise, raises
-        OSError if it cannot be written.
-        """
+        """Print a line on rank 0, above the progress bar if there is one. A line that cannot be written is lost."""
         if not self.speaks:
             return
-        with self._reader_may_be_gone():
-            if self._display is not None:
-                self._display.clear()
-            print(line, flush=True)
-            if self._display is not None:
-                self._display.draw()
+        if self._display is not None:
+            self._display.clear()
+        error = lines.say(line)
+        if error is not None and not self._unheard:
+            why = getattr(error, "strerror", None) or error
+            lines.warn(f"standard output cannot be written for now ({why}): training continues")
+        self._unheard = error is not None
+        if self._display is not None:
+            self._display.draw()
 
     def progress(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
         """Show the progress of training (see `progress.Display.show`)."""
         if self._display is not None:
-            with self._reader_may_be_gone():
-                self._display.show(epoch, step, steps, figures, window)
+            self._display.show(epoch, step, steps, figures, window)
 
     # ---- events
 
@@ -122,7 +116,7 @@ class RunOutput:
                 self._board.event(name, fields)
             except OSError as error:
                 self._board = None
-                warn(f"TensorBoard output stops here ({error.strerror})")
+                lines.warn(f"TensorBoard output stops here ({error.strerror})")
         if self._tracker is not None:
             self._tracker.event(name, fields)
 
@@ -148,7 +142,7 @@ class RunOutput:
                 if end is not None:
                     self._file.truncate(end)
             if not self._missing:
-                warn(f"{self.output_dir}/metrics.jsonl cannot be written for now ({error.strerror})")
+                lines.warn(f"{self.output_dir}/metrics.jsonl cannot be written for now ({error.strerror})")
             self._missing += 1
 
     def start(
@@ -183,15 +177,14 @@ class RunOutput:
                     self.output_dir / "summary.json", json.dumps(summary, indent=2, default=encoded) + "\n", sync=False
                 )
             except OSError as error:
-                warn(
+                lines.warn(
                     f"{self.output_dir}/summary.json not written ({error.strerror}): {json.dumps(summary, default=encoded)}"
                 )
 
     def close(self) -> None:
         """Close all files. Idempotent."""
         if self._display is not None:
-            with self._reader_may_be_gone():
-                self._display.close()
+            self._display.close()
         if self._board is not None:
             with contextlib.suppress(OSError):
                 self._board.close()
@@ -215,19 +208,14 @@ def encoded(value: Any) -> object:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def warn(line: str) -> None:
-    """Print a warning to standard error."""
-    print(f"warning: {line}", file=sys.stderr, flush=True)
-
-
 def automatic(notes: Sequence[str], verbose: bool) -> list[str]:
     """Return the lines about automatic decisions. Settings for speed are only counted, unless `verbose`."""
     settings = [note for note in notes if isinstance(note, Setting)]
     others = [note for note in notes if note not in settings]
     if settings and not verbose:
         others.insert(0, f"{len(settings)} setting{'s'[: len(settings) > 1]} for speed (-v: which)")
-    lines = [*settings, *others] if verbose else others
-    return [f"{'' if i else 'automatic:':10} {line}" for i, line in enumerate(lines)]
+    shown = [*settings, *others] if verbose else others
+    return [f"{'' if i else 'automatic:':10} {line}" for i, line in enumerate(shown)]
 
 
 def versions() -> dict[str, str]:

@@ -34,7 +34,7 @@ def find() -> Screen | None:
     """Return the terminal that shows the output of this process; None if there is none, or lines have tags there."""
     launcher = next((each for each in processes.launchers() if each.name in OPEN_MPI), None)
     if launcher is None:
-        with contextlib.suppress(OSError, ValueError):  # the stream is missing or has no file descriptor
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # missing, closed, or no file
             if sys.stderr.isatty():
                 return Screen(sys.stderr, sys.stderr.fileno())
         return None

@@ -7,7 +7,6 @@ whose ID is in --output-dir/mlflow-run.json. Nothing is sent over the network un
 import json
 import os
 import re
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.engines import files
+from hvdtrain.engines import files, lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.metric_names import Metric, number, recorded_metrics, tagged_values
 
@@ -95,8 +94,7 @@ class Sender(ABC):
         self._closing.set()
         self._thread.join(END_SECONDS if self._last == "end" else STOP_SECONDS)
         if self._thread.is_alive() or self._dropped or self._waiting:
-            said = f"warning: --track: the record in {self._place} is incomplete; metrics.jsonl has all of it"
-            print(said, file=sys.stderr, flush=True)
+            lines.warn(f"--track: the record in {self._place} is incomplete; metrics.jsonl has all of it")
 
     def _work(self) -> None:
         pause = BATCH_SECONDS
@@ -116,8 +114,7 @@ class Sender(ABC):
         except Exception as error:  # any error of requests, urllib3, the server or the disk must not end the run
             if not self._warned:  # only the first of several consecutive errors
                 why = without_password(" ".join(str(error).split())[:200] or type(error).__name__)
-                said = f"warning: --track: {self._place} does not accept this run at the moment ({why})"
-                print(said, file=sys.stderr, flush=True)
+                lines.warn(f"--track: {self._place} does not accept this run at the moment ({why})")
             self._warned = True
             return False
         self._warned = False

@@ -267,4 +267,5 @@ class Writer:
         except Exception as error:  # any error of the library: the thread must not end silently
             self.failed = OSError(repr(error))
         self.seconds, self.processor = time.monotonic() - began, time.thread_time() - processor
-        self.done(path, self.failed)
+        with contextlib.suppress(Exception):  # `flush` would wait for a thread that has ended
+            self.done(path, self.failed)

@@ -3,7 +3,6 @@
 All ranks make each decision together, at the same step.
 """
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,6 +10,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.engines import lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import announced
@@ -123,7 +123,7 @@ class Guard:
         if self._gives_up(state):
             raise Failure(message, everywhere=self.worker.size == self.engine.size)
         if self.engine.rank == members[0] != 0:
-            print(f"warning: {message}: step skipped", file=sys.stderr, flush=True)
+            lines.warn(f"{message}: step skipped")
         self.output.say(f"warning: {message}: step skipped")
         self.output.event("error", kind="non-finite", step=number, message=message)
 

@@ -6,7 +6,6 @@ Only rank 0 reads and writes files. It broadcasts what it has read to the other 
 import copy
 import errno
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.cli import Flags
-from hvdtrain.engines import buffers, files
+from hvdtrain.engines import buffers, files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.buffers import floating_buffers, running_statistics
 from hvdtrain.engines.errors import UserError, one_line
@@ -138,7 +137,7 @@ class Checkpoints:
     def _warn(self, line: str) -> None:
         line = one_line(line)
         self._warnings.append(line)
-        print(f"warning: {line}", file=sys.stderr, flush=True)
+        lines.warn(line)
 
     def begin(self) -> TrainState:
         """Return the position in training, on every rank. A collective."""
@@ -390,7 +389,7 @@ class Checkpoints:
         last = f"the last good one is {self._last_good}" if self._last_good else "there is no earlier one"
         goes_on = "" if self._ends else "training continues; "
         line = f"checkpoint {path} not written ({error.strerror or error}): {goes_on}{last}"
-        print(f"warning: {line}", file=sys.stderr, flush=True)
+        lines.warn(line)
         self.output.event("error", kind="checkpoint", message=line)
 
     def close(self, heartbeat: Callable[[], None] = lambda: None) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hvdtrain.cli import Parser
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.lines import result
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.training.checkpoint import Damaged, read
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Damaged, OSError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"{flags.file}: {why}: name another checkpoint") from error
-    print(json.dumps(facts, indent=2))
+    result(json.dumps(facts, indent=2))
     return 0
 
 

@@ -3,13 +3,16 @@
 import io
 import os
 import sys
+import threading
 
 import pytest
 
 from hvdtrain import benchmark, reduce
 from hvdtrain.checks import findings
-from hvdtrain.engines.lines import say_within, within, write_whole_lines
+from hvdtrain.engines.errors import Failure
+from hvdtrain.engines.lines import put, result, say_within, within, write_whole_lines
 from hvdtrain.engines.single import SerialEngine
+from tests.single.unwritable import UNWRITABLE
 
 SMALL = "--engine serial --threads 1 --device cpu"
 SEVERAL_LINES = {
@@ -43,7 +46,7 @@ def test_a_text_of_several_lines_is_written_in_whole_lines(command, monkeypatch)
     monkeypatch.setattr(sys, "argv", f"{command} {SMALL}".split())
     write_whole_lines()
     SEVERAL_LINES[command]()
-    assert len(writes.seen) > 1
+    assert "".join(writes.seen).count("\n") > 1
     assert all(each.endswith("\n") for each in writes.seen)
 
 
@@ -59,6 +62,45 @@ def test_no_character_of_a_line_ends_the_run(monkeypatch, tmp_path):
         write_whole_lines()
         print(os.fsdecode(b"\xff"), "ä")
     assert (tmp_path / "out").read_text() == "\\udcff \\xe4\n"
+
+
+@pytest.fixture(params=UNWRITABLE)
+def unwritable(request):
+    return UNWRITABLE[request.param]()
+
+
+def test_a_line_that_cannot_be_written_is_lost_and_nothing_else(unwritable):
+    assert isinstance(put(unwritable, "line\n"), Exception)
+    if hasattr(unwritable, "close"):
+        unwritable.close()  # raises if it has kept the line: then the exit code is 120
+
+
+def test_the_result_of_a_command_that_cannot_be_written_is_a_failure(unwritable, monkeypatch):
+    monkeypatch.setattr("sys.stdout", unwritable)
+    with pytest.raises(Failure, match=r"^standard output cannot be written \("):
+        result("line")
+
+
+def test_what_the_program_has_printed_comes_first(tmp_path):
+    with (tmp_path / "out").open("w") as stream:
+        stream.write("first\n")
+        assert put(stream, "second\n") is None
+        assert (tmp_path / "out").read_text() == "first\nsecond\n"
+
+
+def test_a_pipe_that_another_process_has_made_nonblocking_gets_the_whole_line():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    text, read = "x" * 10**6 + "\n", bytearray()
+    with os.fdopen(writer, "w") as stream:
+        thread = threading.Thread(
+            target=lambda: [read.extend(part) for part in iter(lambda: os.read(reader, 65536), b"")]
+        )
+        thread.start()
+        assert put(stream, text) is None
+    thread.join(60)
+    os.close(reader)
+    assert read.decode() == text
 
 
 def test_a_stream_without_a_file_is_written_too(capsys):

@@ -21,6 +21,7 @@ from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.state import Initial
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import train
+from tests.single.unwritable import UNWRITABLE
 
 
 def alone(directory: Path, flags: str = "") -> int:
@@ -231,6 +232,27 @@ def test_a_pipe_in_place_of_the_record_is_put_aside(copy):
     assert alone(copy, "--checkpoint-steps 1 --keep 2") == 0
     assert (copy / "metrics.1.jsonl").is_fifo()
     assert events(copy, "end")
+
+
+@pytest.mark.parametrize("kind", UNWRITABLE)
+def test_training_goes_on_where_nothing_can_be_said(kind, tmp_path, monkeypatch):
+    """The warning of a checkpoint that failed ended the thread that writes them, and the run waited for it for 600 s."""
+    write, failed = checkpoint.write, []
+
+    def fail_once(path, *rest):
+        if not failed:
+            failed.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, *rest)
+
+    monkeypatch.setattr(checkpoint, "write", fail_once)
+    monkeypatch.setattr(checkpoint, "PATIENCE_SECONDS", 20.0)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, UNWRITABLE[kind]())
+    assert alone(tmp_path, "--log-steps 1") == 0
+    assert failed
+    assert (tmp_path / "checkpoints" / checkpoint.name_of(4)).exists()
+    assert results(tmp_path)["steps"] == 4
 
 
 def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):
