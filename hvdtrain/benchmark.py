@@ -3,7 +3,7 @@
 python -m hvdtrain.benchmark --engine serial                          ResNet-50, batch 32, synthetic images
 horovodrun -np 2 python -m hvdtrain.benchmark --amp bf16 --channels-last
 mpirun -np 2 python -m hvdtrain.benchmark --model convnet --batch-size 64 --output-dir OUT
-torchrun --nproc-per-node 2 -m hvdtrain.benchmark --engine ddp --no-communication
+torchrun --nproc-per-node 2 -m hvdtrain.benchmark --no-communication
 
 The input is random: uint8 images on the device, gathered and scaled for each batch as in mnist.py; for --model gpt-small,
 windows of 256 tokens. What training costs with your data, its own record says (metrics.jsonl).

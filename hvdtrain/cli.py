@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import NoReturn
 
+from hvdtrain.engines import choice
 from hvdtrain.engines.errors import UserError
 
 ENGINES = ("horovod", "ddp", "dataparallel", "serial")
@@ -54,6 +55,7 @@ class Flags(argparse.Namespace):
         self._program, self._may_change, self._derived = parser.prog, parser.may_change, frozenset[str]()
         self._parser, self._words = parser, words
         self._typed: dict[str, object] = {}
+        self._engine_reason = ""
 
     def __getstate__(self) -> dict[str, object]:
         # Without the parser, whose types may be functions that cannot be sent to a data set's worker.
@@ -75,6 +77,11 @@ class Flags(argparse.Namespace):
     def typed(self) -> dict[str, object]:
         """The flags that name files, as they were given. They stay the same where a run is moved with its program."""
         return self._typed
+
+    @property
+    def engine_reason(self) -> str:
+        """Why --engine auto chose this engine; "" if the engine was named."""
+        return self._engine_reason
 
     def derive(self, name: str, value: object) -> None:
         """Set a flag that was not given, from the number of ranks."""
@@ -155,6 +162,9 @@ class Parser(argparse.ArgumentParser):
         flags._typed = {name: value for name, value in given.items() if names_files(value)}
         absolute(flags, absolute_path if "engine" in given else expanded)
         if "engine" in given:
+            if flags.engine == "auto":
+                flags.engine, flags._engine_reason = choice.choose(supports=lambda engine: supports(engine, given))
+                given["engine"] = flags.engine
             refuse_unsupported(flags.engine, given)
         if (given.get("amp"), given.get("reduction")) == ("fp16", "adasum"):
             # Adasum steps inside backward(), on scaled gradients, and ranks would detect overflows independently.
@@ -254,6 +264,15 @@ def names_files(value: object) -> bool:
 def resumed(text: str) -> str | Path:
     """Return "auto" and "never" as they are, and anything else as a path."""
     return text if text in ("auto", "never") else Path(text)
+
+
+def supports(engine: str, given: Mapping[str, object]) -> bool:
+    """Return whether the engine supports all of the flags given."""
+    try:
+        refuse_unsupported(engine, given)
+    except UserError:
+        return False
+    return engine in ("horovod", "ddp") or given.get("sync_every", 1) == 1
 
 
 def refuse_unsupported(engine: str, given: Mapping[str, object]) -> None:
@@ -359,7 +378,8 @@ def add_optimization(group: Parser) -> None:
 def add_engine(group: Parser) -> None:
     """Add the flags for the arguments of `start`: engine, device, threads, tuning."""
     add = group.add_argument
-    add("--engine", choices=ENGINES, default="horovod", help="what reduces the gradients (default: horovod)")
+    add("--engine", choices=("auto", *ENGINES), default="auto",
+        help="what reduces the gradients; auto: ddp under torchrun, Horovod under others, serial alone (default: auto)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="where to compute (default: a GPU if there is one)")
     add("--threads", type=threads, help="torch threads per rank (default: this rank's share of the cores)")

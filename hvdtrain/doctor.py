@@ -13,13 +13,13 @@ if __name__ == "__main__":
     startup.begin()
 
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain import cli
 from hvdtrain.checks import build, gpus, host, ranks
 from hvdtrain.checks.findings import Findings, Here, merged, show
+from hvdtrain.engines import choice
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.start import start
 from hvdtrain.launching.exit_codes import LINGER_SECONDS, run
@@ -34,15 +34,23 @@ TOGETHER = (
 )  # fmt: skip
 
 
-def parse(argv: Sequence[str] | None = None) -> Namespace:
+def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.doctor", __doc__)
-    parser.add_argument("--engine", choices=cli.ENGINES, default="horovod", help="what training would use")
+    parser.add_argument(
+        "--engine",
+        choices=("auto", *cli.ENGINES),
+        default="auto",
+        help="what training would use; auto: as training, but Horovod in one process, too, if it is installed",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what training would use")
     parser.add_argument("--data-dir", type=Path, help="where MNIST's files should be")
     parser.add_argument("--output-dir", type=Path, help="where training would write; checks whether all hosts share it")
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON object")
-    return parser.parse(argv)
+    flags = parser.parse(argv)
+    if flags.engine == "serial" and flags.engine_reason and choice.horovod_is_installed():
+        flags.engine = "horovod"  # it is this machine that is examined, and what a launcher would start on it
+    return flags
 
 
 def main() -> int:

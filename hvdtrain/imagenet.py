@@ -2,7 +2,7 @@
 
 python -m hvdtrain.imagenet --data-dir DIR                          one process; DIR has train/CLASS/*.jpg and val/
 mpirun -np 8 python -m hvdtrain.imagenet --data-dir DIR             eight ranks, one GPU each
-torchrun --nproc-per-node 8 -m hvdtrain.imagenet --engine ddp --data-dir DIR
+torchrun --nproc-per-node 8 -m hvdtrain.imagenet --data-dir DIR
 
 --dataset shards --data-dir DIR     tar files, DIR/train/*.tar and DIR/val/*.tar (hvdtrain.data.make_shards makes them)
 --dataset synthetic                 random images, made once on the device

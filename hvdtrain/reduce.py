@@ -2,7 +2,7 @@
 
 mpirun -np 4 python -m hvdtrain.reduce                                each rank starts with its rank + 1: 4 ranks get 10
 horovodrun -np 4 python -m hvdtrain.reduce --reduction average --dtype float16
-torchrun --nproc-per-node 4 -m hvdtrain.reduce --engine ddp
+torchrun --nproc-per-node 4 -m hvdtrain.reduce
 mpirun -np 4 python -m hvdtrain.reduce --sweep --output-dir OUT       table, also in reduce.json
 
 Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). The algorithm bandwidth of S bytes reduced in t seconds is S/t.

@@ -90,6 +90,7 @@ class Engine(ABC):
     """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
     name: str  # the value of --engine
+    reason = ""  # why --engine auto chose this engine; "": it was named
     description: str  # the engine and its transport, such as "horovod over MPI"
     rank: int
     size: int

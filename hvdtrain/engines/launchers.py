@@ -123,7 +123,7 @@ def remedy(launcher: str, engine: str) -> str:
     if launcher == "Slurm":
         return "start with `srun --mpi=pmix` (see `srun --mpi=list`), or srun python -m hvdtrain.starter -m ..."
     if launcher == "torchrun":
-        return "start with horovodrun or mpirun, or use --engine ddp"
+        return "start with horovodrun or mpirun, or leave --engine horovod out: torchrun starts ddp"
     if launcher == "Kubeflow":
         return "start hvdtrain.starter --local-ranks N in each pod, or torchrun with --engine ddp"
     if launcher in ("mpiexec (PALS)", "Flux", "jsrun"):

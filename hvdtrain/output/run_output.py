@@ -155,11 +155,12 @@ class RunOutput:
         if self._display is not None:
             self._display.hosts = [rank["host"] for rank in ranks]
             self._display.remedies = remedies(config | {"threads": threads}, hosts, engine.device.type)
-        self.say(f"data: {reason}")
         self.say(
             f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}, "
             f"{engine.device.type}, {threads} torch thread{'s'[: threads > 1]} per rank"
+            + (f" (--engine auto: {engine.reason})" if engine.reason else "")
         )
+        self.say(f"data: {reason}")
         for line in automatic(engine.notes, bool(config.get("verbose"))):
             self.say(line)
         self.event(

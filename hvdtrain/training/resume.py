@@ -204,6 +204,9 @@ class Checkpoints:
                 f"global batch kept at {began.global_batch}: the run began on {began.ranks} ranks; "
                 f"now up to {per_rank} per rank"
             )
+        before, engine = self.facts["engine"], self.engine
+        if before != engine.name and max(self.facts["world_size"], engine.size) > 1:
+            self.output.say(f"--engine {engine.name} instead of {before}: sums over ranks may be rounded differently")
         epoch = state.epoch + (state.samples_of_epoch > 0)
         if self._holds_own_states() and self.facts["workers"] != self.workers:
             how = f"each of {self.engine.size} ranks begins with the optimizer state of rank 0"

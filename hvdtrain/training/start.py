@@ -88,6 +88,7 @@ def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator
                 threads=flags.threads,
                 deterministic=flags.deterministic,
             )
+            engine.reason = flags.engine_reason
             starting.engine = stack.enter_context(engine)
             run = stack.enter_context(started(engine, flags, directions, named=metrics is not None))
         yield run

@@ -28,7 +28,10 @@ REFUSALS = {
 SEES_1 = "but horovod sees 1"
 DISAGREEING = {  # what a launcher announced that started one process only
     "Slurm": ("SLURM_PROCID=0 SLURM_NTASKS=2", f"Slurm announced 2 ranks, {SEES_1}: start with `srun --mpi=pmix`"),
-    "torchrun": ("RANK=0 WORLD_SIZE=2", f"torchrun announced 2 ranks, {SEES_1}: start with horovodrun or mpirun"),
+    "torchrun": (
+        "RANK=0 WORLD_SIZE=2 --engine horovod",
+        f"torchrun announced 2 ranks, {SEES_1}: start with horovodrun or mpirun",
+    ),
     "MPICH": ("PMI_RANK=0 PMI_SIZE=3", f"announced 3 ranks, {SEES_1}"),
 }
 
@@ -36,7 +39,7 @@ DISAGREEING = {  # what a launcher announced that started one process only
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict[str, Done]:
     """One process, one run after the other."""
-    few = f"{QUICK} --train-samples 64"
+    few = f"{QUICK} --engine horovod --train-samples 64"
     runs = {"tuned": f"{few} -v", "set": f"HOROVOD_CYCLE_TIME=0.5 {few} -v", "untuned": f"{few} --tuning off -v"}
     runs |= {name: f"{variables} {QUICK}" for name, (variables, _) in DISAGREEING.items()}
     return several("alone", 1, tmp_path_factory.mktemp("alone"), runs)

@@ -26,7 +26,7 @@ REFUSED = {
         "--compression bf16 --reduction adasum": "--compression bf16 cannot go with --reduction adasum: use",
         "--engine serial --compression bf16": "--compression bf16 is not for --engine serial: leave it out, or use",
         "--sync-within host": "--sync-within host is for weights: give --sync-every, of at least 2",
-        "--deterministic --tuning off":
+        "--engine horovod --deterministic --tuning off":
             "--deterministic cannot go with --tuning off, with which Horovod sums gradients",
         "--checkpoint-steps 5": "--checkpoint-steps needs --output-dir",
         "--profile 5": "--profile needs --output-dir",
