@@ -11,11 +11,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "launch"))
-
-import horovod_source
-import wheel_cache
-
 from tests.waiting import wait_for
 
 # As the console script does; the check for Gloo would load the extension, which a source tree does not have.
@@ -34,17 +29,6 @@ if os.environ["HOROVOD_RANK"] == "1":
     exec(sys.argv[1])
 time.sleep(60)
 """
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The patched release; skipped where only its wheel was needed so far."""
-    sdist = wheel_cache.default_cache() / "sources" / horovod_source.SDIST
-    if not sdist.is_file():
-        pytest.skip("Horovod's source is not in the cache: the wheel was")
-    root = horovod_source.unpack(horovod_source.checked_sdist(sdist), tmp_path_factory.mktemp("source"))
-    horovod_source.apply_patches(root)
-    return root
 
 
 def python(source: Path, tmp_path: Path, *arguments: str) -> str:

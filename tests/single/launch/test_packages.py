@@ -48,7 +48,7 @@ def test_easybuild_has_the_patches_and_their_checksums() -> None:
 
 
 def test_conda_has_the_patches() -> None:
-    assert re.findall(r"^    - \.\./\.\./patches/(.+)$", RECIPE.read_text(), re.M) == NAMES
+    assert re.findall(r"^    - \.\./\.\./patches/(\S+)", RECIPE.read_text(), re.M) == NAMES
 
 
 def test_spack_takes_the_patches_of_the_folder() -> None:

@@ -19,6 +19,7 @@ class PyHorovod(PythonPackage):
 
     version("0.28.1", sha256="92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0")
 
+    # Spack's own package deprecates this version for CVE-2024-10190: 28-signed-pickles.patch closes it, and CVE-2026-31234.
     for _patch in sorted(PATCHES.glob("*.patch")):
         patch(str(_patch))
 
