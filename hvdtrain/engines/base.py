@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines import buffers, gpu
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.portable import TENSOR, Held, from_json, to_json
 from hvdtrain.hangs import leaving
 from hvdtrain.hangs.activity import Activity
@@ -302,18 +302,21 @@ class Engine(ABC):
             yield
         except Exception as error:
             failure = error
-        message = None if failure is None else str(failure) if isinstance(failure, UserError) else repr(failure)
-        user_error = isinstance(failure, UserError)
-        reports = self.all_gather_object([message, user_error, socket.gethostname()], f"agreement.{name}")
+        ours = next((kind for kind in (UserError, Failure) if isinstance(failure, kind)), None)
+        message = None if failure is None else str(failure) if ours else repr(failure)
+        mine = [message, ours and ours.__name__, socket.gethostname()]
+        reports = self.all_gather_object(mine, f"agreement.{name}")
         failed = [(rank, *report) for rank, report in enumerate(reports) if report[0] is not None]
         if not failed:
             return
-        if failure is not None and not user_error:
+        if failure is not None and ours is None:
             raise failure
-        rank, message, user_error, host = failed[0]
+        rank, message, kind, host = failed[0]
         where = "" if len(failed) == self.size else f"rank {rank} on {host}: "
-        if user_error:
-            raise UserError(f"{where}{message}", everywhere=True) from failure
+        if kind is not None:
+            raise (UserError if kind == UserError.__name__ else Failure)(
+                f"{where}{message}", everywhere=True
+            ) from failure
         raise RuntimeError(f"{where}{message}")
 
     def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:

@@ -10,6 +10,7 @@ Learning rates and random number generators need no state: they are derived from
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engines import files
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models.weights import refuse_large_header
 
 Facts = dict[str, Any]  # JSON: all of a checkpoint that is not a tensor
@@ -34,11 +35,19 @@ NAME = re.compile(r"step-(\d{8,})\.safetensors")
 FORMAT = 3
 OTHER_VERSION = "another version of hvdtrain wrote this checkpoint: use that one, or train anew with --resume never"
 PATIENCE_SECONDS = 600.0  # how long `Writer.flush` waits for a file system that hangs
+# Its errors; the others are of the one who has named a file.
+OF_THE_FILE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 SPARE = 2  # newest checkpoints to keep in any case: if one is damaged, the previous one is nearly as recent
 
 
 class Damaged(Exception):
     """The file is not a complete, unmodified checkpoint. The message is one clause without the name of the file."""
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Return whether an error says that there is not enough memory: MemoryError, and torch's RuntimeError of many texts."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or "allocate memory" in said or "not enough memory" in said
 
 
 def name_of(step: int) -> str:
@@ -76,8 +85,8 @@ def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: files.L
 
 
 def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
-    """Return the facts and the tensors (on the CPU). Raises Damaged, OSError if the file cannot be read, and UserError if
-    another version has written it.
+    """Return the facts and the tensors (on the CPU). Raises Damaged, OSError if the file cannot be read, Failure if there is
+    not enough memory to, and UserError if another version has written it.
 
     Memory use is about the size of the file, even for malicious files: safetensors rejects tensors that do not match the
     size of the file, and this function rejects files with too many tensors.
@@ -98,6 +107,9 @@ def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
     except KeyError as error:
         raise Damaged(f"it has no {error} in its header") from error
     except Exception as error:  # SafetensorError, or several of torch's exceptions for unknown dtypes
+        if lacks_memory(error):
+            how = "free some, or use a host with more; nothing was changed"
+            raise Failure(f"checkpoint {path} cannot be read: not enough memory: {how}") from error
         raise Damaged(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise UserError(f"{path}: {OTHER_VERSION}")
@@ -105,23 +117,27 @@ def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
 
 
 def read_facts(path: Path) -> Facts:
-    """Return the facts alone, unverified; {} where they cannot be read."""
+    """Return the facts alone, unverified; {} where they are damaged. Raises OSError if they cannot be read."""
     import safetensors
 
     try:
         refuse_large_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})["facts"])
-    except Exception:
+    except OSError:
+        raise
+    except Exception as error:
+        if lacks_memory(error):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
         return {}
     return facts if isinstance(facts, dict) else {}
 
 
 def listed(directory: Path) -> list[Path]:
-    """Return the checkpoints in `directory`, newest first, without temporary files."""
+    """Return the checkpoints in `directory`, newest first, without temporary files. Raises OSError if it cannot be read."""
     try:
         found = [(int(match[1]), path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name))]
-    except OSError:
+    except FileNotFoundError:
         return []
     return [path for _, path in sorted(found, reverse=True)]
 
@@ -130,16 +146,43 @@ def newest(
     directory: Path, warn: Callable[[str], None], *, keep_names: bool = False
 ) -> tuple[Facts, dict[str, Tensor]] | None:
     """Return facts and tensors of the newest valid checkpoint, or None. Damaged files are renamed, unless `keep_names`, and
-    reported to `warn`."""
-    for path in listed(directory):
-        try:
-            return read(path)
-        except OSError as error:  # may be temporary: do not rename the file
-            warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
-        except Damaged as error:
-            where = "" if keep_names else f": {put_aside(path)}"
-            warn(f"checkpoint {path} is damaged ({error}){where}; trying the previous one")
+    reported to `warn`. Raises Failure if there are some, and none can be read for now."""
+    unread: OSError | None = None
+    try:
+        for path in listed(directory):
+            try:
+                facts, tensors = read(path)
+                own = path.with_name(own_name(facts, path.name))
+                if own == path or (keep_names and not own.exists()):
+                    return facts, tensors
+                if own.exists():
+                    raise Damaged(f"it is a copy of {own.name}")
+                path.rename(own)
+                warn(f"checkpoint {path} is of another step: renamed to {own.name}")
+                return newest(directory, warn)
+            except OSError as error:  # may be temporary: do not rename the file
+                unread = unread or error
+                warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
+            except Damaged as error:
+                where = "" if keep_names else f": {put_aside(path)}"
+                warn(f"checkpoint {path} is damaged ({error}){where}; trying the previous one")
+    except OSError as error:
+        unread = error
+    if unread is not None:
+        how = "nothing was changed; start again once it can be read, or use another --output-dir"
+        raise Failure(f"no checkpoint in {directory} can be read ({unread.strerror or unread}): {how}") from unread
     return None
+
+
+def own_name(facts: Facts, name: str) -> str:
+    """Return the name of the checkpoint with these facts. name: that of its file, if they have no step.
+
+    One that was copied under the name of a later step would be the newest for ever.
+    """
+    try:
+        return name_of(facts["state"]["step"])
+    except (KeyError, TypeError, ValueError):
+        return name
 
 
 def put_aside(path: Path) -> str:
@@ -168,12 +211,15 @@ def find(
     try:
         return read(path)
     except (Damaged, OSError) as error:
+        if isinstance(error, OSError) and error.errno in OF_THE_FILE_SYSTEM:
+            raise Failure(f"{label} cannot be read ({error.strerror}): start again once it can") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise UserError(f"{label}: {reason}: name a valid checkpoint, auto or never") from error
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Remove old checkpoints. Keeps the `keep` newest requested ones, the SPARE newest of all, and the best one.
+    """Remove old checkpoints. Keeps the `keep` newest requested ones, the SPARE newest of all, and the best one. Raises
+    OSError, and removes none, if one cannot be read for now.
 
     keep: if it is less than SPARE, only `keep` newest ones are kept. The best one is determined by the evaluation; of equal
     ones, the newest.
@@ -261,7 +307,8 @@ class Writer:
         began, processor = time.monotonic(), time.thread_time()
         try:
             write(path, facts, tensors, self.lock)
-            prune(self.directory, self.keep)
+            with contextlib.suppress(OSError):  # what cannot be read or removed now, may be after the next one
+                prune(self.directory, self.keep)
         except OSError as error:
             self.failed = error
         except Exception as error:  # any error of the library: the thread must not end silently

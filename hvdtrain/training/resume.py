@@ -78,7 +78,7 @@ class Checkpoints:
         if engine.rank == 0:
             try:
                 self._open()
-            except UserError:
+            except BaseException:
                 self.release()
                 raise
 
@@ -179,12 +179,12 @@ class Checkpoints:
             self._warn(f"{said}: continued with those given now")
         if self.directory is None:
             return
-        if not self.continues and checkpoint.listed(self.directory):
-            try:
+        try:
+            if not self.continues and checkpoint.listed(self.directory):
                 self.directory.rename(files.unused(self.directory))
-            except OSError as error:
-                said = f"{self.directory} cannot be moved aside ({error.strerror})"
-                raise UserError(f"{said}: name another --output-dir") from error
+        except OSError as error:
+            said = f"{self.directory} cannot be moved aside ({error.strerror})"
+            raise UserError(f"{said}: name another --output-dir") from error
         self._writer = checkpoint.Writer(self.directory, self._flags.keep, self._written, self._lock)
 
     def announce(self, state: TrainState) -> None:

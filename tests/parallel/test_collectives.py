@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hvdtrain import reduce
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 
 SUMMED = [torch.float32, torch.float64, torch.float16, torch.int32, torch.int64]
 SENT = [*SUMMED, torch.uint8]  # Horovod refuses to sum bytes
@@ -85,6 +85,11 @@ def test_error_on_all_ranks_is_said_once_without_a_rank(engine):
 
 def test_a_bug_on_one_rank_ends_the_others_too(engine):
     last = engine.size - 1
+    with pytest.raises(Failure) as failed, engine.raising_together("failure"):
+        if engine.rank == last:
+            raise Failure("the disk does not answer")
+    assert str(failed.value).endswith("the disk does not answer")
+    assert failed.value.everywhere
     with pytest.raises(ZeroDivisionError if engine.rank == last else RuntimeError), engine.raising_together("bug"):
         if engine.rank == last:
             1 / 0  # noqa: B018

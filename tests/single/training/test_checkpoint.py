@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hvdtrain.engines import files
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training import checkpoint, verify
 
 TENSORS = {
@@ -121,7 +121,8 @@ def test_a_pickle_is_refused_and_not_run(tmp_path):
 def write_some(directory: Path, steps, value=lambda step: None, direction="max") -> None:
     for step in steps:
         best = {"metric": "x", "direction": direction, "value": value(step)}
-        checkpoint.write(directory / checkpoint.name_of(step), {**FACTS, "best": best, "at": step}, TENSORS)
+        state = {"epoch": 1, "step": step}
+        checkpoint.write(directory / checkpoint.name_of(step), {**FACTS, "state": state, "best": best}, TENSORS)
 
 
 def test_newest_falls_back_to_the_newest_sound_one_and_says_so(tmp_path):
@@ -131,11 +132,102 @@ def test_newest_falls_back_to_the_newest_sound_one_and_says_so(tmp_path):
     said: list[str] = []
     found = checkpoint.newest(tmp_path, said.append)
     assert found is not None
-    assert found[0]["at"] == 100
+    assert found[0]["state"]["step"] == 100
     assert len(said) == 2
     assert f"{checkpoint.name_of(100_000_000)} is damaged" in said[0]
     assert (tmp_path / (checkpoint.name_of(100_000_000) + ".damaged")).exists()  # nothing is thrown away
     assert checkpoint.newest(tmp_path / "nowhere", said.append) is None
+
+
+def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest_for_ever(tmp_path):
+    write_some(tmp_path, (5, 6))
+    later = tmp_path / checkpoint.name_of(99)
+    later.write_bytes((tmp_path / checkpoint.name_of(5)).read_bytes())
+    said: list[str] = []
+    found = checkpoint.newest(tmp_path, said.append)
+    assert found is not None
+    assert found[0]["state"]["step"] == 6
+    assert said == [
+        f"checkpoint {later} is damaged (it is a copy of step-00000005.safetensors): kept as {later.name}.damaged; "
+        "trying the previous one"
+    ]
+
+
+@pytest.mark.parametrize("keep_names", [False, True])
+def test_one_that_was_renamed_gets_its_name_back(keep_names, tmp_path):
+    write_some(tmp_path, (6, 7))
+    later = (tmp_path / checkpoint.name_of(6)).rename(tmp_path / checkpoint.name_of(99))
+    said: list[str] = []
+    found = checkpoint.newest(tmp_path, said.append, keep_names=keep_names)
+    assert found is not None
+    assert found[0]["state"]["step"] == (6 if keep_names else 7)
+    assert later.exists() == keep_names
+    assert (tmp_path / checkpoint.name_of(6)).exists() != keep_names
+    assert said == (
+        [] if keep_names else [f"checkpoint {later} is of another step: renamed to step-00000006.safetensors"]
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Cannot allocate memory (os error 12)"),
+        RuntimeError("unable to mmap 200000256 bytes from file <x>: Cannot allocate memory (12)"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: not enough memory: you tried to"),
+    ],
+    ids=["safetensors", "mmap", "torch"],
+)
+def test_a_lack_of_memory_is_not_a_damage(error, tmp_path, monkeypatch):
+    """Sound checkpoints were renamed, and with memory again the training began at its beginning."""
+    write_some(tmp_path, (5, 6))
+    before = sorted(tmp_path.iterdir())
+
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr("safetensors.safe_open", fail)
+    with pytest.raises(Failure, match=r"step-00000006.safetensors cannot be read: not enough memory: free some, or"):
+        checkpoint.newest(tmp_path, print)
+    with pytest.raises(OSError, match="Cannot allocate memory"):  # the best one might be removed
+        checkpoint.prune(tmp_path, 1)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("of", ["the directory", "the files"])
+def test_where_none_can_be_read_for_now_nothing_is_changed(code, of, tmp_path, monkeypatch):
+    """Training started from the beginning, and moved them aside."""
+    write_some(tmp_path, (5, 6))
+    before = sorted(tmp_path.iterdir())
+
+    def fail(*arguments, **options):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir" if of == "the directory" else "open", fail)
+        with pytest.raises(
+            Failure, match=rf"no checkpoint in {tmp_path} can be read \({os.strerror(code)}\): nothing was "
+        ):
+            checkpoint.newest(tmp_path, print)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_cannot_be_read_for_now_is_not_removed(tmp_path, monkeypatch):
+    """The best one was: without its facts, it is one of many."""
+    write_some(tmp_path, range(1, 6), lambda step: float(step == 1))
+    real = Path.open
+
+    def fail(path, *mode):
+        if path.name == checkpoint.name_of(1):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *mode)
+
+    monkeypatch.setattr(Path, "open", fail)
+    writer = checkpoint.Writer(tmp_path, 1, lambda path, error: None)
+    writer.put({**FACTS, "state": {"epoch": 1, "step": 6}}, TENSORS)
+    writer.flush()
+    assert writer.failed is None
+    assert len(checkpoint.listed(tmp_path)) == 6
 
 
 @pytest.mark.parametrize(("direction", "sign"), [("max", 1), ("min", -1)])

@@ -118,6 +118,25 @@ def test_where_none_is_sound_training_starts_anew_and_says_so(copy, capfd):
     assert results(copy) == expected
 
 
+def test_where_none_can_be_read_the_run_is_refused_and_nothing_moved(copy, monkeypatch):
+    """As by a file system that does not answer for a moment. Exit code 1: with --restarts it is tried again."""
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = sorted(path.name for path in copy.rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "read", fail)
+        with pytest.raises(Failure, match=r"no checkpoint in \S+ can be read \(Input/output error\)"):
+            alone(copy)
+        with pytest.raises(
+            Failure, match=r"--resume \S+ cannot be read \(Input/output error\): start again once it can"
+        ):
+            alone(copy, f"--resume {checkpoint.listed(copy / 'checkpoints')[0]}")
+    assert sorted(path.name for path in copy.rglob("*")) == before
+    assert alone(copy) == 0
+
+
 def test_half_a_line_of_metrics_is_dropped(copy):
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"event": "tra')
