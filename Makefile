@@ -1,4 +1,5 @@
-# Each target sets up whatever is missing first, and at once when nothing is.
+# Each target sets up whatever is missing first, and at once when nothing is. `exec`: make hands on SIGTERM to what it started, and
+# a shell in between would end without its program.
 # make setup PYTHON=python3.12 SETUP="--mpi system --gpu"     options are remembered; launch/setup --help lists them
 # make run NP=8 RUN="--dataset digits"
 # make chaos CHAOS="--attacks 200"       kill, stop, corrupt; start again; compare the bits and count the samples
@@ -14,13 +15,13 @@ NP ?= 2
 EXAMPLES ?= 5000
 ENVIRONMENTS ?= --jobs 2
 BAD := tests/single/commands/test_bad_settings.py tests/single/test_bad_files.py
-.PHONY: setup run test test-slow test-all lint docs bench chaos matrix soak flaky mutants
+.PHONY: setup run test test-slow test-all lint docs bench chaos chaos-attacks chaos-environments chaos-examples matrix soak flaky mutants
 
 setup:
 	@$(PYTHON) launch/setup $(SETUP)
 
 run: setup
-	. .venv/bin/activate && horovodrun -np $(NP) python -m hvdtrain.mnist $(RUN)
+	. .venv/bin/activate && exec horovodrun -np $(NP) python -m hvdtrain.mnist $(RUN)
 
 # What a user relies on; then all the rest; both. JOBS files at a time, at most 8 if you do not say: two more than cores, because
 # many tests wait for a launcher or for a time limit; of the rest, which keeps the cores busy, one more.
@@ -28,13 +29,13 @@ run: setup
 CORES := $(shell nproc)
 at_once = -n $(or $(JOBS),$(shell echo $$(($(CORES) + $(1) < 8 ? $(CORES) + $(1) : 8)))) --dist loadfile --no-loadscope-reorder
 test: setup
-	. .venv/bin/activate && python -m pytest $(or $(TEST),$(call at_once,2))
+	. .venv/bin/activate && exec python -m pytest $(or $(TEST),$(call at_once,2))
 
 test-slow: setup
-	. .venv/bin/activate && python -m pytest -m slow $(or $(TEST),$(call at_once,1))
+	. .venv/bin/activate && exec python -m pytest -m slow $(or $(TEST),$(call at_once,1))
 
 test-all: setup
-	. .venv/bin/activate && python -m pytest -m "" $(or $(TEST),$(call at_once,1))
+	. .venv/bin/activate && exec python -m pytest -m "" $(or $(TEST),$(call at_once,1))
 
 lint: setup
 	. .venv/bin/activate && ruff check . && ruff format --check . && mypy && MYPYPATH=launch mypy launch/*.py launch/setup
@@ -43,28 +44,33 @@ lint: setup
 # anchor, ends it, and so does what docs/site/readability.py finds.
 docs:
 	@$(PYTHON) launch/setup $(SETUP) --with docs
-	. .venv/bin/activate && python docs/site/reference.py && python docs/site/readability.py
-	. .venv/bin/activate && python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c docs/site . site
+	. .venv/bin/activate && exec python docs/site/reference.py
+	. .venv/bin/activate && exec python docs/site/readability.py
+	. .venv/bin/activate && exec python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c docs/site . site
 	@echo "site/index.html: open it in a browser"
 
 chaos: setup
-	. .venv/bin/activate && code=0; python -m tests.chaos.run $(CHAOS) || code=1; \
-	python -m tests.chaos.environments $(ENVIRONMENTS) || code=1; \
-	HVDTRAIN_EXAMPLES=$(EXAMPLES) python -m pytest --timeout 7200 $(BAD) || code=1; exit $$code
+	@$(MAKE) --keep-going chaos-attacks chaos-environments chaos-examples
+chaos-attacks:
+	. .venv/bin/activate && exec python -m tests.chaos.run $(CHAOS)
+chaos-environments:
+	. .venv/bin/activate && exec python -m tests.chaos.environments $(ENVIRONMENTS)
+chaos-examples:
+	. .venv/bin/activate && exec env HVDTRAIN_EXAMPLES=$(EXAMPLES) python -m pytest --timeout 7200 $(BAD)
 
 matrix:
 	@$(PYTHON) -m tests.matrix $(MATRIX)
 
 soak: setup
-	. .venv/bin/activate && python -m tests.chaos.soak $(SOAK)
+	. .venv/bin/activate && exec python -m tests.chaos.soak $(SOAK)
 
 bench: setup
-	. .venv/bin/activate && python -m tests.bench $(BENCH)
+	. .venv/bin/activate && exec python -m tests.bench $(BENCH)
 
 # Break the source in one place at a time; the tests that guard it must fail.  make mutants MUTANTS="--only amp,lock"
 mutants: setup
-	. .venv/bin/activate && python -m tests.mutants $(MUTANTS)
+	. .venv/bin/activate && exec python -m tests.mutants $(MUTANTS)
 
 # make flaky FILE=tests/e2e/training/test_guard.py N=50     one file, again and again, beside two busy loops, each time in another order
 flaky: setup
-	. .venv/bin/activate && python -m tests.flaky $(FILE) --times $(or $(N),20) $(FLAKY)
+	. .venv/bin/activate && exec python -m tests.flaky $(FILE) --times $(or $(N),20) $(FLAKY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib.machinery
 import importlib.util
@@ -28,6 +29,7 @@ import stages  # noqa: E402
 import steps  # noqa: E402
 from steps import BuildFailure, Refusal  # noqa: E402
 
+from hvdtrain.launching import processes  # noqa: E402
 from tests.waiting import wait_for  # noqa: E402
 
 
@@ -195,6 +197,33 @@ def test_two_setups_at_once_wait_for_each_other(checkout: Path) -> None:
         said = "wait for the other set-up of this checkout ..."
         assert waiting.stdout.read(len(said)) == said
     assert "CXX=/no: there is no such compiler" in waiting.communicate(timeout=60)[1]
+
+
+# ------------------------------------------------------------------------------------------------------------ make
+
+TARGETS = re.findall(r"[\w-]+", re.findall(r"^\.PHONY:(.+)", (LAUNCH.parent / "Makefile").read_text(), re.MULTILINE)[0])
+
+
+@pytest.mark.parametrize("target", sorted({*TARGETS} - {"lint"}))  # that takes seconds
+def test_sigterm_to_make_ends_what_it_started(target: str, tmp_path: Path) -> None:
+    copy(LAUNCH.parent / "Makefile", tmp_path)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text(f"PATH='{programs}':$PATH\nexport PATH\n")
+    for name in ("python", "horovodrun"):
+        # It is up to date at once, and all else lasts until it is ended.
+        script = f'case "$1 $2" in -c*|"launch/setup "*) [ {target} = setup ] && [ "$1" != -c ] || exit 0 ;; esac\n'
+        (programs / name).write_text(f"#!/bin/sh\n{script}echo $$ > '{tmp_path}/pid'\nexec sleep 600\n")
+        (programs / name).chmod(0o755)
+    started, process = tmp_path / "pid", subprocess.Popen(["make", "--silent", target], cwd=tmp_path)
+    try:
+        wait_for(lambda: started.exists() and started.read_text(), "make has started nothing")
+        process.terminate()
+        process.wait(60)
+        wait_for(lambda: not processes.runs(int(started.read_text())), "what make has started runs on")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(started.read_text()), signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------------------------------- remedies, space
