@@ -6,18 +6,40 @@ final='^(0|2|3|75|129|130|143)$'
 end_seconds=10 # between SIGTERM and SIGKILL for a job that has not started
 most_pause=60 # seconds between two tries without progress, after 1, 2, 4, ...
 
-newest_checkpoint() { # prints its name, or nothing; --output-dir is an argument of the program
-    local i directory='' files
+read_program() { # sets `checkpoints`, the directory or nothing, and `resume`, from the arguments of the program
+    local i
+    checkpoints='' resume=auto
     for ((i = 0; i < ${#program[@]}; i++)); do
         case ${program[i]} in
-        --output-dir) directory=${program[i + 1]-} ;;
-        --output-dir=*) directory=${program[i]#*=} ;;
+        --output-dir) checkpoints=${program[i + 1]-}/checkpoints ;;
+        --output-dir=*) checkpoints=${program[i]#*=}/checkpoints ;;
+        --resume) resume=${program[i + 1]-} ;;
+        --resume=*) resume=${program[i]#*=} ;;
         esac
     done
-    [[ -n $directory ]] || return 0
+}
+
+newest_checkpoint() { # prints its name, or nothing
+    local files
+    [[ -n $checkpoints ]] || return 0
     shopt -s nullglob
-    files=("$directory"/checkpoints/step-*.safetensors) # numbers have eight digits, so the order by name is that by step
+    files=("$checkpoints"/step-*.safetensors) # numbers have eight digits, so the order by name is that by step
     ((${#files[@]} == 0)) || printf '%s\n' "${files[-1]##*/}"
+}
+
+identity() { # prints that of the directory, if it has checkpoints: `--resume never` and PATH move an earlier run's aside
+    [[ -z $(newest_checkpoint) ]] || stat -c %d:%i "$checkpoints" || :
+}
+
+resume_own() { # the next attempts continue from what this job has written, and do not start over as --resume says
+    local i
+    for ((i = 0; i < ${#started[@]}; i++)); do
+        case ${started[i]} in
+        --resume) started[i + 1]=auto ;;
+        --resume=*) started[i]=--resume=auto ;;
+        esac
+    done
+    resume=auto
 }
 
 hosts_that_answer() { # sets answering (as for -H) and answering_slots; without -H, this host
@@ -105,7 +127,10 @@ end_job() { # PID: SIGTERM, then SIGKILL
 
 run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restarts and --min-np
     local tries=0 pause=1 code before after now_ranks=$ranks child where started stopped=0 start_pipe late
+    local checkpoints resume earlier from
     answering=$hosts
+    read_program
+    earlier=$(identity)
     # Open MPI ends the other ranks of a failed job with SIGCONT, SIGTERM and SIGKILL, this many seconds apart. Without the
     # failed rank they cannot complete a step, so there is no reason to wait. (PRTE: Open MPI 5.)
     export OMPI_MCA_odls_base_sigkill_timeout=${OMPI_MCA_odls_base_sigkill_timeout-0}
@@ -147,11 +172,21 @@ run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restar
             return "$code"
         fi
         ((++tries))
+        from=${after:-the beginning}
+        if [[ $resume != auto ]]; then
+            if [[ -n $after && $(identity) != "$earlier" ]]; then
+                resume_own
+            elif [[ $resume == never ]]; then
+                from='the beginning'
+            else
+                from=$resume
+            fi
+        fi
         if [[ $before != "$after" ]]; then # the job has made progress: restart without a pause
             pause=1
-            say "exit code $code; starting again, restart $tries of $restarts, from $after"
+            say "exit code $code; starting again, restart $tries of $restarts, from $from"
         else
-            say "exit code $code; starting again in $pause s, restart $tries of $restarts, from ${after:-the beginning}"
+            say "exit code $code; starting again in $pause s, restart $tries of $restarts, from $from"
             sleep "$pause"
             pause=$((pause * 2 < most_pause ? pause * 2 : most_pause))
         fi

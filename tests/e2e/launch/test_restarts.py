@@ -51,6 +51,40 @@ def test_a_failure_is_started_again_until_it_is_done(tmp_path):
     assert "exit code 139; starting again, restart 2 of 3, from step-00000001.safetensors" in done.stderr
 
 
+# One rank that notes its --resume. It fails before it has moved another run aside, and after it has written a checkpoint.
+STARTS_OVER = """
+import pathlib, sys
+out, how = (pathlib.Path(sys.argv[at]) for at in (2, 4))
+with (out / "attempts").open("a") as attempts:
+    attempts.write(f"{how} ")
+number = len((out / "attempts").read_text().split())
+if number == 2:
+    if (out / "checkpoints").exists():
+        (out / "checkpoints").rename(out / "checkpoints.1")
+    (out / "checkpoints").mkdir()
+    (out / "checkpoints" / "step-00000006.safetensors").touch()
+sys.exit(number < 3)
+"""
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+@pytest.mark.parametrize("resume", ["never", "elsewhere/step-00000005.safetensors"])
+def test_a_restart_continues_what_the_job_has_written_also_if_it_was_to_start_over(resume, earlier, tmp_path):
+    """It said "from step-00000006", and began at the beginning again, in each attempt."""
+    (tmp_path / "program.py").write_text(STARTS_OVER)
+    (tmp_path / "out").mkdir()
+    if earlier:
+        (tmp_path / "out" / "checkpoints").mkdir()
+        (tmp_path / "out" / "checkpoints" / "step-00000099.safetensors").touch()
+    program = [sys.executable, str(tmp_path / "program.py"), "--output-dir", str(tmp_path / "out"), "--resume", resume]
+    done = wrapper("mpirun", "-np", "1", "--restarts", "3", "--", *program, timeout=120)
+    assert done.code == 0, done
+    assert (tmp_path / "out" / "attempts").read_text().split() == [resume, resume, "auto"]
+    begins = "the beginning" if resume == "never" else resume
+    assert f"starting again in 1 s, restart 1 of 3, from {begins}\n" in done.stderr
+    assert "starting again, restart 2 of 3, from step-00000006.safetensors\n" in done.stderr
+
+
 @pytest.mark.parametrize("code", [2, 3, 75])
 def test_what_is_no_failure_is_not_started_again(code, tmp_path):
     done, tries = ends(tmp_path, f"{code}:new")
