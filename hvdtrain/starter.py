@@ -27,6 +27,7 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default
 from hvdtrain.launching import import_timeout, run_script
 from hvdtrain.launching.exit_codes import run
+from hvdtrain.launching.job_secret import job_secret
 from hvdtrain.launching.local_rendezvous import Meeting
 from hvdtrain.launching.rendezvous import meeting_point
 
@@ -65,7 +66,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def meeting_of(options: argparse.Namespace, told: Announced) -> Meeting:
     """Return the rendezvous of this process with the others of the job. Raises UserError."""
     host, port = meeting_point(os.environ, told.launcher) if told.size > 1 else ("127.0.0.1", 0)
-    return Meeting(told.rank, told.size, host, options.port or port, options.interface, options.wait)
+    secret = job_secret(os.environ, told.size)
+    return Meeting(told.rank, told.size, host, options.port or port, options.interface, options.wait, secret)
 
 
 def start_one(options: argparse.Namespace, told: Announced, words: list[str]) -> run_script.Program:

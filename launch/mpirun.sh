@@ -23,6 +23,10 @@ if [[ $transport == gloo ]]; then # mpirun starts the processes, hvdtrain.starte
     safe_path=(-P) # as under `python FILE`, modules in the working directory do not replace those of the library
     [[ ${program[1]} != -m ]] || safe_path=()
     program=("${program[0]}" "${safe_path[@]}" -m hvdtrain.starter --interface "${interface:-lo}" "${program[@]:1}")
+    if ((remote)) && [[ ${DRY_RUN:-0} == 0 ]]; then # its value is on no command line
+        export HVDTRAIN_JOB_SECRET=${HVDTRAIN_JOB_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+        pass_anyway+=(HVDTRAIN_JOB_SECRET)
+    fi
     settings+=("MASTER_ADDR=${host_names[0]:-localhost}" "MASTER_PORT=$port")
 elif ((${#host_names[@]} > 1)); then
     settings+=(HOROVOD_CPU_OPERATIONS=mpi)

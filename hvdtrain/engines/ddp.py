@@ -158,7 +158,7 @@ class DdpEngine(Engine):
             group, key = "hvdtrain.ddp", str(next(MEETINGS))
             if rank:
                 return join(wait_for(server, group, key, MEETING_SECONDS).decode(), size)
-            store, address = serve(own_address_towards(server[0]), 0, size)
+            store, address = serve(own_address_towards(server.host), 0, size)
             put(server, group, key, address.encode())
             return store
         if launcher.startswith("mpirun") and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
@@ -282,6 +282,10 @@ def serve(host: str, port: int, size: int) -> tuple["torch.distributed.TCPStore"
 
 def join(address: str, size: int) -> "torch.distributed.TCPStore":
     """Return the TCPStore that another rank serves at `address`: "HOST PORT"."""
-    host, port = address.split()
+    host, _, port = address.partition(" ")
+    if not port.isdecimal():
+        raise UserError(
+            f"{address[:80]!r} is not where rank 0 listens: another program uses the port of the rendezvous"
+        )
     limit = timedelta(seconds=MEETING_SECONDS)
     return torch.distributed.TCPStore(host, int(port), size, is_master=False, timeout=limit)

@@ -91,11 +91,12 @@ def refuse_absent_server(environment: Mapping[str, str]) -> None:
     """Raise UserError where Horovod's rendezvous server does not answer, as where variables of a job that is over are
     left: Horovod would crash."""
     names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-    host, port = (environment.get(name, "") for name in names)
+    address, port = (environment.get(name, "") for name in names)
+    address = address.partition("/")[0]  # behind it is what only the job may know
     try:
-        socket.create_connection((host, int(port)), SERVER_SECONDS).close()
+        socket.create_connection((address.removesuffix(f":{port}"), int(port)), SERVER_SECONDS).close()
     except (OSError, ValueError, OverflowError) as error:  # ValueError: not a number, or not a host name
-        said = ", ".join(f"{name}={value[:80]!r}" for name, value in zip(names, (host, port), strict=True))
+        said = ", ".join(f"{name}={value[:80]!r}" for name, value in zip(names, (address, port), strict=True))
         how = "if they are left over from another job, unset all HOROVOD_* variables"
         raise UserError(f"no rendezvous server at {said} ({error}): {how}") from None
 

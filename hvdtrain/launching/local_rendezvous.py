@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.launching.rendezvous import own_address_towards, request
+from hvdtrain.launching.job_secret import HOW, token
+from hvdtrain.launching.rendezvous import Server, own_address_towards, request
 
 if TYPE_CHECKING:
     from hvdtrain.launching.rendezvous_server import Rendezvous
@@ -25,6 +26,7 @@ FAILURE_SECONDS = 5.0  # between two checks whether another host has failed
 COME_SECONDS = 10.0  # for a starter whose ranks have failed to reach the others, which would wait for it
 GONE_AFTER = 20  # failed requests to a first starter that had answered before
 MOST_NAMED = 8  # ranks or hosts named in one message
+MOST_RANKS = 2**16  # of one starter
 REQUEST_SECONDS = 5.0  # for the first starter to answer
 
 
@@ -42,6 +44,21 @@ class Came(NamedTuple):
 
     host: str
     ranks: int
+
+
+def parse_came(text: bytes, size: int) -> list[Came]:
+    """Return what `size` starters have said, as a list in JSON. Raises Failure if it is something else."""
+    try:
+        came = [Came(*each) for each in json.loads(text)]
+    except (ValueError, TypeError, RecursionError):
+        came = []
+    if len(came) != size or not all(
+        isinstance(each.host, str) and type(each.ranks) is int and 0 < each.ranks <= MOST_RANKS for each in came
+    ):
+        raise Failure(
+            f"the starters do not understand each other ({text[:80]!r}): start the same hvdtrain on each host"
+        )
+    return came
 
 
 def place(rank: int, hosts: Sequence[str]) -> Place:
@@ -100,16 +117,18 @@ class Meeting:
 
     number, size: this starter's number, and the number of starters. host, port: where the first starter listens; port 0
     (any free port) only if there is one starter. interface: the job's; None: the one with the route to `host`.
-    seconds: time limit for all starters to connect, and again for all to be ready.
+    seconds: time limit for all starters to connect, and again for all to be ready. secret: see job_secret.
     """
 
-    def __init__(self, number: int, size: int, host: str, port: int, interface: str | None, seconds: float):
+    def __init__(
+        self, number: int, size: int, host: str, port: int, interface: str | None, seconds: float, secret: str
+    ):  # fmt: skip
         self.number, self.size, self.seconds = number, size, seconds
         self.port, self.interface = port, interface or ""  # completed by `come`
         self.say: Callable[[str], None] = lambda line: None  # called with a line about missing ranks
         self.hosts: list[str] = []  # host name of every rank; set by `wait`
         self.first = 0  # the first rank of this starter; set by `wait`
-        self._host, self._address = host, ""
+        self._host, self._address, self._secret = host, "", secret
         self._came = threading.Event()  # `come` has ended
         self._deadline = time.monotonic() + seconds
         self._server: Rendezvous | None = None  # on the first starter
@@ -140,7 +159,7 @@ class Meeting:
             from hvdtrain.launching.rendezvous_server import Rendezvous  # imports asyncio
 
             try:
-                self._server = Rendezvous(self._address, self.port)
+                self._server = Rendezvous(self._address, self.port, self._secret)
             except OSError as error:
                 how = "set MASTER_PORT (or --port) to a free port above 1023, the same for every rank"
                 raise UserError(f"cannot listen on {self._address}:{self.port} ({error.strerror}): {how}") from None
@@ -158,15 +177,16 @@ class Meeting:
             self._request("PUT", f"ready/{self.number}")
             # The first starter gives up earlier, and names the missing ranks.
             self._deadline = time.monotonic() + 3 * self.seconds
-            came = json.loads(self._request("GET", "known/hosts"))
+            came = parse_came(self._request("GET", "known/hosts"), self.size)
             self._request("PUT", f"met/{self.number}")
-            self._place([Came(*each) for each in came])
+            self._place(came)
             return
         server, where = self._server, f"{self._address}:{self.port}"
         loopback = " (a loopback address: other hosts cannot reach it)" if where.startswith("127.") else ""
         self._all_in("hosts", lambda late: f"rank {listed(late)} did not connect to {where}{loopback}: "
                      f"were all {self.size} started?")  # fmt: skip
-        came = [Came(*json.loads(server.get("hosts")[str(number)])) for number in range(self.size)]
+        told = server.get("hosts")
+        came = parse_came(b"[%s]" % b",".join(told[str(number)] for number in range(self.size)), self.size)
         server.put("ready", "0", b"")
         self._deadline = time.monotonic() + self.seconds
         self._all_in("ready", lambda late: f"still importing: {listed([came[number].host for number in late])}; "
@@ -195,7 +215,7 @@ class Meeting:
             "HOROVOD_LOCAL_SIZE": str(mine.local_size),
             "HOROVOD_CROSS_RANK": str(mine.cross_rank),
             "HOROVOD_CROSS_SIZE": str(mine.cross_size),
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": self._address,
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": self._where().address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port),
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -253,6 +273,10 @@ class Meeting:
                 if answer is not None:
                     return answer
                 gone = 0
+            except PermissionError as error:  # also another job's server
+                raise UserError(
+                    f"{error}: set another MASTER_PORT, or where hosts share no home directory, {HOW}"
+                ) from None
             except OSError as error:
                 why, gone = error, gone + self._reached
             if time.monotonic() > self._deadline or gone > GONE_AFTER:
@@ -263,9 +287,13 @@ class Meeting:
 
     def _once(self, method: str, path: str, data: bytes = b"") -> bytes | None:
         """Send one request and return the answer; None if there is no such key. Raises OSError if there is no answer."""
-        answer = request((self._address, self.port), method, f"/{path}", data, REQUEST_SECONDS)
+        seconds = min(REQUEST_SECONDS, max(0.5, self._deadline - time.monotonic()))
+        answer = request(self._where(), method, f"/{path}", data, seconds)
         self._reached = True
         return answer
+
+    def _where(self) -> Server:
+        return Server(self._address, self.port, token(self._secret, self.port))
 
 
 def listed(late: Sequence[object]) -> str:

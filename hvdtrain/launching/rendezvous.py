@@ -4,10 +4,17 @@ import re
 import socket
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from hvdtrain.engines.errors import UserError
 
 SILENCE_SECONDS = 30.0  # time limit of one request
+MOST_HEAD, MOST_ANSWER = 2**17, 2**26  # bytes
+ANSWER = re.compile(
+    rb"HTTP/1\.[01] ([0-9]{3})\b[^\r\n]*\r\n(?:(?!Content-Length:)[^\r\n]+\r\n)*"
+    rb"Content-Length: *([0-9]{1,9}) *\r\n(?:[^\r\n]+\r\n)*\r\n",
+    re.IGNORECASE,
+)
 
 
 def own_address_towards(host: str) -> str:
@@ -33,19 +40,41 @@ def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, i
     )
 
 
-def horovods_server(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return host and port of the rendezvous server of `horovodrun --gloo` or hvdtrain.starter; None if there is none."""
-    address = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+class Server(NamedTuple):
+    """A rendezvous server. token: what that of hvdtrain.starter wants to hear; empty: that of horovodrun wants nothing."""
+
+    host: str
+    port: int
+    token: str = ""
+
+    @property
+    def address(self) -> str:
+        """HOROVOD_GLOO_RENDEZVOUS_ADDR, to which Horovod appends `:PORT/SCOPE/KEY` and puts `http://` in front.
+
+        Trap: it sends nothing else, so the token is in the path: http://HOST:PORT/TOKEN:PORT/SCOPE/KEY.
+        """
+        return f"{self.host}:{self.port}/{self.token}" if self.token else self.host
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of each path."""
+        return f"/{self.token}:{self.port}" if self.token else ""
+
+
+def horovods_server(environment: Mapping[str, str]) -> Server | None:
+    """Return the rendezvous server of `horovodrun --gloo` or hvdtrain.starter; None if there is none."""
+    address, _, token = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "").partition("/")
     port = environment.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
-    return (address, int(port)) if address and port.isdecimal() else None
+    host = address.removesuffix(f":{port}") if token else address
+    return Server(host, int(port), token) if host and port.isdecimal() else None
 
 
-def put(server: tuple[str, int], scope: str, key: str, value: bytes) -> None:
+def put(server: Server, scope: str, key: str, value: bytes) -> None:
     """Store `value` under /`scope`/`key` on a rendezvous server. Raises OSError."""
     request(server, "PUT", f"/{scope}/{key}", value)
 
 
-def wait_for(server: tuple[str, int], scope: str, key: str, seconds: float) -> bytes:
+def wait_for(server: Server, scope: str, key: str, seconds: float) -> bytes:
     """Wait until there is a value under /`scope`/`key`, and return it. Raises OSError; TimeoutError after `seconds`."""
     until = time.monotonic() + seconds
     while (value := request(server, "GET", f"/{scope}/{key}")) is None:
@@ -56,20 +85,29 @@ def wait_for(server: tuple[str, int], scope: str, key: str, seconds: float) -> b
 
 
 def request(
-    server: tuple[str, int], method: str, path: str, body: bytes = b"", seconds: float = SILENCE_SECONDS
+    server: Server, method: str, path: str, body: bytes = b"", seconds: float = SILENCE_SECONDS
 ) -> bytes | None:
-    """Return the body of the answer; None if there is no such key. Raises OSError. seconds: limit of each wait for it."""
-    import http.client  # rarely needed, and not imported by torch
+    """Return the body of the answer; None if there is no such key.
 
-    connection = http.client.HTTPConnection(*server, timeout=seconds)
-    try:
-        connection.request(method, path, body)
-        answer = connection.getresponse()
-        return answer.read() if answer.status == 200 else None
-    except http.client.HTTPException as error:
-        raise OSError(f"{server[0]}:{server[1]} is not a rendezvous server ({error!r})") from error
-    finally:
-        connection.close()
+    Raises OSError, also if the answer is not complete after `seconds`; PermissionError if the server knows another secret.
+    """
+    until = time.monotonic() + seconds
+    where = f"{server.host}:{server.port}"
+    with socket.create_connection((server.host, server.port), timeout=seconds) as connection:
+        head = f"{method} {server.prefix}{path} HTTP/1.0\r\nHost: {where}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        answer, found = bytearray(), None
+        while found is None or len(answer) < found.end() + int(found[2]):
+            # Against one who sends a byte now and then, the whole answer has a time limit.
+            connection.settimeout(max(0.001, until - time.monotonic()))
+            part = connection.recv(65536)
+            answer += part
+            found = found or ANSWER.match(bytes(answer))
+            if not part or len(answer) > (MOST_ANSWER if found else MOST_HEAD):
+                raise ConnectionError(f"{where} is not a rendezvous server ({bytes(answer[:40])!r})")
+    if found[1] == b"403":
+        raise PermissionError(f"{where} does not know the secret of this job")
+    return bytes(answer[found.end() :]) if found[1] == b"200" else None
 
 
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:

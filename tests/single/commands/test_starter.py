@@ -1,5 +1,6 @@
 """The starter's arithmetic: places among hosts, and which words of the command line are its own."""
 
+import re
 import socket
 
 import pytest
@@ -64,7 +65,7 @@ def test_interface_and_port_are_those_that_were_named(size, monkeypatch):
     meeting.come(1)
     meeting.hosts = ["a"]
     told = meeting.environment(0)
-    assert told["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.7"
+    assert re.fullmatch(rf"127\.0\.0\.7:{port}/[0-9a-f]{{64}}", told["HOROVOD_GLOO_RENDEZVOUS_ADDR"])
     assert told["HOROVOD_GLOO_RENDEZVOUS_PORT"] == str(port)
     assert told["HOROVOD_GLOO_IFACE"] == "eth7"
 

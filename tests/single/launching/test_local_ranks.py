@@ -344,7 +344,7 @@ def test_a_closed_terminal_is_ignored_under_nohup(start):
 
 def test_a_signal_reaches_a_rank_whose_pid_is_heard_of_later():
     """The program may be ready, and be sent a signal, before the starter has read the pids of all ranks."""
-    run = Supervisor(Forker(0, b"", 0), ["x.py"], 2, Meeting(0, 1, "127.0.0.1", 0, None, 1.0))
+    run = Supervisor(Forker(0, b"", 0), ["x.py"], 2, Meeting(0, 1, "127.0.0.1", 0, None, 1.0, "secret"))
     pairs = [socket.socketpair() for _ in range(2)]
     run._connections = [connection for connection, _ in pairs]
     with subprocess.Popen(["sleep", "600"]) as first, subprocess.Popen(["sleep", "600"]) as second:

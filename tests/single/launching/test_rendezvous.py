@@ -1,27 +1,36 @@
 """The server at which Gloo's ranks learn each other's sockets: many callers at once, slow ones, and what is no request."""
 
 import contextlib
+import os
+import resource
 import socket
+import stat
 import threading
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.launching import rendezvous_server
-from hvdtrain.launching.rendezvous import horovods_server, put, wait_for
+from hvdtrain.launching.job_secret import job_secret
+from hvdtrain.launching.local_rendezvous import Meeting
+from hvdtrain.launching.rendezvous import Server, horovods_server, put, request, wait_for
 from hvdtrain.launching.rendezvous_server import Rendezvous
 
+SECRET = "a secret of this job"
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @pytest.fixture(scope="module")
 def server():
-    return Rendezvous("127.0.0.1", 0)
+    return Rendezvous("127.0.0.1", 0, SECRET)
 
 
 def ask(server: Rendezvous, method: str, path: str, data: bytes | None = None) -> bytes:
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/{path}", data=data, method=method)
+    request = urllib.request.Request(f"http://{server.server.address}:{server.port}/{path}", data=data, method=method)
     with DIRECT.open(request, timeout=20) as response:
         return response.read()
 
@@ -73,7 +82,8 @@ def addresses_of(sender: int, size: int) -> bytes:
 def test_each_rank_gets_the_addresses_meant_for_it_as_soon_as_the_last_one_is_there(server, size):
     connections = [connect(server) for _ in range(size)]
     for rank, connection in enumerate(connections):
-        connection.sendall(f"GET /own{size}/addresses_of_{rank}_of_{size} HTTP/1.1\r\n\r\n".encode())
+        head = f"GET {server.server.prefix}/own{size}/addresses_of_{rank}_of_{size} HTTP/1.1\r\n\r\n"
+        connection.sendall(head.encode())
         if rank:
             ask(server, "PUT", f"own{size}/{rank}", addresses_of(rank, size))
     connections.pop(1).close()  # one of those that wait is gone: nobody else notices
@@ -94,16 +104,17 @@ def test_a_rank_that_waits_for_one_that_does_not_come_is_told_nothing_after_a_wh
 def test_hundreds_that_connect_before_anybody_asks_are_all_answered(server):
     """A listen queue of five drops the others, and each comes again after a second or more."""
     server.put("many", "key", b"value")
-    connections = [connect(server) for _ in range(300)]
+    connections = [connect(server) for _ in range(200)]
     for connection in connections:
-        connection.sendall(b"GET /many/key HTTP/1.1\r\nHost: here\r\nContent-Length: 0\r\n\r\n")
+        head = f"GET {server.server.prefix}/many/key HTTP/1.1\r\nHost: here\r\nContent-Length: 0\r\n\r\n"
+        connection.sendall(head.encode())
     for connection in connections:
         assert read_all(connection) == b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nvalue"
 
 
 def test_nobody_waits_for_a_caller_that_is_slow(server):
     silent, slow = connect(server), connect(server)
-    slow.sendall(b"PUT /slow/key HTTP/1.1\r\ncontent-length: 4\r\n\r\nab")
+    slow.sendall(f"PUT {server.server.prefix}/slow/key HTTP/1.1\r\ncontent-length: 4\r\n\r\nab".encode())
     ask(server, "PUT", "quick/key", b"value")
     assert server.get("slow") == {}
     slow.sendall(b"cd")
@@ -117,16 +128,17 @@ def test_nobody_waits_for_a_caller_that_is_slow(server):
     [
         b"\r\n\r\n",
         b"nonsense\r\n\r\n",
-        b"POST /a/b HTTP/1.1\r\n\r\n",
-        b"GET /only-a-scope HTTP/1.1\r\n\r\n",
-        b"GET /a/b/c HTTP/1.1\r\n\r\n",
-        b"PUT /a/b HTTP/1.1\r\nContent-Length: 999999999\r\n\r\n",  # more than it would hold
-        b"GET /" + b"a" * 40_000,
+        b"POST %s/a/b HTTP/1.1\r\n\r\n",
+        b"GET %s/only-a-scope HTTP/1.1\r\n\r\n",
+        b"GET %s/a/b/c HTTP/1.1\r\n\r\n",
+        b"GET %sa/b HTTP/1.1\r\n\r\n",
+        b"PUT %s/a/b HTTP/1.1\r\nContent-Length: 999999999\r\n\r\n",  # more than it would hold
+        b"GET %s/" + b"a" * 40_000,
     ],
 )
 def test_what_is_no_request_is_hung_up_on(said, server):
     connection = connect(server)
-    connection.sendall(said)
+    connection.sendall(said.replace(b"%s", server.server.prefix.encode()))
     with contextlib.suppress(ConnectionResetError):  # what it had not read yet
         assert read_all(connection) == b""
     assert ask(server, "PUT", "after/key", b"") == b""  # and the server lives
@@ -134,14 +146,13 @@ def test_what_is_no_request_is_hung_up_on(said, server):
 
 def test_an_address_that_is_taken_is_said(server):
     with pytest.raises(OSError, match="in use"):
-        Rendezvous("127.0.0.1", server.port)
+        Rendezvous("127.0.0.1", server.port, SECRET)
 
 
 def test_what_one_rank_puts_the_others_get_as_soon_as_it_is_there(server):
-    where = horovods_server(
-        {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
-    )
-    assert where == ("127.0.0.1", server.port)
+    told = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": server.server.address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
+    where = horovods_server(told)
+    assert where == server.server
     with pytest.raises(TimeoutError, match="rank 0 did not connect within 0 s"):
         wait_for(where, "hvdtrain.ddp", "0", 0.0)
     later = threading.Timer(0.2, put, (where, "hvdtrain.ddp", "0", b"10.0.0.1 4711"))
@@ -153,12 +164,171 @@ def test_what_one_rank_puts_the_others_get_as_soon_as_it_is_there(server):
 def test_where_no_launcher_runs_a_server_there_is_none():
     assert horovods_server({}) is None
     assert horovods_server({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}) is None
+    of_horovodrun = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "9"}
+    assert horovods_server(of_horovodrun) == Server("10.0.0.1", 9)
 
 
-def test_what_is_no_rendezvous_server_is_an_oserror():
+ODD = [
+    b"hello, who is there?\r\n\r\n",
+    b"HTTP/1.0 200 OK\r\n\r\nall",
+    b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nall",
+    b"",
+]
+
+
+@pytest.mark.parametrize("answer", [*ODD, b"HTTP/1.0 200 OK\r\n" + b"a: b\r\n" * 30_000])
+def test_what_is_no_rendezvous_server_is_an_oserror(answer):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        answer = threading.Thread(target=lambda: other.accept()[0].sendall(b"hello, who is there?\r\n\r\n"))
-        answer.start()
+
+        def serve() -> None:
+            with other.accept()[0] as connection:
+                connection.recv(1000)
+                with contextlib.suppress(OSError):
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
         with pytest.raises(OSError, match="is not a rendezvous server"):
-            put(other.getsockname(), "scope", "key", b"")
-        answer.join()
+            put(Server(*other.getsockname()), "scope", "key", b"")
+        thread.join()
+
+
+def test_an_answer_that_drips_has_a_time_limit_as_a_whole():
+    """A byte now and then kept a starter beyond its --wait."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            with other.accept()[0] as connection, contextlib.suppress(OSError):
+                while not over.wait(0.05):
+                    connection.sendall(b"H")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(TimeoutError):
+            request(Server(*other.getsockname()), "GET", "/a/b", seconds=0.5)
+        over.set()
+        thread.join()
+
+
+# ---- strangers
+
+
+def test_a_request_without_the_secret_is_refused_before_its_value_is_read(server):
+    """Every user of the host can connect. One PUT of `failed/any` ended the job, and 24 of 64 MiB took 1.6 GB."""
+    for stranger in (Server("127.0.0.1", server.port), Server("127.0.0.1", server.port, "0" * 64)):
+        for method, body in (("PUT", b"ended"), ("GET", b""), ("DELETE", b"")):
+            with pytest.raises(PermissionError, match="does not know the secret of this job"):
+                request(stranger, method, "/failed/any", body)
+    connection = connect(server)
+    connection.sendall(b"PUT /huge/any HTTP/1.1\r\nContent-Length: 67108864\r\n\r\n")
+    with contextlib.suppress(OSError):  # it hangs up
+        for _ in range(64):
+            connection.sendall(bytes(2**20))
+        pytest.fail("64 MiB were read")
+    connection.close()
+    assert server.get("failed") == server.get("huge") == {}
+
+
+def test_strangers_take_few_of_the_open_files_and_keep_nobody_away(server):
+    """3,000 connections of one byte each left rank 0, in whose process the server runs, no file to open."""
+    put(server.server, "among", "strangers", b"value")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    strangers = []
+    try:
+        for number in range(1000):
+            strangers.append(connect(server))
+            strangers[-1].sendall(b"G")
+            if number % 100 == 99:
+                assert request(server.server, "GET", "/among/strangers") == b"value"
+        taken = len(os.listdir("/proc/self/fd")) - before - len(strangers)  # noqa: PTH208
+        assert taken <= rendezvous_server.MOST_STRANGERS + 2
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_stranger_who_says_little_is_hung_up_on(server, monkeypatch):
+    monkeypatch.setattr(rendezvous_server, "STRANGER_SECONDS", 0.2)
+    connection = connect(server)
+    connection.sendall(b"GET /a")
+    assert read_all(connection) == b""
+
+
+def test_the_secret_is_in_the_environment_or_in_a_file_that_only_this_user_can_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert job_secret({"HVDTRAIN_JOB_SECRET": "0123456789abcdef"}, 2) == "0123456789abcdef"
+    with pytest.raises(UserError, match="HVDTRAIN_JOB_SECRET has 15 characters, which can be guessed"):
+        job_secret({"HVDTRAIN_JOB_SECRET": "0123456789abcde"}, 2)
+    assert job_secret({}, 1) != job_secret({}, 1)
+    assert not list(tmp_path.iterdir())
+    before = os.umask(0)
+    try:
+        with ThreadPoolExecutor(8) as pool:  # starters that come at once
+            (secret,) = set(pool.map(lambda _: job_secret({}, 2), range(32)))
+    finally:
+        os.umask(before)
+    (path,) = tmp_path.rglob("secret")
+    assert [stat.S_IMODE(path.stat().st_mode), path.read_text(), len(secret)] == [0o600, secret, 64]
+    assert list(path.parent.iterdir()) == [path]
+    path.write_text("short")
+    with pytest.raises(UserError, match="secret, the job's secret, cannot be used"):
+        job_secret({}, 2)
+    path.parent.chmod(0o777)
+    with pytest.raises(UserError, match=r"no private cache directory.*set HVDTRAIN_JOB_SECRET"):
+        job_secret({}, 2)
+
+
+def meeting(number: int, port: int, secret: str = SECRET, seconds: float = 20.0) -> Meeting:
+    return Meeting(number, 2, "127.0.0.1", port, None, seconds, secret)
+
+
+def test_starters_with_another_secret_are_told_at_once():
+    first = meeting(0, 0)
+    first.come(1)
+    with pytest.raises(
+        UserError, match=r"does not know the secret of this job: set another MASTER_PORT, or.*HVDTRAIN_JOB"
+    ):
+        meeting(1, first.port, "that of another user").come(1)
+
+
+@pytest.mark.parametrize(
+    "answer", ["{}", "[]", "7", "[[1, 2], [3, 4]]", '[["a", 1], ["b", true]]', "[" * 5000, '[["a", 1], ["b"]]']
+)
+def test_what_no_starter_says_is_one_line(answer):
+    first = meeting(0, 0)
+    first.come(1)
+    put(first._where(), "known", "hosts", answer.encode())
+    second = meeting(1, first.port)
+    second.come(1)
+    with pytest.raises(Failure, match="the starters do not understand each other"):
+        second.wait()
+    put(first._where(), "hosts", "1", answer.encode())
+    with pytest.raises(Failure, match="the starters do not understand each other"):
+        first.wait()
+
+
+def test_a_starter_waits_no_longer_than_it_is_told_for_one_that_drips():
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def drip(connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError):
+                while not over.wait(0.05):
+                    connection.sendall(b"H")
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=drip, args=[other.accept()[0]]).start()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(UserError, match="did not meet at rank 0's"):
+            meeting(1, other.getsockname()[1], seconds=1.0).come(1)
+        assert time.monotonic() - began < 10  # not for ever
+        over.set()
