@@ -18,6 +18,7 @@ Without it, this process becomes the rank: exit codes and signals are those of t
 import argparse
 import os
 import re
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ from hvdtrain.launching.exit_codes import run
 from hvdtrain.launching.job_secret import job_secret
 from hvdtrain.launching.local_rendezvous import Meeting
 from hvdtrain.launching.rendezvous import meeting_point
+
+BY_HAND = ("torchrun", "Kubeflow")  # whose variables tell each host its number where no launcher starts all of them
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -74,8 +77,12 @@ def start_one(options: argparse.Namespace, told: Announced, words: list[str]) ->
     """Connect to the other ranks, if there are any, and return the program that this process is to run."""
     if told.size > 1:
         meeting = meeting_of(options, told)
-        meeting.come(1)
-        meeting.wait()
+        try:
+            meeting.come(1)
+            meeting.wait()
+        except (UserError, Failure) as error:
+            error.everywhere = False  # the others may be told something else, or nothing
+            raise
         os.environ.update(meeting.environment(told.rank))
     return run_script.find(words)
 
@@ -103,12 +110,25 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
         return Supervisor(started, words, ranks, meeting).run()
     except (UserError, Failure) as error:
         meeting.fail(str(error))
-        raise
+        if told.rank == 0:
+            raise
+        # Each host has a log of its own, and its number is none of a rank, as `exit_codes.run` would call it.
+        say(f"error: on {socket.gethostname()}, host {told.rank} of {told.size} (from 0): {error}")
+        return error.exit_code
     finally:
         meeting.linger()
 
 
 def main() -> int:
+    try:
+        return start()
+    except UserError as error:
+        if announced().launcher in BY_HAND:
+            error.everywhere = False  # its flags may be wrong on this host alone, and its output is not beside rank 0's
+        raise
+
+
+def start() -> int:
     import_timeout.report_start()
     options, words = parse(sys.argv[1:])
     if not words or words == ["-m"]:

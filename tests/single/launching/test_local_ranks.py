@@ -469,9 +469,18 @@ def test_what_fails_on_one_host_ends_the_others(start, breaks, imports):
     ends = [run.ends() for run in runs]
     assert [ends[breaks][0], ends[1 - breaks][0]] == [1 if imports else 139, 1], ends
     assert not imports or "ZeroDivisionError: no disk" in ends[breaks][2]
-    if breaks == 1:  # the first host says it, too; the others need not
-        said = f"error: {HOST}: its import ended with code 1" if imports else "rank 2 was killed by SIGSEGV"
-        assert said in ends[0][2]
+    said = f"{HOST}: its import ended with code 1" if imports else f"rank {2 * breaks} was killed by SIGSEGV"
+    which = "error: " if breaks == 1 else f"error: on {HOST}, host 1 of 2 (from 0): "
+    assert ends[1 - breaks][2].startswith(f"hvdtrain.starter: {which}"), ends
+    assert said in ends[1 - breaks][2]
+    assert len(ends[1 - breaks][2].splitlines()) == 1, ends
+
+
+@pytest.mark.parametrize("options", ["--bad", "--wait -1", "--interface nope"])
+def test_what_is_wrong_on_one_host_is_said_there(options, start):
+    code, _, err = start(SLEEP, 2, options, **host(1, 2, free_port())).ends()
+    assert (code, len(err.splitlines())) == (2, 1), err
+    assert options.split()[0] in err
 
 
 def test_a_host_that_does_not_come_is_named(start):
