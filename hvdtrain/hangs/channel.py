@@ -19,6 +19,7 @@ from hvdtrain.launching.rendezvous import own_address_towards
 HELLO_SECONDS = 20.0  # for all ranks to connect, at the start
 ONE_HELLO_SECONDS = 5.0  # for one connection to authenticate; after a failure, a rank tries again
 LOOK_SECONDS = 0.005  # between two looks whether all ranks have connected
+MOST_STRANGERS = 128  # connections besides those of ranks that have not authenticated
 SPARE_FILES = 832  # open files besides the connections of ranks
 SEND_SECONDS = 5.0  # time limit to send a message
 LONGEST_LINE = 2**20  # bytes
@@ -34,6 +35,7 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.error: OSError | None = None  # why nothing more can be received; None also after a regular end
+        self.odd: ValueError | None = None  # the first line that was no message
         self._unread = b""
         self._lock = threading.Lock()
         self._sends = True
@@ -49,7 +51,7 @@ class Channel:
                 self._sends = False
 
     def receive(self) -> list[Message] | None:
-        """Return the messages received; None if the peer is gone. Raises ValueError for an invalid message."""
+        """Return the messages received; None if the peer is gone. What is no message is left out, and noted in `odd`."""
         try:
             data = self.socket.recv(65536)
         except OSError as error:
@@ -57,7 +59,13 @@ class Channel:
         *lines, self._unread = (self._unread + data).split(b"\n")
         if not data or len(self._unread) > LONGEST_LINE:
             return None
-        return [decode(line) for line in lines]
+        messages = []
+        for line in lines:
+            try:
+                messages.append(decode(line))
+            except ValueError as error:
+                self.odd = self.odd or error
+        return messages
 
 
 def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[str, int]]]:
@@ -111,6 +119,7 @@ def accept(
     Raises TimeoutError with the missing ranks after `seconds`.
     """
     channels: dict[int, Channel] = {}
+    unknown: dict[socket.socket, None] = {}  # connections that have not authenticated, the oldest first
     until = time.monotonic() + seconds
 
     def meet(connection: socket.socket) -> None:
@@ -119,6 +128,8 @@ def accept(
         except OSError:
             connection.close()
             return
+        finally:
+            unknown.pop(connection, None)
         if rank in channels:  # it did not receive the answer, and has connected again
             channels[rank].socket.close()
         channels[rank] = Channel(connection)
@@ -135,8 +146,17 @@ def accept(
                 raise TimeoutError(f"rank {', '.join(missing)} did not connect within {seconds:.0f} s")
             for ready, _ in selector.select(LOOK_SECONDS):
                 assert isinstance(ready.fileobj, socket.socket)
-                with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user may have no more threads now
-                    threading.Thread(target=meet, args=[ready.fileobj.accept()[0]], daemon=True).start()
+                with contextlib.suppress(OSError):
+                    unknown[connection := ready.fileobj.accept()[0]] = None
+                    try:
+                        threading.Thread(target=meet, args=[connection], daemon=True).start()
+                    except RuntimeError:  # this user may have no more threads now
+                        unknown.pop(connection)
+                        connection.close()
+            for oldest in list(unknown)[: max(0, len(unknown) - size - MOST_STRANGERS)]:
+                unknown.pop(oldest, None)
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # which ends its thread
     return channels
 
 

@@ -65,7 +65,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """Return the message of a line. Raises ValueError if it is none."""
+    """Return the message of a line. Raises ValueError if it is none, also if it is nested more deeply than Python reads."""
     try:
         kind, *fields = json.loads(line)
         if KINDS[kind] is Stand:
@@ -73,5 +73,5 @@ def decode(line: bytes) -> Message:
             fields[0] = report._replace(called=tuple(report.called))
         message: Message = KINDS[kind](*fields)
         return message
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         raise ValueError(f"no message: {line[:80]!r}") from error

@@ -247,7 +247,12 @@ class Monitor:
                 self.send_all(Stop(reason))
 
     def _receive(self, rank: int, channel: Channel) -> None:
+        before = channel.odd
         messages = channel.receive()
+        if channel.odd is not before:
+            say_within(
+                f"warning: the watchdog of {self.name(self.rank)} ignores what {self.name(rank)} sent: {channel.odd}\n"
+            )
         for message in messages or []:
             self._handle(message, rank, channel)
         if messages is None or any(isinstance(message, Bye) for message in messages):

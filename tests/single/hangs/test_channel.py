@@ -1,6 +1,7 @@
 """The ranks' own connections: who gets one, how soon, and who cannot keep others from it."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -9,7 +10,7 @@ import pytest
 
 from hvdtrain.hangs import channel as channels
 from hvdtrain.hangs.channel import accept, listen, say_hello
-from hvdtrain.hangs.messages import Stop
+from hvdtrain.hangs.messages import Stop, encode
 
 KEY = bytes(32)
 
@@ -168,3 +169,33 @@ class _WithoutNoDelay:
 
     def __getattr__(self, name):
         return getattr(self.real, name)
+
+
+def test_what_is_no_message_is_left_out_and_noted_once(hub):
+    """One line nested too deeply took the others with it, and printed tracebacks."""
+    address, end = hub()
+    mine = say_hello(address, KEY, 1)
+    theirs = end()[1]
+    mine.socket.sendall(encode(Stop("x")) + b"[" * 5000 + b"\nno message\n" + encode(Stop("y")))
+    got: list = []
+    while len(got) < 2:
+        got += theirs.receive()
+    assert got == [Stop("x"), Stop("y")]
+    assert str(theirs.odd).startswith("no message: b'[[[[")
+    mine.socket.close()
+
+
+def test_strangers_take_few_of_the_open_files(hub):
+    """Each connection is one, and rank 0 opens others at the start."""
+    address, end = hub(2, seconds=20.0)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    crowd = []
+    for _ in range(300):
+        with contextlib.suppress(OSError):
+            crowd.append(socket.create_connection(address, timeout=10))
+    mine = say_hello(address, KEY, 1)
+    taken = len(os.listdir("/proc/self/fd")) - before - len(crowd) - 1  # noqa: PTH208
+    assert list(end()) == [1]
+    assert taken <= channels.MOST_STRANGERS + 4
+    for connection in (*crowd, mine.socket):
+        connection.close()

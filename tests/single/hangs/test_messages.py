@@ -36,6 +36,8 @@ def test_all_kinds_are_tried():
         b'["Stand", 1, []]',
         b'["Stand"]',
         b"\xff",
+        b"[" * 100_000,
+        b'["Stop", ' + b"[" * 100_000 + b"]" * 100_000 + b"]",
     ],
 )
 def test_what_is_no_message_is_refused(line):
