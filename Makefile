@@ -45,6 +45,7 @@ lint: setup
 docs:
 	@$(PYTHON) launch/setup $(SETUP) --with docs
 	. .venv/bin/activate && exec python docs/site/reference.py
+	. .venv/bin/activate && exec python docs/site/messages.py
 	. .venv/bin/activate && exec python docs/site/readability.py
 	. .venv/bin/activate && exec python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c docs/site . site
 	@echo "site/index.html: open it in a browser"
