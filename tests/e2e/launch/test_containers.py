@@ -6,6 +6,7 @@ HVDTRAIN_TEST_CHROOT=1 pytest tests/e2e/launch/test_containers.py     5 to 25 mi
 import importlib.metadata
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -40,6 +41,87 @@ def test_recipes_are_complete(path):
     assert "prove.py --mpi" in found["test"]
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_each_part_of_an_image_begins_with_its_own_environment(path):
+    found = sections(path)
+    for name in ("post", "environment", "test"):
+        lines = [line.strip() for line in found[name].splitlines() if line.strip() != "set -eu"]
+        assert lines[0] == ". /opt/hvdtrain/containers/environment.sh", name
+
+
+OF_THE_HOST = {
+    "PYTHONPATH": "/sw/python/site-packages", "PYTHONHOME": "/sw/python",
+    "LD_LIBRARY_PATH": "/sw/lib:/usr/local/cuda/lib64:/sw/lib64:/.singularity.d/libs",
+    "OPAL_PREFIX": "/sw/openmpi", "PMIX_INSTALL_PREFIX": "/sw/pmix", "UCX_MODULE_DIR": "/sw/ucx",
+    "OMPI_MCA_mca_base_component_path": "/sw/openmpi/lib", "OMPI_MCA_orte_tmpdir_base": "/etc/hosts/x",
+    "TMPDIR": "/etc/hosts/x", "TMP": "/etc/hosts/x", "TEMP": "/etc/hosts/x", "MPLCONFIGDIR": "/etc/hosts/x/mpl",
+    "XDG_CACHE_HOME": "/etc/hosts/x/cache", "XDG_RUNTIME_DIR": "/etc/hosts/x/1000", "TRITON_CACHE_DIR": "relative",
+    "PMIX_SERVER_TMPDIR": "/etc/hosts/x/ompi", "PMIX_SYSTEM_TMPDIR": "/etc/hosts/x",
+    "PMIX_DSTORE_21_BASE_PATH": "/etc/hosts/x/d",
+    "OMPI_MCA_orte_top_session_dir": "/etc/hosts/x/o", "OMPI_MCA_orte_jobfam_session_dir": "/etc/hosts/x/o/1",
+}  # fmt: skip
+SOURCED = f". '{ROOT}/containers/environment.sh'"
+SHELLS = [pytest.param(shell, id=shell[0]) for shell in (["sh"], ["bash", "--posix"])]
+
+
+def inside(shell: list[str], told: dict[str, str]) -> dict[str, str]:
+    """Return the environment that a program gets in an image whose host has these variables."""
+    env = {"PATH": os.environ["PATH"], "HOME": "/root", **told}
+    command = [*shell, "-euc", f"export LD_PRELOAD=/sw/xalt.so; {SOURCED}; exec env -0"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+    for name in ("PATH", "HOME", "PWD", "SHLVL", "_", "OLDPWD"):
+        found.pop(name, None)
+    return found
+
+
+OWN = {"LC_ALL": "C.UTF-8", "PYTHONNOUSERSITE": "1"}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_what_only_the_host_has_does_not_come_along(shell):
+    libraries = {"LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/.singularity.d/libs"}
+    assert inside(shell, OF_THE_HOST) == OWN | libraries | {"PMIX_GDS_MODULE": "hash"}
+    assert inside(shell, {}) == OWN
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_what_is_there_for_the_image_stays(shell, tmp_path):
+    job = {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "SLURM_PROCID": "0", "RANK": "0", "HOROVOD_RANK": "0"}
+    folders = ("TMPDIR", "TMP", "TEMP", "XDG_RUNTIME_DIR", "PMIX_SERVER_TMPDIR", "PMIX_SYSTEM_TMPDIR", "MPLCONFIGDIR")
+    here = {name: str(tmp_path) for name in (*folders, "OMPI_MCA_orte_tmpdir_base")}
+    made = dict.fromkeys(("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCH_HOME"), f"{tmp_path}/not/yet")
+    others = {"OMPI_MCA_btl": "self,tcp", "OMP_NUM_THREADS": "3", "NCCL_DEBUG": "INFO", "WANDB_MODE": "offline"}
+    told = job | here | made | others | {"PMIX_DSTORE_21_BASE_PATH": "/d", "PMIX_GDS_MODULE": "ds21,hash"}
+    assert inside(shell, told) == OWN | told
+
+
+SUM = """
+import os
+from mpi4py.MPI import COMM_WORLD as all
+all.Bcast(bytearray(1 << 20))
+os.write(1, b'%d ranks\\n' % all.allreduce(1))
+"""
+
+
+def test_mpirun_in_an_image_starts_whatever_the_host_has():
+    """The CPU image has Open MPI from its wheel, as this environment."""
+    words = ["sh", "-c", f'{SOURCED}; exec mpirun -np 2 "$@"', "sh", *shlex.split(PYTHON), "-c", SUM]
+    done = launch(shlex.join(words), timeout=60, **OF_THE_HOST)
+    assert (done.code, done.stdout, done.stderr) == (0, "2 ranks\n" * 2, ""), done
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a directory is hidden by a mount, which needs root")
+def test_mpirun_of_the_host_around_images_that_do_not_have_its_directory(tmp_path):
+    """As where TMPDIR=/scratch/job1 is not bound. Each rank is in a user namespace of its own, too."""
+    hidden = f"mount -t tmpfs -o ro none '{tmp_path}'; {SOURCED}; exec \"$@\""
+    words = ["mpirun", "-np", "2", "unshare", "--mount", "--user", "--map-root-user", "sh", "-c", hidden, "sh"]
+    told = {"TMPDIR": str(tmp_path), "PYTHONPATH": "/nowhere"}
+    done = launch(shlex.join([*words, *shlex.split(PYTHON), "-c", SUM]), timeout=60, **told)
+    assert (done.code, done.stdout, done.stderr) == (0, "2 ranks\n" * 2, ""), done
+
+
 def of_a_name(requirement: str) -> str:
     return re.split(r"[^A-Za-z0-9_-]", requirement)[0]
 
@@ -69,7 +151,9 @@ def test_the_gpu_recipe_installs_what_the_package_needs():
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_what_the_recipes_test_runs_here(path, tmp_path):
     """All but the proof of Horovod, which `make setup` runs: it writes a checkpoint, and goes on from it."""
-    lines = [line for line in sections(path)["test"].splitlines() if "prove.py" not in line and "PATH=" not in line]
+    lines = [
+        line for line in sections(path)["test"].splitlines() if "prove.py" not in line and "environment.sh" not in line
+    ]
     done = subprocess.run(
         ["sh"],
         input="\n".join(lines),

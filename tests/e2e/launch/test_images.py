@@ -26,7 +26,6 @@ USER = 1000  # of the image
 SECONDS = 200  # of one container
 TRAIN = "-m hvdtrain.mnist --dataset digits --model convnet --epochs 12 --threads 1 --log-steps 1 --no-progress"
 SHORT = "--epochs 1"  # more ranks than cores: that they start and end is what is looked at
-UNSET = ("--unset-env=OPAL_PREFIX", "--unset-env=PMIX_INSTALL*")  # they name mpirun's own environment, not the image's
 # What is to be shown: said where it is not so, and then the command is not run.
 CONFINED = """
 test "$(id -u)" != 0 || { echo "root"; exit 90; }
@@ -182,10 +181,9 @@ def test_hosts_mpirun_around_one_charliecloud_container_per_rank(ranks, expected
     os.chown(temporary, USER, USER)
     words = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" "$1"; shift; exec "$@"', mounted, str(root)]
     words += ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs"]
-    # mpirun and its ranks meet in the host's /tmp. With TMPDIR set, ch-run would show that directory as /tmp instead.
-    words += ["env", "--unset=TMPDIR"]
-    words += ["mpirun", "--oversubscribe", "-np", str(ranks), "ch-run", *UNSET, f"--bind={out}:/mnt", str(root), "--"]
-    words += ["/opt/hvdtrain/.venv/bin/python", *TRAIN.split(), *(SHORT.split() if ranks > 2 else ())]
+    # TMPDIR is set: ch-run shows that directory as /tmp, and mpirun has told the ranks its path.
+    words += ["mpirun", "--oversubscribe", "-np", str(ranks), "ch-run", f"--bind={out}:/mnt", str(root), "--"]
+    words += ["/opt/hvdtrain/containers/run", "python", *TRAIN.split(), *(SHORT.split() if ranks > 2 else ())]
     words += ["--output-dir", "/mnt"]
     done = launch(shlex.join(words), timeout=SECONDS, cwd=temporary, USER="user", HOME=str(temporary))
     assert done.code == 0, done
