@@ -64,13 +64,6 @@ def default_predivision(compression: str, size: int) -> float:
     return float(size) if size <= 8 else max(8.0, 2.0 ** math.floor(math.log2(size) / 2))
 
 
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a contiguous view of a dense tensor, with its elements in the order of memory: channels_last, for instance."""
-    if tensor.is_contiguous():
-        return tensor
-    return tensor.permute(sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride()[axis], -tensor.shape[axis])))
-
-
 def lay_state_as_weights(optimizer: torch.optim.Optimizer) -> None:
     """Give the state the memory format of the weights. State that was loaded or received is contiguous, and fused
     kernels take no two formats at once."""
@@ -170,8 +163,8 @@ class Engine(ABC):
         """Copy rank 0's `tensor` to every rank, in place."""
 
     def broadcast_model(self, model: nn.Module) -> None:
-        """Copy rank 0's parameters and buffers to every rank."""
-        for name, tensor in model.state_dict().items():
+        """Copy rank 0's parameters and buffers to every rank, also those that a state_dict leaves out."""
+        for name, tensor in buffers.all_tensors(model):
             self.broadcast_(tensor, name)
 
     def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -369,9 +362,8 @@ class Engine(ABC):
                 raise UserError(said, everywhere=True)
 
     def average_buffers(self, model: nn.Module) -> None:
-        """Replace the floating-point buffers (batch norm's running statistics) with their mean over ranks. One
-        all-reduce."""
-        self.average_(list(buffers.floating_buffers([model])))
+        """Replace batch norm's running statistics with their mean over ranks. One all-reduce."""
+        self.average_(buffers.running_statistics([model]))
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replace floating-point tensors with their mean over ranks. One all-reduce."""

@@ -1,4 +1,4 @@
-"""The floating-point buffers of models, such as batch norm's running statistics: each rank has its own."""
+"""The buffers of models. Each rank changes its own in its forward passes, such as batch norm's running statistics."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,14 +8,31 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 def floating_buffers(models: Sequence[nn.Module]) -> Iterable[Tensor]:
-    """Return the floating-point buffers of all models, in order."""
-    return (buffer for model in models for buffer in model.buffers() if buffer.is_floating_point())
+    """Return the floating-point buffers of all models, in order, without sparse ones."""
+    found = (buffer for model in models for buffer in model.buffers() if buffer.is_floating_point())
+    return (buffer for buffer in found if buffer.layout is torch.strided)
+
+
+def all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return each parameter and buffer once, with its name. Without sparse ones, which collectives do not carry."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, tensor) for name, tensor in named if tensor.layout is torch.strided]
 
 
 def running_statistics(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return batch norm's running statistics in `modules`, in order."""
-    layers = (layer for module in modules for layer in module.modules() if isinstance(layer, _NormBase))
-    return [tensor for layer in layers for tensor in (layer.running_mean, layer.running_var) if tensor is not None]
+    """Return batch norm's running statistics in `modules`, in order.
+
+    Also of layers that are not torch's and do as batch norm does: their buffers are called running_..., and there is a
+    momentum. FrozenBatchNorm has none. A buffer of any other layer, such as a mask, is no statistic of the samples.
+    """
+    found: dict[int, Tensor] = {}
+    for module in modules:
+        for layer in module.modules():
+            if isinstance(layer, _NormBase) or hasattr(layer, "momentum") or hasattr(layer, "num_batches_tracked"):
+                for name, buffer in layer.named_buffers(recurse=False):
+                    if name.startswith("running_") and buffer.is_floating_point():
+                        found[id(buffer)] = buffer
+    return list(found.values())
 
 
 def flatten(buffers: Iterable[Tensor]) -> Tensor:

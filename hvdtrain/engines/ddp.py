@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines import gpu
-from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, in_memory_order
+from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction
+from hvdtrain.engines.carried import as_carried, written
 from hvdtrain.engines.errors import UserError
 from hvdtrain.hangs.activity import Activity, collective
 from hvdtrain.launching.local_rendezvous import listed
@@ -192,12 +193,15 @@ class DdpEngine(Engine):
     def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP rejects such a model
             return model
-        # Batch norm's running statistics are averaged before evaluation (`average_buffers`), not copied in every forward
-        # pass. The option was renamed in torch 2.15.
+        # Buffers are made the same on all ranks before an evaluation (`SharedBuffers`), not in every forward pass. The
+        # option was renamed in torch 2.15. Trap: `init_sync` fails for buffers of types that Gloo does not know, such as
+        # uint16. `broadcast_model` sends them as bytes.
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {sync: False, "find_unused_parameters": how.find_unused_parameters}
         options["process_group"] = self._group
+        if "init_sync" in known:
+            options["init_sync"] = False
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
         give_gradients_the_weights_strides(model)
@@ -237,13 +241,15 @@ class DdpEngine(Engine):
 
     @collective
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, tensor, group=self._group)
-        return torch.stack(parts)
+        sent = as_carried(tensor.contiguous())
+        parts = [torch.empty_like(sent) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, sent, group=self._group)
+        return torch.stack(parts).view(tensor.dtype).reshape(self.size, *tensor.shape)
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
-        torch.distributed.broadcast(in_memory_order(tensor), src=self._first, group=self._group)
+        with written(tensor) as sent:
+            torch.distributed.broadcast(sent, src=self._first, group=self._group)
 
     def shutdown(self) -> None:
         # Trap: Gloo's threads release tensors and callbacks only after they have reported a reduction as done. If that

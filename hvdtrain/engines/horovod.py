@@ -14,7 +14,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines import files, gpu
-from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, Setting, in_memory_order
+from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, Setting
+from hvdtrain.engines.buffers import all_tensors
+from hvdtrain.engines.carried import KNOWN, as_carried, in_memory_order, written
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import alone_in_pid_namespace
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, tuned_environment
@@ -111,12 +113,6 @@ def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
         raise UserError(f"this user may open fewer files than Gloo needs for {size} ranks: {how}")
 
 
-def broadcastable(tensor: Tensor) -> Tensor:
-    """Return a view of `tensor` that Horovod can broadcast. Trap: over NCCL it raises for bool, and for int16."""
-    tensor = in_memory_order(tensor)
-    return tensor.view(torch.uint8) if tensor.dtype in (torch.bool, torch.int16) and tensor.dim() else tensor
-
-
 class GradientCompressor:
     """A Horovod compressor: sends each gradient in the order of its memory, divided and cast to the network type; casts it
     back and scales it after the sum.
@@ -149,6 +145,11 @@ def carries_bf16() -> bool:
     from horovod.torch.mpi_ops import mpi_lib
 
     return hasattr(mpi_lib, "horovod_torch_allreduce_async_torch_BFloat16Tensor")
+
+
+def known(dtype: torch.dtype) -> Collection[torch.dtype]:
+    """Return the types that Horovod broadcasts and gathers, with `dtype` if it is one that only some builds do."""
+    return KNOWN | {dtype} if dtype == torch.bfloat16 and carries_bf16() else KNOWN
 
 
 class HorovodEngine(Engine):
@@ -254,6 +255,9 @@ class HorovodEngine(Engine):
         except TypeError as error:
             said = f"{type(optimizer).__name__} cannot be made from parameters alone, as Horovod does ({error})"
             raise UserError(f"{said}: give its arguments defaults, or use --engine ddp", everywhere=True) from error
+        except Exception as error:  # whatever the author's class raises, such as one around another optimizer
+            said = f"{type(optimizer).__name__} cannot be made from parameters alone, as Horovod does"
+            raise UserError(f"{said}: use --engine ddp", everywhere=True) from error
         # Trap: it is another object of the class, made from `param_groups` alone: without the other arguments of the script,
         # hooks, and state that is not empty at the beginning.
         vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "param_groups"})
@@ -293,8 +297,11 @@ class HorovodEngine(Engine):
     def broadcast_model(self, model: nn.Module) -> None:
         # Optimizer state is broadcast by `Engine.broadcast_optimizer_state`. Trap: Horovod's function of that name takes a
         # real step if the state is empty, and weight decay changes the weights.
-        tensors = {name: broadcastable(tensor) for name, tensor in model.state_dict().items()}
-        self.hvd.broadcast_parameters(tensors, root_rank=0)
+        with contextlib.ExitStack() as stack:
+            tensors = {
+                name: stack.enter_context(written(tensor, known(tensor.dtype))) for name, tensor in all_tensors(model)
+            }
+            self.hvd.broadcast_parameters(tensors, root_rank=0)
 
     @collective
     def synchronize(self, optimizer: Any) -> None:
@@ -348,12 +355,15 @@ class HorovodEngine(Engine):
 
     @collective
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
-        gathered: Tensor = self.hvd.allgather(tensor.unsqueeze(0), name=name)
-        return gathered
+        gathered: Tensor = self.hvd.allgather(
+            as_carried(tensor.contiguous(), known(tensor.dtype)).unsqueeze(0), name=name
+        )
+        return gathered.view(tensor.dtype).reshape(self.size, *tensor.shape)
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
-        self.hvd.broadcast_(broadcastable(tensor), root_rank=0, name=name)
+        with written(tensor, known(tensor.dtype)) as sent:
+            self.hvd.broadcast_(sent, root_rank=0, name=name)
 
     def shutdown(self) -> None:
         self.hvd.shutdown()

@@ -89,6 +89,9 @@ def collect(
         heartbeat()
     if long := next((name for name, tensor in tensors.items() if tensor.dtype == torch.complex128), None):
         raise UserError(f"{long} is complex128, which a checkpoint cannot store: use complex64")
+    if sparse := next((name for name, tensor in tensors.items() if tensor.layout is not torch.strided), None):
+        how = "register the buffer with persistent=False"
+        raise UserError(f"{sparse} is a sparse tensor, which a checkpoint cannot store: {how}")
     return {"optimizers": states, "optimizer_types": types_of(optimizers), "registered": packed}, tensors
 
 

@@ -21,6 +21,7 @@ from hvdtrain.launching.exit_codes import STOPPED
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import replicas
 from hvdtrain.training.resume import Checkpoints
+from hvdtrain.training.shared_buffers import Kept
 from hvdtrain.training.state import TrainState
 
 OVERFLOWS = 20  # consecutive steps that the loss scaler may skip: from 65536, it reaches 1 after halving 16 times
@@ -46,7 +47,7 @@ class Guard:
         # Adasum steps inside backward(). Overflows are therefore detected in the weights, and the step cannot be skipped.
         self.adasum: bool = flags.reduction == "adasum"
         self.sync_every: int = flags.sync_every  # above 1, workers differ between exchanges (local_steps.py)
-        self._buffers: list[Tensor] = []
+        self._buffers: Kept | None = None
         self._compared_at: tuple[int, int] | None = None  # step and number of ranks of the last comparison of weights
         if monitor.warning is not None:
             self.activity.asked = True
@@ -93,7 +94,7 @@ class Guard:
         if state.step and self.check_steps and state.step % self.check_steps == 0:
             self.compare_replicas(state, models, self.worker)
         if self.max_skipped:  # the forward pass changes buffers: keep a copy in case the step is skipped
-            self._buffers = [buffer.clone() for model in models for buffer in model.buffers()]
+            self._buffers = Kept(models)
 
     def explains(self, state: TrainState) -> bool:
         """Return whether to search for the cause of non-finite gradients. Not for occasional overflows of the loss scaler,
@@ -127,10 +128,10 @@ class Guard:
         self.output.say(f"warning: {message}: step skipped")
         self.output.event("error", kind="non-finite", step=number, message=message)
 
-    def restore_buffers(self, models: Sequence[nn.Module], skipped: Tensor | None = None) -> None:
+    def restore_buffers(self, skipped: Tensor | None = None) -> None:
         """Restore batch norm's running statistics after a skipped step. skipped: a flag on the device; None: it was."""
-        for buffer, before in zip((b for model in models for b in model.buffers()), self._buffers, strict=True):
-            buffer.copy_(before if skipped is None else torch.where(skipped, before, buffer))
+        if self._buffers is not None:
+            self._buffers.restore(skipped)
 
     def compare_replicas(self, state: TrainState, models: Sequence[nn.Module], among: Engine | None = None) -> None:
         """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.

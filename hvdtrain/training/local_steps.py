@@ -58,7 +58,7 @@ class LocalSteps:
         self._others_shared: list[Tensor] = []
         self._known = {
             id(t) for t in (*self._parameters, *floating_buffers(prepared.models))
-        }  # buffers: averaged anyway
+        }  # buffers: made the same anyway
         self._follow(p for model in prepared.models for p in model.parameters())
 
     def follow(self, module: nn.Module) -> None:
@@ -96,12 +96,14 @@ class LocalSteps:
             self._exchange_others(step)
             for model in self._prepared.models:
                 self._engine.average_buffers(model)
+            self._prepared.buffers.take_rank_0s()
         self._exchanged_at = step
 
     def _exchange_others(self, step: int) -> None:
         if not self._others:
             return
-        changes = torch._foreach_sub(self._others, self._others_shared)
+        pairs = zip(self._others, self._others_shared, strict=True)
+        changes = [torch.where(own == shared, 0, own - shared) for own, shared in pairs]  # of -inf in a mask, too: 0
         mine = torch.stack([change.any() for change in changes]).int().cpu()
         changed = self._engine.sum(mine, "exchange.changed").tolist()  # most are frozen: nothing to send
         these = [number for number, anywhere in enumerate(changed) if anywhere]

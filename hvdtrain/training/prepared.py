@@ -1,8 +1,10 @@
 """Models and optimizers wrapped by the engine and synchronized over all ranks, with the loss scaler of --amp."""
 
 import hashlib
+import inspect
+import io
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -11,11 +13,11 @@ from torch import Tensor, nn
 
 from hvdtrain.cli import Flags
 from hvdtrain.engines.base import Engine, Reduction
-from hvdtrain.engines.buffers import floating_buffers, running_statistics
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.weights import load_weights
-from hvdtrain.training.replicas import Models, named_parameters
+from hvdtrain.training.replicas import Models, kind_of, named_parameters
 from hvdtrain.training.schedules import is_scheduled
+from hvdtrain.training.shared_buffers import SharedBuffers, give_memory
 from hvdtrain.training.verdict import fuse, takes_flag
 
 REPLICAS = nn.DataParallel, nn.parallel.DistributedDataParallel
@@ -52,6 +54,15 @@ def refuse_layer(name: str, layer: nn.Module, engine: str, *, local_steps: bool)
         raise UserError(f"run.prepare(): {said}")
 
 
+def callable_alone(function: Callable[..., object]) -> bool:
+    """Return whether `function` may be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
+
+
 def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parameter]) -> None:
     """Raise UserError for an optimizer with which ranks cannot train. known: the parameters of the models."""
     said = ""
@@ -65,6 +76,8 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parame
     elif is_scheduled(optimizer):
         how = "create it afterwards, from the optimizer that this returns"
         said = f"a learning rate scheduler was created before: {how}"
+    elif not callable_alone(optimizer.step):
+        said = f"{type(optimizer).__name__}.step() takes arguments that step.update() does not give: give them defaults"
     elif not set(parameters_of(optimizer)).issubset(known):
         said = "an optimizer has parameters of a model that was not given: pass that model, too"
     if said:
@@ -106,7 +119,7 @@ def refuse_replicas(name: str, module: nn.Module) -> None:
 def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise UserError on every rank if ranks have built different models or optimizers. A collective."""
     mine = [f"{name}: {kind_of(tensor)}" for name, tensor in named_parameters(models)]
-    mine += [f"{kind_of(buffer)} buffer" for model in models for buffer in model.buffers()]
+    mine += [f"{kind_of(buffer)} buffer{sparse_values(buffer)}" for model in models for buffer in model.buffers()]
     mine += [type(optimizer).__name__ for optimizer in optimizers]
     digests = engine.all_gather_object(hashlib.sha256("\n".join(mine).encode()).hexdigest(), "prepare.alike")
     if len(set(digests)) == 1:
@@ -120,9 +133,12 @@ def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.opt
             raise UserError(f"run.prepare(): {said}: {how}", everywhere=True)
 
 
-def kind_of(tensor: Tensor) -> str:
-    """Return a tensor's shape and type in words."""
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def sparse_values(buffer: Tensor) -> str:
+    """Return what tells the values of a sparse buffer, which is not broadcast, from others; "" for others."""
+    if buffer.layout is torch.strided:
+        return ""
+    torch.save(buffer, content := io.BytesIO())
+    return f", sparse, SHA-256 {hashlib.sha256(content.getvalue()).hexdigest()[:12]}"
 
 
 class Prepared:
@@ -144,10 +160,13 @@ class Prepared:
         if len(models) + len(optimizers) != len(parts) or not models or not optimizers:
             kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
             raise UserError(f"run.prepare() got {kinds}: give it models and optimizers (run.register takes schedulers)")
+        if any(nn.parameter.is_lazy(one) for model in models for one in (*model.parameters(), *model.buffers())):
+            raise UserError("run.prepare(): a layer has no shape yet: call the model once before")
         self._engine = engine
         require_alike(engine, models, optimizers)
         for model in models:
             model.to(engine.device)
+            give_memory(model)
         if flags.weights is not None:
             with engine.raising_together("weights"):
                 if engine.rank == 0:
@@ -186,8 +205,7 @@ class Prepared:
         self.pending: set[torch.optim.Optimizer] = set()  # those with gradients of this step that are not applied yet
         self.updating = False  # whether `step.update` calls the optimizers
         self.zero_grads = {one: one.zero_grad for one in self.optimizers}
-        self._averaged_at: object = None
-        self._own_buffers: list[Tensor] = []
+        self.buffers = SharedBuffers(engine, models)
         # Adasum reduces weight updates; a missing gradient counts as zero.
         self._zero_for_missing = find_unused_parameters or flags.reduction == "adasum"
         for model in models:
@@ -222,32 +240,6 @@ class Prepared:
         self.unflagged.remove(optimizer)
         self.flagged.add(optimizer)
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # GradScaler gives it the flag
-
-    def average_buffers(self, position: object, registered: Sequence[nn.Module]) -> None:
-        """Average batch norm's running statistics over ranks, for an evaluation. A collective.
-
-        position: in training; a resume repeats all evaluations of the same one. See `restore_own_buffers`. registered:
-        modules with statistics of their own, such as averaged weights.
-        """
-        statistics = self._statistics_of(registered)
-        if position != self._averaged_at:
-            self._averaged_at = position
-            self._own_buffers = [buffer.clone() for buffer in (*floating_buffers(self.models), *statistics)]
-        for model in self.models:
-            self._engine.average_buffers(model)
-        self._engine.average_(statistics)
-
-    def _statistics_of(self, registered: Sequence[nn.Module]) -> list[Tensor]:
-        """Return the running statistics of registered modules, without those that they share with the models."""
-        known = {id(buffer) for buffer in floating_buffers(self.models)}
-        return [tensor for tensor in running_statistics(registered) if id(tensor) not in known]
-
-    def restore_own_buffers(self, registered: Sequence[nn.Module]) -> None:
-        """Restore this rank's statistics of before the evaluations at this position, for a checkpoint from which these are
-        repeated: averaging the means again could change bits, because the sum of equal numbers is rounded."""
-        buffers = (*floating_buffers(self.models), *self._statistics_of(registered))
-        for buffer, own in zip(buffers, self._own_buffers, strict=True):
-            buffer.copy_(own)
 
     def in_order_of(self, parts: Sequence[Any]) -> Any:
         """Return the wrapped objects in the order of `parts`: a single object, or a tuple."""

@@ -88,6 +88,11 @@ def named_parameters(models: Sequence[nn.Module]) -> list[tuple[str, nn.Paramete
     return [(name, parameter) for parameter, name in named.items()]
 
 
+def kind_of(tensor: Tensor) -> str:
+    """Return a tensor's shape and type in words."""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def checksum(parameter: Tensor) -> Tensor:
     """Return an int64 scalar: the sum over all values of their bits times their position (from 1), modulo 2^64.
 

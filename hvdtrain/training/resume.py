@@ -245,7 +245,7 @@ class Checkpoints:
             self.engine.broadcast_optimizer_state(optimizer)
         if self._holds_own_states() and self.facts["workers"] == self.workers:
             self.facts |= own_states.restore(self.engine, self.workers, self._found and self._found[1], optimizers)
-        self._restore_own("buffers", list(floating_buffers(models)))
+        self._restore_own("buffers", list(floating_buffers(models)), running_statistics(models))
         if self.facts["scaler"]:
             scaler.load_state_dict(self.facts["scaler"])
         self._settings = settings_of(optimizers)
@@ -253,8 +253,9 @@ class Checkpoints:
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = group.get("initial_lr", group["lr"])
 
-    def _restore_own(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Restore `tensors`, of which each rank has its own: with a different number of ranks, their mean. A collective."""
+    def _restore_own(self, name: str, tensors: Sequence[Tensor], statistics: Sequence[Tensor]) -> None:
+        """Restore `tensors`, of which each rank has its own: with a different number of ranks, the mean of those that are in
+        `statistics`, and rank 0's of the others. A collective."""
         own = buffers.flatten(tensors)
         ranks, length = (self.facts or {})["shapes"][name]
         if own.shape != (length,):
@@ -266,10 +267,19 @@ class Checkpoints:
         if self._found is not None:
             rows.copy_(self._found[1][name])
         self.engine.broadcast_(rows, f"checkpoint.{name}")
-        if self._flags.evaluate is not None:  # the same on each rank; the mean of equal rows may be rounded
-            mine = rows[0] if bool((rows == rows[0]).all()) else rows.mean(0)
+        same = self._flags.evaluate is not None  # on each rank
+        if ranks == self.engine.size and not same:
+            mine = rows[self.engine.rank]
+        elif same and bool((rows == rows[0]).all()):  # their mean may be rounded
+            mine = rows[0]
         else:
-            mine = rows[self.engine.rank] if ranks == self.engine.size else rows.mean(0)
+            averaged = {id(tensor) for tensor in statistics}
+            mine = rows.mean(0)
+            parts = zip(tensors, mine.split([tensor.numel() for tensor in tensors]), strict=True)
+            firsts = rows[0].split([tensor.numel() for tensor in tensors])
+            mine = torch.cat(
+                [mean if id(tensor) in averaged else first for (tensor, mean), first in zip(parts, firsts, strict=True)]
+            )
         buffers.unflatten(mine, tensors)
 
     def restore_local(self, local: LocalSteps, state: TrainState) -> None:
@@ -309,7 +319,7 @@ class Checkpoints:
     def restore_statistics(self, registered: Mapping[str, Any]) -> None:
         """Restore this rank's running statistics of registered modules. A collective; after `restore_registered`."""
         for name, statistics in statistics_of(registered).items() if self.facts is not None else ():
-            self._restore_own(name, statistics)
+            self._restore_own(name, statistics, statistics)
 
     def positions(self) -> list[Any] | None:
         """Return each rank's position in its stream, on every rank; None if there is none. A collective."""

@@ -501,7 +501,9 @@ class Run:
         averaged = [what for what in self._registered.values() if isinstance(what, torch.nn.Module)]
         beside = averaged if self._local is None else []  # else their statistics are averaged where weights are
         if self.flags.evaluate is None:  # else the same on all ranks
-            prepared.average_buffers((self.state.epoch, self.state.step, self._in_steps), beside)
+            prepared.buffers.share((self.state.epoch, self.state.step, self._in_steps), beside)
+            if line := prepared.buffers.warning():
+                self.say(line)
         self._evaluation = evaluation = Evaluation(self.engine, data, self.seed, self._go_on_evaluating)
         if self.flags.predict is not None:
             self._predictions = Predictions(whole=isinstance(data, int))
@@ -522,7 +524,7 @@ class Run:
         # Stopped between steps: save, and do not record the partial evaluation, which is repeated after the resume. Within a
         # step, the position does not match the weights yet, so nothing is saved before the step has ended.
         if not self._in_steps and self.guard.stops_here("evaluate.stop"):
-            prepared.restore_own_buffers(beside)
+            prepared.buffers.restore_own()
             self._save()
             raise Stopped
         self._evaluated = True

@@ -18,6 +18,7 @@ from hvdtrain.training.inputs import Batch, Input
 from hvdtrain.training.non_finite import Inspection
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.reuse import Outputs
+from hvdtrain.training.shared_buffers import Kept
 from hvdtrain.training.state import TrainState, require_free
 from hvdtrain.training.verdict import Verdict, not_finite
 
@@ -209,7 +210,7 @@ class Step:
             self.left_out = True
             if shared.guard.explains(shared.state):
                 yield from self._inspect(self, loop)
-            shared.guard.restore_buffers(prepared.models)
+            shared.guard.restore_buffers()
 
     def _look_back(self, before: "Step", loop: int) -> Iterator[Any]:
         """Read whether the gradients of this loop in the step before were finite. By now, the device has more to do."""
@@ -223,10 +224,9 @@ class Step:
             return
         before.left_out = True
         if self._shared.guard.explains(self._shared.state):
-            buffers = [(buffer, buffer.clone()) for model in self._shared.prepared.models for buffer in model.buffers()]
+            buffers = Kept(self._shared.prepared.models)
             yield from self._inspect(before, loop)
-            for buffer, now in buffers:
-                buffer.copy_(now)
+            buffers.restore()
 
     def _seed(self, loop: int) -> int:
         """Return the seed of this rank's random numbers in this step, so that dropout is the same after a restart."""
@@ -375,7 +375,7 @@ class Step:
         self._reduced |= flags
         verdict = self.verdicts[loop] = Verdict(list(flags.values()))
         if guard.max_skipped:
-            guard.restore_buffers(prepared.models, verdict.left_out)
+            guard.restore_buffers(verdict.left_out)
 
     def _divide_by_tokens(self, counts: Sequence[Tensor | float]) -> None:
         """Turn the gradients of means over samples into those of a mean over items. counts: of this rank's micro-batches."""

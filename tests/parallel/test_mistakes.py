@@ -31,9 +31,23 @@ class Complex(nn.Module):
         return ((x + 0j) @ self.wave).abs()
 
 
+class Around(torch.optim.Optimizer):
+    """As Lookahead is, around another one."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+
+
 class Demanding(torch.optim.SGD):
     def __init__(self, params, times):
         super().__init__(params, lr=times)
+
+
+def with_a_graph(matrix):
+    net = nn.Linear(3, 1)
+    net.register_buffer("graph", matrix.to_sparse_csr(), persistent=False)
+    return net
 
 
 def sgd(net, last=False):
@@ -103,6 +117,10 @@ NEED_TWO = {  # ranks that differ
         dict(net_of=lambda last: nn.Sequential(*(nn.Linear(3, 3) for _ in range(last)), nn.Linear(3, 1))),
         r"rank 0 has 0.weight: \[1, 3\] float32 where rank \d has 0.weight: \[3, 3\] float32",
     ),
+    "another sparse buffer": (
+        dict(net_of=lambda last: with_a_graph(torch.eye(3) * (1 + last))),
+        r"rank 0 has \[3, 3\] float32 buffer, sparse, SHA-256 \w{12} where rank \d has \[3, 3\] float32 buffer, sparse",
+    ),
     "another optimizer": (dict(optimizer_of=adam_on_one), r"rank 0 has SGD where rank \d has Adam"),
     "other data": (
         dict(data=lambda last: X[: N - last]),
@@ -156,6 +174,10 @@ OF_ENGINES = {
         "an optimizer that Horovod cannot make": (
             dict(optimizer_of=lambda net, last: Demanding(net.parameters(), 2.0)),
             "^Demanding cannot be made from parameters alone, as Horovod does .*: give its arguments defaults, or use",
+        ),
+        "an optimizer around another": (
+            dict(optimizer_of=lambda net, last: Around(sgd(net))),
+            "^Around cannot be made from parameters alone, as Horovod does: use --engine ddp",
         ),
         "batch norm that normalizes each rank's samples alone": (
             dict(net_of=of_torch),

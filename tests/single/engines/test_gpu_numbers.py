@@ -85,7 +85,7 @@ def test_horovod_broadcasts_what_nccl_cannot_carry_as_bytes_of_the_same_memory()
         for seen in (in_model[name], got[name]):
             assert seen.is_contiguous()
             assert seen.data_ptr() == tensor.data_ptr()
-            assert seen.dtype == (torch.uint8 if name in ("mask", "int16") else tensor.dtype)
+            assert seen.dtype == (torch.uint8 if name in ("mask", "int16", "scalar") else tensor.dtype)
 
 
 class Largest(TorchDispatchMode):

@@ -77,6 +77,15 @@ MISTAKES = {
     "data described twice": (dict(unprepared='run.describe_data("a", "b"); run.describe_data("a", "b")'), "was already called"),
     "no optimizer": (dict(prepare="net"), r"run.prepare\(\) got Sequential: give it models and optimizers"),
     "L-BFGS": (dict(prepare="net, torch.optim.LBFGS(net.parameters())"), "LBFGS computes the loss several times in a step"),
+    "a layer without a shape": (
+        dict(prepare="nn.Sequential(nn.LazyLinear(1)), torch.optim.SGD(net.parameters(), lr=0.1)"),
+        r"^run.prepare\(\): a layer has no shape yet: call the model once before$"),
+    "an optimizer that is called with the loss": (
+        dict(before="class WithLoss(torch.optim.SGD):\n    def step(self, loss): pass", prepare="net, WithLoss(net.parameters(), lr=0.1)"),
+        r"WithLoss.step\(\) takes arguments that step.update\(\) does not give: give them defaults"),
+    "a sparse buffer": (
+        dict(unprepared="net.register_buffer('graph', torch.eye(3).to_sparse())"),
+        r"^model.graph is a sparse tensor, which a checkpoint cannot store: register the buffer with persistent=False"),
     "SparseAdam": (dict(prepare="net, torch.optim.SparseAdam(net.parameters())"), "SparseAdam needs sparse gradients"),
     "sparse gradients": (
         dict(prepare="nn.Sequential(nn.Embedding(4, 2, sparse=True)), torch.optim.SGD(net.parameters(), lr=0.1)"),

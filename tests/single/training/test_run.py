@@ -181,6 +181,28 @@ def test_a_step_left_out_changes_nothing_and_training_goes_on(tmp_path):
     assert error["message"].endswith(": step skipped") or error["kind"] == "non-finite"
 
 
+class Growing(nn.Module):
+    """Makes its buffer anew in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x[:, 0]])
+        return self.body(x)
+
+
+def test_a_step_left_out_takes_back_a_buffer_that_was_replaced():
+    with training.start(flags_for("--max-skipped", "1", epochs=1)) as run:
+        net = Growing()
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        fit(run, [X], lambda step, x: model(x * (float("nan") if step.number == 2 else 1.0)).square().mean())
+    assert len(net.seen) == N - 8
+    assert net.seen.isfinite().all()
+
+
 def regression(directory, *argv, epochs=3, stop_after=None):
     """A program without accuracy, with a scheduler of torch's and averaged weights; return the run."""
     parser = training.parser("regression", None, epochs=epochs, batch_size=8)
