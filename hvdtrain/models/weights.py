@@ -1,8 +1,10 @@
 """Files of weights: checks before they are opened, and initial weights. Nothing in a file is executed."""
 
+import contextlib
 import itertools
 import re
 import stat
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,6 +39,15 @@ def refuse_large_header(path: Path) -> None:
             raise ValueError(f"it names more than {MOST_TENSORS:,} tensors")
 
 
+def refuse_compressed(path: Path) -> None:
+    """Raise ValueError if a file of torch.save unpacks to more bytes than it has: torch.save compresses nothing, and 2.7 MB
+    of zeros took 3.5 GB. Raises OSError if it cannot be read."""
+    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        unpacked, there = sum(each.file_size for each in archive.infolist()), path.stat().st_size
+        if unpacked > there:
+            raise ValueError(f"it is compressed: {there:,} bytes that become {unpacked:,}")
+
+
 def require_match(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, types: bool = False) -> None:
     """Raise ValueError if a state_dict from a file does not have the names and shapes of the model's. types: and types."""
     for name in [*expected, *state]:
@@ -63,6 +74,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
             refuse_large_header(path)
             state = load_file(path)
         else:
+            refuse_compressed(path)
             # weights_only: a pickle could run code (CVE-2025-32434 is fixed in torch 2.6).
             state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:

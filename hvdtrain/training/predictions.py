@@ -1,6 +1,7 @@
 """What the model says about each sample of a test set (`--predict FILE`), in the order of the data set."""
 
 import csv
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 
+NAME = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]*")
 Rows = tuple[Tensor, dict[str, Tensor]]  # indices, int64 [n]; by name, the samples' values, [n, ...]
 
 
@@ -29,6 +31,10 @@ class Predictions:
         for name, value in values.items():
             if name == "index":
                 raise UserError("run.predict(index=...): the file's own column has this name: give another one")
+            # In the file, a program for tables would take "=cmd" for a formula.
+            if not NAME.fullmatch(name):
+                how = "begin with a letter or a digit, and use no control characters"
+                raise UserError(f"run.predict() got a value named {name!r}: {how}")
             if not isinstance(value, Tensor) or not value.ndim:
                 raise UserError(f"run.predict({name}=...): give a tensor with a row for each sample")
             rows = self._indices.setdefault(name, [])

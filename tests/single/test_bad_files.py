@@ -7,6 +7,7 @@ import os
 import tarfile
 from dataclasses import asdict
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -300,6 +301,23 @@ def test_a_million_empty_tensors_cost_neither_time_nor_memory(count, key, tmp_pa
         checkpoint.read(path)
     assert checkpoint.read_facts(path) == {}
     with pytest.raises(UserError, match=r"not a file of weights .it names more than 100,000 tensors"):
+        load_weights(torch.nn.Linear(1, 1), path)
+
+
+def test_compressed_weights_are_refused_before_they_are_unpacked(tmp_path):
+    """1.6 MB of zeros became 1.6 GB: torch reads them, and never writes them."""
+    path, packed = tmp_path / "weights.pt", tmp_path / "packed.pt"
+    torch.save({"w": torch.zeros(2**20)}, path)
+    with ZipFile(path) as plain, ZipFile(packed, "w", ZIP_DEFLATED) as archive:
+        for name in plain.namelist():
+            archive.writestr(name, plain.read(name))
+    with pytest.raises(
+        UserError, match=r"not a file of weights \(it is compressed: [0-9,]+ bytes that become 4,19[0-9,]+\)"
+    ):
+        load_weights(torch.nn.Linear(1, 1), packed)
+    model = torch.nn.Linear(1, 1)
+    for zipped in (True, False):  # torch's two formats
+        torch.save(model.state_dict(), path, _use_new_zipfile_serialization=zipped)
         load_weights(torch.nn.Linear(1, 1), path)
 
 

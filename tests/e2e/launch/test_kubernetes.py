@@ -182,7 +182,11 @@ def test_pods_run(command, tmp_path):
     with Cluster(tmp_path, hosts, domain=title) as cluster:
         started = {}
         for index, host in enumerate(hosts):
-            variables = {entry["name"]: entry.get("value", str(index)) for entry in container["env"]}
+            of_fields = {
+                "RANK": str(index),
+                "HVDTRAIN_JOB_SECRET": "3f0a9c1e-5d0b-4c4e-9a55-0a0f4a1b2c3d",
+            }  # a job's UID
+            variables = {entry["name"]: entry.get("value") or of_fields[entry["name"]] for entry in container["env"]}
             variables |= {
                 "PATH": f"{BIN}:/usr/bin:/bin",
                 "PYTHONPATH": str(ROOT),

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import imagenet, lm, mnist, training
 from hvdtrain.engines.errors import UserError
+from hvdtrain.training.predictions import Predictions
 from tests import image_set
 from tests.single.trained import trained
 from tests.single.training.small import N, X, Y, flags_for, network
@@ -119,6 +120,13 @@ def test_a_program_of_ones_own_predicts_in_the_order_of_its_data(predict, tmp_pa
     assert torch.equal(held["given"], X)
     assert torch.equal(held["wanted"], Y[:, 0])
     assert held["index"].tolist() == list(range(N))
+
+
+@pytest.mark.parametrize("name", ["=cmd|' /C calc'!A1", "+1", "-1", "@x", "", " x", "a\tb", "a\x1b[2J", "a\x9b2J"])
+def test_a_name_that_a_table_or_a_terminal_would_execute_is_refused(name):
+    with pytest.raises(UserError, match=r"got a value named .*: begin with a letter"):
+        Predictions(whole=False).add(torch.arange(2), {name: torch.zeros(2)})
+    Predictions(whole=False).add(torch.arange(2), {"größe (mm) = 2": torch.zeros(2)})
 
 
 def test_flags_that_are_given_win_over_those_of_the_run(tmp_path):
