@@ -5,6 +5,7 @@ Import this module only if needed: importing ssl and http takes longer than load
 
 import json
 import queue
+import secrets
 import threading
 import time
 import urllib.request
@@ -24,22 +25,29 @@ TOTAL_SECONDS = 120.0  # for all files together
 FAILURE = "download-failed.json"
 
 
-def download(published: Published, missing: Sequence[File], target: Path, state: Path, began: float) -> None:
+def last_failure(state: Path) -> bytes:
+    """Return the note of the last download that has failed, in directory `state`; b"" if there is none."""
+    with suppress(OSError):
+        return files.read_small(state / FAILURE)
+    return b""
+
+
+def download(published: Published, missing: Sequence[File], target: Path, state: Path, before: bytes) -> None:
     """Download the files in `missing` to directory `target`, as FILE.gz. The caller holds the lock of directory `state`.
 
-    A failure is recorded there: processes that have waited for the lock since `began` (time.time) fail as well, and do not
-    try again. Raises DownloadFailed.
+    A failure is noted there. before: `last_failure` before this process waited for the lock. If there is another one now,
+    it fails as well, and does not try again. No clock is compared: it may have jumped, or be another host's.
+    Raises DownloadFailed.
     """
-    failure = state / FAILURE
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        noted = json.loads(files.read_small(failure))
-        if noted["time"] >= began:
-            raise DownloadFailed(noted["reason"])
+    failed = last_failure(state)
+    if failed != before:
+        with suppress(ValueError, TypeError, KeyError):
+            raise DownloadFailed(json.loads(failed)["reason"])
     try:
         _download(published, missing, target)
     except DownloadFailed as error:
         with suppress(OSError):
-            files.write(failure, json.dumps({"time": time.time(), "reason": str(error)}))
+            files.write(state / FAILURE, json.dumps({"id": secrets.token_hex(8), "reason": str(error)}))
         raise
 
 

@@ -14,7 +14,6 @@ The content of every MNIST and Fashion-MNIST file is compared with its published
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -143,15 +142,15 @@ def _find(published: Published, places: Sequence[Path]) -> list[Path | None]:
 
 def _download(published: Published, places: Sequence[Path], target: Path, state: Path) -> None:
     """Download what no other process of the host has downloaded meanwhile. Raises OSError, DownloadFailed."""
-    from hvdtrain.data.download import TOTAL_SECONDS, download
+    from hvdtrain.data.download import TOTAL_SECONDS, download, last_failure
 
-    began = time.time()
+    before = last_failure(state)
     target.mkdir(parents=True, exist_ok=True)
     with cache.locked(state, TOTAL_SECONDS + 30):
         found = _find(published, places)
         missing = [file for file, path in zip(published.files, found, strict=True) if path is None]
         if missing:
-            download(published, missing, target, state, began)
+            download(published, missing, target, state, before)
 
 
 def _content(published: Published, paths: Sequence[Path], shared: Path | None) -> Tensor:

@@ -85,10 +85,13 @@ def synchronize(handle: int) -> None:
 
 
 def remove_partial(directory: Path, older_than: float = 0.0) -> None:
-    """Remove what killed writers have left in `directory`, if it is at least `older_than` seconds old."""
+    """Remove what killed writers have left in `directory`, if it is at least `older_than` seconds old.
+
+    Also what is from the future, by as much: the clock has jumped, and a leftover would stay until then.
+    """
     with contextlib.suppress(OSError):
         for path in list(directory.glob(f".*{PARTIAL}")):
-            if time.time() - path.lstat().st_mtime >= older_than:
+            if abs(time.time() - path.lstat().st_mtime) >= older_than:
                 path.unlink(missing_ok=True)
 
 

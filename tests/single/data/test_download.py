@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.data import cache, download, idx, published
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from tests.single.data import fake_mnist as fake
 
@@ -243,6 +244,24 @@ def test_of_several_processes_one_waits_for_a_dead_network(
         mirrors(url)
         came.append(0)
         assert idx.load("auto").name == "mnist"
+
+
+def test_a_failure_that_the_clock_puts_into_the_future_is_not_the_last_word(
+    tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake.mirror(lambda request: request.send_error(503)) as (url, _):
+        mirrors(url)
+        with monkeypatch.context() as ahead:
+            now = time.time
+            ahead.setattr(time, "time", lambda: now() + 1e9)
+            failed(tmp_path / "d")
+    leftover = tmp_path / "d" / "MNIST" / "raw" / f".left{files.PARTIAL}"
+    leftover.touch()
+    os.utime(leftover, (4e9, 4e9))
+    with fake.mirror() as (url, _):
+        mirrors(url)
+        assert idx.load("mnist", tmp_path / "d").name == "mnist"
+    assert not leftover.exists()
 
 
 def test_a_killed_download_frees_the_lock_and_leaves_nothing(
