@@ -41,6 +41,7 @@ from steps import (
     last_lines,
     main_with_exit_codes,
     pins,
+    refuse_open_cache,
     require_space,
     run,
 )
@@ -223,6 +224,7 @@ def main() -> None:
         print(what, flush=True)
         site_settings.say(site_settings.build_settings(bool(target.cuda), options.mpi == "system"))
         entry.mkdir(parents=True, exist_ok=True)
+        refuse_open_cache(options.cache_dir)
         with only_one(entry / ".lock", "build of this wheel"):
             wheel = None if options.rebuild else wheel_cache.cached_wheel(entry)
             if wheel is None:

@@ -154,6 +154,15 @@ def require_writable(directory: Path) -> None:
         )
 
 
+def refuse_open_cache(cache: Path) -> None:
+    """Raise Refusal if every user may write in the cache: the programs and wheels in it are run."""
+    for directory in (cache, *(path for path in cache.glob("*") if path.is_dir()), *cache.glob("wheels/*")):
+        if directory.stat().st_mode & 0o002:
+            raise Refusal(
+                f"{directory}: every user may write there, and what is in it is run: chmod -R o-w it, or another --cache-dir"
+            )
+
+
 def compile_jobs() -> int:
     """Return how many compilers to run at once, by cores and memory (torch's headers take under 1.5 GiB each)."""
     cores = len(os.sched_getaffinity(0))

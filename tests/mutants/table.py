@@ -27,6 +27,7 @@ LOOP = "tests/parallel/test_loop.py"
 TRAINING = "tests/parallel/test_training.py"
 LOCAL_STEPS = "tests/parallel/test_local_steps.py"
 HOSTS = "tests/parallel/test_hosts_as_workers.py"
+RENDEZVOUS = "tests/single/launching/test_rendezvous.py"
 RESUME = "tests/single/training/test_resume.py"
 CHECKPOINT = "tests/single/training/test_checkpoint.py"
 RUN = "tests/single/training/test_run.py"
@@ -217,6 +218,21 @@ MUTANTS = [
            f"{CHECKPOINT}::test_newest_falls_back_to_the_newest_sound_one_and_says_so"),
     mutant("lock: two runs in one directory", "hvdtrain/engines/files.py", "fcntl.LOCK_EX | fcntl.LOCK_NB",
            "fcntl.LOCK_SH | fcntl.LOCK_NB", f"{RESUME}::test_two_runs_cannot_write_in_one_place"),
+    # ---- guarantees: other users of a host
+    mutant("lock: everybody can take it", "hvdtrain/engines/files.py", "rights = 0o600", "rights = 0o644",
+           "tests/single/engines/test_files.py::test_only_who_may_write_in_a_directory_can_lock_it"),
+    mutant("rendezvous: no secret is asked for", "hvdtrain/launching/rendezvous_server.py",
+           "if not hmac.compare_digest(path[: len(self._expected)], self._expected):", "if False:",
+           f"{RENDEZVOUS}::test_a_request_without_the_secret_is_refused_before_its_value_is_read"),
+    mutant("rendezvous: strangers are as many as they like", "hvdtrain/launching/rendezvous_server.py",
+           "await self._turn_away(MOST_STRANGERS)", "pass",
+           f"{RENDEZVOUS}::test_strangers_take_few_of_the_open_files_and_keep_nobody_away"),
+    mutant("images: any format", "hvdtrain/data/decoding.py", ", formats=FORMATS", "",
+           "tests/single/data/test_images.py"
+           "::test_an_image_is_of_a_format_that_folders_have_and_no_program_is_run_for_it"),
+    mutant("--compile: in torch's own place", "hvdtrain/data/compile_cache.py",
+           "_hooks.extend(ImportHook(name, redirect) for name in PLACES)", "pass",
+           "tests/single/models/test_compiling.py::test_what_is_compiled_is_kept_where_nobody_else_can_write"),
     # ---- guarantees: what ends a run
     mutant("NaN: the step is skipped", STEP, "if sound is False and not prepared.scaler.is_enabled():", "if False:",
            f"{RUN}::test_a_step_left_out_changes_nothing_and_training_goes_on"),

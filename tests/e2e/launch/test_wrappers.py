@@ -142,6 +142,26 @@ SECRET = """
 """
 
 
+@pytest.mark.parametrize("given", ["", "0123456789abcdef"])
+def test_the_secret_of_starters_on_several_hosts_is_passed_by_its_name(given, tmp_path):
+    version = "[ $1 = --version ] && echo 'mpirun (Open MPI) 4.1.8' && exit"
+    program(tmp_path / "mpirun", f'{version}; echo "$@"; echo "secret: $HVDTRAIN_JOB_SECRET"')
+    program(tmp_path / "ssh", "exit")
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **({"HVDTRAIN_JOB_SECRET": given} if given else {})}
+    asked = [
+        *["--transport", "gloo", "-np", "2", "-H", "a:1,b:1", "--interface", "eth0", "--"],
+        "python",
+        "-m",
+        "hvdtrain.mnist",
+    ]
+    done = wrapper("mpirun", *asked, env=env)
+    typed, secret = done.stdout.strip().splitlines()
+    secret = secret.removeprefix("secret: ")
+    assert "-x HVDTRAIN_JOB_SECRET " in typed
+    assert secret == given if given else len(secret) == 64
+    assert secret not in typed
+
+
 @pytest.mark.parametrize("name", ["mpirun", "horovodrun"])
 @pytest.mark.parametrize("settings", [PASSED, SECRET], ids=["passed", "secret"])
 def test_what_sites_need_is_passed_and_no_secret(name, settings, tmp_path):

@@ -113,6 +113,17 @@ def test_what_cannot_work_is_refused_before_anything_is_done(arguments: list[str
     assert not (checkout / ".venv").exists()
 
 
+@pytest.mark.parametrize("inside", ["", "wheels/key", "uv-0"])
+def test_a_cache_in_which_every_user_may_write_is_not_used(inside: str, checkout: Path) -> None:
+    """Its wheels are installed, and its uv is run."""
+    directory = checkout / "cache" / inside
+    directory.mkdir(parents=True)
+    directory.chmod(0o1777)
+    said = setup(checkout).stderr.splitlines()[-1]
+    assert f"{directory}: every user may write there, and what is in it is run: chmod -R o-w it" in said
+    assert not (checkout / ".venv").exists()
+
+
 def test_a_venv_that_is_not_ours_is_left_alone(checkout: Path) -> None:
     (checkout / ".venv").mkdir()
     (checkout / ".venv" / "precious").write_text("mine")

@@ -282,6 +282,16 @@ def test_the_secret_is_in_the_environment_or_in_a_file_that_only_this_user_can_r
         job_secret({}, 2)
 
 
+def test_in_kubernetes_pods_need_no_secret(tmp_path, monkeypatch):
+    """They share no home directory, and a network policy keeps others away."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pods = [{"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_ADDR": host} for host in ("a", "a", "b")]
+    first, second, other = (job_secret(pod, 2) for pod in pods)
+    assert first == second != other
+    assert job_secret(pods[0] | {"HVDTRAIN_JOB_SECRET": "0123456789abcdef"}, 2) == "0123456789abcdef"
+    assert not list(tmp_path.iterdir())
+
+
 def meeting(number: int, port: int, secret: str = SECRET, seconds: float = 20.0) -> Meeting:
     return Meeting(number, 2, "127.0.0.1", port, None, seconds, secret)
 
