@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.engines.lines import result
 
 LEVELS = ("ok", "warning", "problem")
@@ -76,9 +76,9 @@ def show(findings: list[dict[str, object]], size: int, as_json: bool) -> None:
         ranks = finding["ranks"]
         assert isinstance(ranks, list)
         where = "" if len(ranks) == size and ranks[0] == 0 else f"  (rank {', '.join(str(rank) for rank in ranks)})"
-        text.append(f"{finding['level']:8} {finding['what']}{where}")
+        text.append(f"{finding['level']:8} {one_line(finding['what'])}{where}")
         for label, more in (("why", finding["why"]), ("do", finding["do"])):
             if more:
-                text.append(f"         {label + ':':4} {more}")
+                text.append(f"         {label + ':':4} {one_line(more)}")
     text.append(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['problem']} problems")
     result("\n".join(text))

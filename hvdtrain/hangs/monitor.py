@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import one_line
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
 from hvdtrain.hangs import leaving
 from hvdtrain.hangs.activity import STEP, Activity
@@ -317,7 +318,7 @@ class Monitor:
         """Return what became of a rank whose connection is gone."""
         mine, theirs, gone = self.peers[self.rank], self.peers[rank], self.gone[rank]
         if gone.said is not None:
-            return f"failed: {gone.said.error}" if isinstance(gone.said, Fail) else "left"
+            return f"failed: {one_line(gone.said.error)}" if isinstance(gone.said, Fail) else "left"
         if mine.place == theirs.place and processes.runs(theirs.pid):
             return "is cut off: its connection was lost, but its process runs"
         if mine.place == theirs.place or not gone.error:

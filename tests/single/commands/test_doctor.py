@@ -10,7 +10,7 @@ import torch
 from hvdtrain import doctor
 from hvdtrain.analysis.nvidia_smi import Gpu
 from hvdtrain.checks import build, gpus, host
-from hvdtrain.checks.findings import Findings, Here
+from hvdtrain.checks.findings import Findings, Here, show
 from tests.single.analysis.nvidia_smi import GPU, put
 
 H100 = Gpu("GPU-1", "H100", "580.65.06", "Disabled", "Default", 81559, 4)
@@ -117,3 +117,10 @@ def test_a_check_that_fails_is_a_finding_and_hides_no_other(monkeypatch, capsys)
     said = capsys.readouterr().out
     assert "problem  odd things: ValueError: odd" in said
     assert "started alone" in said
+
+
+def test_findings_are_said_without_control_characters(capsys):
+    show([{"level": "problem", "what": "a\x1b[2Jb", "why": "c\rd", "do": "e\x9bf", "ranks": [0]}], 1, as_json=False)
+    said = capsys.readouterr().out
+    assert all(c.isprintable() or c == "\n" for c in said)
+    assert r"a\x1b[2Jb" in said

@@ -14,6 +14,7 @@ import pytest
 from hvdtrain.engines.files import allow_open_files
 from hvdtrain.hangs.activity import Activity
 from hvdtrain.hangs.channel import Channel, accept, listen, say_hello
+from hvdtrain.hangs.messages import Fail
 from hvdtrain.hangs.monitor import Monitor, Timing
 from hvdtrain.hangs.peers import Peer
 from hvdtrain.hangs.timeouts import HangTimeouts
@@ -250,6 +251,14 @@ def test_who_is_said_to_have_died(place, process, reset, said, job):
         connection.shutdown(socket.SHUT_RDWR)
     some.wait_until(lambda: some.ranks[0].code == 1)
     assert some.ranks[0].said == [f"rank 1 on h0 {said}"]
+
+
+def test_an_error_is_said_without_its_control_characters(job):
+    """It may name what a file has: escape codes would go to the terminal."""
+    some = job(2, step_timeout=60.0)
+    some.ranks[1].channels[0].send(Fail("KeyError: 'a\x1b]0;title\x07\n'"))
+    some.wait_until(lambda: some.ranks[0].code == 1)
+    assert some.ranks[0].said == [r"rank 1 on h0 failed: KeyError: 'a\x1b]0;title\x07 '"]
 
 
 def test_no_error_ends_the_thread_and_a_signal_is_heard_after_it(job, monkeypatch, capfd):
