@@ -95,12 +95,18 @@ def _candidates(environment: Mapping[str, str]) -> list[Launcher]:
     """Return the launchers that may have started this process, the innermost first."""
     # Only torchrun sets this variable: what other launchers set is then left over from around it.
     first = [BY_NAME["torchrun"]] if "TORCHELASTIC_RUN_ID" in environment else []
-    if HYDRAS_MARK not in environment and "PALS_RANKID" not in environment:
+    if HYDRAS_MARK not in environment and ("PALS_RANKID" not in environment or _of_slurms_plugin(environment)):
         place = environment.get("PMI_RANK"), environment.get("PMI_SIZE")
         managers = [BY_NAME[name] for name in MANAGERS]
         if None not in place:
             first += [each for each in managers if place == (environment.get(each.rank), environment.get(each.size))]
     return first + [each for each in LAUNCHERS if not each.mark or each.mark in environment]
+
+
+def _of_slurms_plugin(environment: Mapping[str, str]) -> bool:
+    """Return whether PALS's variables are Slurm's: its plugin cray_shasta sets them, with its step as the application."""
+    step = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
+    return environment.get("PALS_APID") == step
 
 
 def _told(launcher: Launcher, environment: Mapping[str, str]) -> Announced:

@@ -81,6 +81,38 @@ ENVIRONMENTS = [
     ),
     ("srun --mpi=none", "run", SLURM, "Slurm 5 8 4"),
     ("srun --mpi=pmix", "run", SLURM + " PMIX_RANK=5 PMIX_NAMESPACE=slurm.pmix.31.0", "Slurm 5 8 4"),
+    (
+        "srun --mpi=cray_shasta, the default on Cray EX (Perlmutter, Frontier, Alps)", "read: mpi_cray_shasta.c of Slurm",
+        SLURM + " PALS_APID=31.0 PALS_RANKID=5 PALS_LOCAL_RANKID=1 PALS_NODEID=1 PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 "
+        "PMI_LOCAL_SIZE=4 PMI_UNIVERSE_SIZE=8 PMI_JOBID=31",
+        "Slurm 5 8 4",
+    ),
+    (
+        "the same of Slurm 20.11, which left PMI's to Cray's library", "read: mpi_cray_shasta.c of Slurm 20.11",
+        SLURM + " PALS_APID=31.0 PALS_RANKID=5 PALS_NODEID=1",
+        "Slurm 5 8 4",
+    ),
+    (
+        "mpiexec of PALS in a Slurm job", "read: ALCF's user guides",
+        SLURM + " PALS_APID=5a1c-7b PALS_RANKID=5 PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2",
+        "mpiexec (PALS) 5 8 2",
+    ),
+    (
+        "ibrun over Intel MPI (Frontera, Stampede3): it starts the mpirun of the loaded module", "read: TACC's user guides",
+        "SLURM_PROCID=0 SLURM_NTASKS=8 PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4",
+        "mpirun (MPICH or Intel MPI) 5 8 4",
+    ),
+    (
+        "ibrun over MVAPICH2 (Frontera)", "read: TACC's user guides",
+        "SLURM_PROCID=0 SLURM_NTASKS=8 MPIRUN_RANK=5 MPIRUN_NPROCS=8 MV2_COMM_WORLD_RANK=5 MV2_COMM_WORLD_SIZE=8 "
+        "MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=4",
+        "mpirun (MVAPICH) 5 8 4",
+    ),
+    (
+        "ibrun over Open MPI (Vista)", "read: TACC's user guides",
+        "SLURM_PROCID=0 SLURM_NTASKS=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1",
+        "mpirun (Open MPI) 1 2 1",
+    ),
     ("srun --mpi=pmi2", "run", SLURM + " PMI_RANK=5 PMI_SIZE=8 PMI_FD=10 PMI_JOBID=31.0", "Slurm 5 8 4"),
     ("torchrun", "run", "RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none", "torchrun 1 4 2"),
     (
