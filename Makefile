@@ -15,7 +15,7 @@ NP ?= 2
 EXAMPLES ?= 5000
 ENVIRONMENTS ?= --jobs 2
 BAD := tests/single/commands/test_bad_settings.py tests/single/test_bad_files.py
-.PHONY: setup run test test-slow test-all lint docs bench chaos chaos-attacks chaos-environments chaos-examples matrix soak flaky mutants
+.PHONY: setup run test test-slow test-all lint docs dist bench chaos chaos-attacks chaos-environments chaos-examples matrix soak flaky mutants
 
 setup:
 	@$(PYTHON) launch/setup $(SETUP)
@@ -49,6 +49,14 @@ docs:
 	. .venv/bin/activate && exec python docs/site/readability.py
 	. .venv/bin/activate && exec python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c docs/site . site
 	@echo "site/index.html: open it in a browser"
+
+# The wheel and the source distribution for a package index, checked. Both land in dist/.
+dist:
+	@$(PYTHON) launch/setup $(SETUP) --with dist
+	rm -rf dist
+	. .venv/bin/activate && exec python -m build --no-isolation --outdir dist .
+	. .venv/bin/activate && exec python -m twine check --strict dist/*
+	. .venv/bin/activate && exec python -m pytest -q -m "" tests/e2e/launch/test_wheel.py
 
 chaos: setup
 	@$(MAKE) --keep-going chaos-attacks chaos-environments chaos-examples
