@@ -30,7 +30,9 @@ def use_private(*, needed: bool = False) -> None:
     if "TORCHINDUCTOR_CACHE_DIR" in unset:
         kept = cache.directory("compiled", "code")
         if kept is None and needed:
-            kept = Path(tempfile.mkdtemp(prefix="hvdtrain-compiled-"))
+            from hvdtrain.data.leftovers import tag  # a later start removes it, should this process be killed
+
+            kept = Path(tempfile.mkdtemp(prefix=f"{tag(os.getpid())}-"))
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
         if kept is None:
             return
