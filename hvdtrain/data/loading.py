@@ -5,11 +5,13 @@ device.
 """
 
 import atexit
+import dataclasses
 import functools
 import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hvdtrain.data import fork_server, leftovers
 from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
+from hvdtrain.data.packing import Packed, Travels, main_cannot_be_imported
 from hvdtrain.data.sharding import (
     PlannedBatch,
     PlannedStep,
@@ -82,6 +85,11 @@ class Plan:
         rest = order[self.taken :] if epoch == self.first_epoch else order
         return steps(rest, self.rank, self.size, self.batch_size, self.accumulate, self.global_batch)
 
+    def of_epoch(self, epoch: int) -> "Plan":
+        """Return the plan of the remaining steps of `epoch` alone."""
+        taken = self.taken if epoch == self.first_epoch else 0
+        return dataclasses.replace(self, first_epoch=epoch, epochs=epoch + 1, taken=taken)
+
     def steps_per_epoch(self) -> int:
         """Return the number of steps in a full epoch; of batches, whose number may vary, in the first one."""
         if self.batches is not None:
@@ -127,6 +135,8 @@ def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
     """
     leftovers.sweep()
     leftovers.claim()
+    if main_cannot_be_imported():  # Python would try it, in each worker
+        vars(sys.modules["__main__"]).pop("__file__", None)
     context = multiprocessing.get_context("forkserver")
     # The second name is no module. torch: a notebook has no program that would import it.
     context.set_forkserver_preload(["hvdtrain.data.fork_server", fork_server.wanted([*preload, "torch"])])
@@ -161,13 +171,19 @@ def loader(
     timeout: float = 0,
     prefetch_factor: int | None = PREFETCH,
     worker_init: Callable[[int], None] | None = None,
+    persistent: bool = False,
+    seed: int | None = None,
 ) -> DataLoader[Any]:
     """Return a DataLoader whose items are complete batches: `dataset[job]`, or the items of an iterable dataset.
 
     Iterating over it raises Failure if a worker ends.
 
-    timeout (seconds; 0: none), prefetch_factor, worker_init: see DataLoader; used only with workers.
+    timeout (seconds; 0: none), prefetch_factor, worker_init, persistent: see DataLoader; used only with workers. seed: of
+    what torch seeds the workers with.
     """
+    generator = torch.Generator()  # otherwise each iteration advances the global generator, which dropout uses
+    if seed is not None:
+        generator.manual_seed(seed)
     return _Batches(
         dataset,
         batch_size=None,
@@ -177,7 +193,8 @@ def loader(
         prefetch_factor=prefetch_factor if workers else None,
         pin_memory=device.type != "cpu",
         collate_fn=_as_it_is,  # by default, torch would make lists of tuples
-        generator=torch.Generator(),  # otherwise each iteration advances the global generator, which dropout uses
+        generator=generator,
+        persistent_workers=persistent and workers > 0,
         **(worker_options(worker_init) if workers else {}),
     )
 
@@ -185,7 +202,8 @@ def loader(
 def worker_options(worker_init: Callable[[int], None] | None) -> dict[str, Any]:
     """Return options of a DataLoader for workers that the fork server starts, and that end with their rank."""
     # The server may have been started while mpirun's binding to one core was in effect.
-    init = functools.partial(_begin_worker, os.sched_getaffinity(0), worker_init)
+    own: Any = None if worker_init is None else Packed(worker_init)
+    init = functools.partial(_begin_worker, os.sched_getaffinity(0), own)
     return {"multiprocessing_context": "forkserver", "worker_init_fn": init}
 
 
@@ -221,6 +239,9 @@ def _begin_worker(cores: set[int], worker_init: Callable[[int], None] | None, wo
     os.sched_setaffinity(0, cores)
     for number in IGNORED_SIGNALS:  # torch installs a handler for SIGTERM
         signal.signal(number, signal.SIG_IGN)
+    info: Any = get_worker_info()
+    if isinstance(held := getattr(info, "dataset", None), Travels):  # the script asks for its own
+        object.__setattr__(info, "dataset", held.dataset)  # what is set as usual can only be its random seed
     if worker_init is not None:
         worker_init(worker)
 

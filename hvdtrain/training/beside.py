@@ -60,21 +60,35 @@ class Several(Input):
         (self._name, (self._first, _)), *self._others = self._parts.items()
         self.samples, self.per_epoch = self._first.samples, self._first.per_epoch
         self._planned: dict[str, Iterator[tuple[int, PlannedBatch]]] = {}
-        self._done = 0
+        self._state = TrainState()
 
     def order(self, seed: int, epoch: int) -> Tensor:
         return self._first.order(seed, epoch)
 
+    def plan(self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int) -> Plan:
+        plan = self._first.plan(engine, flags, initial, state, epochs)
+        self.per_epoch = plan.per_epoch  # with drop_last=True, not all samples
+        return plan
+
     def begin(self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int) -> int:
-        self._done = state.samples
+        self._state = state
         return super().begin(engine, flags, initial, state, epochs)
 
+    def require_unchanged(self, epoch: int) -> None:
+        for source, _ in self._parts.values():
+            source.require_unchanged(epoch)
+
     def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
-        self._first.read(jobs)
+        plan = self._plan.of_epoch(self._state.epoch)
+        self._first.read(plan)
         for name, part in self._others:
-            given = self._plan, part, self._done, mixed_seed(self._plan.seed, name) >> 1
+            given = plan, part, self._state.samples, mixed_seed(plan.seed, name) >> 1
             part[0].read(beside(*given))
             self._planned[name] = beside(*given)
+
+    def close(self) -> None:
+        for source, _ in self._parts.values():
+            source.close()
 
     def load(self, planned: PlannedBatch) -> Batch:
         batch = self._first.load(planned)
@@ -96,6 +110,9 @@ def part_of_step(engine: Engine, name: str, what: Any, seed: int, batch_size: in
         if what.batch_size is None:
             how = "give it a sampler, or batch_size"
             raise UserError(f"run.steps: {name!r} has no batch_size, and goes with other data in a step: {how}")
+        if not first and what.drop_last:
+            how = "leave it out, its last batch is filled from its next epoch"
+            raise UserError(f"run.steps: {name!r} has drop_last=True: {how}")
         if not first and what.batch_size % batch_size:
             how = f"give it a multiple of --batch-size {batch_size}"
             raise UserError(f"run.steps: {name!r} has batch_size={what.batch_size}: {how}")

@@ -33,6 +33,9 @@ class Evaluation:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor | float] = {}  # sums of `count`, of the names with which it was given
         self._samples = 0  # of this rank, in the batches yielded so far
+        self._in_batch = 0  # of these, in the current batch
+        self._rows: dict[str, int] = {}  # of the names given with a value for each sample: their values
+        self._rows_in_sums: dict[str, int] = {}  # samples in the batches of which a sum was given
         self._indices: Tensor | None = None  # of the current batch, if there is one
 
     def mine(self) -> Any:
@@ -45,6 +48,7 @@ class Evaluation:
         for batch in self._loaded():
             self._heartbeat()
             self._samples += batch.count
+            self._in_batch = batch.count
             self._indices = batch.indices
             yield batch.data
 
@@ -72,10 +76,26 @@ class Evaluation:
         for name, value in values.items():
             if name in self._sums and (count is not None) != (name in self._counts):
                 raise UserError("run.record(count=...) in one batch and not in another: give it in all, or in none")
-            total = torch.as_tensor(value).detach().to(torch.float64).sum()
+            given = torch.as_tensor(value).detach()
+            if given.ndim and (len(given) != 1 or self._in_batch == 1):
+                self._rows[name] = self._rows.get(name, 0) + len(given)
+            else:
+                self._rows_in_sums[name] = self._rows_in_sums.get(name, 0) + self._in_batch
+            total = given.to(torch.float64).sum()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             if count is not None:
                 self._counts[name] = self._counts[name] + count if name in self._counts else count
+
+    def _counted(self, name: str) -> int:
+        """Return by how many samples of this rank the sum of a metric is divided: as many as there are values of it, where a
+        collate_fn makes several of a sample. Raises UserError."""
+        if isinstance(self._data, int) or name not in self._rows:
+            return self._samples
+        rows = self._rows[name] + self._rows_in_sums.get(name, 0)
+        if rows % self._samples if self._samples else rows:
+            how = "give a value for each sample, or their sum, or count=, the number of values"
+            raise UserError(f"run.record({name}=...) got {rows} values for {self._samples} samples: {how}")
+        return rows
 
     def means(self) -> dict[str, float]:
         """Return the means over the samples of all ranks, and `count`, that of the first. A collective. Raises UserError on
@@ -86,12 +106,15 @@ class Evaluation:
         if not names:
             raise UserError("run.evaluating() recorded nothing: write run.record(loss=...) in it", everywhere=True)
         own = [self._sums.get(name, 0.0) for name in names] + [self._counts.get(name, 0.0) for name in counted]
-        mine = torch.tensor([*read(own), float(self._samples)], dtype=torch.float64)
-        *sums, samples = self._engine.sum(mine, "evaluate").tolist()
+        with self._engine.raising_together("evaluate.rows"):
+            rows = [0 if name in counted else self._counted(name) for name in names]
+        mine = torch.tensor([*read(own), *rows], dtype=torch.float64)
+        sums = self._engine.sum(mine, "evaluate").tolist()
+        counts = dict(zip(names, sums[-len(names) :], strict=True))
         if isinstance(self._data, int):
-            samples = float(self._data)
-        counts = dict(zip(counted, sums[len(names) :], strict=True))
-        totals = [counts.get(name, samples) for name in names]
+            counts = dict.fromkeys(names, float(self._data))
+        counts |= dict(zip(counted, sums[len(names) : -len(names)], strict=True))
+        totals = [counts[name] for name in names]
         if min(totals) <= 0:
             raise UserError("the test set has no readable samples: see --test-shards, --data-dir", everywhere=True)
         means = {name: value / total for name, value, total in zip(names, sums, totals, strict=False)}

@@ -18,12 +18,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from hvdtrain.cli import Flags
 from hvdtrain.data import loading
 from hvdtrain.data.loading import Plan, Source
-from hvdtrain.data.sharding import PlannedBatch, PlannedStep, epoch_order, kept, mixed_seed, seed_generators, shard
+from hvdtrain.data.sharding import PlannedBatch, PlannedStep, epoch_order, kept, mixed_seed, shard
 from hvdtrain.engines.accelerators import CPU, Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.training.fetching import Fetched, Samples, may_leave_out
 from hvdtrain.training.samplers import Drawn, numbered
 from hvdtrain.training.state import Initial, TrainState
+
+FILLERS = 8  # batches of which one has a sample that a collate_fn leaves in
+SAME_NUMBER = "keep as many in each epoch, or begin another training.start() with the others"
 
 
 @dataclass(slots=True)
@@ -51,6 +55,7 @@ class Input(ABC):
 
     samples: int  # in the data set; 0: a stream
     per_epoch: int  # over all ranks; 0: a stream, whose end is found when it is read
+    may_leave_out = False  # batches may have fewer samples than planned
     may_wait = True  # `load` may take long: for workers, a disk, a network
     indices_on = CPU  # where the indices are needed: reading them from an accelerator would stop the host
     batches: Callable[[int, int], list[Tensor]] | None = None  # of (seed, epoch), if batches stay whole on a rank
@@ -59,6 +64,9 @@ class Input(ABC):
     @abstractmethod
     def load(self, planned: PlannedBatch) -> Batch:
         """Return the next micro-batch of the plan."""
+
+    def close(self) -> None:  # noqa: B027 - not all inputs have workers
+        """End the workers."""
 
     def order(self, seed: int, epoch: int) -> Tensor:
         """Return the order of the samples in `epoch` (from 0), int64 [n], the same on every rank."""
@@ -76,16 +84,21 @@ class Input(ABC):
         )  # fmt: skip
 
     def begin(self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int) -> int:
-        """Plan the remaining samples, and begin to read them. Return the number of steps per epoch; 0: not known."""
+        """Plan the remaining samples. Return the number of steps per epoch; 0: not known."""
         self._plan = self.plan(engine, flags, initial, state, epochs)
-        self.read(self._plan)
         return self._plan.steps_per_epoch()
 
+    def require_unchanged(self, epoch: int) -> None:  # noqa: B027 - some inputs cannot change
+        """Raise UserError on every rank if the data are others than when training began, so that the plan does not fit. A
+        collective, before `epoch`."""
+
     def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:  # noqa: B027 - not all inputs read ahead
-        """Begin to read these micro-batches: (epoch, batch) of all remaining epochs."""
+        """Begin to read these micro-batches: (epoch, batch) of the rest of an epoch."""
 
     def steps(self, epoch: int) -> Iterator[PlannedStep]:
-        """Return this rank's remaining steps of `epoch`."""
+        """Begin to read `epoch`, and return this rank's remaining steps of it. A collective."""
+        self.require_unchanged(epoch)
+        self.read(self._plan.of_epoch(epoch))
         return self._plan.epoch(epoch)
 
     def at_end(self, samples_of_epoch: int) -> bool:
@@ -148,21 +161,43 @@ class Tensors(Input):
 class Loader(Input):
     """A DataLoader over a map-style data set. Its collate function and workers are used, and the order of its sampler.
 
-    Raises UserError for a DataLoader whose order cannot be controlled. A collective.
+    As torch does it, each epoch has new workers, with the data set as it is then, unless they are persistent. Raises
+    UserError for a DataLoader whose order cannot be controlled. A collective.
     """
 
     def __init__(self, engine: Engine, given: DataLoader[Any], seed: int, batch_size: int):
         require_usable(given)
         self._engine, self._given, self._seed = engine, given, seed
         self._copies = Copies(engine.device)
+        self._epoch = 0
+        self._jobs = Jobs()
+        self._loader: DataLoader[Any] | None = None  # with persistent workers
         self._batches: Iterator[Any] | None = None
         self.samples = self.per_epoch = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
         self._drawn = drawn(engine, given, seed)
         require_batch_size(given, batch_size)
+        self.may_leave_out = may_leave_out(given.collate_fn)
         if self._drawn is not None:
             self.per_epoch = self._drawn.samples
             if given.batch_size is None:
                 self.batches = self._numbered
+
+    def plan(self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int) -> Plan:
+        if self._given.drop_last and self.per_epoch >= engine.size:  # else there are too few samples in any case
+            self.per_epoch -= self.per_epoch % initial.global_batch
+            if not self.per_epoch:
+                said = f"drop_last=True leaves no step: there are fewer samples than the {initial.global_batch} of one"
+                raise UserError(f"{said}: leave it out", everywhere=True)
+        return super().plan(engine, flags, initial, state, epochs)
+
+    def require_unchanged(self, epoch: int) -> None:
+        self._epoch = epoch
+        with self._engine.raising_together("data set"):
+            if (now := len(self._given.dataset)) != self.samples:  # type: ignore[arg-type] # as above
+                raise UserError(f"run.steps() got {now} samples, and {self.samples} in the epoch before: {SAME_NUMBER}")
+            digest = 0 if self._drawn is None else self._drawn.digest(epoch)
+        if self._drawn is not None:
+            self._drawn.require_equal(digest)
 
     def order(self, seed: int, epoch: int) -> Tensor:
         if self._drawn is not None:
@@ -175,17 +210,62 @@ class Loader(Input):
         return numbered(self._drawn.batches(seed, epoch), self.samples)
 
     def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
-        lists = ((epoch, batch.indices.tolist()) for epoch, batch in jobs)
-        self._batches = iterate(self._engine, self._given, Samples(self._given, self._seed), lists)
+        self._jobs.begin((epoch, batch.indices.tolist()) for epoch, batch in jobs)
+        self._batches = None  # ends the workers of the epoch before
+        loader = self._loader
+        if loader is None:
+            seed = mixed_seed(self._seed, "workers", self._engine.rank, self._epoch)
+            samples, persistent = Samples(self._given, self._seed), self._given.persistent_workers
+            loader = opened(self._engine, self._given, samples, self._jobs, seed=seed, persistent=persistent)
+            self._loader = loader if persistent else None
+        self._batches = begun(loader)
 
     def load(self, planned: PlannedBatch) -> Batch:
         assert self._batches is not None
         with own_randomness(self._given.num_workers):
-            data = self._copies.to_device(next(self._batches))
-        if data is None:
-            raise UserError("the DataLoader's collate_fn returned None: let it return the batch")
+            fetched: Fetched = next(self._batches)
+        if self._jobs.are_done():
+            self._batches = None
+        count = min(planned.local_count, fetched.samples)
+        data = fetched.batch if fetched.samples else self._filler(planned)
+        weight = planned.weight * count / planned.local_count if count < planned.local_count else planned.weight
         indices = planned.indices if self._drawn is None else planned.indices % self.samples
-        return Batch(data, indices, planned.local_count, planned.weight, planned.first)
+        return Batch(self._copies.to_device(data), indices, count, weight, planned.first)
+
+    def close(self) -> None:
+        self._batches = self._loader = None
+
+    def _filler(self, planned: PlannedBatch) -> Any:
+        """Return a batch in place of one without samples. It has weight 0, and takes part in every collective."""
+        samples = Samples(self._given, self._seed)
+        with kept():
+            for some in torch.arange(self.samples).split(len(planned.indices))[:FILLERS]:
+                if (fetched := samples[0, some.tolist()]).samples:
+                    return fetched.batch
+        raise UserError("the DataLoader's collate_fn returned None: let it return the batch")
+
+
+class Jobs:
+    """What the workers of a rank are asked for in an epoch: (epoch, indices) of each micro-batch."""
+
+    def begin(self, of_epoch: Iterator[tuple[int, list[int]]]) -> None:
+        """Begin an epoch."""
+        self._of_epoch, self._open, self._ended = of_epoch, 0, False
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        for job in self._of_epoch:
+            self._open += 1
+            yield job
+        self._ended = True
+
+    def are_done(self) -> bool:
+        """Note that one more is done. Return whether these are all, so that workers can be ended at once: where Python's
+        garbage collector ends them, with their queues, torch waits for five seconds."""
+        self._open -= 1
+        return self._ended and not self._open
+
+    def __len__(self) -> int:  # of persistent workers: torch asks, and makes a note
+        return 0
 
 
 class Images(Input):
@@ -201,7 +281,8 @@ class Images(Input):
         return self._source.order(seed, epoch) if self._source.order else super().order(seed, epoch)
 
     def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
-        self._batches = iter(self._source.train(self._plan))
+        if self._batches is None:  # all epochs: the images do not change, and are read across the end of an epoch
+            self._batches = iter(self._source.train(self._plan))
 
     def load(self, planned: PlannedBatch) -> Batch:
         assert self._batches is not None
@@ -290,64 +371,57 @@ def require_usable(given: DataLoader[Any]) -> None:
 
 
 def require_batch_size(given: DataLoader[Any], batch_size: int) -> None:
-    """Raise UserError if the DataLoader has another batch size than --batch-size, or drops samples."""
+    """Raise UserError if the DataLoader has another batch size than --batch-size."""
     if given.batch_size not in (None, batch_size):
         said = f"the DataLoader has batch_size={given.batch_size}, --batch-size is {batch_size}"
         raise UserError(f"{said}: write DataLoader(..., batch_size=flags.batch_size)")
-    if given.batch_size is not None and given.drop_last:
-        raise UserError("the DataLoader has drop_last=True: leave it out, an uneven last step is weighted instead")
 
 
 def drawn(engine: Engine, given: DataLoader[Any], seed: int) -> Drawn | None:
-    """Return the order that the user's sampler or batch sampler draws; None for shuffle=True and False. A collective."""
+    """Return the order that the user's sampler or batch sampler draws; None for shuffle=True and False. A collective.
+
+    Raises UserError."""
     sampler, count = given.sampler, len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
     if given.batch_size is None:
         return Drawn(engine, given.batch_sampler, seed, count, in_batches=True)
-    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == count
-    if shuffles or isinstance(sampler, SequentialSampler):
+    # Not of a subclass, which may have an order of its own.
+    if type(sampler) is SequentialSampler and len(sampler) == count:
+        return None
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source) == count:
         return None
     return Drawn(engine, sampler, seed, count, in_batches=False)
 
 
-class Samples(Dataset[Any]):
-    """Batches of a map-style data set: item (epoch, indices) is the collated batch of those samples.
-
-    Before each sample, the generators of torch, Python and numpy are seeded from seed, epoch and index, and from how often
-    a sampler has drawn it before (see `numbered`). Random augmentation therefore does not depend on the worker or rank that
-    loads the sample.
-    """
-
-    def __init__(self, given: DataLoader[Any], seed: int):
-        self.dataset, self.collate, self.seed = given.dataset, given.collate_fn, seed
-        self.count = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
-
-    def __getitem__(self, job: tuple[int, list[int]]) -> Any:
-        epoch, indices = job
-        samples = []
-        for number in indices:
-            again, index = divmod(number, self.count)
-            seed_generators(mixed_seed(self.seed, epoch, index, *([again] if again else [])))
-            samples.append(self.dataset[index])
-        return self.collate(samples)
-
-
 def iterate(
-    engine: Engine,
-    given: DataLoader[Any],
-    batches: Dataset[Any],
-    jobs: Iterator[Any] | None,
-    worker_init: Callable[[int], None] | None = None,
+    engine: Engine, given: DataLoader[Any], batches: Dataset[Any], jobs: Iterable[Any] | None = None
 ) -> Iterator[Any]:
     """Return an iterator over `batches`, with the workers of `given`. Raises UserError.
 
-    batches: by the items of `jobs`, or iterable. worker_init: default: that of `given`.
+    batches: by the items of `jobs`, or iterable.
     """
-    options: dict[str, Any] = {"timeout": given.timeout}
+    return begun(opened(engine, given, batches, jobs))
+
+
+def opened(
+    engine: Engine, given: DataLoader[Any], batches: Dataset[Any], jobs: Iterable[Any] | None,
+    *, seed: int | None = None, persistent: bool = False,
+) -> DataLoader[Any]:  # fmt: skip
+    """Return the loader to iterate over. seed: of what torch seeds the workers with. persistent: they are used again."""
+    options: dict[str, Any] = {"timeout": given.timeout, "seed": seed}
     if given.num_workers:
         loading.start_workers_early([])
-        options |= {"prefetch_factor": given.prefetch_factor, "worker_init": worker_init or given.worker_init_fn}
+        options |= {
+            "prefetch_factor": given.prefetch_factor,
+            "worker_init": given.worker_init_fn,
+            "persistent": persistent,
+        }
+    return loading.loader(batches, given.num_workers, engine.device, jobs, **options)
+
+
+def begun(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return an iterator of a loader, which starts its workers. Raises UserError."""
     try:
-        return iter(loading.loader(batches, given.num_workers, engine.device, jobs, **options))
+        return iter(loader)
     except BrokenPipeError as error:
         how = "use num_workers=0 to see the error in the rank"
         raise UserError(f"a DataLoader worker has ended while it started (what it printed is above): {how}") from error
@@ -378,13 +452,15 @@ def evaluation_batches(engine: Engine, given: DataLoader[Any], seed: int) -> Ite
     else:
         count = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
         whole = torch.arange(count) if order is None else order.order(seed, 0)
+        if given.drop_last and given.batch_size:  # as torch leaves out the last batch
+            whole = whole[: len(whole) - len(whole) % given.batch_size]
         mine = whole[shard(len(whole), engine.rank, engine.size)]
         parts = [part for part in mine.split(given.batch_size or 1) if len(part)]
     batches = iterate(engine, given, Samples(given, seed), ((0, part.tolist()) for part in parts))
     for part in parts:
         with own_randomness(given.num_workers):
-            data = to_device(next(batches), engine.device)
-        yield Batch(data, part, len(part))
+            fetched: Fetched = next(batches)
+        yield Batch(to_device(fetched.batch, engine.device), part, fetched.samples)
 
 
 def own_randomness(workers: int) -> contextlib.AbstractContextManager[None]:

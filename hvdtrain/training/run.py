@@ -636,7 +636,10 @@ class Run:
             self._close_epoch()
         with self.engine.activity.during("checkpoint", 0.0):
             unsaved = self.checkpoints.close(self.guard.heartbeat)
-        extra = self._input.summary() if self._input is not None else {}
+        extra = {}
+        if self._input is not None:
+            extra = self._input.summary()
+            self._input.close()
         models = self._prepared.models if self._prepared is not None else []
         self.metrics_logger.end(self._dataset, models, extra | self._summary)
         if unsaved:

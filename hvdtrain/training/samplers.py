@@ -1,9 +1,10 @@
 """The order of a user's sampler or batch sampler: drawn once per epoch, under the seed and the epoch, alike on all ranks."""
 
+import hashlib
 import random
 import sys
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.utils.data import DistributedSampler, Sampler, WeightedRandomSampler
 from hvdtrain.data.sharding import kept, mixed_seed, seed_generators
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+
+ENDLESS = 100_000  # draws, of a small data set
 
 
 class Drawn:
@@ -29,18 +32,15 @@ class Drawn:
         with engine.raising_together("sampler"):  # else ranks would wait for one whose sampler alone is refused
             first = self._checked()
         self.samples = sum(map(len, first))  # per epoch
-        digest = mixed_seed([indices.tolist() for indices in first])
-        how = "draw with torch's, Python's or numpy's generators, and from data that are the same on all ranks"
-        engine.require_equal(f"the order that {self._kind} draws", digest, how)
+        self._engine = engine
+        self.require_equal(digest_of(first))
 
     def _checked(self) -> list[Tensor]:
         """Return the batches of the first epoch. Raises UserError for a sampler that cannot be used."""
-        if isinstance(self._sampler, DistributedSampler):
-            raise UserError(f"the DataLoader has a {self._kind}: leave it out, the samples are sharded for you")
-        if not hasattr(self._sampler, "__len__"):
-            how = "give it __len__, the number of items that it yields per epoch"
-            raise UserError(f"the DataLoader's {self._kind} has no length: {how}")
         for part in parts_of(self._sampler):
+            if isinstance(part, DistributedSampler):
+                kind = type(part).__name__
+                raise UserError(f"the DataLoader has a {kind}: leave it out, the samples are sharded for you")
             if isinstance(part, WeightedRandomSampler) and len(part.weights) != self._count:
                 how = "give it one for each sample, as in weights[labels]"
                 raise UserError(
@@ -53,6 +53,15 @@ class Drawn:
                 "numpy: draw with these, or from a generator that set_epoch(epoch) seeds"
             )
         return first
+
+    def digest(self, epoch: int) -> int:
+        """Return a hash of what is drawn in `epoch`. Raises UserError."""
+        return digest_of(self.batches(self._seed, epoch))
+
+    def require_equal(self, digest: int) -> None:
+        """Raise UserError on every rank if they have drawn other orders. A collective."""
+        how = "draw with torch's, Python's or numpy's generators, and from data that are the same on all ranks"
+        self._engine.require_equal(f"the order that {self._kind} draws", digest, how)
 
     def batches(self, seed: int, epoch: int) -> list[Tensor]:
         """Return the batches of `epoch`, each int64 [b]. seed: ignored; the one given to the constructor is used."""
@@ -78,7 +87,7 @@ class Drawn:
                     part.set_epoch(epoch)
                 for value in list(getattr(part, "__dict__", {}).values()):
                     reseed(value, mixed_seed(seed, number))
-            drawn = list(self._sampler)
+            drawn = self._to_the_end()
         try:
             batches = drawn if self._in_batches else [drawn]
             found = [
@@ -95,6 +104,29 @@ class Drawn:
                 said = f"draws the index {int(wrong[0])}, and the data set has {self._count} samples"
                 raise UserError(f"the DataLoader's {self._kind} {said}: make it for this data set")
         return found
+
+    def _to_the_end(self) -> list[Any]:
+        """Return what the sampler draws in an epoch. Raises UserError if it does not end."""
+        try:
+            length = len(self._sampler)
+        except (TypeError, NotImplementedError):  # torch needs none, either
+            length = 0
+        most = max(ENDLESS, 10 * self._count, 10 * length)
+        drawn = list(islice(iter(self._sampler), most + 1))
+        if len(drawn) > most:
+            said = f"draws more than {most:,} times in an epoch of {self._count:,} samples, as one without an end"
+            how = "let it end after an epoch, and give the number of steps to run.epochs(steps=NUMBER)"
+            raise UserError(f"the DataLoader's {self._kind} {said}: {how}")
+        return drawn
+
+
+def digest_of(batches: list[Tensor]) -> int:
+    """Return 63 bits of a hash of batches of indices."""
+    total = hashlib.blake2b(digest_size=8)
+    for indices in batches:
+        total.update(len(indices).to_bytes(8))
+        total.update(indices.numpy().data)
+    return int.from_bytes(total.digest()) >> 1
 
 
 def numbered(batches: list[Tensor], count: int) -> list[Tensor]:

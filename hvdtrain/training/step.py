@@ -355,6 +355,8 @@ class Step:
                 how = "give it in all, or in none"
                 raise UserError(f"step.backward(count=...) in one micro-batch and not in another: {how}")
             self._divide_by_tokens(self._tokens)
+        elif self._input.may_leave_out and shared.reduction != "adasum":
+            self._make_up_for_left_out()
         shared.clock.mark("communication")
         if not self._at_once and prepared.flagged.issuperset(self._backwards):
             self._keep_flags(loop)
@@ -393,9 +395,26 @@ class Step:
             if total <= 0:
                 raise UserError(self._no_tokens())
             factor = self.count / total
+        self._multiply_gradients(factor)
+
+    def _multiply_gradients(self, factor: Tensor | float) -> None:
         for optimizer in self._backwards:
-            gradients = [p.grad for p in shared.prepared.trained[optimizer] if p.grad is not None]
+            gradients = [p.grad for p in self._shared.prepared.trained[optimizer] if p.grad is not None]
             torch._foreach_mul_(gradients, factor)
+
+    def _make_up_for_left_out(self) -> None:
+        """Turn the gradients of means over the planned samples into those over the ones that the collate_fn has left in."""
+        there, planned = sum(batch.count for batch in self._loaded), sum(p.local_count for p in self._planned.batches)
+        device = self._shared.engine.device
+        numbers = torch.tensor([there, planned], dtype=torch.float64).to(device, non_blocking=True)
+        left, whole = self._shared.prepared.gradients.sum(numbers, "samples")
+        if device.type != "cpu":  # the sums stay there
+            self._token_total = left
+            self._multiply_gradients((whole / left).float())  # infinite without samples, which `_inspect` explains
+        elif left != whole:
+            if not left and self._shared.prepared.gradients.of_all_ranks:
+                raise UserError(self._no_tokens())
+            self._multiply_gradients(float(whole) / float(left) if left else 1.0)
 
     def _tokens_of_all(self, own: Tensor) -> Tensor:
         """Return the number of tokens over all ranks, of which this rank has `own`. With --sync-every, as if each worker had
@@ -407,6 +426,10 @@ class Step:
         return torch.where(total > 0, total * size / worker.size, torch.ones_like(total))
 
     def _no_tokens(self) -> str:
+        if not self._tokens:
+            return (
+                f"step {self.number}: the collate_fn left no sample of all ranks: leave such samples out of the Dataset"
+            )
         return f"step {self.number}: step.backward(count=...) was 0 on all ranks: leave such samples out"
 
     # ---- the update

@@ -9,7 +9,6 @@ what has `state_dict` and `load_state_dict`. It holds for as many ranks and work
 
 import contextlib
 import copy
-import functools
 import hashlib
 import itertools
 import json
@@ -22,11 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hvdtrain.cli import Flags
 from hvdtrain.data import loading
+from hvdtrain.data.packing import Travels
 from hvdtrain.data.sharding import PlannedBatch, PlannedStep, mixed_seed, seed_generators
 from hvdtrain.engines.accelerators import Copies, tensors_in, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import from_json, to_json
+from hvdtrain.training.fetching import may_leave_out, samples_in
 from hvdtrain.training.inputs import (
     Batch,
     Input,
@@ -53,7 +54,7 @@ class Item(NamedTuple):
     position: str = ""  # of the worker after this batch, as JSON
 
 
-class Part(IterableDataset[Item]):
+class Part(Travels, IterableDataset[Item]):
     """What one worker of a rank reads, in complete batches. Without workers, the rank itself iterates over it.
 
     When its stream has ended, it yields empty items for ever, and the workers take turns up to the end: which batch comes
@@ -63,6 +64,7 @@ class Part(IterableDataset[Item]):
     def __init__(self, given: DataLoader[Any], seed: Seed, turn: int, positions: Sequence[Position], *, keeps: bool):
         """turn: the worker whose batch is next. positions: one for each worker. keeps: whether states are saved."""
         self.dataset, self._collate, self._batch_size = given.dataset, given.collate_fn, given.batch_size
+        self._drops_last = given.drop_last
         self._seed, self._turn, self._positions, self._keeps = seed, turn, list(positions), keeps
         self._holder: Any = None  # of the state
         self._drawn, self._ended = 0, False
@@ -90,10 +92,12 @@ class Part(IterableDataset[Item]):
         samples = iter(()) if self._ended else self._samples(held["state"])
         while True:
             seed_generators(mixed_seed(*self._seed, worker, self._drawn))
-            batch, count = (None, 0) if self._ended else self._next(samples)
-            self._drawn += count > 0
-            # A short batch is the last one. The state may already be that of the beginning of the next epoch.
-            self._ended = count < (self._batch_size or 1)
+            batch, count = None, 0
+            while not count and not self._ended:  # a collate_fn may leave out all samples of a batch
+                batch, taken, count = self._next(samples)
+                self._drawn += taken > 0
+                # A short batch is the last one. The state may already be that of the beginning of the next epoch.
+                self._ended = taken < (self._batch_size or 1)
             yield Item(batch, count, "" if info is None else self._position_as_text())
 
     def _samples(self, state: Any) -> Iterator[Any]:
@@ -110,16 +114,19 @@ class Part(IterableDataset[Item]):
                 self._holder.load_state_dict(from_json(state))
         return samples
 
-    def _next(self, samples: Iterator[Any]) -> tuple[Any, int]:
-        """Return the next batch and its number of samples, 0 at the end."""
+    def _next(self, samples: Iterator[Any]) -> tuple[Any, int, int]:
+        """Return the next batch, the number of samples taken from the stream for it, 0 at the end, and of those in it."""
         if self._batch_size is None:
             batch = next(samples, END)
             if batch is END:
-                return None, 0
+                return None, 0, 0
             batch = self._collate(batch)
-            return batch, rows(batch)
+            return batch, 1, rows(batch)
         some = list(itertools.islice(samples, self._batch_size))
-        return (self._collate(some) if some else None), len(some)
+        if not some or (self._drops_last and len(some) < self._batch_size):
+            return None, 0, 0
+        batch = self._collate(some)
+        return batch, len(some), samples_in(batch, some, len(some)) if may_leave_out(self._collate) else len(some)
 
 
 def state_of(what: Any) -> Any:
@@ -162,15 +169,6 @@ def digest_of(batch: Any) -> int:
     return (int.from_bytes(total.digest()) >> 1) | 1
 
 
-def begin_worker(given: Any, worker: int) -> None:
-    """Call the script's `worker_init_fn`, for which `get_worker_info` has the script's data set."""
-    info: Any = get_worker_info()
-    if isinstance(info.dataset, Part):
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # the others cannot be set, either
-    if given is not None:
-        given(worker)
-
-
 class Workers:
     """Reads a DataLoader over an IterableDataset with its workers, which take turns, or without."""
 
@@ -179,8 +177,7 @@ class Workers:
         held = held or {"turn": 0, "parts": [BEGINNING] * max(1, self._workers)}
         self._turn, self._positions = held["turn"], list(held["parts"])
         self._part = Part(given, seed, self._turn, self._positions, keeps=keeps)
-        init = functools.partial(begin_worker, given.worker_init_fn)
-        self._items = iterate(engine, given, self._part, None, init) if self._workers else iter(self._part)
+        self._items = iterate(engine, given, self._part) if self._workers else iter(self._part)
         for _ in range(self._turn):
             next(self._items)
 

@@ -160,11 +160,12 @@ def test_arguments_too_long_for_a_command_line_are_left_to_the_workers(monkeypat
     ],
 )
 def test_workers_that_cannot_start_say_why(monkeypatch, error, said):
-    def fail(*arguments, **options):
-        raise error
+    class Fails:
+        def __iter__(self):
+            raise error
 
     monkeypatch.setattr(loading, "start_workers_early", lambda preload: None)
-    monkeypatch.setattr(loading, "loader", fail)
+    monkeypatch.setattr(loading, "loader", lambda *arguments, **options: Fails())
     given = DataLoader(torch.arange(4), num_workers=1)
     with pytest.raises(UserError, match=re.escape(said)):
         inputs.iterate(SimpleNamespace(device=torch.device("cpu")), given, 1, iter(()))

@@ -11,19 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
 from tests.single.training.small import X, Y, flags_for, network
-
-
-class Endless(Sampler):
-    def __init__(self):
-        pass
-
-    def __iter__(self):
-        return iter(range(len(X)))
 
 
 class Open(Dataset):
@@ -130,8 +122,7 @@ MISTAKES = {
     "a loader with its own DistributedSampler": (
         dict(data="DataLoader(DATA, 8, sampler=torch.utils.data.DistributedSampler(DATA, 2, 0))"), "leave it out, the samples are"),
     "another batch size": (dict(data="DataLoader(DATA, 32)"), r"write DataLoader\(..., batch_size=flags.batch_size\)"),
-    "drop_last": (dict(data="DataLoader(DATA, 8, drop_last=True)"), "an uneven last step is weighted instead"),
-    "a sampler without a length": (dict(data="DataLoader(DATA, 8, sampler=Endless())"), "Endless has no length: give it __len__"),
+    "drop_last of a few samples": (dict(data="DataLoader(DATA, 8, sampler=range(5), drop_last=True)"), "drop_last=True leaves no step: there are fewer samples than the 8 of one"),
     "a data set without a length": (dict(data="DataLoader(Open(), 8)"), "the DataLoader's Open has no length: give it __len__"),
     "a loader that does something in its iterator": (
         dict(data="Mixing(DATA, 8)"), "the DataLoader is a Mixing, whose own __iter__ is not called: use DataLoader, with its work"),

@@ -268,7 +268,6 @@ REFUSED = {
     "a state of objects": (lambda: DataLoader(Odd(), 4), "the state_dict of Odd cannot be saved .it holds a object"),
     "a state of objects, of workers": (lambda: DataLoader(Odd(), 4, num_workers=1), "the state_dict of Odd cannot be saved"),
     "another batch": (lambda: DataLoader(Numbers(), 5), "batch_size=5, --batch-size is 4"),
-    "drop_last": (lambda: DataLoader(Numbers(), 4, drop_last=True), "drop_last=True: leave it out"),
 }  # fmt: skip
 
 
