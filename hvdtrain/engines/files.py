@@ -8,17 +8,19 @@ import os
 import resource
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 
 SMALL = 2**20  # bytes
 # From file systems without fsync, or without that of directories.
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL = ".partial"  # end of the names of files that are being written
 
 
@@ -44,7 +46,20 @@ def replacing(path: Path, mode: str = "w", *, sync: bool = False) -> Iterator[IO
         raise
 
 
-def write(path: Path, content: bytes | bytearray | str, *, sync: bool = True) -> None:
+@contextlib.contextmanager
+def replacing_several(path: Path) -> Iterator[Path]:
+    """Context manager that gives the place for `path` in a temporary directory, whose files are moved beside it at the end.
+
+    Raises OSError.
+    """
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent) as directory:
+        place = Path(directory, path.name)
+        yield place
+        for made in sorted(Path(directory).iterdir(), key=lambda made: made == place):  # it refers to the others
+            made.replace(path.with_name(made.name))
+
+
+def write(path: Path, content: bytes | bytearray | memoryview | str, *, sync: bool = True) -> None:
     """Write `path`, as `replacing` does. Raises OSError."""
     with replacing(path, "w" if isinstance(content, str) else "wb", sync=sync) as file:
         file.write(content)
@@ -54,6 +69,14 @@ def unused(path: Path) -> Path:
     """Return a name beside `path` that is not there: for metrics.jsonl, metrics.1.jsonl or a higher number."""
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
+
+
+def unwritten(path: Path, error: OSError, flag: str = "") -> UserError | Failure:
+    """Return what to raise for an error from writing `path`, for which the user has chosen the place, with `flag`."""
+    said = f"{f'{flag} {path}'.strip()} cannot be written ({error.strerror or error})"
+    if error.errno in NO_ROOM:
+        return Failure(f"{said}: free some space there; what was there before is unchanged")
+    return UserError(f"{said}: name another place")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Writes a model for use without hvdtrain: its weights (.safetensors, .pt), or the program (.pt2: torch.export; .onnx)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -22,24 +23,31 @@ def require_kind(path: Path) -> str:
 
 
 def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write a state_dict. Raises UserError if that fails."""
+    """Write a state_dict. Raises UserError or Failure if that fails."""
     whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import save
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save
 
-            files.write(path, save(whole), sync=False)
-        else:
-            with files.replacing(path, "wb") as file:
-                torch.save(whole, file)
+        content: bytes | memoryview = save(whole)
+    else:
+        content = written(lambda to: torch.save(whole, to))
+    try:
+        files.write(path, content, sync=False)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror or error}): name another place") from error
+        raise files.unwritten(path, error) from error
+
+
+def written(write: Callable[[BytesIO], None]) -> memoryview:
+    """Return what `write` writes to a file. In memory: torch's writer ends the process where a disk is full."""
+    write(content := BytesIO())
+    return content.getbuffer()
 
 
 def write_program(model: nn.Module, example: Sequence[Tensor], path: Path) -> None:
     """Write the model in evaluation mode, on the CPU, for batches of any size.
 
-    example: the arguments of a call, with at least two samples. Raises UserError if the model cannot be exported.
+    example: the arguments of a call, with at least two samples. Raises UserError if the model cannot be exported, UserError
+    or Failure if it cannot be written.
     """
     import copy
 
@@ -49,13 +57,15 @@ def write_program(model: nn.Module, example: Sequence[Tensor], path: Path) -> No
     shapes = tuple({0: batch} for _ in inputs)
     try:
         if path.suffix == ".pt2":
-            torch.export.save(torch.export.export(model, inputs, dynamic_shapes=shapes), path)
+            program = torch.export.export(model, inputs, dynamic_shapes=shapes)
+            files.write(path, written(lambda to: torch.export.save(program, to)), sync=False)
         else:
-            torch.onnx.export(model, inputs, path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+            with files.replacing_several(path) as place:  # above 2 GB, weights are in a second file
+                torch.onnx.export(model, inputs, place, dynamo=True, dynamic_shapes=shapes, verbose=False)
     except ImportError as error:
         raise UserError(f"{path}: {error}: pip install 'hvdtrain[onnx]'") from error
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror or error}): name another place") from error
+        raise files.unwritten(path, error) from error
     except Exception as error:  # of many kinds
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
         how = "export the weights (.safetensors), or change the model as torch.export asks"

@@ -1,6 +1,7 @@
 """--profile: records some steps of each rank with torch.profiler, one file per rank for Perfetto (ui.perfetto.dev)."""
 
 import os
+import shutil
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.engines import lines
+from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.run_output import RunOutput
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch.profiler import profile as TorchProfiler
 
 WAIT_STEPS, WARMUP_STEPS = 3, 2  # steps for memory allocation, then for start-up of the profiler
+LAST_KEY, END_BYTES = b'"traceName"', 10_000  # of a whole file, and where it stands
 
 
 class Profile:
@@ -72,7 +74,7 @@ class Profile:
         path = self._output_dir / "profile" / f"rank-{self.engine.rank}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))
+            write_trace(profiler, path)
         except (OSError, RuntimeError) as error:
             lines.warn(f"rank {self.engine.rank} has no profile ({error}): training continues")
             return
@@ -92,3 +94,19 @@ class Profile:
             recorded = max(0, self._seen - WAIT_STEPS - WARMUP_STEPS)
             needed = f"--profile {self._wanted} begins after {WAIT_STEPS + WARMUP_STEPS} steps"
             self.output.say(f"profile: only {recorded} of {self._wanted} steps: the run is over ({needed})")
+
+
+def write_trace(profiler: Any, path: Path) -> None:
+    """Write the recording to `path`, or leave what is there. Raises OSError or RuntimeError.
+
+    Trap: without room, torch's library writes half a file, or none, and tells nobody but its own log.
+    """
+    with files.replacing_several(path) as place:
+        profiler.export_chrome_trace(str(place))
+        end = b""
+        if place.exists():
+            with place.open("rb") as file:
+                file.seek(-min(END_BYTES, place.stat().st_size), os.SEEK_END)
+                end = file.read()
+        if LAST_KEY not in end:
+            raise OSError(f"no room for {path}, with {shutil.disk_usage(path.parent).free:,} bytes free")

@@ -83,7 +83,8 @@ class Predictions:
 
 
 def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor]) -> None:
-    """Write them: .safetensors has `index` and a tensor for each name; .csv a line for each sample. Raises UserError."""
+    """Write them: .safetensors has `index` and a tensor for each name; .csv a line for each sample. Raises UserError or
+    Failure."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import save
@@ -101,9 +102,7 @@ def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor])
             for row, index in enumerate(indices.tolist()):
                 writer.writerow([index, *(shown(item) for value in flat.values() for item in value[row].tolist())])
     except OSError as error:
-        raise UserError(
-            f"--predict {path} cannot be written ({error.strerror or error}): name another place"
-        ) from error
+        raise files.unwritten(path, error, "--predict") from error
 
 
 def shown(item: float) -> float | str:

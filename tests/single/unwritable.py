@@ -1,6 +1,8 @@
-"""Standard streams to which nothing can be written."""
+"""Standard streams to which nothing can be written, and a disk without room."""
 
+import contextlib
 import os
+import resource
 from pathlib import Path
 
 
@@ -28,3 +30,14 @@ UNWRITABLE = {
     "missing": lambda: None,
     "the program's own": Odd,
 }
+
+
+@contextlib.contextmanager
+def no_room(most: int = 1000):
+    """Context manager in which this process can write no file of more than `most` bytes: "File too large" for "No space"."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

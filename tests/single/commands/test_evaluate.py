@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import imagenet, lm, mnist, training
-from hvdtrain.engines.errors import UserError
-from hvdtrain.training.predictions import Predictions
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.training.predictions import Predictions, write_predictions
 from tests import image_set
 from tests.single.trained import trained
 from tests.single.training.small import N, X, Y, flags_for, network
+from tests.single.unwritable import no_room
 
 SCRIPTS = {
     "mnist": (mnist, "--dataset digits --model convnet --train-samples 128 --epochs 2 --batch-size 32"),
@@ -172,6 +173,21 @@ def test_a_list_that_is_given_takes_the_place_of_that_of_the_run():
 
 EVALUATE = ("--evaluate", "{tmp}/run")
 PREDICT = (*EVALUATE, "--predict", "{tmp}/p.csv")
+
+
+@pytest.mark.parametrize("ending", ["csv", "safetensors"])
+def test_without_room_the_earlier_predictions_stay(ending, tmp_path):
+    path = tmp_path / f"p.{ending}"
+    path.write_text("of an earlier evaluation")
+    with (
+        no_room(),
+        pytest.raises(Failure, match=f"--predict {path} cannot be written .File too large.: free some space"),
+    ):
+        write_predictions(path, torch.arange(1000), {"predicted": torch.arange(1000)})
+    assert path.read_text() == "of an earlier evaluation"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 REFUSED = {
     "no run": (("--evaluate", "{tmp}/none"), {}, "--evaluate .*none: No such file"),
     "the record would be in the run": (

@@ -9,11 +9,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hvdtrain import export, imagenet, lm, mnist, training
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.models import exporting
 from hvdtrain.training import checkpoint, contents
 from tests import image_set
 from tests.single.trained import trained
 from tests.single.training import small
+from tests.single.unwritable import no_room
 
 
 def program(directory, path=None, model_of=lambda net: net, *example):
@@ -119,6 +121,20 @@ def test_a_script_of_ours_is_exported_from_its_record(ending, tmp_path):
     path, images = tmp_path / f"model.{ending}", torch.rand(3, 1, 28, 28)
     assert export.main([str(tmp_path / "run"), "--to", str(path)]) == 0
     torch.testing.assert_close(computed(path, images), seen.model.eval()(images))
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pt", *PROGRAMS])
+def test_without_room_the_earlier_file_stays_and_one_line_says_so(ending, tmp_path):
+    """A .pt2 was destroyed, and torch's library ended the process."""
+    path, net = tmp_path / f"model.{ending}", nn.Sequential(nn.Linear(3, 500), nn.Linear(500, 1))
+    path.write_text("of an earlier export")
+    with no_room(), pytest.raises(Failure, match=f"{path} cannot be written .File too large.: free some space there; "):
+        if path.suffix in exporting.WEIGHTS:
+            exporting.write_weights(net.state_dict(), path)
+        else:
+            exporting.write_program(net, [EXAMPLE], path)
+    assert path.read_text() == "of an earlier export"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 class Branching(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
+from tests.single.unwritable import no_room
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,22 @@ def test_steps_are_recorded_after_five(trained, recorded, said, engine, tmp_path
         names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
         assert names.count("aten::dot") == recorded
         assert alive
+
+
+@pytest.mark.parametrize("most", [1000, 40_000])
+def test_without_room_an_earlier_profile_stays_and_no_file_is_said_to_be_there(most, engine, tmp_path, capfd):
+    """torch's library tells nobody."""
+    path = tmp_path / "profile" / "rank-0.json"
+    path.parent.mkdir()
+    path.write_text("of an earlier run")
+    profile = Profile(engine, Namespace(profile=1, output_dir=tmp_path), RunOutput(engine, tmp_path, progress=False))
+    with no_room(most), profile:
+        for step in range(8):
+            for _ in range(100):
+                torch.ones(2) @ torch.ones(2)
+            profile.step(step, Clock())
+    said = capfd.readouterr()
+    assert "open one at" not in said.out
+    assert f"warning: rank 0 has no profile (no room for {path}, with " in said.err
+    assert path.read_text() == "of an earlier run"
+    assert list(path.parent.iterdir()) == [path]
