@@ -6,7 +6,6 @@ Only rank 0 writes and prints. On the other ranks the methods do nothing.
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import platform
 import socket
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from torch import nn
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.launching import processes
+from hvdtrain.output import records
 from hvdtrain.output.clock import Window
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.progress import Display, remedies
@@ -72,7 +72,10 @@ class RunOutput:
             directory.mkdir(parents=True, exist_ok=True)
             if os.path.lexists(path) and not (continued and stat.S_ISREG(path.lstat().st_mode)):
                 path.rename(files.unused(path))  # a file of an earlier run, or a link, a pipe or a device
-            (directory / "summary.json").unlink(missing_ok=True)
+            summary = directory / "summary.json"
+            if summary.is_dir() and not summary.is_symlink():
+                summary.rename(files.unused(summary))
+            summary.unlink(missing_ok=True)
             self._file = files.open_to_append(path)
         if self._wants_board:
             from hvdtrain.output.tensorboard import Board
@@ -108,7 +111,7 @@ class RunOutput:
 
     def event(self, name: str, **fields: object) -> None:
         """Append an event to metrics.jsonl, as one line of JSON. Thread-safe."""
-        line = json.dumps({"event": name, **self._now(), **fields}, default=encoded) + "\n"
+        line = records.text({"event": name, **self._now(), **fields}) + "\n"
         with self._lock:  # the checkpoint writer and the watchdog call this from their threads
             self._write(line)
         if self._board is not None:
@@ -130,7 +133,7 @@ class RunOutput:
             return
         if self._missing:
             gap = f"{self._missing} line{'s'[: self._missing > 1]} before this one could not be written"
-            line = json.dumps({"event": "error", **self._now(), "kind": "record", "message": gap}) + "\n" + line
+            line = records.text({"event": "error", **self._now(), "kind": "record", "message": gap}) + "\n" + line
         content, end = line.encode(), None
         try:
             end = self._file.seek(0, os.SEEK_END)
@@ -174,13 +177,9 @@ class RunOutput:
         self.event("end", **summary)
         if self.output_dir is not None:
             try:
-                files.write(
-                    self.output_dir / "summary.json", json.dumps(summary, indent=2, default=encoded) + "\n", sync=False
-                )
+                files.write(self.output_dir / "summary.json", records.text(summary, indent=2) + "\n", sync=False)
             except OSError as error:
-                lines.warn(
-                    f"{self.output_dir}/summary.json not written ({error.strerror}): {json.dumps(summary, default=encoded)}"
-                )
+                lines.warn(f"{self.output_dir}/summary.json not written ({error.strerror}): {records.text(summary)}")
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -202,11 +201,6 @@ class RunOutput:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def encoded(value: Any) -> object:
-    """Return what stands in JSON for a value that it does not have: numbers for a tensor or an array, else text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def automatic(notes: Sequence[str], verbose: bool) -> list[str]:

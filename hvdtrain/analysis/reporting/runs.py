@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
+from hvdtrain.output import records
 from hvdtrain.output.clock import PHASES
 from hvdtrain.output.metric_names import Metric, Series, named_values, number, recorded_metrics, series_of
 
@@ -163,7 +164,7 @@ def read_events(directory: Path, notes: list[str]) -> list[Event]:
     events: list[Event] = []
     damaged: list[int] = []
     for place, line in enumerate(lines, 1):
-        event = parsed(line)
+        event = records.parsed(line)
         if event is not None and usable(event):
             events.append(event)
         elif line.strip() and place < len(lines):  # without a line end: a line that is just being written
@@ -172,15 +173,6 @@ def read_events(directory: Path, notes: list[str]) -> list[Event]:
         which = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
         notes.append(f"metrics.jsonl: left out unreadable lines (line {which})")
     return events
-
-
-def parsed(text: str) -> Event | None:
-    """Return a JSON object; None if `text` is not one."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def usable(event: Event) -> bool:
@@ -203,7 +195,7 @@ def usable(event: Event) -> bool:
 def read_summary(directory: Path, notes: list[str]) -> Event:
     """Return summary.json; {} if there is none, with a note if it is damaged."""
     try:
-        summary = parsed(files.read_text(directory / "summary.json"))
+        summary = records.parsed(files.read_text(directory / "summary.json"))
     except FileNotFoundError:
         return {}
     except OSError:
