@@ -80,7 +80,10 @@ class RunOutput:
         if self._wants_board:
             from hvdtrain.output.tensorboard import Board
 
-            self._board = Board(directory / "tensorboard", continued)
+            try:
+                self._board = Board(directory / "tensorboard", continued)
+            except OSError as error:
+                lines.warn(f"no TensorBoard output ({error.strerror or error}): training continues")
         if self._track_as is not None:
             from hvdtrain.output.tracking import tracker
 
@@ -117,9 +120,9 @@ class RunOutput:
         if self._board is not None:
             try:
                 self._board.event(name, fields)
-            except OSError as error:
+            except Exception as error:  # also what tensorboard's own thread has raised
                 self._board = None
-                lines.warn(f"TensorBoard output stops here ({error.strerror})")
+                lines.warn(f"TensorBoard output stops here ({getattr(error, 'strerror', None) or error})")
         if self._tracker is not None:
             self._tracker.event(name, fields)
 
@@ -186,7 +189,7 @@ class RunOutput:
         if self._display is not None:
             self._display.close()
         if self._board is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 self._board.close()
             self._board = None
         if self._file is not None:

@@ -1,5 +1,6 @@
 """--tensorboard: writes the numbers of events as scalars over samples."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ class Board:
     """Writes TensorBoard files to `directory`. If `continued`, existing files are kept; otherwise an existing directory is
     renamed.
 
-    Raises UserError if the package is missing.
+    Raises UserError if the package is missing, and OSError.
     """
 
     def __init__(self, directory: Path, continued: bool):
@@ -30,8 +31,8 @@ class Board:
         except UnicodeEncodeError as error:
             how = "name another --output-dir"
             raise UserError(f"--tensorboard cannot write to {directory}: the path is not UTF-8: {how}") from error
-        if directory.exists() and not continued:
-            directory.rename(files.unused(directory))
+        if os.path.lexists(directory) and not (continued and directory.is_dir()):
+            directory.rename(files.unused(directory))  # of an earlier run, or a file
         directory.mkdir(parents=True, exist_ok=True)
         self._make, self._directory, self._continued = tensorboard.SummaryWriter, directory, continued
         self._writer: SummaryWriter | None = None

@@ -1,5 +1,6 @@
 """TensorBoard's files: a script's values by its own names, and nothing asked for that an event need not have."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import os
 import pytest
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.output.run_output import RunOutput
 from hvdtrain.output.tensorboard import Board
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
@@ -84,3 +86,33 @@ def test_what_was_written_beyond_the_point_of_return_is_hidden(shown):
 def test_a_path_that_is_not_utf_8_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--tensorboard cannot write to .*: the path is not UTF-8"):
         Board(tmp_path / os.fsdecode(b"\xff"), continued=False)
+
+
+@pytest.mark.parametrize("continued", [True, False])
+def test_a_file_in_place_of_tensorboards_directory_is_put_aside(continued, engine, tmp_path):
+    (tmp_path / "tensorboard").write_text("a file")
+    with RunOutput(engine, tmp_path, progress=False, tensorboard=True) as output:
+        output.open(continued=continued)
+        output.event("train", step=1, samples=8, loss=0.5)
+    assert list((tmp_path / "tensorboard").iterdir())
+    assert (tmp_path / "tensorboard.1").read_text() == "a file"
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("of its thread")])
+def test_tensorboard_without_room_costs_one_warning_and_not_the_run(error, when, engine, tmp_path, monkeypatch, capfd):
+    from torch.utils import tensorboard
+
+    def fail(*arguments, **options):
+        raise error
+
+    if when == "at the start" and isinstance(error, OSError):
+        monkeypatch.setattr("hvdtrain.output.tensorboard.Board.__init__", fail)
+    else:
+        monkeypatch.setattr(tensorboard.SummaryWriter, "add_scalar", fail)
+    with RunOutput(engine, tmp_path, progress=False, tensorboard=True) as output:
+        output.open(continued=False)
+        for step in (1, 2):
+            output.event("train", step=step, samples=8 * step, loss=0.5)
+    assert capfd.readouterr().err.count("warning: ") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
