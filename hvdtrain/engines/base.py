@@ -12,7 +12,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -190,6 +190,10 @@ class Engine(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Disconnect from the other ranks. Idempotent."""
+
+    def ending_calls(self) -> list[tuple[ModuleType, str]]:
+        """Return the functions (module, name) with which a program would shut this engine down."""
+        return []
 
     def leave(self) -> None:
         """Call it instead of `shutdown` where no rank has failed. An engine may be started again in this process."""

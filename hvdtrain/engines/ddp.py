@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -250,6 +251,9 @@ class DdpEngine(Engine):
     def broadcast_(self, tensor: Tensor, name: str) -> None:
         with written(tensor) as sent:
             torch.distributed.broadcast(sent, src=self._first, group=self._group)
+
+    def ending_calls(self) -> list[tuple[ModuleType, str]]:
+        return [(torch.distributed, "destroy_process_group")]
 
     def shutdown(self) -> None:
         # Trap: Gloo's threads release tensors and callbacks only after they have reported a reduction as done. If that

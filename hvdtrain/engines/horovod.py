@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -364,6 +365,9 @@ class HorovodEngine(Engine):
     def broadcast_(self, tensor: Tensor, name: str) -> None:
         with written(tensor, known(tensor.dtype)) as sent:
             self.hvd.broadcast_(sent, root_rank=0, name=name)
+
+    def ending_calls(self) -> list[tuple[ModuleType, str]]:
+        return [(self.hvd, "shutdown")]
 
     def shutdown(self) -> None:
         self.hvd.shutdown()

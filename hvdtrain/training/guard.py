@@ -20,6 +20,7 @@ from hvdtrain.hangs.monitor import Monitor
 from hvdtrain.launching.exit_codes import STOPPED
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import replicas
+from hvdtrain.training.early_end import LeftEarly
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.shared_buffers import Kept
 from hvdtrain.training.state import TrainState
@@ -64,10 +65,15 @@ class Guard:
         elif isinstance(error, Failure):
             self.output.event("error", kind="failure", message=str(error))
         agreed = error is None or (isinstance(error, (Failure, UserError)) and error.everywhere)
-        mistake = isinstance(error, UserError)
+        mistake = isinstance(error, (UserError, LeftEarly))
         failure = None if agreed else Fail(f"{type(error).__name__}: {error}", mistake)
         self.monitor.close(failure)
-        if isinstance(error, UserError) and failure and self.engine.rank and self.monitor.failed_alike(0, failure):
+        if (
+            isinstance(error, (UserError, LeftEarly))
+            and failure
+            and self.engine.rank
+            and self.monitor.failed_alike(0, failure)
+        ):
             error.everywhere = True  # rank 0 prints it
         self.monitor.make_leaving().start()
 

@@ -22,6 +22,7 @@ from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
+from hvdtrain.training import early_end
 from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.local_steps import worker_of
 from hvdtrain.training.resume import Checkpoints
@@ -144,7 +145,8 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
             how = "another training, such as the next fold, needs an --output-dir of its own"
             run.say(f"warning: this process has trained into {flags.output_dir} before, and continues that run: {how}")
         try:
-            yield run
+            with early_end.refused(engine, lambda: f"in epoch {state.epoch + 1}, after step {state.step}"):
+                yield run
             run.finish(warn_of=metrics if named else ())
             finished.add(flags.output_dir)
         except Stopped:

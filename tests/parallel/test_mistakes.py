@@ -1,5 +1,7 @@
 """Mistakes that need several ranks, or an engine: every rank raises the same line, and none waits for another."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -167,6 +169,10 @@ ALWAYS = {
 }
 OF_ENGINES = {
     "horovod": {
+        "Horovod's end": (
+            dict(each=lambda run, rows, last: importlib.import_module("horovod.torch").shutdown()),
+            r"^shutdown\(\) during training, which the other ranks continue: leave it out: hvdtrain does so",
+        ),
         "the optimizer of a Horovod script": (
             dict(optimizer_of=distributed),
             "a DistributedOptimizer would reduce gradients, too: give it the optimizer",
@@ -189,6 +195,10 @@ OF_ENGINES = {
         ),
     },
     "ddp": {
+        "the end of torch.distributed": (
+            dict(each=lambda run, rows, last: torch.distributed.destroy_process_group()),
+            r"^destroy_process_group\(\) during training, which the other ranks continue: leave it out",
+        ),
         "an average of a replica": (
             dict(before=an_average_of_the_replica),
             r"run.register\(average=...\) holds a DistributedDataParallel.*: make it of the model that you gave",

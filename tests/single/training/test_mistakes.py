@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvdtrain import training
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 from tests.single.training.small import X, Y, flags_for, network
 
 
@@ -315,6 +315,17 @@ def test_what_may_be_meant_is_reported_once(case, monkeypatch, tmp_path, capsys)
     assert run_program(monkeypatch, name, changed, f"--epochs 1 --output-dir {tmp_path}") == 0
     said = capsys.readouterr().out
     assert said.count(line.replace("OUT", str(tmp_path))) == (2 if name == "folds" else 1), said
+
+
+@pytest.mark.parametrize("blank", ["after_update", "after"])
+def test_sys_exit_inside_the_block_does_not_look_like_success(blank):
+    where = f"epoch 1, after step {0 if blank == 'after_update' else 5}"
+    with pytest.raises(
+        Failure, match=rf"^sys.exit\(\) in {where}, without a result: end the loops by `break`, or call"
+    ):
+        run({blank: "sys.exit()"})
+    with pytest.raises(SystemExit, match="no GPU"):  # an error of the program
+        run({blank: "sys.exit('no GPU')"})
 
 
 def test_a_queue_that_has_grown_is_not_resumed(monkeypatch, tmp_path):

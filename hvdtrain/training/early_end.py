@@ -1,0 +1,39 @@
+"""What would end a training early, in silence or with another rank blamed: it is said in one line, where it is called."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import Failure, UserError
+
+
+class LeftEarly(Failure):
+    """The program has called sys.exit() without an error: on one rank, or by the same line on all."""
+
+
+@contextlib.contextmanager
+def refused(engine: Engine, place: Callable[[], str]) -> Iterator[None]:
+    """Context manager around the program's part of the training block. place: called for where in the training it is."""
+    with contextlib.ExitStack() as stack:
+        for module, name in engine.ending_calls():
+            whole = getattr(module, name)
+            stack.callback(setattr, module, name, whole)
+            setattr(module, name, _refusal(name, whole))
+        try:
+            yield
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                raise
+            how = "end the loops by `break`, or call sys.exit() after the block of training.start()"
+            said = f"sys.exit() {place()}, without a result: {how}"
+            raise LeftEarly(said, everywhere=False) from None
+
+
+def _refusal(name: str, whole: Callable[..., object]) -> Callable[..., object]:
+    def refuse(*arguments: object, **named: object) -> object:
+        if arguments or named:  # a group of the program's own
+            return whole(*arguments, **named)
+        how = "leave it out: hvdtrain does so at the end"
+        raise UserError(f"{name}() during training, which the other ranks continue: {how}")
+
+    return refuse
