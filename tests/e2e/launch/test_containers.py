@@ -97,6 +97,38 @@ def test_what_is_there_for_the_image_stays(shell, tmp_path):
     assert inside(shell, told) == OWN | told
 
 
+# As Apptainer's own shell sources %environment: without the host's variables, which it keeps in a variable, in lines. Those
+# that are unset afterwards are set again, and those that are empty are unset. test_apptainer.py has Apptainer itself.
+APPTAINER = r"""
+declare -r __exported_env__=$(env -0 | sed -z 's/\n/\\u000A/g' | tr '\0' '\n')
+names=$(compgen -e | grep -v '^PATH$')
+unset $names
+. "$0"
+for name in $names; do
+    if ! test -v "$name"; then
+        line=$(grep "^$name=" <<<"$__exported_env__")
+        export "${line//\\u000A/$'\n'}"
+    elif test -z "${!name}"; then
+        unset "$name"
+    fi
+done
+exec env -0
+"""
+
+
+def test_apptainer_does_not_bring_it_back(tmp_path):
+    others = {"LINES_OF": "a\nb * '", "QUOTED": "'$HOME' \"", "STARS": "* ?", "OMPI_MCA_btl": "self,tcp"}
+    told = OF_THE_HOST | others | {"TMPDIR": str(tmp_path), "PATH": os.environ["PATH"]}
+    command = ["bash", "-c", APPTAINER, str(ROOT / "containers" / "environment.sh")]
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+    for name in ("PATH", "PWD", "SHLVL", "_", "OLDPWD"):
+        found.pop(name, None)
+    libraries = {"LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/.singularity.d/libs"}
+    assert found == OWN | others | libraries | {"TMPDIR": str(tmp_path), "PMIX_GDS_MODULE": "hash"}
+
+
 SUM = """
 import os
 from mpi4py.MPI import COMM_WORLD as all
