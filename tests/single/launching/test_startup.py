@@ -3,6 +3,7 @@
 import gc
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,14 @@ def test_what_triton_binds_is_collected_at_the_exit(tmp_path, module):
     )
     done = python(tmp_path, "-c", program)
     assert (done.stdout.strip(), done.stderr) == (str(module != "triton"), ""), done
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+def test_a_signal_during_the_imports_ends_them_in_one_line(number, code, tmp_path):
+    (tmp_path / "torch.py").write_text(f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.mnist"], env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True,
+        text=True, timeout=60, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )  # fmt: skip
+    assert done.returncode == code, done
+    assert done.stderr == f"hvdtrain: {number.name} while Python imports, before training: nothing to save\n"
