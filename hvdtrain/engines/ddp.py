@@ -11,6 +11,7 @@ import inspect
 import itertools
 import os
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -291,11 +292,29 @@ def serve(host: str, port: int, size: int) -> tuple["torch.distributed.TCPStore"
 
 
 def join(address: str, size: int) -> "torch.distributed.TCPStore":
-    """Return the TCPStore that another rank serves at `address`: "HOST PORT"."""
+    """Return the TCPStore that another rank serves at `address`: "HOST PORT". Raises UserError, TimeoutError, RuntimeError.
+
+    Trap: torch waits without a limit for the first answer. Another program at this port may never give one.
+    """
     host, _, port = address.partition(" ")
     if not port.isdecimal():
         raise UserError(
             f"{address[:80]!r} is not where rank 0 listens: another program uses the port of the rendezvous"
         )
     limit = timedelta(seconds=MEETING_SECONDS)
-    return torch.distributed.TCPStore(host, int(port), size, is_master=False, timeout=limit)
+    found: list[torch.distributed.TCPStore | Exception] = []
+
+    def connect() -> None:
+        try:
+            found.append(torch.distributed.TCPStore(host, int(port), size, is_master=False, timeout=limit))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, name="join", daemon=True)
+    thread.start()
+    thread.join(2 * MEETING_SECONDS)  # longer than torch tries again where it has an answer
+    if not found:
+        raise TimeoutError(f"what listens at {host}:{port} does not answer")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]

@@ -86,6 +86,25 @@ def test_ranks_that_do_not_come_are_named(monkeypatch):
         start("ddp", device="cpu")
 
 
+def test_a_port_whose_program_never_answers_is_not_waited_for_without_a_limit(monkeypatch):
+    """torch has no time limit for the first answer: the rank hung."""
+    monkeypatch.setattr(ddp, "MEETING_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        for name, value in dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            UserError, match=rf"^the ranks did not meet: what listens at 127\.0\.0\.1:{port} does not ans"
+        ):
+            start("ddp", device="cpu")
+
+
+@pytest.mark.parametrize("address", ["", "all", "10.0.0.1", "10.0.0.1 a port", "10.0.0.1 1 2"])
+def test_what_names_no_place_is_one_line(address):
+    with pytest.raises(UserError, match="is not where rank 0 listens: another program uses the port of the rendezvous"):
+        ddp.join(address, 2)
+
+
 def test_shutdown_ends_gloos_threads():
     """One that outlives Python's own end may abort the process, after a run that was good."""
     with start("ddp", device="cpu", tuning=False) as engine:
