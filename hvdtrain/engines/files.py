@@ -15,6 +15,7 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import IO, Any
 
+from hvdtrain.engines import holders
 from hvdtrain.engines.errors import Failure, UserError
 
 SMALL = 2**20  # bytes
@@ -231,13 +232,15 @@ class Lock:
     """An exclusive lock on a directory. The kernel releases it when the process ends, even if it is killed.
 
     It is on the file .lock, because NFS has no locks on directories. Who may write in the directory may lock it, and nobody
-    else: whoever can open a file can lock it. `works` is False on a file system without locks.
+    else: whoever can open a file can lock it. `works` is False on a file system without locks: there the file says who has
+    it (holders.py). A run that is known to go on is respected; of others, the last one has it, and `require_in_place` tells.
     Raises TimeoutError if another process holds the lock for `seconds`, and OSError if the directory is not writable.
     """
 
     def __init__(self, directory: Path, seconds: float):
         self._path = directory / ".lock"
         self.works = True
+        self._me = holders.myself()
         self._handle: int | None = self._take(seconds)
         self._place = directory.stat()
 
@@ -256,13 +259,22 @@ class Lock:
                 time.sleep(0.05)
             except OSError:
                 self.works = False
-                return handle
+                if (other := holders.noted(self._path)) is None or other == self._me or not other.runs():
+                    holders.note(handle, self._me)
+                    return handle
+                if time.monotonic() >= until:
+                    os.close(handle)
+                    raise TimeoutError(errno.ETIMEDOUT, f"another process has held {self._path}") from None
+                time.sleep(0.05)
 
     def require_in_place(self) -> None:
         """Raise OSError (ESTALE) if the directory is no longer the one that was locked: it was moved, and another process
         may lock one of the same name. A directory that was removed is made and locked again."""
         if self._handle is None:
             raise OSError(errno.ESTALE, "the run has ended")
+        if not self.works and (other := holders.noted(self._path)) not in (None, self._me):
+            assert other is not None
+            raise OSError(errno.EBUSY, f"a later run, on {other.host}, writes to {self._path.parent}")
         held: os.stat_result | None = None
         with contextlib.suppress(OSError):  # another host has removed the file on NFS
             held = os.fstat(self._handle)
@@ -290,5 +302,8 @@ class Lock:
     def release(self) -> None:
         """Release the lock. Idempotent."""
         if self._handle is not None:
+            if not self.works and holders.noted(self._path) == self._me:
+                with contextlib.suppress(OSError):
+                    holders.note(self._handle, None)
             os.close(self._handle)
             self._handle = None

@@ -113,6 +113,9 @@ class Checkpoints:
             output_dir.mkdir(parents=True, exist_ok=True)
             self._lock = files.Lock(output_dir, LOCK_SECONDS)
             directory.mkdir(exist_ok=True)
+            if not self._lock.works:
+                said = "its file system has no locks, so another host's run there is noticed at a checkpoint only"
+                lines.warn(f"--output-dir {output_dir}: {said}")
         except TimeoutError:
             said = f"another run writes to {output_dir}: wait for it, or name another --output-dir"
             raise UserError(said) from None
@@ -412,7 +415,7 @@ class Checkpoints:
         self.release(heartbeat)
         if self._writer is not None and self._writer.failed is not None:
             message = self._unsaved(self._writer.failed)
-            if self._writer.failed.errno == errno.ESTALE:  # do not write another run's summary.json
+            if self._writer.failed.errno in (errno.ESTALE, errno.EBUSY):  # do not write another run's summary.json
                 self.output.output_dir = None
         told: str | None = self.engine.broadcast_object(message, "checkpoint.close")
         return told
@@ -420,6 +423,8 @@ class Checkpoints:
     def _unsaved(self, error: OSError) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "free some space there"
+        elif error.errno == errno.EBUSY:
+            remedy = "give each run an --output-dir of its own"
         elif error.errno == errno.ESTALE:
             remedy = "start again with --output-dir where it is now, and do not move it while a run writes there"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -5,13 +5,14 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from hvdtrain import mnist
-from hvdtrain.engines import files
+from hvdtrain.engines import files, holders
 from hvdtrain.launching.exit_codes import run
 
 
@@ -197,3 +198,51 @@ def test_a_lock_whose_file_was_removed_on_nfs_is_taken_again(removed, tmp_path, 
     with pytest.raises(OSError, match="was moved"):
         first.require_in_place()
     first.release()
+
+
+@pytest.fixture(params=[errno.ENOLCK, errno.EOPNOTSUPP])
+def without_locks(request, monkeypatch):
+    def refuse(handle, how):
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+
+
+def test_without_locks_a_run_that_goes_on_is_respected_and_one_that_was_killed_is_not(without_locks, tmp_path):
+    """Two jobs shared a directory without a word, and one result was lost."""
+    script = """
+import sys, pathlib
+from hvdtrain.engines import files
+files.fcntl.flock = lambda *_: files.os.stat("/nowhere")
+print(files.Lock(pathlib.Path(sys.argv[1]), 0).works, flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "False\n"
+        with pytest.raises(TimeoutError):
+            files.Lock(tmp_path, 0)
+        other.kill()
+    first = files.Lock(tmp_path, 0)
+    first.require_in_place()
+    with pytest.raises(TimeoutError):
+        files.Lock(tmp_path, 0)
+    first.release()
+    files.Lock(tmp_path, 0).release()
+
+
+def test_without_locks_the_earlier_of_two_runs_on_two_hosts_writes_no_more(without_locks, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(holders, "here", lambda: "elsewhere")
+        first = files.Lock(tmp_path, 0)
+    second = files.Lock(tmp_path, 0)
+    with pytest.raises(OSError, match=r"a later run, on \S+, writes to ") as caught:
+        first.require_in_place()
+    assert caught.value.errno == errno.EBUSY
+    first.release()
+    second.require_in_place()
+    shutil.rmtree(tmp_path)
+    second.require_in_place()
+    second.require_in_place()
+    second.release()
