@@ -46,6 +46,11 @@ def of_the_user(said: str) -> UserError | None:
     if "can't start new thread" in said:
         how = "end some, raise `ulimit -u`, or use fewer ranks"
         return UserError(f"this user may have no more processes and threads: {how}")
+    if "unable to allocate shared memory" in said or "out of shared memory" in said:  # as DataLoader workers use it
+        how = (
+            "make it larger (docker run --shm-size 8g; Kubernetes: emptyDir with medium: Memory), or use fewer workers"
+        )
+        return UserError(f"/dev/shm is too small for the batches of the DataLoader's workers: {how}")
     operation, _, rest = said.partition(" does not have a deterministic implementation")
     if rest:  # with --deterministic on a GPU
         how = "leave --deterministic out, or use another layer"

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -227,3 +228,40 @@ def test_flags_go_to_a_worker_with_the_data_set_that_holds_them():
     flags = pickle.loads(pickle.dumps(parser.parse(["--half", "8", "--seed", "3"])))
     assert (flags.half, flags.seed, flags.program) == (4, 3, "test")
     assert "half" in flags.may_change
+
+
+LARGE_BATCHES = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from hvdtrain import training
+
+def main():
+    flags = training.parser("program", None).parse_args()
+    with training.start(flags) as run:
+        model = torch.nn.Linear(50_000, 1)
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for epoch in run.epochs(1):
+            for step in run.steps(DataLoader(TensorDataset(torch.ones(64, 50_000)), flags.batch_size, num_workers=1)):
+                for x, in step.batches():
+                    step.backward(model(x).mean())
+                step.update()
+    return run.exit_code
+
+if __name__ == "__main__":
+    training.main(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm: needs root")
+def test_a_small_dev_shm_is_one_line_with_the_remedy(tmp_path):
+    (tmp_path / "program.py").write_text(LARGE_BATCHES)
+    small = "mount -t tmpfs -o size=1m tmpfs /dev/shm || exit 99"
+    program = f"exec {shlex.quote(sys.executable)} program.py --engine serial --no-progress"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"{small}; {program}"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    if "unshare" in done.stderr or done.returncode == 99:
+        pytest.skip(f"no mount namespaces here: {done.stderr.strip()}")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done
+    assert "error: /dev/shm is too small for the batches of the DataLoader's workers: make it larger" in done.stderr

@@ -131,3 +131,20 @@ def test_a_signal_during_the_imports_ends_them_in_one_line(number, code, tmp_pat
     )  # fmt: skip
     assert done.returncode == code, done
     assert done.stderr == f"hvdtrain: {number.name} while Python imports, before training: nothing to save\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "unable to allocate shared memory(shm) for file </torch_8424_2589672827_0>: No space left on device (28)",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+        "shared memory. Please try to raise your shared memory limit.",
+    ],
+)
+def test_what_torch_says_without_shared_memory_becomes_one_line_with_the_remedy(said, capfd):
+    def main() -> int:
+        raise RuntimeError(said)
+
+    with pytest.raises(SystemExit, match="2"):
+        exit_codes.run(main)
+    assert "error: /dev/shm is too small for the batches of the DataLoader's workers: " in capfd.readouterr().err
