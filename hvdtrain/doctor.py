@@ -25,7 +25,7 @@ from hvdtrain.engines.start import start
 from hvdtrain.launching.exit_codes import LINGER_SECONDS, run
 
 ALONE = (  # checks of each rank on its own: one that raises does not hide the others
-    build.check_build, gpus.check_gpus, host.check_launcher, host.check_name, host.check_interfaces,
+    build.check_build, gpus.check_gpus, host.check_launcher, host.check_home, host.check_name, host.check_interfaces,
     host.check_memory_and_disk, host.check_data,
 )  # fmt: skip
 TOGETHER = (

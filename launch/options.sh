@@ -53,6 +53,9 @@ refuse() { # MESSAGE: one line and exit code 2
 
 [[ -r /proc/self/stat ]] || refuse 'no /proc here, which MPI and Horovod read: mount it (as root: mount -t proc proc /proc)'
 
+[[ -n ${HOME-} ]] || id -un >/dev/null 2>&1 ||
+    refuse 'HOME is not set, and this user id has no name: mpirun would crash; export HOME=DIR, a directory that you can write to'
+
 declare -A variable_of=( # of an option with a value
     [-np]=ranks [-n]=ranks [-H]=hosts [--interface]=interface [--pass]=pass_anyway [--transport]=transport [--port]=port
     [--fusion-mb]=fusion_mb [--cycle-ms]=cycle_ms [--timeline]=timeline [--autotune]=autotune [--restarts]=restarts

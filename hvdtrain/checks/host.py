@@ -31,6 +31,15 @@ def check_launcher(found: Findings, here: Here) -> None:
         found.warning("in a Slurm job, but not started by srun or mpirun", "one process trains, the others idle", do)
 
 
+def check_home(found: Findings, here: Here) -> None:
+    """Check that this user has a home directory: a container may run with any user id."""
+    try:
+        Path.home()
+    except RuntimeError:
+        do = "export HOME=DIR, a directory that you can write to"
+        found.problem("HOME is not set, and this user id has no name", "mpirun crashes (SIGSEGV, exit code 139)", do)
+
+
 def check_name(found: Findings, here: Here) -> None:
     """Check that this host's name resolves, and note its address."""
     name = socket.gethostname()

@@ -221,6 +221,16 @@ def test_refused_in_one_line_with_code_two(name, arguments, complaint):
     assert done.stderr.count("\n") == 1, done
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's id: needs root")
+def test_a_user_id_without_a_name_needs_a_home():
+    """mpirun ends in a segmentation fault there."""
+    words = ["setpriv", "--reuid=4242424", "--regid=4242424", "--clear-groups", "env", "-u", "HOME"]
+    words += ["bash", "-c", (ROOT / "launch" / "options.sh").read_text()]  # that user may not read the checkout
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2, done
+    assert "error: HOME is not set, and this user id has no name: mpirun would crash" in done.stderr
+
+
 def test_refused_for_one_launcher_only():
     many = ("-H", "a:4,b:4", "--interface", "eth0")
     assert "use mpirun.sh" in wrapper("horovodrun", *many, "--transport", "mpi", "true").stderr

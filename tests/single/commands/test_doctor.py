@@ -88,6 +88,17 @@ def test_interfaces_that_are_named_must_be_there_but_not_those_that_are_excluded
     assert [fault.partition(": name one of")[0] for fault in faults(found) if "IFNAME" in fault] == missing
 
 
+def test_a_user_id_without_a_name_needs_a_home(monkeypatch):
+    found = Findings()
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 4_242_424)  # as in a container; pathlib asks for its entry in /etc/passwd
+    host.check_home(found, Here(SimpleNamespace()))
+    assert [(each["level"], each["do"][:11]) for each in found.all] == [("problem", "export HOME")]
+    monkeypatch.setenv("HOME", "/tmp")
+    host.check_home(found, Here(SimpleNamespace()))
+    assert len(found.all) == 1
+
+
 def test_an_output_directory_that_cannot_be_looked_at_is_a_finding(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["doctor.py", "--engine", "serial", "--output-dir", f"{tmp_path}/{'x' * 300}"])
     assert doctor.main() == 1
