@@ -3,8 +3,8 @@
 python -m hvdtrain.export OUT --to weights.safetensors    or weights.pt: the state_dict, under the model's own names
 python -m hvdtrain.export OUT --to model.pt2              torch.export; also model.onnx (pip install 'hvdtrain[onnx]')
 
-OUT: the --output-dir of a run, whose newest checkpoint is taken, or a checkpoint. From a program of your own, write
-`run.export("model.pt2", model, example)`.
+OUT: the --output-dir of a run, whose newest checkpoint is taken (--best: the best one), or a checkpoint. From a program of
+your own, write `run.export("model.pt2", model, example)`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +31,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     parser = Parser("hvdtrain.export", __doc__)
     parser.add_argument("run", type=Path, help="the --output-dir of a run, or a checkpoint")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help=".safetensors, .pt, .pt2 or .onnx")
+    parser.add_argument("--best", action="store_true", help="the epoch whose evaluation was the best, not the newest")
     return parser.parse_args(argv)
 
 
@@ -57,11 +58,20 @@ def model_of(facts: Facts, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Te
     raise UserError(f"the checkpoint is of a program whose model is not known here: {how}")
 
 
+def evaluated(facts: Facts) -> str:
+    """Return the value of the checkpoint's evaluation, if it follows one, for the line that is printed."""
+    best = facts["best"]
+    return f", {best['metric']} {best['value']:.4f}" if best else ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code. Raises UserError."""
     flags = parse(argv)
     kind = exporting.require_kind(flags.to)
-    facts, tensors = checkpoint.find(flags.run, str(flags.run), warn, keep_names=True)
+    if flags.best:
+        facts, tensors = checkpoint.best(flags.run, str(flags.run), warn)
+    else:
+        facts, tensors = checkpoint.find(flags.run, str(flags.run), warn, keep_names=True)
     weights = weights_of(tensors)
     if kind in exporting.WEIGHTS:
         exporting.write_weights(weights, flags.to)
@@ -69,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, example = model_of(facts, weights)
         contents.load_model(model, weights)
         exporting.write_program(model, [example], flags.to)
-    say(f"{flags.to}: {len(weights)} tensors, as after step {facts['state']['step']}")
+    say(f"{flags.to}: {len(weights)} tensors, as after step {facts['state']['step']}{evaluated(facts)}")
     return 0
 
 

@@ -4,11 +4,13 @@ Not pickle: a checkpoint holds no code.
 """
 
 import base64
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 TENSOR, ITEMS, TUPLE, BYTES, ARRAY = OWN = ("__tensor__", "__items__", "__tuple__", "__bytes__", "__array__")
@@ -81,3 +83,28 @@ def from_json(value: Any, get: Callable[[Held], Tensor] = extracted) -> Any:
         dtype, shape, data = value[ARRAY]
         return numpy.frombuffer(from_json(data, get), dtype=dtype).reshape(shape).copy()
     return {key: from_json(item, get) for key, item in value.items()}
+
+
+def flattened(value: Any) -> tuple[Any, Tensor]:
+    """Return nested values as JSON, and the bytes of their tensors, one after the other, as int64 [n] on the CPU."""
+    parts = [torch.empty(0, dtype=torch.uint8)]
+
+    def put(tensor: Tensor) -> None:
+        parts.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+
+    told = to_json(value, put)
+    content = torch.cat(parts)
+    return told, F.pad(content, (0, -len(content) % 8)).view(torch.int64)  # 8 bytes each: MPI counts up to 2^31
+
+
+def unflattened(told: Any, row: Tensor) -> Any:
+    """Return what was given to `flattened`. row: may be longer."""
+    content, end = row.view(torch.uint8), 0
+
+    def get(held: Held) -> Tensor:
+        nonlocal end
+        dtype: torch.dtype = getattr(torch, held["dtype"])
+        begin, end = end, end + math.prod(held["shape"]) * dtype.itemsize
+        return content[begin:end].clone().view(dtype).reshape(held["shape"])
+
+    return from_json(told, get)

@@ -6,7 +6,7 @@ Each checkpoint is one file in the safetensors format:
     metadata "facts"      JSON: position in training, flags, all state that is not a tensor
     metadata "sha256"     checksum of all of the above
 
-Learning rates and random number generators need no state: they are derived from the position, the seed and the rank.
+Learning rates that a program derives from the position need no state, and neither do the seeds of each step and sample.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,11 +29,12 @@ from torch import Tensor
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models.weights import refuse_large_header
+from hvdtrain.training.facts import parsed, require_small, require_sound
 
 Facts = dict[str, Any]  # JSON: all of a checkpoint that is not a tensor
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
-FORMAT = 3
+FORMAT = 4
 OTHER_VERSION = "another version of hvdtrain wrote this checkpoint: use that one, or train anew with --resume never"
 PATIENCE_SECONDS = 600.0  # how long `Writer.flush` waits for a file system that hangs
 # Its errors; the others are of the one who has named a file.
@@ -65,7 +67,7 @@ def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: files.Lock | None = None) -> None:
-    """Write a checkpoint atomically: after a failure, `path` is either complete or absent. Raises OSError.
+    """Write a checkpoint atomically: after a failure, `path` is either complete or absent. Raises OSError or ValueError.
 
     The data are synced to the disk before the file is renamed to `path`, and the directory before this returns, so this also
     holds after a power failure. lock: on the directory above. If that has been moved, nothing is written under its old name,
@@ -74,6 +76,7 @@ def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: files.L
     import safetensors.torch
 
     text = json.dumps(facts)
+    require_small(text)  # else it could not be read
     data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": digest(text, tensors)})
     if lock is not None:
         lock.require_in_place()
@@ -101,8 +104,11 @@ def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
         text = metadata["facts"]
         if digest(text, tensors) != metadata["sha256"]:
             raise Damaged("its checksum does not match its content")
-        facts = json.loads(text)
-    except (Damaged, OSError):
+        facts = parsed(text)
+        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+            raise UserError(f"{path}: {OTHER_VERSION}")
+        require_sound(facts, tensors)
+    except (Damaged, OSError, UserError):
         raise
     except KeyError as error:
         raise Damaged(f"it has no {error} in its header") from error
@@ -111,8 +117,6 @@ def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
             how = "free some, or use a host with more; nothing was changed"
             raise Failure(f"checkpoint {path} cannot be read: not enough memory: {how}") from error
         raise Damaged(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise UserError(f"{path}: {OTHER_VERSION}")
     return facts, tensors
 
 
@@ -123,7 +127,7 @@ def read_facts(path: Path) -> Facts:
     try:
         refuse_large_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})["facts"])
+            facts = parsed((file.metadata() or {})["facts"])
     except OSError:
         raise
     except Exception as error:
@@ -221,20 +225,45 @@ def prune(directory: Path, keep: int) -> None:
     """Remove old checkpoints. Keeps the `keep` newest requested ones, the SPARE newest of all, and the best one. Raises
     OSError, and removes none, if one cannot be read for now.
 
-    keep: if it is less than SPARE, only `keep` newest ones are kept. The best one is determined by the evaluation; of equal
-    ones, the newest.
+    keep: if it is less than SPARE, only `keep` newest ones are kept. The best one: see `best_of`.
     """
     found = listed(directory)
     if len(found) <= min(keep, SPARE):
         return
     facts = {path: read_facts(path) for path in found}
     asked_for = [path for path in found if not facts[path].get("automatic")]
-    best = max(found, key=lambda path: goodness(facts[path]))
-    kept = {*found[: min(keep, SPARE)], *asked_for[:keep], *([best] if goodness(facts[best]) > -math.inf else [])}
+    kept = {*found[: min(keep, SPARE)], *asked_for[:keep], *best_of(facts)[:1]}
     for path in found:
         if path not in kept:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def best_of(facts: Mapping[Path, Facts]) -> list[Path]:
+    """Return the checkpoints that were evaluated, the best first; of equal ones, the oldest. facts: newest first.
+
+    They are compared by the metric of the newest one.
+    """
+    scored = [path for path in reversed(list(facts)) if goodness(facts[path]) > -math.inf]
+    metric = facts[scored[-1]]["best"].get("metric") if scored else None
+    alike = [path for path in scored if facts[path]["best"].get("metric") == metric]
+    return sorted(alike, key=lambda path: -goodness(facts[path]))
+
+
+def best(directory: Path, label: str, warn: Callable[[str], None]) -> tuple[Facts, dict[str, Tensor]]:
+    """Return facts and tensors of the best checkpoint of a run that can be read. label: the user's input.
+
+    directory: that of the run, or of its checkpoints. Raises UserError if there is none.
+    """
+    inner = directory / "checkpoints"
+    found = listed(inner if inner.is_dir() else directory)
+    for path in best_of({path: read_facts(path) for path in found}):
+        try:
+            return read(path)
+        except (Damaged, OSError) as error:
+            warn(f"checkpoint {path} cannot be read ({error}); trying the next best")
+    how = "evaluate in every epoch, with run.evaluating and run.record, or export the newest without --best"
+    raise UserError(f"{label}: no checkpoint of an epoch that was evaluated: {how}")
 
 
 def goodness(facts: Facts) -> float:
@@ -242,12 +271,18 @@ def goodness(facts: Facts) -> float:
     try:
         value = float(facts["best"]["value"])
         return -math.inf if math.isnan(value) else value if facts["best"]["direction"] == "max" else -value
-    except (KeyError, TypeError, ValueError):  # also in a damaged header, which `read_facts` does not verify
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+    ):  # also in a damaged header, which `read_facts` does not verify
         return -math.inf
 
 
 class Writer:
-    """Writes snapshots in a background thread, one at a time. A newer snapshot replaces one that is still waiting.
+    """Writes snapshots in a background thread, one at a time. A newer snapshot replaces one that is still waiting, unless
+    the evaluation of that one was better.
 
     After each attempt, `done(path, error)` is called in the writer's thread; error is None or an OSError. `processor` and
     `seconds` are then the CPU seconds and the wall seconds of this attempt.
@@ -264,7 +299,7 @@ class Writer:
         self.directory, self.keep, self.done, self.lock = directory, keep, done, lock
         self.failed: OSError | None = None  # error of the last attempt
         self.processor = self.seconds = 0.0
-        self._waiting: tuple[Facts, dict[str, Tensor]] | None = None
+        self._waiting: list[tuple[Facts, dict[str, Tensor]]] = []  # the best one, and the newest
         self._condition = threading.Condition()
         self._busy = False
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
@@ -272,7 +307,9 @@ class Writer:
     def put(self, facts: Facts, tensors: dict[str, Tensor]) -> None:
         """Queue a snapshot for writing. The caller must not modify it afterwards."""
         with self._condition:
-            self._waiting = facts, tensors
+            best = max(goodness(facts), -sys.float_info.max)  # one without a value may be replaced
+            self._waiting = [one for one in self._waiting if goodness(one[0]) >= best][:1]
+            self._waiting.append((facts, tensors))
             self._condition.notify_all()
 
     def flush(self, heartbeat: Callable[[], None] = lambda: None) -> None:
@@ -282,7 +319,7 @@ class Writer:
         """
         until = time.monotonic() + PATIENCE_SECONDS
         with self._condition:
-            while self._waiting is not None or self._busy:
+            while self._waiting or self._busy:
                 self._condition.wait(1.0)
                 heartbeat()
                 if time.monotonic() > until:
@@ -294,10 +331,10 @@ class Writer:
             with self._condition:
                 self._busy = False
                 self._condition.notify_all()
-                while self._waiting is None:
+                while not self._waiting:
                     self._condition.wait()
-                facts, tensors = self._waiting
-                self._waiting, self._busy = None, True
+                facts, tensors = self._waiting.pop(0)
+                self._busy = True
             self._write(facts, tensors)
             del facts, tensors
 

@@ -1,13 +1,20 @@
 """Compares a run with the checkpoint that it continues from: flags, data and the number of ranks."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+
 from hvdtrain.cli import Flags
-from hvdtrain.training.contents import plain
+from hvdtrain.training.contents import IMPLEMENTATION, plain
 from hvdtrain.training.state import Initial
 
 MOST_NAMED = 3  # differences listed in one message
+# Of a scheduler's state: what depends on when it was made, as does what begins with _; and what does not, although it does.
+POSITION, CONSTANT = {"base_lrs", "last_epoch"}, {"_schedulers", "_milestones"}
 LENGTHS = ("epochs", "steps")  # flags for the length of training, which may change
 
 
@@ -57,6 +64,57 @@ def other_lengths(facts: Mapping[str, Any], config: Mapping[str, object]) -> lis
         for name in LENGTHS
         if name in theirs and name in config and theirs[name] != config[name]
     ]
+
+
+def chosen_for(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the program has chosen for optimizers and schedulers, such as rates, as JSON. Call it before a checkpoint
+    or a step changes them."""
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    found: dict[str, Any] = {}
+    for number, optimizer in enumerate(optimizers):
+        name = kinds[number] if kinds.count(kinds[number]) == 1 else f"{kinds[number]} {number}"
+        left_out = {"params", "param_names", *IMPLEMENTATION}
+        groups = [
+            {key: _told(value) for key, value in group.items() if key not in left_out}
+            for group in optimizer.param_groups
+        ]
+        found[name] = groups[0] if len(groups) == 1 else groups
+    for name, what in registered.items():
+        if isinstance(what, lr_scheduler.LRScheduler):
+            found[name] = _told(what.state_dict())
+    return found
+
+
+def _told(value: Any) -> Any:
+    """Return a setting as JSON; of other objects, the name of the class. Without what depends on the position."""
+    if isinstance(value, dict):
+        return {str(key): _told(item) for key, item in value.items() if key in CONSTANT or is_chosen(str(key))}
+    if isinstance(value, (list, tuple)):
+        return [_told(item) for item in value]
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def is_chosen(key: str) -> bool:
+    """Return whether a value of a scheduler's state may be what the program has chosen."""
+    return key not in POSITION and not key.startswith("_")
+
+
+def other_choices(there: Any, here: Any, name: str = "") -> Iterator[Difference]:
+    """Yield where two values of `chosen_for` differ. Numbers are equal that float32 does not tell apart."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in (key for key in there if key in here):  # another version of torch may have more
+            yield from other_choices(there[key], here[key], f"{name} {key}".strip())
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        for number, pair in enumerate(zip(there, here, strict=True)):
+            yield from other_choices(*pair, f"{name} {number}")
+    elif not (there == here or _nearly(there, here)):
+        yield Difference(name, there, here)
+
+
+def _nearly(one: object, other: object) -> bool:
+    return isinstance(one, (int, float)) and isinstance(other, (int, float)) and math.isclose(one, other, rel_tol=1e-6)
 
 
 def in_words(unlike: list[Difference]) -> str:

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import TENSOR, from_json, to_json
 from hvdtrain.models.weights import require_match
 from hvdtrain.training.checkpoint import Facts
-from hvdtrain.training.replicas import own_name
+from hvdtrain.training.replicas import named_parameters, own_name
 
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # settings of torch's optimizers
+REGISTER = "register the same objects as when it was written, or --resume never"
 
 
 def plain(value: object) -> object:
@@ -92,7 +94,30 @@ def collect(
     if sparse := next((name for name, tensor in tensors.items() if tensor.layout is not torch.strided), None):
         how = "register the buffer with persistent=False"
         raise UserError(f"{sparse} is a sparse tensor, which a checkpoint cannot store: {how}")
-    return {"optimizers": states, "optimizer_types": types_of(optimizers), "registered": packed}, tensors
+    return {
+        "optimizers": states,
+        "optimizer_types": types_of(optimizers),
+        "parameters": [names_of(optimizer, models) for optimizer in optimizers],
+        "registered": packed,
+        "registered_types": {name: type_of(what) for name, what in registered.items()},
+    }, tensors
+
+
+def names_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
+    """Return the names of the parameters in each of the optimizer's groups, in the order in which it counts them."""
+    names = {parameter: name for name, parameter in named_parameters(models)}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def require_type(name: str, what: object, kind: str) -> None:
+    """Raise UserError on every rank if an object registered under `name` is of another class than the saved one, `kind`."""
+    if (here := type_of(what)) != kind:
+        raise UserError(f"run.register({name}=...): {kind} in the checkpoint, {here} now: {REGISTER}", everywhere=True)
+
+
+def type_of(what: object) -> str:
+    """Return the name of an object's class; of a compiled module, that of the module inside."""
+    return type(getattr(what, "_orig_mod", what)).__name__
 
 
 def types_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
@@ -159,7 +184,9 @@ def load(
     if (there := facts["optimizer_types"]) != (here := types_of(optimizers)):
         said = f"{', '.join(there)} in the checkpoint, {', '.join(here)} now"
         raise UserError(f"the checkpoint does not match the optimizer ({said}): check --optimizer")
-    load_optimizers(optimizers, [unpack(packed, tensors) for packed in facts["optimizers"]])
+    load_optimizers(
+        optimizers, models, [unpack(packed, tensors) for packed in facts["optimizers"]], facts["parameters"]
+    )
     with explained():
         scaler.load_state_dict(facts["scaler"] or scaler.state_dict())
 
@@ -184,14 +211,19 @@ def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     load_by_own_names(model, state)
 
 
-def load_registered(name: str, model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a module that was registered under `name`. Raises UserError on every rank if names or shapes do not match."""
+def load_registered(name: str, what: Any, state: Any) -> None:
+    """Load an object that was registered under `name`. Raises UserError on every rank if it does not match: of a module,
+    names, shapes and types."""
     try:
-        load_by_own_names(model, state)
-    except (KeyError, RuntimeError) as error:
-        last = str(error).splitlines()[-1].strip()
-        how = "register the same as when it was written, or --resume never"
-        raise UserError(f"the checkpoint does not match {name!r} ({last}): {how}", everywhere=True) from error
+        if isinstance(what, nn.Module):
+            here_too = {own_name(key): value for key, value in what.state_dict().items()}
+            require_match(state, here_too, types=True)
+            load_by_own_names(what, state)
+        else:
+            what.load_state_dict(state)
+    except Exception as error:  # any: the class may be the author's own
+        last = (str(error) or type(error).__name__).splitlines()[-1].strip()
+        raise UserError(f"the checkpoint does not match {name!r} ({last}): {REGISTER}", everywhere=True) from error
 
 
 def load_by_own_names(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -200,16 +232,29 @@ def load_by_own_names(model: nn.Module, state: Mapping[str, Any]) -> None:
     model.load_state_dict({name: own[own_name(name)] for name in model.state_dict()})
 
 
-def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Facts]) -> None:
-    """Load a state_dict into each optimizer. Raises UserError if they do not match."""
+def load_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], states: Sequence[Facts],
+    names: Sequence[Sequence[Sequence[str]]],
+) -> None:  # fmt: skip
+    """Load a state_dict into each optimizer. Raises UserError if they do not match.
+
+    names: of the parameters of each group of each optimizer, when they were saved. The order may be another one now.
+    """
     with explained():
-        for optimizer, held in zip(optimizers, states, strict=True):
-            groups = []
+        for optimizer, held, there in zip(optimizers, states, names, strict=True):
+            here, groups = names_of(optimizer, models), []
             for mine, theirs in zip(optimizer.state_dict()["param_groups"], held["param_groups"], strict=True):
                 # How to compute is this run's choice: the checkpoint may come from another kind of device.
-                own = {name: mine[name] for name in IMPLEMENTATION if name in mine}
+                own = {name: mine[name] for name in (*IMPLEMENTATION, "params", "param_names") if name in mine}
                 groups.append(mine | {name: like(name, mine.get(name), value) for name, value in theirs.items()} | own)
-            optimizer.load_state_dict({"state": held["state"], "param_groups": groups})
+            for number, (one, other) in enumerate(zip(here, there, strict=True)):
+                if unlike := sorted({*one} ^ {*other}):
+                    where = "now" if unlike[0] in one else "in the checkpoint"
+                    raise ValueError(f"parameter group {number} has {unlike[0]} only {where}")
+            place = {name: number for number, name in enumerate(chain.from_iterable(here))}
+            moved = {number: place[name] for number, name in enumerate(chain.from_iterable(there))}
+            state = {moved.get(key, key): value for key, value in held["state"].items()}
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
             lay_state_as_weights(optimizer)
 
 

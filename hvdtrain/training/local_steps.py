@@ -148,21 +148,24 @@ class LocalSteps:
 
     # ---- checkpoints: what is equal on all ranks; own_states.py has the rest
 
+    def names(self) -> list[str]:
+        """Return the names of the parameters that have a momentum, in its order."""
+        return [name for name, _ in self._prepared.named(list(self._prepared.trained))]
+
     def momentum(self) -> Tensor:
         """Return the momenta of the shared weights, one after the other."""
         return torch.cat([momentum.reshape(-1) for momentum in self._momenta])
 
-    def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """Restore the momenta. A collective. tensors: of the checkpoint, on rank 0."""
+    def restore(self, tensors: Mapping[str, Tensor] | None, names: Sequence[str]) -> None:
+        """Restore the momenta. A collective. tensors: of the checkpoint, on rank 0. names: in its order."""
         flat = self.momentum().cpu()
-        with self._engine.raising_together("checkpoint"):
-            if tensors is not None:
-                if (held := tensors["outer.momentum"]).shape != flat.shape:
-                    raise UserError(
-                        "the checkpoint does not match the model: other parameters were trained: check --model"
-                    )
-                flat.copy_(held)
+        if sorted(names) != sorted(self.names()):
+            how = "other parameters were trained: check --model"
+            raise UserError(f"the checkpoint does not match the model: {how}", everywhere=True)
+        if tensors is not None:
+            flat.copy_(tensors["outer.momentum"])
         self._engine.broadcast_(flat, "checkpoint.momentum")
-        sizes = [momentum.numel() for momentum in self._momenta]
-        for momentum, part in zip(self._momenta, flat.split(sizes), strict=True):
+        own = dict(zip(self.names(), self._momenta, strict=True))
+        ordered = [own[name] for name in names]
+        for momentum, part in zip(ordered, flat.split([one.numel() for one in ordered]), strict=True):
             momentum.copy_(part.view_as(momentum))

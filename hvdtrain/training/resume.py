@@ -17,25 +17,28 @@ from torch import Tensor, nn
 from hvdtrain.cli import Flags
 from hvdtrain.engines import buffers, files, lines
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.buffers import floating_buffers, running_statistics
+from hvdtrain.engines.buffers import running_statistics
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training import checkpoint, contents, own_states
+from hvdtrain.training import checkpoint, contents, own_states, saved_buffers
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
-from hvdtrain.training.comparison import Difference, differences, in_words, other_lengths
+from hvdtrain.training.comparison import (
+    Difference,
+    chosen_for,
+    differences,
+    in_words,
+    other_choices,
+    other_lengths,
+)
+from hvdtrain.training.inputs import Input
 from hvdtrain.training.local_steps import LocalSteps
+from hvdtrain.training.randomness import Generators
 from hvdtrain.training.schedules import redone
 from hvdtrain.training.state import Initial, TrainState
 
 LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
-
-
-def statistics_of(registered: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-    """Return the running statistics of each registered module that has some, by their name in the checkpoint."""
-    modules = {name: [what] for name, what in registered.items() if isinstance(what, nn.Module)}
-    return {f"statistics.{name}": found for name, module in modules.items() if (found := running_statistics(module))}
 
 
 def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[dict[str, Any]]]:
@@ -74,6 +77,9 @@ class Checkpoints:
         self._last_good: str | None = None
         self._writer: checkpoint.Writer | None = None
         self._lock: files.Lock | None = None
+        self.generators = Generators(engine, flags.seed, keeps=self.writes)
+        self._chosen: Facts = {}  # for optimizers and schedulers: `comparison.chosen_for`
+        self._shapes: dict[str, saved_buffers.Shapes] = {}  # of buffers, when training began
         self._ends = False  # training is over
         if engine.rank == 0:
             try:
@@ -237,18 +243,26 @@ class Checkpoints:
         """Restore models, optimizers and loss scaler on every rank, if the run is resumed. A collective."""
         trained = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
         self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
+        self._note_buffers(self._modules(models, {}))
+        self._chosen |= (chosen := chosen_for(optimizers, {}))
         if self.facts is None:
             return
+        self._make_room(self._modules(models, {}))
         with self.engine.raising_together("checkpoint"):
             if self._found is not None:
                 contents.load(self._found, models, optimizers, scaler)
+                self._require_choices(chosen)
         for model in models:
             self.engine.broadcast_model(model)
         for optimizer in optimizers:
             self.engine.broadcast_optimizer_state(optimizer)
         if self._holds_own_states() and self.facts["workers"] == self.workers:
-            self.facts |= own_states.restore(self.engine, self.workers, self._found and self._found[1], optimizers)
-        self._restore_own("buffers", list(floating_buffers(models)), running_statistics(models))
+            self.facts |= own_states.restore(
+                self.engine, self.workers, self._found and self._found[1], optimizers, models, self.facts["parameters"]
+            )
+        self._restore_own("buffers", saved_buffers.of_each_rank(models), running_statistics(models))
+        if self._flags.evaluate is None and (line := self.generators.load(self._found and self._found[1])):
+            self.output.say(line)
         if self.facts["scaler"]:
             scaler.load_state_dict(self.facts["scaler"])
         self._settings = settings_of(optimizers)
@@ -256,17 +270,19 @@ class Checkpoints:
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = group.get("initial_lr", group["lr"])
 
-    def _restore_own(self, name: str, tensors: Sequence[Tensor], statistics: Sequence[Tensor]) -> None:
+    def _restore_own(self, name: str, tensors: Mapping[str, Tensor], statistics: Sequence[Tensor]) -> None:
         """Restore `tensors`, of which each rank has its own: with a different number of ranks, the mean of those that are in
-        `statistics`, and rank 0's of the others. A collective."""
-        own = buffers.flatten(tensors)
-        ranks, length = (self.facts or {})["shapes"][name]
-        if own.shape != (length,):
-            how = "it has different buffers: check --model"
+        `statistics`, and rank 0's of the others. A collective. They are in the order of the checkpoint."""
+        ranks, there = (self.facts or {})["own"].get(name, (0, {}))
+        here = {one: list(tensor.shape) for one, tensor in tensors.items()}
+        if unlike := [one for one in {**there, **here} if there.get(one) != here.get(one)]:
+            how = f"{unlike[0]} is not the same buffer in both: check --model"
             raise UserError(f"the checkpoint does not match the model: {how}", everywhere=True)
-        if not length:
+        if not there:
             return
-        rows = torch.zeros(ranks, length, dtype=own.dtype)
+        ordered = [tensors[one] for one in there]
+        own = buffers.flatten(ordered)
+        rows = torch.zeros(ranks, len(own), dtype=own.dtype)
         if self._found is not None:
             rows.copy_(self._found[1][name])
         self.engine.broadcast_(rows, f"checkpoint.{name}")
@@ -278,12 +294,12 @@ class Checkpoints:
         else:
             averaged = {id(tensor) for tensor in statistics}
             mine = rows.mean(0)
-            parts = zip(tensors, mine.split([tensor.numel() for tensor in tensors]), strict=True)
-            firsts = rows[0].split([tensor.numel() for tensor in tensors])
+            parts = zip(ordered, mine.split([tensor.numel() for tensor in ordered]), strict=True)
+            firsts = rows[0].split([tensor.numel() for tensor in ordered])
             mine = torch.cat(
                 [mean if id(tensor) in averaged else first for (tensor, mean), first in zip(parts, firsts, strict=True)]
             )
-        buffers.unflatten(mine, tensors)
+        buffers.unflatten(mine, ordered)
 
     def restore_local(self, local: LocalSteps, state: TrainState) -> None:
         """Restore what only a run with --sync-every has, on every rank, if it is resumed. A collective; after `restore`."""
@@ -291,38 +307,112 @@ class Checkpoints:
             return
         assert self.facts is not None
         state.skipped = self.facts.get("skipped", state.skipped)  # this rank's own
-        local.restore(self._found and self._found[1])
+        local.restore(self._found and self._found[1], self.facts["outer"])
 
     def restore_registered(self, registered: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Restore the objects given to `Run.register`, on every rank, and the rates of `optimizers`. A collective."""
+        self._note_buffers(self._modules([], registered))
+        self._chosen |= (chosen := chosen_for([], registered))
         if self.facts is None:
             return
+        self._make_room(self._modules([], registered))
         begun_again: list[torch.optim.Optimizer] = []
         for name, what in registered.items():
-            held = self.facts["registered"]
-            if name not in held:
-                raise UserError(
-                    f"the checkpoint has no {name!r}: register the same objects as when it was written, or --resume never",
-                    everywhere=True,
-                )
+            self._require_registered(name, what)
+        with self.engine.raising_together("checkpoint"):
+            self._require_choices(chosen)
+        for name, what in registered.items():
             tensors = self._found[1] if self._found is not None else {}
-            state = contents.unpack_everywhere(self.engine, held[name], tensors, f"registered.{name}")
-            if isinstance(what, nn.Module):
-                contents.load_registered(name, what, state)
-            elif self.lengthened and redone(what, state):
+            packed = self.facts["registered"][name]
+            state = contents.unpack_everywhere(self.engine, packed, tensors, f"registered.{name}")
+            if self.lengthened and redone(what, state):
                 begun_again.append(what.optimizer)
             else:
-                what.load_state_dict(state)
+                contents.load_registered(name, what, state)
         for optimizer, settings in zip(optimizers, self._settings, strict=True):
             if not any(optimizer is one for one in begun_again):
                 # A torch scheduler sets the learning rate when it is created. Restore the saved one.
                 for group, saved in zip(optimizer.param_groups, settings, strict=True):
                     group.update(copy.deepcopy(saved))
 
+    def _require_choices(self, chosen: Facts) -> None:
+        """On rank 0, compare what the program has chosen for optimizers and schedulers with what the checkpoint's had.
+
+        Raises UserError, as for other flags. Where these may depend on the number of ranks or the length of the run, and for
+        a checkpoint that --resume names, a line says that those of the checkpoint are kept.
+        """
+        assert self.facts is not None
+        unlike = list(other_choices(self.facts["chosen"], chosen))
+        if not unlike or self.engine.rank != 0 or self._flags.evaluate is not None:
+            return
+        if self.continues and not self.lengthened and self.facts["world_size"] == self.engine.size:
+            self.release()
+            how = "give the same, or another --output-dir, or --resume never"
+            raise UserError(f"{self.directory} holds a run with different settings ({in_words(unlike)}): {how}")
+        said = f"the program has other settings than the checkpoint ({in_words(unlike)})"
+        self._warn(f"{said}: those of the checkpoint are kept")
+
+    def _modules(self, models: Sequence[nn.Module], registered: Mapping[str, Any]) -> dict[str, nn.Module]:
+        """Return the models and registered modules by unique names."""
+        found = {f"model {number}": model for number, model in enumerate(models)}
+        return found | {name: what for name, what in registered.items() if isinstance(what, nn.Module)}
+
+    def _note_buffers(self, modules: Mapping[str, nn.Module]) -> None:
+        self._shapes |= {name: saved_buffers.shapes(module) for name, module in modules.items()}
+
+    def _make_room(self, modules: Mapping[str, nn.Module]) -> None:
+        assert self.facts is not None
+        for name, module in modules.items():
+            saved_buffers.make_room(module, self.facts["late"].get(name, []), self.engine.device)
+
+    def _late_buffers(self, models: Sequence[nn.Module], registered: Mapping[str, Any]) -> Facts:
+        """Return the buffers that were made while training, by module. A collective: ranks must have the same."""
+        modules = self._modules(models, registered)
+        late = {name: saved_buffers.changed(module, self._shapes[name]) for name, module in modules.items()}
+        late = {name: found for name, found in late.items() if found}
+        how = "make it alike on every rank, or register_buffer(..., persistent=False), which no checkpoint holds"
+        self.engine.require_equal("the shapes of buffers that were made while training", late, how)
+        return late
+
+    def register_generators(self, generators: Mapping[str, object]) -> None:
+        """Save generators with the run. They are restored when training begins: `Generators.begin`."""
+        self.generators.registered |= generators
+        for name, what in generators.items() if self.facts is not None else ():
+            self._require_registered(name, what)
+
+    def _require_registered(self, name: str, what: object) -> None:
+        assert self.facts is not None
+        if name not in (types := self.facts["registered_types"]):
+            raise UserError(f"the checkpoint has no {name!r}: {contents.REGISTER}", everywhere=True)
+        contents.require_type(name, what, types[name])
+
+    def require_all(self, registered: Mapping[str, Any], source: Input) -> None:
+        """Raise UserError on every rank if the program does not register an object that the checkpoint has, or gives another
+        number of samples."""
+        if self.facts is None:
+            return
+        for name in self.facts["registered_types"]:
+            if name not in registered and name not in self.generators.registered:
+                said = f"the checkpoint has {name!r}, which is not registered now"
+                raise UserError(f"{said}: {contents.REGISTER}", everywhere=True)
+        there, here = self.facts["input"]["samples"], source.samples
+        if there == here:
+            return
+        said = f"the run was trained on {there:,} samples, and run.steps() got {here:,}"
+        if self._flags.resume == "auto":
+            how = "give the same, or --weights FILE with another --output-dir"
+            raise UserError(f"{said}: {how}", everywhere=True)
+        self.output.say(f"warning: {said}: continued with those given now")
+
+    @property
+    def per_epoch(self) -> int:
+        """Samples of an epoch of the run that is resumed; 0: not known."""
+        return int(self.facts["input"]["per_epoch"]) if self.facts is not None else 0
+
     def restore_statistics(self, registered: Mapping[str, Any]) -> None:
         """Restore this rank's running statistics of registered modules. A collective; after `restore_registered`."""
-        for name, statistics in statistics_of(registered).items() if self.facts is not None else ():
-            self._restore_own(name, statistics, statistics)
+        for name, statistics in saved_buffers.statistics_of(registered).items() if self.facts is not None else ():
+            self._restore_own(name, statistics, list(statistics.values()))
 
     def positions(self) -> list[Any] | None:
         """Return each rank's position in its stream, on every rank; None if there is none. A collective."""
@@ -346,24 +436,31 @@ class Checkpoints:
         local: LocalSteps | None = None,
         automatic: bool = False,
         ends_epoch: bool = False,
-        position: Any = None,
+        in_steps: bool = False,
+        score: Facts | None = None,
+        ended: Facts | None = None,
+        source: Input | None = None,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a snapshot and return. Rank 0 writes it in the background. A collective.
 
         automatic: not requested by the user; the next automatic checkpoint replaces it. ends_epoch: it follows the
-        evaluation of an epoch, whose value decides whether it is the best. position: `Input.position` of this rank.
+        evaluation of an epoch, whose value, `score`, decides whether it is the best. in_steps: it follows a step, not all
+        steps of an epoch. ended: the program has left the loop over run.epochs, which was this long. source: what the steps
+        read.
         heartbeat: called for each tensor and each registered object.
         """
         if not self.writes:
             return
+        late = self._late_buffers(models, registered)
+        each = {"buffers": saved_buffers.of_each_rank(models), **saved_buffers.statistics_of(registered)}
         own = {
-            name: self.engine.all_gather(buffers.flatten(mine).cpu(), f"checkpoint.{name}")
-            for name, mine in {"buffers": list(floating_buffers(models)), **statistics_of(registered)}.items()
+            name: self.engine.all_gather(buffers.flatten(mine.values()).cpu(), f"checkpoint.{name}")
+            for name, mine in each.items()
         }
-        shapes = {name: list(rows.shape) for name, rows in own.items()}
-        if position is not None:
+        if source is not None and (position := source.position()) is not None:
             own["positions"] = contents.encoded(self.engine.all_gather_object(position, "checkpoint.positions"))
+        own |= self.generators.gather(in_steps=in_steps, epoch_ended=ends_epoch and not state.samples_of_epoch)
         if local is not None:
             own |= own_states.gather(self.engine, self.workers, optimizers, scaler, state.skipped)
         if self._writer is None:
@@ -375,7 +472,7 @@ class Checkpoints:
             "format": checkpoint.FORMAT,
             "state": asdict(state),
             "automatic": automatic,
-            "best": self._score(state) if ends_epoch else None,
+            "best": score,
             "initial": self.initial._asdict(),
             "world_size": self.engine.size,
             "engine": self.engine.name,
@@ -383,15 +480,30 @@ class Checkpoints:
             "typed": {name: contents.plain(value) for name, value in self._flags.typed.items()},
             "data": self._data,
             "scaler": scaler.state_dict(),
-            "shapes": shapes,
+            "own": {
+                name: [self.engine.size, {one: list(tensor.shape) for one, tensor in mine.items()}]
+                for name, mine in each.items()
+            },
+            "late": late,
+            "input": self._size_of(source),
+            "ended": ended,
+            "chosen": self._chosen,
+            "outer": local.names() if local is not None else [],
             "workers": self.workers,
         }
+        types: Facts = facts["registered_types"]
+        types |= {name: contents.type_of(what) for name, what in self.generators.registered.items()}
         self._writer.put(facts, contents.snapshot(tensors, heartbeat) | own)
 
-    def _score(self, state: TrainState) -> Facts | None:
-        """Return metric, direction and value of this checkpoint, if there was an evaluation."""
+    def _size_of(self, source: Input | None) -> Facts:
+        if source is not None:
+            return {"samples": source.samples, "per_epoch": source.per_epoch}
+        return self.facts["input"] if self.facts is not None else {"samples": 0, "per_epoch": 0}
+
+    def score(self, state: TrainState, epoch: int) -> Facts | None:
+        """Return metric, direction and value of the last evaluation, if it was in this epoch."""
         for name, metric in self._metrics.items():
-            if name in state.evaluation:
+            if name in state.evaluation and state.evaluated_epoch == epoch:
                 return {"metric": name, "direction": metric.direction, "value": state.evaluation[name]}
         return None
 

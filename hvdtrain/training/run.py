@@ -5,6 +5,7 @@ programs.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.cli import Flags
-from hvdtrain.data.sharding import mixed_seed, passes_per_step, seed_generators
+from hvdtrain.data.sharding import kept, mixed_seed, passes_per_step, seed_generators
 from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
@@ -25,6 +26,7 @@ from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.metrics_logger import MetricsLogger
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
+from hvdtrain.training.checkpoint import Facts, name_of
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.gather import gather
 from hvdtrain.training.guard import Guard, Stopped
@@ -32,10 +34,11 @@ from hvdtrain.training.inputs import Input, open_input, same
 from hvdtrain.training.local_steps import LocalSteps
 from hvdtrain.training.predictions import Predictions, write_predictions
 from hvdtrain.training.prepared import Prepared, refuse_replicas
+from hvdtrain.training.randomness import is_generator
 from hvdtrain.training.replicas import own_name, require_same_on_all
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.schedules import positions, require_length, require_registered, require_stepped
-from hvdtrain.training.state import Initial, TrainState, require_free
+from hvdtrain.training.state import Best, Initial, TrainState, require_free
 from hvdtrain.training.step import Shared, Step, keep_in_order
 
 
@@ -171,12 +174,16 @@ class Run:
         """Save objects in every checkpoint, and restore them now if the run is resumed. A collective; after
         `prepare`, before the first step.
 
-        objects: with `state_dict` and `load_state_dict`, such as a torch scheduler or averaged weights.
+        objects: with `state_dict` and `load_state_dict`, such as a torch scheduler or averaged weights. Or generators of
+        random numbers of torch, Python or numpy, of which each rank has its own: they go on with the epoch and the step.
         """
         prepared = self.prepared("run.register()")
         if self._input is not None:
             how = "call it before the loop over run.epochs"
             raise UserError(f"run.register() once training has begun, where a resumed run could not restore it: {how}")
+        generators = {name: what for name, what in objects.items() if is_generator(what)}
+        objects = {name: what for name, what in objects.items() if name not in generators}
+        self.checkpoints.register_generators(generators)
         for name, what in objects.items():
             if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
                 raise UserError(f"run.register({name}=...) got a {type(what).__name__}: it has no state_dict")
@@ -202,9 +209,22 @@ class Run:
     @property
     def epochs_done(self) -> float:
         """The number of epochs done, including the fraction of the current one."""
-        if self._input is None or not self._input.per_epoch:  # of a stream, the length is not known
+        per_epoch = self.checkpoints.per_epoch if self._input is None else self._input.per_epoch
+        if not per_epoch:  # before training, and of a stream, whose length is not known
             return float(self.state.epoch)
-        return self.state.samples / self._input.per_epoch
+        return self.state.samples / per_epoch
+
+    @property
+    def best(self) -> Best | None:
+        """The best epoch so far, with the current one once it is evaluated; None before the first evaluation."""
+        held = Best(**self.state.best) if self.state.best else None
+        score = self.checkpoints.score(self.state, self.state.epoch) if self._in_epoch else None
+        if score is None or math.isnan(score["value"]):
+            return held
+        now = Best(**score, epoch=self.state.epoch, step=self.state.step)
+        if held is None or (held.metric, held.direction) != (now.metric, now.direction):
+            return now
+        return now if self.metrics[now.metric].better(now.value, held.value) else held
 
     def epochs(
         self, count: int | None = None, *, steps: int | None = None, stop_at: Mapping[str, float | None] | None = None
@@ -229,11 +249,29 @@ class Run:
         for name in self._goals:
             if name not in self.metrics:
                 raise UserError(f'stop_at: {name} has no direction: training.start(flags, metrics={{"{name}": "max"}})')
+        generators = self.checkpoints.generators
+        generators.begin(self.state.samples)
+        if self._has_ended():
+            return
         while self._is_left() and not (self._goals and self._reached()):
             self._in_epoch, self._in_steps, self._had_steps = True, False, False
+            generators.begin_epoch()
             self.clock.restart()
             yield self.state.epoch
             self._close_epoch()
+
+    def _has_ended(self) -> bool:
+        """Return whether the run that is resumed had ended, because its program left a loop over as many epochs."""
+        facts = self.checkpoints.facts
+        if facts is None or facts["ended"] != self._length() or facts["state"]["step"] != self.state.step:
+            return False
+        if self._is_left():
+            how = "with more epochs, it continues"
+            self.say(f"training has ended after epoch {self.state.epoch}, as the program left run.epochs there: {how}")
+        return True
+
+    def _length(self) -> dict[str, int | None]:
+        return {"epochs": self._epochs, "steps": self._step_limit}
 
     def _epoch_to_evaluate(self) -> Iterator[int]:
         """Yield the epoch of the checkpoint once, without steps: its evaluations are repeated."""
@@ -314,14 +352,20 @@ class Run:
         return self._steps(self._open(data))
 
     def _open(self, data: tuple[Any, ...]) -> Input:
+        if self._input is not None and same(data, self._data):
+            return self._input
+        with kept():  # a DataLoader draws a seed for its workers when it begins
+            return self._opened(data)
+
+    def _opened(self, data: tuple[Any, ...]) -> Input:
         before, state = self._input, self.state
-        if before is not None and same(data, self._data):
-            return before
         opened = open_input(self.engine, data, self.seed, self.flags.batch_size, self.output)
         how = "give every rank all samples, each takes its part of them"
         self.engine.require_equal("the number of samples of run.steps()", opened.samples, how)
         if before is not None and before.samples != opened.samples:
             raise UserError(f"run.steps() got {opened.samples} samples, and {before.samples} in the epoch before")
+        if before is None:
+            self.checkpoints.require_all(self._registered, opened)
         if before is None and (line := opened.restore(self.checkpoints.positions, state)):
             self.say(line)
         if state.samples_of_epoch > opened.per_epoch > 0:
@@ -347,6 +391,7 @@ class Run:
     def _steps(self, opened: Input) -> Iterator[Step]:
         state, prepared, guard = self.state, self.prepared(), self.guard
         shared = Shared(self.engine, prepared, guard, self.clock, state, self.seed, self.flags.reduction, self.autocast)
+        self.checkpoints.generators.begin_steps(state.samples_of_epoch)
         ahead = opened.steps(state.epoch)
         while state.step != self._step_limit and (planned := next(ahead, None)) is not None:
             self.engine.activity.begin_step(state.step)
@@ -367,6 +412,7 @@ class Run:
             self._finish_step(step, opened, last)
         state.train_seconds += self.clock.lap()
         self.metrics_logger.ranks(self.clock)
+        self.checkpoints.generators.end_steps()
         self._in_steps, self._had_steps = False, True
         self.engine.activity.leave_steps()
 
@@ -438,10 +484,13 @@ class Run:
         step.verdicts.clear()
         self.state.skipped = self.state.skipped + 1 if step.left_out else 0
 
-    def _save(self, *, automatic: bool = False, ends_epoch: bool = False) -> None:
+    def _save(
+        self, *, automatic: bool = False, ends_epoch: bool = False, score: Facts | None = None, ended: bool = False
+    ) -> None:
         if self._unread is not None:
             self._learn_of_last_step()
         what = self.prepared()
+        what.require_same_groups()
         parts = what.models, what.optimizers, what.scaler, self._registered
         with self.checkpoints.interval.saving():
             # Do not save weights that differ between ranks. This waits for ranks that are in their step.
@@ -455,11 +504,15 @@ class Run:
                     local=self._local,
                     automatic=automatic,
                     ends_epoch=ends_epoch,
-                    position=self._input.position() if self._input is not None else None,
+                    in_steps=self._in_steps,
+                    score=score,
+                    ended=self._length() if ended else None,
+                    source=self._input,
                     heartbeat=self.guard.heartbeat,
                 )
 
-    def _close_epoch(self) -> None:
+    def _close_epoch(self, *, ended: bool = False) -> None:
+        """End the epoch, and save. ended: the program has left the loop over `run.epochs`."""
         number = self.state.epoch + 1
         if self._in_steps:
             taken, count = self.state.samples_of_epoch, self._input.per_epoch if self._input else 0
@@ -470,6 +523,8 @@ class Run:
             )
         if not self._had_steps:
             raise UserError(f"epoch {number} had no steps: write `for step in run.steps(...):` in it")
+        best, score = self.best, self.checkpoints.score(self.state, self.state.epoch)
+        self.state.best = best._asdict() if best is not None else {}
         self._in_epoch = False
         self.metrics_logger.evaluation(self._input)
         line = self.metrics_logger.epoch()
@@ -480,7 +535,7 @@ class Run:
                 raise UserError(f"stop_at: the evaluation recorded {had}, and not {name}: {how}", everywhere=True)
         if self._input is None or self._input.at_end(self.state.samples_of_epoch):
             self.state.end_epoch()  # else the limit of steps was reached: with a higher one, this epoch continues
-        self._save(ends_epoch=True)
+        self._save(ends_epoch=True, score=score, ended=ended)
         self.say(line)
 
     # ---- evaluation
@@ -528,6 +583,8 @@ class Run:
             self._save()
             raise Stopped
         self._evaluated = True
+        if self._in_epoch:
+            self.state.evaluated_epoch = self.state.epoch
         if self._predictions is not None:
             self._write_predictions(self._predictions)
         self.metrics_logger.evaluated(evaluation.means(), prefix)
@@ -632,14 +689,21 @@ class Run:
                 how = "write run.predict(predicted=...) beside run.record in its evaluation"
                 raise UserError(f"--predict: this program has predicted nothing: {how}", everywhere=True)
             self.metrics_logger.evaluation(None)
-        elif self._in_epoch:  # the script left the loop over `run.epochs` early
-            self._close_epoch()
+        elif self._in_epoch and self._at_head():  # the script left the loop over `run.epochs` at the head of an epoch
+            self._in_epoch = False
+            score = self.checkpoints.score(self.state, self.state.epoch - 1)
+            self._save(ends_epoch=True, score=score, ended=True)
+        elif self._in_epoch:  # or at the end of one
+            self._close_epoch(ended=True)
         with self.engine.activity.during("checkpoint", 0.0):
             unsaved = self.checkpoints.close(self.guard.heartbeat)
-        extra = {}
+        extra: dict[str, object] = {}
         if self._input is not None:
             extra = self._input.summary()
             self._input.close()
+        if best := self.best:
+            kept = {"checkpoint": name_of(best.step)} if self.checkpoints.writes else {}
+            extra["best"] = dict(metric=best.metric, value=best.value, epoch=best.epoch + 1, step=best.step) | kept
         models = self._prepared.models if self._prepared is not None else []
         self.metrics_logger.end(self._dataset, models, extra | self._summary)
         if unsaved:
@@ -650,6 +714,11 @@ class Run:
             goals = " and ".join(f"{name} {self.metrics_logger.show(name, goal)}" for name, goal in self._goals.items())
             self.say(f"target {goals} not reached")
             self.exit_code = TARGET_MISSED
+
+    def _at_head(self) -> bool:
+        """Return whether this epoch has had no steps, and is not the first."""
+        had_steps = self._in_steps or self._had_steps or self.state.samples_of_epoch > 0
+        return self.state.step > 0 and not had_steps
 
     def _omitted(self, metrics: Iterable[str]) -> Iterator[str]:
         """Yield what the script has announced and not done."""

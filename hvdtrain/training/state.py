@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.metric_names import FIXED, Metric
@@ -23,11 +23,23 @@ class TrainState:
     train: dict[str, float] = field(default_factory=dict)  #: loss and recorded values of the last logged step
     evaluation: dict[str, float] = field(default_factory=dict)  #: metrics and `count` of the last evaluation
     prefix: str = ""  #: prefix of that evaluation, such as "test" or "validation"
+    evaluated_epoch: int = -1  #: its epoch, from 0; -1: there was none
+    best: dict[str, Any] = field(default_factory=dict)  #: the fields of the best epoch's `Best`
 
     def end_epoch(self) -> None:
         """Go to the beginning of the next epoch."""
         self.epoch += 1
         self.samples_of_epoch = 0
+
+
+class Best(NamedTuple):
+    """The best epoch so far, by the first of the metrics that the script has named."""
+
+    metric: str
+    direction: str  #: "min" or "max"
+    value: float
+    epoch: int  #: from 0; of equal ones, the first
+    step: int  #: the number of steps after it
 
 
 class Initial(NamedTuple):

@@ -1,12 +1,16 @@
 """Files as nobody should leave them: one clear line or the right answer, and no more memory than the file has bytes."""
 
+import contextlib
 import gzip
 import io
 import json
+import math
 import os
+import random
 import tarfile
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
@@ -19,16 +23,20 @@ from hvdtrain.analysis.reporting import page
 from hvdtrain.analysis.reporting.runs import read_runs, time_shares
 from hvdtrain.data import idx, published, shards
 from hvdtrain.data.shard_reading import Job, ShardBatches
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.portable import flattened
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.models.weights import MOST_TENSORS, load_weights
 from hvdtrain.output import run_output
 from hvdtrain.training import checkpoint, contents
+from hvdtrain.training.randomness import Generators
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import TrainState
+from tests.facts import sound_facts
 from tests.single.data import fake_mnist as fake
 from tests.single.examples import JSON, changed, little_memory, one_line, spoilt, tried
+from tests.single.training.small import N, X, Y, flags_for
 
 # IDX
 
@@ -185,19 +193,13 @@ def saved() -> tuple[dict, dict]:
     model = MODELS["convnet-nonorm"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     facts, tensors = contents.collect([model], [optimizer], {})
-    facts |= {
-        "format": checkpoint.FORMAT,
-        "state": asdict(TrainState(samples_of_epoch=64, samples=64, step=1, train_seconds=1.5, train={"loss": 0.5})),
-        "best": None,
-        "initial": dict(ranks=1, batch_size=64, accumulate=1),
-        "world_size": 1,
-        "engine": "serial",
-        "config": {"lr": 0.1, "epochs": 2},
-        "data": {"dataset": "digits", "train_samples": 128},
-        "scaler": {},
-        "shapes": {"buffers": [1, 0]},
-    }
-    tensors["buffers"] = torch.zeros(1, 0)
+    state = asdict(TrainState(samples_of_epoch=64, samples=64, step=1, train_seconds=1.5, train={"loss": 0.5}))
+    data = {"dataset": "digits", "train_samples": 128}
+    facts = sound_facts(state=state, config={"lr": 0.1, "epochs": 2}, data=data) | facts
+    here = SimpleNamespace(device=torch.device("cpu"))
+    told, row = flattened([Generators(here, 1, keeps=True)._states(), {}])
+    tensors["generators"] = contents.encoded([{"value": told, "length": len(row)}])
+    tensors["generators.rows"] = row[None]
     return facts, tensors
 
 
@@ -229,7 +231,8 @@ def test_a_sound_checkpoint_goes_on(saved, engine, tmp_path):
 
 def test_braces_in_strings_are_not_taken_for_tensors(saved, engine, tmp_path):
     facts, tensors = saved
-    facts = facts | {"registered": {"text": {"value": '"{' * MOST_TENSORS}}}
+    text = {"text": {"value": '"{' * MOST_TENSORS}}
+    facts = facts | {"registered": text, "registered_types": {"text": "Text"}}
     checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
     assert go_on(tmp_path, engine) == TrainState(**facts["state"])
 
@@ -334,6 +337,118 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(name, engine, tmp_path, cap
             checkpoint.find(path, "--resume X", print)
         assert go_on(tmp_path, engine).step == 0  # the one before would be taken, if there were one
         assert "is damaged (it is not a regular file)" in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[dict, dict]:
+    """Facts and tensors of the checkpoint that a run of `a_program` has left in the middle of an epoch."""
+    directory = tmp_path_factory.mktemp("trained")
+    a_program(directory, stop_after=7)
+    return checkpoint.read(checkpoint.listed(directory / "checkpoints")[0])
+
+
+def a_program(directory: Path, stop_after: int = 0) -> None:
+    """Train two epochs of five steps, with all that a program may register."""
+    flags = flags_for("--output-dir", str(directory), "--checkpoint-steps", "1")
+    with contextlib.suppress(InterruptedError), training.start(flags) as run:
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        averaged = torch.optim.swa_utils.AveragedModel(net)
+        run.register(rate=scheduler, averaged=averaged, own=random.Random(1), other=torch.Generator())
+        for _ in run.epochs(2):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(torch.nn.functional.mse_loss(model(x), y))
+                step.update()
+                scheduler.step()
+                averaged.update_parameters(net)
+                if step.number == stop_after:
+                    raise InterruptedError
+            with run.evaluating(N) as mine:
+                run.record(loss=(model(X[mine]) - Y[mine]).square())
+
+
+HOSTILE = {  # what somebody may write, with a right checksum
+    "a negative batch": lambda facts: facts["initial"].update(batch_size=-8),
+    "a negative position": lambda facts: facts["state"].update(samples_of_epoch=-1),
+    "a step that is text": lambda facts: facts["state"].update(step="6"),
+    "an endless time": lambda facts: facts["state"].update(train_seconds=math.inf),
+    "another field of the state": lambda facts: facts["state"].update(more=1),
+    "no ranks": lambda facts: facts.update(world_size=0),
+    "a huge number": lambda facts: facts["state"].update(samples=10**300),
+    "no optimizer": lambda facts: facts.update(optimizers=[]),
+    "an optimizer without groups": lambda facts: facts["optimizers"][0].pop("param_groups"),
+    "parameters that are not numbered": lambda facts: facts["optimizers"][0]["param_groups"][0].update(
+        params=[0, 0, 1]
+    ),
+    "names that are missing": lambda facts: facts["parameters"][0][0].pop(),
+    "a name twice": lambda facts: facts["parameters"][0][0].__setitem__(0, facts["parameters"][0][0][1]),
+    "a tensor that is not there": lambda facts: facts["registered"]["averaged"].update(x={"__tensor__": "nowhere"}),
+    "a registered object without a class": lambda facts: facts["registered_types"].pop("rate"),
+    "buffers of another length": lambda facts: facts["own"]["buffers"][1].popitem(),
+    "a buffer larger than the file": lambda facts: facts["late"].update({"model 0": [["x", None, [2**50], "float32"]]}),
+    "a buffer of no type": lambda facts: facts["late"].update({"model 0": [["x", None, [1], "load"]]}),
+    "workers of another run": lambda facts: facts.update(workers=[0]),
+    "an end that is text": lambda facts: facts.update(ended="yes"),
+    "a fact that is missing": lambda facts: facts.pop("input"),
+    "lists in lists": lambda facts: facts.update(data={"x": json.loads("[" * 200 + "]" * 200)}),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_facts_with_a_right_checksum_are_damaged(case, trained, tmp_path, capfd):
+    facts, tensors = trained
+    facts = json.loads(json.dumps(facts))
+    HOSTILE[case](facts)
+    checkpoint.write(tmp_path / checkpoint.name_of(7), facts, tensors)
+    with pytest.raises(checkpoint.Damaged, match=r"^its facts are not those of a run: ") as caught:
+        checkpoint.read(tmp_path / checkpoint.name_of(7))
+    one_line(caught.value)
+
+
+@pytest.mark.parametrize("name", ["generators", "generators.rows", "own.rows", "buffers"])
+@pytest.mark.parametrize(
+    "value", [torch.zeros(3), torch.zeros(2, dtype=torch.uint8), torch.zeros(7, 0, dtype=torch.int64)]
+)
+def test_states_of_ranks_that_are_not_what_they_should_be_are_damaged(name, value, trained, tmp_path):
+    facts, tensors = trained
+    facts = facts | ({"workers": [0]} if name == "own.rows" else {})
+    checkpoint.write(tmp_path / checkpoint.name_of(7), facts, tensors | {name: value})
+    with pytest.raises(checkpoint.Damaged, match=r"^its facts are not those of a run: "):
+        checkpoint.read(tmp_path / checkpoint.name_of(7))
+
+
+@pytest.mark.parametrize("content", ["[" + "[]," * 1_200_000 + "[]]", '["' + "x" * 2**25 + '"]'])
+def test_facts_that_would_take_much_memory_are_neither_read_nor_written(content, saved, tmp_path):
+    """60 MB of brackets took 3.6 GB."""
+    from safetensors.torch import save_file
+
+    path = tmp_path / checkpoint.name_of(1)
+    metadata = {"facts": content, "sha256": checkpoint.digest(content, {})}
+    save_file({}, path, metadata)
+    with pytest.raises(checkpoint.Damaged, match=r"^its facts are more than 33,554,432 bytes or 2,097,152 values"):
+        checkpoint.read(path)
+    assert checkpoint.read_facts(path) == {}
+    with pytest.raises(ValueError, match="its facts are more than"):
+        checkpoint.write(path, {"facts": json.loads(content)}, {})
+
+
+@tried(60)
+@given(data=st.data())
+def test_any_facts_with_a_right_checksum_are_refused_in_one_line_or_trained_on(data, trained, tmp_path_factory):
+    facts, tensors = trained
+    hostile = data.draw(changed(facts))
+    directory = tmp_path_factory.mktemp("hostile")
+    path = directory / "checkpoints" / checkpoint.name_of(7)
+    try:
+        checkpoint.write(path, hostile, tensors)
+    except ValueError:  # no JSON
+        return
+    try:
+        a_program(directory)
+    except (UserError, Failure) as error:
+        one_line(error)
 
 
 # What a run has written, as the report and a restart read it

@@ -9,12 +9,13 @@ import torch
 from hvdtrain.training import checkpoint
 from hvdtrain.training.state import TrainState
 from tests.chaos.damages import HEADERS, KINDS, damages
+from tests.facts import sound_facts
 
 
 def test_every_damage_is_rejected_and_the_checkpoint_before_is_taken(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for step in (4, 8):
-        facts = {"format": checkpoint.FORMAT, "state": dataclasses.asdict(TrainState(step=step, samples=64 * step))}
+        facts = sound_facts(state=dataclasses.asdict(TrainState(step=step, samples=64 * step)))
         tensors = {"model.weight": torch.full((64, 3), float(step)), "model.bias": torch.arange(3)}
         checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(step), facts, tensors)
     scratch = tmp_path / "scratch"

@@ -9,6 +9,7 @@ import torch
 from hvdtrain import lm
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import checkpoint
+from tests.facts import sound_facts
 from tests.single.examples import one_line
 
 TINY = "--engine serial --threads 1 --layers 1 --heads 2 --width 16 --context 8 --batch-size 4 --steps 5 --no-progress"
@@ -113,8 +114,7 @@ def test_refused_in_one_line(flags, complaint, book, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     (tmp_path / "empty").touch()
     (tmp_path / "latin").write_bytes(b"caf\xe9 au lait " * 20)
-    facts = {"format": checkpoint.FORMAT, "registered": {}, "config": {}}
-    checkpoint.write(tmp_path / "other.safetensors", facts, {"model.x": torch.zeros(1)})
+    checkpoint.write(tmp_path / "other.safetensors", sound_facts(), {"model.x": torch.zeros(1)})
     with pytest.raises(UserError) as raised:
         train(monkeypatch, flags.format(book=book, tmp=tmp_path))
     assert complaint in str(raised.value)

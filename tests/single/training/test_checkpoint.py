@@ -15,6 +15,7 @@ import torch
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training import checkpoint, verify
+from tests.facts import sound_facts
 
 TENSORS = {
     "model.weight": torch.arange(12, dtype=torch.float32).view(3, 4) / 7,
@@ -24,12 +25,7 @@ TENSORS = {
     "buffers": torch.rand(2, 5, generator=torch.Generator().manual_seed(1)),
     "model.empty": torch.zeros(0),
 }
-FACTS = {
-    "format": checkpoint.FORMAT,
-    "state": {"epoch": 1, "step": 12},
-    "best": None,
-    "config": {"lr": 0.1, "name": "ä"},
-}
+FACTS = sound_facts(config={"lr": 0.1, "name": "ä"})
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +116,9 @@ def test_a_pickle_is_refused_and_not_run(tmp_path):
 
 def write_some(directory: Path, steps, value=lambda step: None, direction="max") -> None:
     for step in steps:
-        best = {"metric": "x", "direction": direction, "value": value(step)}
-        state = {"epoch": 1, "step": step}
-        checkpoint.write(directory / checkpoint.name_of(step), {**FACTS, "state": state, "best": best}, TENSORS)
+        best = None if value(step) is None else {"metric": "x", "direction": direction, "value": value(step)}
+        facts = {**FACTS, "state": {**FACTS["state"], "step": step}, "best": best}
+        checkpoint.write(directory / checkpoint.name_of(step), facts, TENSORS)
 
 
 def test_newest_falls_back_to_the_newest_sound_one_and_says_so(tmp_path):

@@ -1,0 +1,164 @@
+"""Random numbers that a program draws itself, outside of `step.batches`: a resumed run draws the same.
+
+The global generators of torch, Python and numpy, and those given to `Run.register`. Each rank has its own states. The code
+at the head of an epoch runs again when an epoch is resumed, so a checkpoint has two of each: the state with which the epoch
+began, and the one with which the steps go on.
+
+generators         JSON as uint8: of each rank, the states without their tensors
+generators.rows    int64 [ranks, n]: of each rank, the bytes of these tensors, padded
+"""
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.data.sharding import mixed_seed, seed_generators
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.portable import to_json, unflattened
+from hvdtrain.training import contents, own_states
+from hvdtrain.training.samplers import reseed
+
+States = dict[str, Any]  # by the name of the generator
+Pair = tuple[States, States]  # when the epoch began, and with which its steps go on
+GLOBAL = "global "  # before the names of the global ones: no name in `Run.register`
+
+
+def is_generator(what: object) -> bool:
+    """Return whether `what` is a generator of torch, Python or numpy whose state can be saved."""
+    if isinstance(what, (torch.Generator, random.Random)):
+        return not isinstance(what, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(what, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator, or of the modules `random` and `numpy.random`."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if hasattr(generator, "getstate"):
+        version, words, gauss = generator.getstate()
+        return [version, torch.tensor(words), gauss]
+    return generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Set what `state_of` has returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif hasattr(generator, "getstate"):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words.tolist()), gauss))
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+class Generators:
+    """The generators of this rank. keeps: whether there are checkpoints."""
+
+    def __init__(self, engine: Engine, seed: int, *, keeps: bool):
+        self._engine, self._seed, self._keeps = engine, seed, keeps
+        self.registered: dict[str, Any] = {}
+        self._held: Pair | None = None  # of this rank in the checkpoint, until `begin`
+        self._seeds_anew = False  # this rank is not in the checkpoint
+        self._began: States | None = None  # when the current epoch began
+        self._go_on: States | None = None  # after the last step of an epoch; in a resumed epoch, before its first step
+
+    def _all(self) -> dict[str, Any]:
+        found: dict[str, Any] = {f"{GLOBAL}torch": torch.default_generator, f"{GLOBAL}random": random}
+        if "numpy" in sys.modules:
+            found[f"{GLOBAL}numpy"] = sys.modules["numpy"].random
+        if (device := self._engine.device).type == "cuda":
+            found[f"{GLOBAL}cuda"] = torch.cuda.default_generators[device.index or 0]
+        return found | self.registered
+
+    def _states(self) -> States:
+        return {name: state_of(generator) for name, generator in self._all().items()}
+
+    def _set(self, states: States) -> None:
+        for name, generator in self._all().items():
+            if name in states:
+                set_state(generator, states[name])
+
+    # ---- the places in a program between which it may draw
+
+    def begin(self, samples: int) -> None:
+        """Restore what the checkpoint has, before the first epoch. samples: done so far."""
+        if self._seeds_anew:
+            seed_generators(mixed_seed(self._seed, "generators", samples, self._engine.rank), self._engine.device)
+            for name, generator in self.registered.items():
+                reseed(generator, mixed_seed(self._seed, name, samples, self._engine.rank))
+        if self._held is not None:
+            began, self._go_on = self._held
+            self._set(began)
+        self._held = None
+
+    def begin_epoch(self) -> None:
+        """Note the states at the head of an epoch."""
+        if self._keeps:
+            self._began = self._states()
+
+    def begin_steps(self, samples_of_epoch: int) -> None:
+        """Restore the states of the last step, in an epoch that is resumed."""
+        if samples_of_epoch and self._go_on is not None:
+            self._set(self._go_on)
+        self._go_on = None
+
+    def end_steps(self) -> None:
+        """Note the states after the last step of an epoch."""
+        if self._keeps:
+            self._go_on = self._states()
+
+    # ---- checkpoints
+
+    def gather(self, *, in_steps: bool, epoch_ended: bool) -> dict[str, Tensor]:
+        """Return the tensors for a checkpoint. A collective. in_steps: it is saved after a step, not after all of them."""
+        pair: Pair | None
+        if self._began is None:  # an evaluation before the first epoch was stopped
+            pair = self._held
+        elif epoch_ended:
+            pair = (self._states(), {})
+        else:
+            pair = (self._began, self._states() if in_steps or self._go_on is None else self._go_on)
+        told, rows = own_states.gather_values(self._engine, pair and list(pair), "checkpoint.generators")
+        return {"generators": contents.encoded(told), "generators.rows": rows}
+
+    def load(self, tensors: Mapping[str, Tensor] | None) -> str | None:
+        """Read what `begin` restores. A collective. tensors: of the checkpoint, on rank 0. Return a line if registered
+        generators of this number of ranks are not in it."""
+        saved = None if tensors is None else (contents.decoded(tensors["generators"]), tensors["generators.rows"])
+        told, rows = own_states.broadcast_values(self._engine, saved, "checkpoint.generators")
+        ranks, rank = len(told), self._engine.rank
+        if any(one["value"] is None for one in told):
+            return None
+
+        def pair_of(number: int) -> Pair:
+            began, go_on = unflattened(told[number]["value"], rows[number])
+            return began, go_on
+
+        if rank < ranks:
+            self._held = pair_of(rank)
+        if self._engine.size <= ranks:
+            return None
+        pairs = [pair_of(number) for number in range(ranks)]
+        alike = [
+            {name: state for name, state in states.items() if all(same(state, pair[which].get(name)) for pair in pairs)}
+            for which, states in enumerate(pairs[0])
+        ]
+        if rank >= ranks:
+            self._seeds_anew, self._held = True, (alike[0], alike[1])
+        unlike = [name for name in pairs[0][0] if name not in alike[0] and not name.startswith(GLOBAL)]
+        if not unlike:
+            return None
+        said = f"the checkpoint has {' and '.join(unlike)} of {ranks} ranks, each another one"
+        return f"{said}: on the other ranks, they begin from new seeds"
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two states are equal."""
+    return bool(to_json(one) == to_json(other))

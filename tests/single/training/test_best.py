@@ -1,0 +1,148 @@
+"""The best epoch, early stopping, and a run that has ended: started again, it trains no more."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hvdtrain import export, training
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training import checkpoint
+from tests.e2e.launchers import events, summary
+from tests.single.training.small import N, X, Y, flags_for
+
+VALUES = [0.3, 0.7, 0.9, 0.9, 0.8, 0.2, 0.1, 0.1]  # of the evaluations: the third epoch is the best
+
+
+class Interrupted(Exception):
+    """What ends a training in these tests, in place of SIGKILL."""
+
+
+def program(directory, *argv, epochs=8, patience=2, at_head=False, values=VALUES, stop_in=None, every=1):
+    """Train with early stopping, decided at the end or at the head of an epoch. Return the epochs, and what `best` was."""
+    seen = []
+    with training.start(
+        flags_for("--output-dir", str(directory), *argv, epochs=epochs), metrics={"score": "max"}
+    ) as run:
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for epoch in run.epochs(epochs):
+            if at_head and run.best is not None and epoch - 1 - run.best.epoch >= patience:
+                break
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+            if epoch % every == 0:
+                with run.evaluating(N) as mine:
+                    run.record(loss=(model(X[mine]) - Y[mine]).square())
+                run.record(score=values[epoch])
+            if epoch == stop_in:
+                raise Interrupted
+            seen.append((epoch, run.best and (run.best.epoch, run.best.value)))
+            if not at_head and patience is not None and epoch - run.best.epoch >= patience:
+                break
+    return seen
+
+
+STOPPED = [(0, (0, 0.3)), (1, (1, 0.7)), (2, (2, 0.9)), (3, (2, 0.9)), (4, (2, 0.9))]
+
+
+@pytest.mark.parametrize("at_head", [False, True])
+def test_a_run_that_early_stopping_has_ended_trains_no_more(at_head, tmp_path, capsys):
+    assert program(tmp_path, at_head=at_head) == STOPPED
+    before = summary(tmp_path)
+    capsys.readouterr()
+    assert program(tmp_path, at_head=at_head) == []
+    assert "training has ended after epoch 5, as the program left run.epochs there: with more epochs, it continues" in (
+        capsys.readouterr().out
+    )
+    assert {k: v for k, v in summary(tmp_path).items() if "second" not in k} == {
+        k: v for k, v in before.items() if "second" not in k
+    }
+    longer = program(tmp_path, epochs=9, patience=None, values=[*VALUES, 0.95])
+    assert longer[0] == (5, (2, 0.9))
+    assert longer[-1] == (8, (8, 0.95))
+
+
+def test_a_killed_run_stops_where_an_uninterrupted_one_does(tmp_path):
+    with pytest.raises(Interrupted):
+        program(tmp_path, stop_in=3)
+    assert program(tmp_path) == STOPPED[3:]
+
+
+def test_a_run_left_before_its_first_step_is_still_a_mistake(tmp_path):
+    with pytest.raises(UserError, match=r"^epoch 1 had no steps"):
+        left_at_once(tmp_path)
+
+
+def left_at_once(directory):
+    with training.start(flags_for("--output-dir", str(directory))) as run:
+        net = nn.Linear(3, 1)
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(2):
+            break
+
+
+def test_the_best_epoch_is_kept_recorded_and_exported(tmp_path, capsys):
+    program(tmp_path / "run", "--keep", "1")
+    best = checkpoint.name_of(15)
+    assert summary(tmp_path / "run")["best"] == {
+        "metric": "score", "value": 0.9, "epoch": 3, "step": 15, "checkpoint": best,
+    }  # fmt: skip
+    assert [path.name for path in checkpoint.listed(tmp_path / "run" / "checkpoints")] == [checkpoint.name_of(25), best]
+    exported = {}
+    for flags in ("", "--best"):
+        capsys.readouterr()
+        assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "weights.pt"), *flags.split()]) == 0
+        said = capsys.readouterr().out
+        assert said.endswith(f"as after step {15 if flags else 25}, score {0.9 if flags else 0.8:.4f}\n")
+        exported[flags] = torch.load(tmp_path / "weights.pt", weights_only=True)
+    _, tensors = checkpoint.read(tmp_path / "run" / "checkpoints" / best)
+    assert torch.equal(exported["--best"]["weight"], tensors["model.weight"])
+    assert not torch.equal(exported["--best"]["weight"], exported[""]["weight"])
+
+
+def test_without_an_evaluation_there_is_no_best_one(tmp_path):
+    (tmp_path / "never").mkdir()
+    with pytest.raises(
+        UserError, match=r"never: no checkpoint of an epoch that was evaluated: evaluate in every epoch"
+    ):
+        export.main([str(tmp_path / "never"), "--best", "--to", str(tmp_path / "weights.pt")])
+
+
+def test_an_epoch_that_is_not_evaluated_is_not_the_best(tmp_path):
+    program(tmp_path, every=2, patience=None, epochs=4, values=[0.9, 0, 0.5, 0])
+    assert summary(tmp_path)["best"]["epoch"] == 1
+    scores = {path.name: checkpoint.read_facts(path)["best"] for path in checkpoint.listed(tmp_path / "checkpoints")}
+    assert scores[checkpoint.name_of(20)] is None
+    assert [name for name, score in scores.items() if score] == [checkpoint.name_of(15), checkpoint.name_of(5)]
+
+
+def test_a_best_snapshot_that_waits_for_the_disk_is_not_replaced(tmp_path, monkeypatch):
+    import threading
+
+    may_write, write = threading.Event(), checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *what: (may_write.wait(60), write(*what)))
+    writer = checkpoint.Writer(tmp_path, 1, lambda path, error: None)
+    for step, value in enumerate([0.1, 0.9, 0.2, 0.3], 1):
+        best = {"metric": "score", "direction": "max", "value": value}
+        writer.put({"format": checkpoint.FORMAT, "best": best, "state": {"step": step}}, {"x": torch.zeros(1)})
+        while step == 1 and writer._waiting:
+            threading.Event().wait(0.01)
+    may_write.set()
+    writer.flush()
+    assert [path.name for path in checkpoint.listed(tmp_path)] == [checkpoint.name_of(4), checkpoint.name_of(2)]
+
+
+def test_a_checkpoint_of_the_best_that_is_damaged_is_said_and_the_next_one_taken(tmp_path, capsys):
+    program(tmp_path, patience=None, epochs=4)
+    path = tmp_path / "checkpoints" / checkpoint.name_of(15)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert export.main([str(tmp_path), "--best", "--to", str(tmp_path / "weights.pt")]) == 0
+    assert path.exists()
+    assert "as after step 20, score 0.9000" in capsys.readouterr().out
+    assert [line["epoch"] for line in events(tmp_path, "evaluate")] == [1, 2, 3, 4]
+    assert json.loads((tmp_path / "summary.json").read_text())["best"]["step"] == 15

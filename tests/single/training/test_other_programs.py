@@ -1,0 +1,267 @@
+"""A run that is resumed by a program that was changed: mapped by name, refused in one line, or said."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+
+from hvdtrain import training
+from hvdtrain.engines.errors import UserError
+from tests.single.training.small import X, Y, fit, flags_for
+
+
+class Interrupted(Exception):
+    """What ends a training in these tests, in place of SIGKILL."""
+
+
+def trained(directory, make, optimizer_of, *argv, stop_after=None, registered=None, epochs=2, data=(X, Y)):
+    """Train what `make` returns. registered: makes what is registered, from the model and the optimizer."""
+    torch.manual_seed(3)
+    with training.start(
+        flags_for("--output-dir", str(directory), "--checkpoint-steps", "1", *argv, epochs=epochs)
+    ) as run:
+        net = make()
+        model, optimizer = run.prepare(net, optimizer_of(net))
+        run.register(**(registered(net, optimizer) if registered else {}))
+
+        def each(step):
+            if step.number == stop_after:
+                raise Interrupted
+
+        fit(run, data, lambda step, x, y: F.mse_loss(model(x), y), each=each)
+    return net
+
+
+def stopped(*arguments, **options):
+    """Train three steps, of which two are in the checkpoint."""
+    with pytest.raises(Interrupted):
+        trained(*arguments, stop_after=3, **options)
+
+
+class Twins(nn.Module):
+    """Two layers of one shape, with statistics of one shape, defined in either order."""
+
+    def __init__(self, order="ab"):
+        super().__init__()
+        for name in order:
+            generator = torch.Generator().manual_seed(ord(name))
+            layer = nn.Linear(3, 3)
+            with torch.no_grad():
+                layer.weight.copy_(torch.randn(3, 3, generator=generator))
+                layer.bias.zero_()
+            self.add_module(name, nn.Sequential(layer, nn.BatchNorm1d(3)))
+        self.last = nn.Linear(3, 1)
+        nn.init.constant_(self.last.weight, 0.5)
+        nn.init.zeros_(self.last.bias)
+
+    def forward(self, x):
+        return self.last(self.b(self.a(x).tanh()).tanh())
+
+
+def adam(net):
+    return torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+def test_layers_that_are_defined_in_another_order_keep_their_momentum_and_statistics(tmp_path):
+    whole = trained(tmp_path / "whole", Twins, adam)
+    stopped(tmp_path / "apart", Twins, adam)
+    apart = trained(tmp_path / "apart", lambda: Twins("ba"), adam)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(apart.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "why"),
+    [
+        (
+            lambda net: torch.optim.Adam([*net.a.parameters(), *net.last.parameters()], lr=0.01),
+            "only in the checkpoint",
+        ),
+        (
+            lambda net: torch.optim.Adam(
+                [{"params": [*net.a.parameters(), *net.b.parameters()]}, {"params": net.last.parameters()}], lr=0.01
+            ),
+            "zip",
+        ),
+    ],
+)
+def test_an_optimizer_of_other_parameters_is_refused(optimizer_of, why, tmp_path):
+    stopped(tmp_path, Twins, adam)
+    with pytest.raises(
+        UserError, match=rf"^the checkpoint does not match the optimizer \(.*{why}.*\): check --optimizer"
+    ):
+        trained(tmp_path, Twins, optimizer_of)
+
+
+class Halved(nn.Module):
+    def __init__(self, dtype=torch.float32, width=3):
+        super().__init__()
+        self.register_buffer("keys", torch.ones(width, dtype=dtype))
+
+
+class Quartered(Halved):
+    pass
+
+
+OTHER_OBJECTS = {
+    "a module's dtype": (
+        Halved,
+        lambda: Halved(torch.float16),
+        r"keys is torch.float32 in the file, torch.float16 in the",
+    ),
+    "a module's shape": (Halved, lambda: Halved(width=2), r"keys is \(3,\) in the file, \(2,\) in the model"),
+    "a module's class": (Halved, Quartered, r"Halved in the checkpoint, Quartered now"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_OBJECTS)
+def test_a_registered_module_of_another_kind_is_refused(case, tmp_path):
+    first, then, why = OTHER_OBJECTS[case]
+    stopped(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(queue=first()))
+    with pytest.raises(UserError, match=rf"{why}.*: register the same objects as when it was written"):
+        trained(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(queue=then()))
+
+
+def test_a_scheduler_of_another_class_is_refused(tmp_path):
+    stopped(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(rate=StepLR(optimizer, 4)))
+    with pytest.raises(
+        UserError, match=r"^run.register\(rate=...\): StepLR in the checkpoint, CosineAnnealingLR now: reg"
+    ):
+        trained(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(rate=CosineAnnealingLR(optimizer, 4)))
+
+
+def test_an_object_whose_state_is_refused_by_its_own_class_is_one_line(tmp_path):
+    class Table:
+        rows = 2
+
+        def state_dict(self):
+            return {"rows": self.rows}
+
+        def load_state_dict(self, state):
+            if state["rows"] != self.rows:
+                raise IndexError("rows differ")
+
+    stopped(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(table=Table()))
+    Table.rows = 3
+    with pytest.raises(UserError, match=r"^the checkpoint does not match 'table' \(rows differ\): register the same"):
+        trained(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(table=Table()))
+
+
+def stepped(rate):
+    return lambda net: torch.optim.SGD(net.parameters(), lr=rate)
+
+
+def stairs(net, optimizer):
+    return dict(rate=StepLR(optimizer, 4, 0.5))
+
+
+OTHER_SETTINGS = {
+    "a rate": (stepped(0.2), stairs, "SGD lr: 0.1 in the checkpoint, 0.2 now"),
+    "a scheduler's factor": (
+        stepped(0.1), lambda net, optimizer: dict(rate=StepLR(optimizer, 4, 0.9)),
+        "rate gamma: 0.5 in the checkpoint, 0.9 now",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER_SETTINGS)
+def test_other_settings_in_the_program_are_refused_or_said(case, tmp_path, capfd):
+    optimizer_of, registered, why = OTHER_SETTINGS[case]
+    stopped(tmp_path / "out", Twins, stepped(0.1), registered=stairs)
+    with pytest.raises(
+        UserError, match=rf"out/checkpoints holds a run with different settings \({why}\): give the same"
+    ):
+        trained(tmp_path / "out", Twins, optimizer_of, registered=registered)
+    named = ("--resume", str(tmp_path / "out"))
+    changed = trained(tmp_path / "named", Twins, optimizer_of, *named, registered=registered)
+    assert f"other settings than the checkpoint ({why}): those of the checkpoint are kept" in capfd.readouterr().err
+    same = trained(tmp_path / "same", Twins, stepped(0.1), *named, registered=stairs)
+    assert "other settings" not in capfd.readouterr().err
+    assert all(map(torch.equal, changed.state_dict().values(), same.state_dict().values()))
+    trained(tmp_path / "out", Twins, optimizer_of, registered=registered, epochs=3)  # they may depend on the length
+    assert f"other settings than the checkpoint ({why}): those of the checkpoint are kept" in capfd.readouterr().err
+
+
+def test_an_object_that_is_not_registered_any_more_is_refused(tmp_path):
+    stopped(tmp_path, Twins, stepped(0.1), registered=stairs)
+    with pytest.raises(UserError, match=r"^the checkpoint has 'rate', which is not registered now: register the same"):
+        trained(tmp_path, Twins, stepped(0.1))
+
+
+def test_a_data_set_that_has_grown_is_refused_or_said(tmp_path, capsys):
+    stopped(tmp_path / "out", Twins, adam)
+    grown = torch.cat([X, X[:8]]), torch.cat([Y, Y[:8]])
+    with pytest.raises(
+        UserError, match=r"^the run was trained on 40 samples, and run.steps\(\) got 48: give the same, or"
+    ):
+        trained(tmp_path / "out", Twins, adam, data=grown)
+    trained(tmp_path / "new", Twins, adam, "--resume", str(tmp_path / "out"), data=grown)
+    assert "trained on 40 samples, and run.steps() got 48: continued with those given now" in capsys.readouterr().out
+
+
+# ---- buffers that the program makes while it trains
+
+
+class Late(nn.Module):
+    """Has a buffer that is made in the first pass, or grows with each."""
+
+    def __init__(self, kind, persistent):
+        super().__init__()
+        self.kind, self.persistent, self.body = kind, persistent, nn.Linear(3, 1)
+        if kind == "none":
+            self.register_buffer("center", None, persistent=persistent)
+        if kind == "grows":
+            self.register_buffer("center", torch.zeros(0, 3), persistent=persistent)
+
+    def forward(self, x):
+        if self.kind == "grows":
+            if self.training and len(self.center) < 5:
+                self.center = torch.cat([self.center, torch.ones(1, 3)])
+        elif getattr(self, "center", None) is None:
+            self.register_buffer("center", x.detach().mean(0, keepdim=True), persistent=self.persistent)
+        return self.body(x - self.center.mean(0))
+
+
+def sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", ["none", "grows", "absent"])
+def test_a_buffer_that_is_made_while_training_is_restored(kind, tmp_path):
+    whole = trained(tmp_path / "whole", lambda: Late(kind, True), sgd)
+    stopped(tmp_path / "apart", lambda: Late(kind, True), sgd)
+    apart = trained(tmp_path / "apart", lambda: Late(kind, True), sgd)
+    assert apart.state_dict().keys() == whole.state_dict().keys()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(apart.state_dict()[name], value), name
+    trained(tmp_path / "apart", lambda: Late(kind, True), sgd, epochs=3)
+
+
+@pytest.mark.parametrize("kind", ["none", "grows", "absent"])
+def test_a_buffer_that_is_not_persistent_is_made_again_by_the_model(kind, tmp_path):
+    stopped(tmp_path, lambda: Late(kind, False), sgd)
+    apart = trained(tmp_path, lambda: Late(kind, False), sgd)
+    assert "center" not in apart.state_dict()
+    assert apart.center is not None
+
+
+def test_a_registered_module_may_grow_too(tmp_path):
+    def queue(net, optimizer):
+        module = Late("grows", True)
+        net.register_forward_pre_hook(lambda *_: (module(X), None)[1])
+        return dict(queue=module)
+
+    stopped(tmp_path, lambda: nn.Linear(3, 1), sgd, registered=queue)
+    trained(tmp_path, lambda: nn.Linear(3, 1), sgd, registered=queue)
+
+
+def test_a_buffer_of_another_shape_in_the_program_is_refused(tmp_path):
+    def make(width):
+        net = nn.Linear(3, 1)
+        net.register_buffer("table", torch.zeros(width))
+        return net
+
+    stopped(tmp_path, lambda: make(4), sgd)
+    with pytest.raises(UserError, match=r"table is \(4,\) in the file, \(5,\) in the model"):
+        trained(tmp_path, lambda: make(5), sgd)

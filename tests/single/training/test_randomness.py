@@ -1,0 +1,196 @@
+"""Random numbers that a program draws outside of `step.batches`, and its position: as if it had not been stopped."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hvdtrain import training
+from hvdtrain.engines.errors import UserError
+from hvdtrain.training.randomness import Generators
+from tests.single.training.small import N, X, Y, flags_for
+
+
+class Interrupted(Exception):
+    """What ends a training in these tests, in place of SIGKILL."""
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(4),
+    "random": lambda: random.Random(4),
+    "numpy": lambda: np.random.default_rng(4),
+    "numpy's Philox": lambda: np.random.Generator(np.random.Philox(4)),
+    "numpy's RandomState": lambda: np.random.RandomState(4),
+}
+
+
+def drawn(generator) -> float:
+    if isinstance(generator, torch.Generator):
+        return torch.rand((), generator=generator).item()
+    return float(generator.random()) if hasattr(generator, "random") else float(generator.random_sample())
+
+
+def all_drawn(own) -> list[float]:
+    """A number of each global generator, and of the program's own."""
+    return [torch.rand(()).item(), random.random(), float(np.random.rand()), *map(drawn, own.values())]
+
+
+def program(directory, stop=None, *, epochs=3, data=(X, Y), **more):
+    """Train; return what was drawn at each place, by epoch or step. stop: raises where it is told the place."""
+    seen = {}
+
+    def at(*place):
+        if stop == place:
+            raise Interrupted
+        seen[place] = all_drawn(own)
+
+    flags = flags_for("--output-dir", str(directory), "--checkpoint-steps", "1", epochs=epochs)
+    with training.start(flags) as run:
+        net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        own = {name.split("'")[0] + str(number): make() for number, (name, make) in enumerate(GENERATORS.items())}
+        run.register(**own)
+        at("before")
+        for epoch in run.epochs(epochs):
+            at("head", epoch, round(run.epochs_done * N), run.progress)
+            for step in run.steps(*data):
+                at("step", step.number)
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+                at("updated", step.number)
+            at("after the steps", epoch)
+            with run.evaluating(N) as mine:
+                run.record(loss=(model(X[mine]) - Y[mine]).square())
+            at("after the evaluation", epoch)
+        at("end")
+    return seen
+
+
+PLACES = [
+    ("step", 4),
+    ("updated", 7),
+    ("step", 6),
+    ("after the evaluation", 0),
+    ("step", 11),
+    ("head", 2, 80, 80 / 120),
+]
+
+
+@pytest.mark.parametrize("loader", [False, True])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(place, loader, tmp_path):
+    data = (DataLoader(TensorDataset(X, Y), batch_size=8, shuffle=True),) if loader else (X, Y)
+    whole = program(tmp_path / "whole", data=data)
+    with pytest.raises(Interrupted):
+        program(tmp_path / "apart", place, data=data)
+    apart = program(tmp_path / "apart", data=data)
+    heads = [which for which in apart if which[0] == "head" and which not in whole]  # the one of the resumed epoch
+    for head in heads:  # the numbers are those of the head of the epoch, and the position is that of the steps
+        assert 0 < (done := head[2] - 40 * head[1]) <= 40, done
+        assert head[3] == pytest.approx(head[2] / 120)
+        apart[next(other for other in whole if other[:2] == head[:2])] = apart.pop(head)
+    assert len(apart) > 5
+    assert {where: apart[where] for where in apart} == {where: whole[where] for where in apart}
+
+
+def test_a_finished_run_started_again_draws_the_same_at_its_end(tmp_path):
+    whole = program(tmp_path)
+    again = program(tmp_path)
+    assert set(again) == {("before",), ("end",)}
+    assert again == {where: whole[where] for where in again}
+
+
+def test_a_run_stopped_in_its_evaluation_goes_on_after_the_steps(tmp_path, monkeypatch):
+    whole = program(tmp_path / "whole", epochs=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("hvdtrain.training.guard.Guard.stops_here", lambda self, name: True)
+        program(tmp_path / "apart", epochs=2)  # ends with `Stopped`, which `start` catches
+    apart = program(tmp_path / "apart", epochs=2)
+    assert ("step", 1) not in apart
+    assert {where: apart[where] for where in apart if where[0] != "head"} == {
+        where: whole[where] for where in apart if where[0] != "head"
+    }
+
+
+def test_another_object_than_the_generator_is_refused(tmp_path):
+    def train(**objects):
+        with training.start(flags_for("--output-dir", str(tmp_path), epochs=1)) as run:
+            net = nn.Linear(3, 1)
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            run.register(**objects)
+            for _ in run.epochs(1):
+                for step in run.steps(X, Y):
+                    for x, y in step.batches():
+                        step.backward(F.mse_loss(model(x), y))
+                    step.update()
+
+    train(rng=np.random.default_rng(1))
+    with pytest.raises(
+        UserError, match=r"^run.register\(rng=...\): Generator in the checkpoint, Random now: register the"
+    ):
+        train(rng=random.Random(1))
+    with pytest.raises(UserError, match=r"^the checkpoint has no 'other': register the same objects"):
+        train(rng=np.random.default_rng(1), other=random.Random(1))
+    with pytest.raises(UserError, match=r"got a SystemRandom: it has no state_dict"):
+        train(rng=random.SystemRandom())
+
+
+class Ranks:
+    """In place of an engine: what rank 0 has gathered of several ranks."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank, size, states=()):
+        self.rank, self.size, self.states = rank, size, states
+
+    def all_gather_object(self, value, name):
+        return [value] * self.size
+
+    def all_gather(self, tensor, name):
+        return tensor.expand(self.size, *tensor.shape)
+
+    def broadcast_object(self, value, name):
+        return value
+
+    def broadcast_(self, tensor, name):
+        pass
+
+
+def test_on_more_ranks_a_generator_that_all_had_alike_stays_so_and_others_get_other_seeds():
+    def first(rank):
+        generators = Generators(Ranks(0, 1), 1, keeps=True)
+        generators.registered = dict(alike=random.Random(7), own=random.Random(rank))
+        generators.begin(0)
+        generators.begin_epoch()
+        return generators
+
+    from hvdtrain.engines.portable import flattened
+    from hvdtrain.training import contents
+
+    values = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        generators = first(rank)
+        pair = [generators._states(), generators._states()]
+        values.append(flattened(pair))
+    tensors = {
+        "generators": contents.encoded([{"value": told, "length": len(row)} for told, row in values]),
+        "generators.rows": torch.stack([row for _, row in values]),
+    }
+    numbers = {}
+    for rank in range(4):
+        generators = Generators(Ranks(rank, 4), 1, keeps=True)
+        generators.registered = dict(alike=random.Random(), own=random.Random())
+        line = generators.load(tensors)
+        generators.begin(100)
+        numbers[rank] = [generators.registered[name].random() for name in ("alike", "own")] + [torch.rand(()).item()]
+    assert line == "the checkpoint has own of 2 ranks, each another one: on the other ranks, they begin from new seeds"
+    assert len({alike for alike, _, _ in numbers.values()}) == 1
+    assert [own for _, own, _ in numbers.values()][:2] == [random.Random(rank).random() for rank in range(2)]
+    assert len({own for _, own, _ in numbers.values()}) == 4
+    assert len({drawn for _, _, drawn in numbers.values()}) == 4
