@@ -155,6 +155,9 @@ class Checkpoints:
         if self.facts is None:
             return TrainState()
         try:
+            for name in ("config", "data"):
+                if not isinstance(self.facts[name], dict):
+                    raise TypeError(name)
             self.initial = Initial(**self.facts["initial"])
             return TrainState(**self.facts["state"])
         except (KeyError, TypeError) as error:

@@ -101,6 +101,8 @@ def figures(run: RecordedRun) -> dict[str, str]:
             epoch = "" if result.best_epoch is None else f" in epoch {result.best_epoch:.0f}"
             found[f"best {result.label}"] = f"{written(result.best or 0.0, result.metric)}{epoch}"
     spent, whole = number(run.summary.get("train_seconds")), run.seconds
+    if len(run.attempts) == 1:  # the summary's has the start of the process
+        whole = number(run.summary.get("total_seconds")) or whole
     if spent is not None:
         found["training"] = duration(spent)
     found["in all"] = duration(whole)

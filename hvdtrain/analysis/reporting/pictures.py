@@ -188,7 +188,8 @@ def finish(axes: "Axes", axis: str) -> None:
     from matplotlib.ticker import EngFormatter
 
     axes.set_xlabel("time (s)" if axis == "seconds" else axis)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if axis != "seconds":  # 0.05 would be 50m
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlim(left=0)
 
 

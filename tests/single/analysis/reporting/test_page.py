@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hvdtrain import report
 from hvdtrain.analysis.reporting import page, pictures
-from hvdtrain.analysis.reporting.runs import read_runs
+from hvdtrain.analysis.reporting.runs import Attempt, RecordedRun, read_runs
 from hvdtrain.engines.errors import UserError
 from tests.single.analysis.reporting.run_records import (
     HOSTILE,
@@ -71,6 +71,22 @@ def empty_axes():
     from matplotlib.figure import Figure
 
     return Figure().subplots()
+
+
+def test_the_whole_time_has_the_start_of_the_process_as_the_summary_has_it():
+    """It said 0.122 s, and the summary 5.17."""
+    attempt = Attempt(began=5.0, before=0.0, ran=0.122)
+    run = RecordedRun("run", attempts=[attempt], summary={"total_seconds": 5.17})
+    run.train.append({"step": 3.0, "samples": None, "values": {}})
+    assert page.figures(run)["in all"] == "5.17 s"
+
+
+def test_times_below_a_second_are_not_thousandths():
+    axes = empty_axes()
+    axes.plot([0.0, 0.1], [1, 2])
+    pictures.finish(axes, "seconds")
+    assert axes.get_xlabel() == "time (s)"
+    assert axes.xaxis.get_major_formatter()(0.05) != "50m"
 
 
 def test_runs_of_all_kinds_are_compared(leave, tmp_path):
