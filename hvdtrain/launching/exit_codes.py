@@ -34,7 +34,7 @@ def run(main: Callable[[], int]) -> NoReturn:
         code = main()
     except (UserError, Failure) as error:
         end_with(error)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if (told := of_the_user(str(error))) is None:
             raise
         end_with(told)
@@ -42,7 +42,7 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def of_the_user(said: str) -> UserError | None:
-    """Return the error with its remedy, if what a RuntimeError `said` is not a fault of the program."""
+    """Return the error with its remedy, if what an error of torch `said` is not a fault of the program."""
     if "can't start new thread" in said:
         how = "end some, raise `ulimit -u`, or use fewer ranks"
         return UserError(f"this user may have no more processes and threads: {how}")
@@ -51,6 +51,9 @@ def of_the_user(said: str) -> UserError | None:
             "make it larger (docker run --shm-size 8g; Kubernetes: emptyDir with medium: Memory), or use fewer workers"
         )
         return UserError(f"/dev/shm is too small for the batches of the DataLoader's workers: {how}")
+    if said.startswith("Expected more than 1 value per channel when training"):
+        how = "write DataLoader(..., drop_last=True), or use another --batch-size"
+        return UserError(f"batch norm got a single sample, as the last step may leave one to a rank: {how}")
     operation, _, rest = said.partition(" does not have a deterministic implementation")
     if rest:  # with --deterministic on a GPU
         how = "leave --deterministic out, or use another layer"

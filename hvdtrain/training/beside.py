@@ -59,6 +59,7 @@ class Several(Input):
             self._parts[name] = part_of_step(engine, name, what, seed, batch_size, first=not self._parts)
         (self._name, (self._first, _)), *self._others = self._parts.items()
         self.samples, self.per_epoch = self._first.samples, self._first.per_epoch
+        self.split = self._first.split
         self._planned: dict[str, Iterator[tuple[int, PlannedBatch]]] = {}
         self._state = TrainState()
 

@@ -13,6 +13,7 @@ from hvdtrain.engines.accelerators import read, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.inputs import Batch, evaluation_batches, is_stream
+from hvdtrain.training.sameness import SPLIT, split_of
 
 
 class CutShort(BaseException):
@@ -101,7 +102,12 @@ class Evaluation:
         """Return the means over the samples of all ranks, and `count`, that of the first. A collective. Raises UserError on
         every rank."""
         # A rank without samples has recorded nothing, so collect the names from all ranks.
-        everyone = self._engine.all_gather_object([list(self._sums), list(self._counts)], "evaluate.names")
+        split = split_of(getattr(self._data, "dataset", None))
+        everyone = self._engine.all_gather_object([list(self._sums), list(self._counts), split], "evaluate.names")
+        if any(theirs[2] != split for theirs in everyone):
+            raise UserError(
+                f"ranks disagree about which samples the subset of the test set has: {SPLIT}", everywhere=True
+            )
         names, counted = (list(dict.fromkeys(n for theirs in everyone for n in theirs[part])) for part in (0, 1))
         if not names:
             raise UserError("run.evaluating() recorded nothing: write run.record(loss=...) in it", everywhere=True)

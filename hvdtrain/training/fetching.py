@@ -8,6 +8,9 @@ from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, default_
 
 from hvdtrain.data.packing import Travels
 from hvdtrain.data.sharding import mixed_seed, seed_generators
+from hvdtrain.training.sameness import told_of
+
+COMPARISON = -1  # in place of an epoch: what is compared between ranks of the samples with these indices
 
 
 class Fetched(NamedTuple):
@@ -32,6 +35,8 @@ class Samples(Travels, Dataset[Any]):
 
     def __getitem__(self, job: tuple[int, list[int]]) -> Fetched:
         epoch, numbers = job
+        if epoch == COMPARISON:
+            return Fetched(told_of(numbers, lambda number: self.samples(0, [number])[0]), 0)
         samples = self.samples(epoch, numbers)
         batch = self.collate(samples)
         return Fetched(batch, samples_in(batch, samples, len(numbers)) if may_leave_out(self.collate) else len(numbers))
@@ -83,7 +88,16 @@ def samples_in(batch: Any, samples: Any, asked: int) -> int:
         return asked
     tensors = [part for part in parts_of(batch) if isinstance(part, torch.Tensor)]
     by_time = tensors and all(part.ndim > 1 and part.shape[1] == asked for part in tensors)  # [time, batch, ...]
-    return asked if by_time else min(asked, *lengths)
+    if by_time and not all(shapes_in(sample) & {tuple(part.shape[1:]) for part in tensors} for sample in samples):
+        return asked
+    return min(asked, *lengths)
+
+
+def shapes_in(sample: Any) -> set[tuple[int, ...]]:
+    """Return the shapes of the tensors and arrays of a sample."""
+    if isinstance(sample, (list, tuple, Mapping)):
+        return {shape for part in parts_of(sample) for shape in shapes_in(part)}
+    return {tuple(sample.shape)} if hasattr(sample, "shape") else set()
 
 
 def parts_of(batch: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from hvdtrain.data.sharding import PlannedBatch, PlannedStep, epoch_order, kept,
 from hvdtrain.engines.accelerators import CPU, Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.fetching import Fetched, Samples, may_leave_out
-from hvdtrain.training.samplers import Drawn, numbered
+from hvdtrain.training.fetching import COMPARISON, Fetched, Samples, may_leave_out
+from hvdtrain.training.sameness import SPLIT, require_same, some_of, split_of, told_of
+from hvdtrain.training.samplers import Drawn, numbered, parts_of
 from hvdtrain.training.state import Initial, TrainState
 
 FILLERS = 8  # batches of which one has a sample that a collate_fn leaves in
+DRAWN_SPLIT = "which samples the subset has"
 SAME_NUMBER = "keep as many in each epoch, or begin another training.start() with the others"
 
 
@@ -55,6 +58,7 @@ class Input(ABC):
 
     samples: int  # in the data set; 0: a stream
     per_epoch: int  # over all ranks; 0: a stream, whose end is found when it is read
+    split: int | None = None  # a hash of the indices that subsets have, if there are any, and they do not vary
     may_leave_out = False  # batches may have fewer samples than planned
     may_wait = True  # `load` may take long: for workers, a disk, a network
     indices_on = CPU  # where the indices are needed: reading them from an accelerator would stop the host
@@ -142,12 +146,20 @@ class Tensors(Input):
 
     may_wait = False
 
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device):
-        self.tensors = tensors
+    def __init__(self, engine: Engine, tensors: Sequence[Tensor]):
+        device = engine.device
+        self.tensors, self._engine, self._compared = tensors, engine, False
         self._copies = None if device.type == "cpu" else Copies(device)
         self.samples = self.per_epoch = len(tensors[0])
         if all(tensor.device == tensors[0].device for tensor in tensors):
             self.indices_on = tensors[0].device
+
+    def require_unchanged(self, epoch: int) -> None:
+        if not self._compared and self._engine.size > 1:
+            numbers = some_of(self.order(self._plan.seed, epoch))
+            told = told_of(numbers, lambda number: [tensor[number] for tensor in self.tensors])
+            require_same(self._engine, numbers, told)
+        self._compared = True
 
     def load(self, planned: PlannedBatch) -> Batch:
         data = []
@@ -169,11 +181,13 @@ class Loader(Input):
         require_usable(given)
         self._engine, self._given, self._seed = engine, given, seed
         self._copies = Copies(engine.device)
-        self._epoch = 0
+        self._epoch, self._compared = 0, engine.size == 1
         self._jobs = Jobs()
         self._loader: DataLoader[Any] | None = None  # with persistent workers
         self._batches: Iterator[Any] | None = None
         self.samples = self.per_epoch = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
+        self.split = self._first_split = self._split_now()
+        engine.require_equal(DRAWN_SPLIT, self.split, SPLIT)
         self._drawn = drawn(engine, given, seed)
         require_batch_size(given, batch_size)
         self.may_leave_out = may_leave_out(given.collate_fn)
@@ -196,8 +210,15 @@ class Loader(Input):
             if (now := len(self._given.dataset)) != self.samples:  # type: ignore[arg-type] # as above
                 raise UserError(f"run.steps() got {now} samples, and {self.samples} in the epoch before: {SAME_NUMBER}")
             digest = 0 if self._drawn is None else self._drawn.digest(epoch)
+            split = self._split_now()
+        self._engine.require_equal(DRAWN_SPLIT, split, SPLIT)
+        self.split = self.split if split == self._first_split else None
         if self._drawn is not None:
             self._drawn.require_equal(digest)
+
+    def _split_now(self) -> int | None:
+        sampler = self._given.sampler if self._given.batch_size is not None else self._given.batch_sampler
+        return split_of(self._given.dataset, *parts_of(sampler))
 
     def order(self, seed: int, epoch: int) -> Tensor:
         if self._drawn is not None:
@@ -210,7 +231,9 @@ class Loader(Input):
         return numbered(self._drawn.batches(seed, epoch), self.samples)
 
     def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
-        self._jobs.begin((epoch, batch.indices.tolist()) for epoch, batch in jobs)
+        batches = ((epoch, batch.indices.tolist()) for epoch, batch in jobs)
+        numbers = [] if self._compared else some_of(self.order(self._seed, self._epoch))
+        self._jobs.begin(chain([(COMPARISON, numbers)] if numbers else [], batches))
         self._batches = None  # ends the workers of the epoch before
         loader = self._loader
         if loader is None:
@@ -219,6 +242,12 @@ class Loader(Input):
             loader = opened(self._engine, self._given, samples, self._jobs, seed=seed, persistent=persistent)
             self._loader = loader if persistent else None
         self._batches = begun(loader)
+        if numbers:  # by a worker: the data set may open files that must not be open in the rank
+            with own_randomness(self._given.num_workers):
+                told = next(self._batches).batch
+            self._jobs.are_done()
+            require_same(self._engine, [number % self.samples for number in numbers], told)
+            self._compared = True
 
     def load(self, planned: PlannedBatch) -> Batch:
         assert self._batches is not None
@@ -326,7 +355,7 @@ def open_input(engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int
             if tensor.device.type not in ("cpu", engine.device.type):
                 how = "use run.to_device(...)"
                 raise UserError(f"run.steps got a tensor on {tensor.device}, and ranks are on {engine.device}: {how}")
-        return Tensors(data, engine.device)
+        return Tensors(engine, data)
     kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
     how = "give it tensors, a number of samples, or a DataLoader"
     if isinstance(what, (list, tuple)) and any(isinstance(part, DataLoader) for part in what):

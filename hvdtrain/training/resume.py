@@ -35,6 +35,7 @@ from hvdtrain.training.comparison import (
 from hvdtrain.training.inputs import Input
 from hvdtrain.training.local_steps import LocalSteps
 from hvdtrain.training.randomness import Generators
+from hvdtrain.training.sameness import SPLIT
 from hvdtrain.training.schedules import redone
 from hvdtrain.training.state import Initial, TrainState
 
@@ -198,6 +199,13 @@ class Checkpoints:
             said = f"{self.directory} cannot be moved aside ({error.strerror})"
             raise UserError(f"{said}: name another --output-dir") from error
         self._writer = checkpoint.Writer(self.directory, self._flags.keep, self._written, self._lock)
+
+    def require_split(self, split: int | None) -> None:
+        """Raise UserError on every rank if the run to resume has trained on another part of its data set. split: of now."""
+        held = (self.facts or {}).get("split")
+        if self._flags.resume == "auto" and None not in (held, split) and held != split:
+            said = "the data set is split otherwise than when the run began, and samples of its test set would be trained on"
+            raise UserError(f"{said}: {SPLIT}", everywhere=True)
 
     def announce(self, state: TrainState) -> None:
         """Print and record the step from which the run is resumed."""
@@ -493,6 +501,7 @@ class Checkpoints:
             "chosen": self._chosen,
             "outer": local.names() if local is not None else [],
             "workers": self.workers,
+            "split": source.split if source is not None else (self.facts or {}).get("split"),
         }
         types: Facts = facts["registered_types"]
         types |= {name: contents.type_of(what) for name, what in self.generators.registered.items()}

@@ -366,6 +366,7 @@ class Run:
             raise UserError(f"run.steps() got {opened.samples} samples, and {before.samples} in the epoch before")
         if before is None:
             self.checkpoints.require_all(self._registered, opened)
+            self.checkpoints.require_split(opened.split)
         if before is None and (line := opened.restore(self.checkpoints.positions, state)):
             self.say(line)
         if state.samples_of_epoch > opened.per_epoch > 0:

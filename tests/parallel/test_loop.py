@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import math
 import random
 import time
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from hvdtrain import training
 from hvdtrain.data.sharding import epoch_order
@@ -296,6 +298,81 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
         assert bool(steps) == (len(ends) == 2)  # automatic ones in the second run alone
     assert ends[0] == ends[1]
     assert engine.all_gather_object(steps, "steps") == [steps] * engine.size
+
+
+class OwnGenerators(Dataset):
+    """Draws what differs between ranks, as hosts and libraries do; the last part is the sample."""
+
+    def __init__(self, rank):
+        self.random, self.rank = random.Random(rank), rank
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        decoded = torch.arange(100.0) + index + 1e-3 * self.rank
+        noise = torch.rand(3) + self.random.random()
+        return {"noise": noise, "decoded": decoded, "path": f"/scratch/{self.rank}/{index}", "x": X[index]}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_that_read_the_same_samples_in_their_own_way_train(engine, workers):
+    seen = []
+    with a_run(engine, epochs=1) as run:
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(DataLoader(OwnGenerators(engine.rank), 4, shuffle=True, num_workers=workers)):
+                for batch in step.batches():
+                    seen += step.batch.indices[: step.batch.count].tolist()
+                    step.backward(model(batch["x"] + batch["noise"]).mean())
+                step.update()
+    assert sorted(itertools.chain(*engine.all_gather_object(seen, "seen"))) == list(range(N))
+
+
+def left_in(samples):
+    kept = [sample for sample in samples if sample[0] != X[1, 0] and sample[0] != X[4, 0]]
+    return torch.stack(kept) if kept else None
+
+
+def test_samples_that_a_collate_fn_leaves_out_on_one_rank_do_not_count_on_any(engine):
+    """Nor in an evaluation."""
+    with a_run(engine) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        loader = DataLoader(list(X), 4, shuffle=True, collate_fn=left_in)
+        fit(run, [loader], lambda step, x: model(x).square().mean())
+        with run.evaluating(loader) as mine:
+            for x in mine:
+                run.record(loss=x[:, 0])
+    torch.manual_seed(5)
+    plain = nn.Linear(3, 1)
+    kept = torch.tensor([i not in (1, 4) for i in range(N)])
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    alone(plain, optimizer, 4 * engine.size, lambda net, i: net(X[i[kept[i]]]).square().mean())
+    same(net, plain)
+    assert run.evaluation == pytest.approx({"loss": X[kept, 0].mean().item(), "count": N - 2})
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_step_of_whole_batches_or_without_the_last_has_enough_for_batch_norm(engine, batches):
+    """33 samples: one is left over. Or five batches, which leave a rank without one."""
+    data = list(torch.randn(33, 3, generator=torch.Generator().manual_seed(1)))
+    sampler = BatchSampler(SequentialSampler(data[:20]), 4, drop_last=True)
+    loader = DataLoader(data, batch_sampler=sampler) if batches else DataLoader(data, 4, drop_last=True)
+    seen = []
+    with a_run(engine, epochs=1) as run:
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+        def loss_of(step, x):
+            seen.append(step.batch.count)
+            return model(x).std(0).sum()
+
+        fit(run, [loader], loss_of)
+    whole = 20 if batches else 33 - 33 % (4 * engine.size)
+    assert sum(itertools.chain(*engine.all_gather_object(seen, "seen"))) == whole
 
 
 @pytest.mark.parametrize("use_buffers", [True, False])

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 from hvdtrain.engines.errors import UserError
 from tests.parallel.test_loop import N, X, a_run
@@ -82,6 +82,12 @@ def a_queue(run, model, optimizer, last):
     run.register(queue=queue)
 
 
+def evaluate(run, data):
+    with run.evaluating(DataLoader(data, 4)) as mine:
+        for rows in mine:
+            run.record(loss=rows.sum())
+
+
 def an_average_of_the_replica(run, model, optimizer, last):
     run.register(average=torch.optim.swa_utils.AveragedModel(model))
 
@@ -127,6 +133,26 @@ NEED_TWO = {  # ranks that differ
     "other data": (
         dict(data=lambda last: X[: N - last]),
         r"the number of samples of run.steps\(\): rank 0 has 22, rank \d has 21: give every rank all samples",
+    ),
+    "other tensors": (
+        dict(data=lambda last: X + last),
+        r"ranks have different data: part 1 of sample \d+ is .* on rank 0, and .* on rank \d: sort the names of files",
+    ),
+    "files in another order": (
+        dict(data=lambda last: DataLoader(list(X.flip(0) if last else X), 4, shuffle=True)),
+        r"ranks have different data: part 1 of sample \d+ is",
+    ),
+    "that of a worker": (
+        dict(data=lambda last: DataLoader(list(X.flip(0) if last else X), 4, num_workers=1)),
+        r"ranks have different data: part 1 of sample \d+ is",
+    ),
+    "another split": (
+        dict(data=lambda last: DataLoader(Subset(list(X), range(last, N - 2 + last)), 4)),
+        r"ranks disagree about which samples the subset has: .*random_split\(..., generator=torch.Generator",
+    ),
+    "another split of a test set": (
+        dict(before=lambda run, model, optimizer, last: evaluate(run, Subset(list(X), range(last, 10 + last)))),
+        r"ranks disagree about which samples the subset of the test set has: draw it",
     ),
     "rows of another type": (
         dict(each=lambda run, rows, last: run.gather(rows.double() if last else rows)),

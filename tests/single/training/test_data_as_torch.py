@@ -288,6 +288,7 @@ BATCHES = {
     "a graph": ({"nodes": torch.ones(7, 2), "edges": torch.ones(2, 9)}, FOUR, 4),
     "time before batch": (torch.ones(3, 4, 5), FOUR, 4),
     "time before batch, with lengths": ((torch.ones(3, 4), torch.ones(4)), FOUR, 4),
+    "as many features as samples": (torch.ones(3, 4), [torch.ones(4)] * 4, 3),
     "nested": ([[torch.ones(4), [torch.ones(4)]], {"y": torch.ones(4)}], FOUR, 4),
     "a size beside": ({"x": torch.ones(4, 3), "size": (224, 224)}, FOUR, 4),
 }
@@ -367,6 +368,33 @@ def test_several_values_of_a_sample_are_a_mean_over_them_and_too_few_are_one_lin
         with pytest.raises(UserError, match=complaint), run.evaluating(DataLoader(Numbers(), 4)) as mine:
             for batch in mine:
                 run.record(value=batch[:3, 0])
+
+
+# ---- another split when the run is resumed
+
+
+def on_a_part(directory, data, sampler=None, epochs=1):
+    flags = small.flags_for("--output-dir", str(directory), epochs=epochs, batch_size=4)
+    with training.start(flags) as run:
+        net = nn.Linear(1, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
+        small.fit(run, [DataLoader(data, 4, sampler=sampler)], lambda step, x: model(x).mean())
+        return run.state.epoch
+
+
+def test_a_run_is_not_resumed_on_another_split(tmp_path):
+    whole, other = Numbers(), range(1, 13)
+    complaint = "the data set is split otherwise than when the run began, .*generator=torch.Generator"
+    on_a_part(tmp_path / "subset", HALVES[0])
+    assert on_a_part(tmp_path / "subset", Subset(whole, list(HALVES[0].indices)), epochs=2) == 2
+    with pytest.raises(UserError, match=complaint):
+        on_a_part(tmp_path / "subset", Subset(whole, other), epochs=3)
+    on_a_part(tmp_path / "nested", ConcatDataset([whole, Subset(whole, range(4))]))
+    with pytest.raises(UserError, match=complaint):
+        on_a_part(tmp_path / "nested", ConcatDataset([whole, Subset(whole, range(1, 5))]), epochs=2)
+    on_a_part(tmp_path / "sampler", whole, SubsetRandomSampler(range(12)))
+    with pytest.raises(UserError, match=complaint):
+        on_a_part(tmp_path / "sampler", whole, SubsetRandomSampler(other), epochs=2)
 
 
 # ---- how a data set reaches its workers

@@ -1,0 +1,141 @@
+"""Notices ranks whose data sets differ: in what a random split has chosen, in the order of files, in the numbers of classes.
+
+Each rank takes its part of one data set, so all must have the same. At the start, some samples are compared, read under the
+same seed. Hosts may decode the same file a little differently, so values are compared, not their bytes. What a rank itself
+does not read twice alike, because the data set has a generator of its own, is left out. So are paths.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, SubsetRandomSampler
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+
+COMPARED = 8  # samples
+SECONDS = 0.5  # after which no further sample is read
+VALUES = 16  # of a tensor
+EXACT = 64  # values: classes, lengths, tokens; larger tensors of integers are pictures
+NEAR = 0.02  # of the largest value: decoders differ by 1 or 2 of 255, other pictures by more
+FEW, NEAR_FEW = 4, 1e-4  # of so few values, such as a target
+SPLIT = "draw it from a generator of its own, random_split(..., generator=torch.Generator().manual_seed(0))"
+ALIKE = "sort the names of files and classes, and seed what is drawn before training.start()"
+Leaf = list[Any]  # JSON: kind, and values of one part of a sample
+Told = list[list[Leaf] | None]  # JSON: of each sample, its parts; None: it could not be read
+
+
+def split_of(*held: Any) -> int | None:
+    """Return 63 bits of a hash of the indices of all subsets in data sets and samplers; None if there are none."""
+    all_indices = [[int(index) for index in indices] for indices in indices_in(held)]
+    if not all_indices:
+        return None
+    return int.from_bytes(hashlib.blake2b(json.dumps(all_indices).encode(), digest_size=8).digest()) >> 1
+
+
+def indices_in(held: Iterable[Any]) -> Iterator[Any]:
+    """Yield the indices of the subsets that data sets of torch, and samplers, are made of."""
+    for one in held:
+        if isinstance(one, (Subset, SubsetRandomSampler)):
+            yield one.indices
+        if isinstance(one, Subset):
+            yield from indices_in([one.dataset])
+        elif isinstance(one, ConcatDataset):
+            yield from indices_in(one.datasets)
+        elif type(one) is StackDataset:
+            yield from indices_in(list(one.datasets.values() if isinstance(one.datasets, dict) else one.datasets))
+
+
+def some_of(order: torch.Tensor) -> list[int]:
+    """Return the numbers of the samples to compare, of those in an epoch."""
+    return [int(order[at * len(order) // COMPARED]) for at in range(min(COMPARED, len(order)))]
+
+
+def told_of(numbers: Sequence[int], read: Callable[[int], Any]) -> Told:
+    """Return what is compared of the samples with these numbers. read: returns a sample, always under the same seed.
+
+    Each is read twice: what is not the same then is random, and not compared.
+    """
+    began, told = time.perf_counter(), Told()
+    for number in numbers:
+        try:
+            twice = [leaves(read(number)), leaves(read(number))]
+        except Exception:  # training raises it, where it is needed
+            told.append(None)
+            continue
+        told.append([one if one == other else ["random"] for one, other in zip(*twice, strict=False)])
+        if time.perf_counter() - began > SECONDS:
+            break
+    return told
+
+
+def require_same(engine: Engine, numbers: Sequence[int], told: Told) -> None:
+    """Raise UserError on every rank if samples differ between ranks. A collective. told: of the samples `numbers`."""
+    if engine.size == 1:
+        return
+    first, *others = engine.all_gather_object(told, "samples")
+    for rank, theirs in enumerate(others, start=1):
+        for number, one, other in zip(numbers, first, theirs, strict=False):
+            for part, pair in enumerate(zip(one or (), other or (), strict=False), start=1):
+                if not same(*pair):
+                    values = f"{in_words(pair[0])} on rank 0, and {in_words(pair[1])} on rank {rank}"
+                    said = f"ranks have different data: part {part} of sample {number} is {values}"
+                    raise UserError(f"{said}: {ALIKE}", everywhere=True)
+
+
+def leaves(sample: Any) -> list[Leaf]:
+    """Return the parts of a sample."""
+    if isinstance(sample, Mapping):
+        return [leaf for key in sorted(sample, key=str) for leaf in leaves(sample[key])]
+    if isinstance(sample, (list, tuple)):
+        return [leaf for part in sample for leaf in leaves(part)]
+    return [leaf_of(sample)]
+
+
+def leaf_of(value: Any) -> Leaf:
+    """Return one part of a sample as JSON."""
+    if isinstance(value, bytes):
+        return ["text", hashlib.blake2b(value, digest_size=8).hexdigest()]
+    if isinstance(value, str):
+        return ["path"] if "/" in value else ["text", value[:200]]
+    try:
+        import numpy
+
+        array = value.detach().cpu() if isinstance(value, torch.Tensor) else numpy.asarray(value)
+        found = torch.as_tensor(array)
+        found = found.to_dense() if found.layout is not torch.strided else found.resolve_conj()
+        found = torch.view_as_real(found) if found.is_complex() else found
+    except Exception:  # another object
+        return ["other", type(value).__name__]
+    flat = found.reshape(-1)
+    chosen = flat[torch.linspace(0, max(len(flat) - 1, 0), min(VALUES, len(flat))).long()] if len(flat) else flat
+    exact = not found.is_floating_point() and len(flat) <= EXACT
+    return ["exact" if exact else "near", chosen.double().tolist(), list(found.shape)]
+
+
+def same(one: Leaf, other: Leaf) -> bool:
+    """Return whether a part of a sample is the same on two ranks, or is not compared."""
+    if {one[0], other[0]} & {"random", "path", "other"}:
+        return True
+    if one[0] != other[0] or one[0] != "near":
+        return one == other
+    if one[2] != other[2]:
+        return False
+    pairs = list(zip(one[1], other[1], strict=True))
+    largest = max((abs(value) for pair in pairs for value in pair if math.isfinite(value)), default=0.0)
+    limit = largest * (NEAR if len(pairs) > FEW else NEAR_FEW)
+    return all(a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= limit for a, b in pairs)
+
+
+def in_words(leaf: Leaf) -> str:
+    """Return a part of a sample for a message."""
+    kind, *held = leaf
+    if kind in ("exact", "near"):
+        values = ", ".join(f"{value:.6g}" for value in held[0][:4])
+        return f"{values}, ..." if len(held[0]) > 4 else values or "empty"
+    return repr(held[0]) if held else kind
