@@ -25,6 +25,7 @@ GAP = 2.25
 # Of the endings of a folder's files. Trap: without a list, Pillow goes by the content alone, whatever the ending, and runs
 # the program `gs` for PostScript; a JPEG 2000 of 829 bytes takes 0.9 GB.
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
+DEEP = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")  # Pillow's modes of grey images with more than 8 bits
 LARGEST_RATIO = math.log(4 / 3)  # maximum of |log(width / height)|
 
 
@@ -149,8 +150,21 @@ def decode(content: bytes, scale: int = 1) -> Tensor:
             raise ValueError(
                 f"{megapixels:.0f} megapixels in {image.format}: at most {LARGEST_IMAGE / 1e6:.0f}: make it smaller"
             )
+        if image.mode in DEEP:
+            return grey_in_8_bits(pil_to_tensor(image)).expand(3, -1, -1).contiguous()
         pixels: Tensor = pil_to_tensor(image.convert("RGB"))
         return pixels
+
+
+def grey_in_8_bits(image: Tensor) -> Tensor:
+    """Return a grey image of 16 bits, or of numbers from 0 to 1, as uint8. Pillow's own conversion makes it white or black.
+
+    Raises ValueError for an image with other values."""
+    values = image.double()
+    most = 1.0 if image.is_floating_point() else 65535.0
+    if values.min() < 0 or values.max() > most:
+        raise ValueError(f"grey values from {values.min():g} to {values.max():g}: at most 0 to {most:g}: scale them")
+    return (values * (255 / most)).round().byte()
 
 
 def opened(content: bytes) -> "Image.Image":

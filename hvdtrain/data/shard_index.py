@@ -8,6 +8,7 @@ number of samples and an MD5 of each shard, but no offsets. Its reader parses al
 opens it, which reads most of the file on a slow disk; and it ignores names longer than 100 bytes.
 """
 
+import codecs
 import contextlib
 import functools
 import hashlib
@@ -30,7 +31,7 @@ from hvdtrain.data.corrupt import why
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 
-FORMAT = 2
+FORMAT = 3
 BLOCK = 512  # bytes: the unit of tar files
 LONGEST_LINE = 4096  # bytes
 CHUNK = 2**20  # bytes read at a time
@@ -197,7 +198,7 @@ def row_of(sample: Iterable[Member]) -> tuple[int, int, int, int]:
 def class_in(content: bytes) -> int:
     """Return the class in a .cls file, or NO_CLASS."""
     with contextlib.suppress(ValueError):
-        if 0 <= (label := int(content)) < 2**31:
+        if 0 <= (label := int(content.removeprefix(codecs.BOM_UTF8))) < 2**31:
             return label
     return NO_CLASS
 

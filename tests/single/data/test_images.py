@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -481,3 +482,17 @@ def test_default_workers():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [loading.default_workers(cores, gpu) for cores in (1, 2, 8)] == [1, 1, 7]
     assert [loading.default_workers(cores, cpu) for cores in (1, 2, 8)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["grey16.png", "grey16.tif", "int32.tif", "float.tif"])
+def test_grey_images_of_more_than_8_bits_keep_their_levels(kind, tmp_path):
+    """Pillow's conversion to RGB makes them white, or black."""
+    levels = np.arange(256).reshape(16, 16)
+    dtype = {"int32.tif": np.int32, "float.tif": np.float32}.get(kind, np.uint16)
+    Image.fromarray((levels / 255 if dtype is np.float32 else levels * 257).astype(dtype)).save(tmp_path / kind)
+    decoded = decoding.decode((tmp_path / kind).read_bytes())
+    assert decoded.shape == (3, 16, 16)
+    assert (decoded - torch.from_numpy(levels)).abs().max() <= 1
+    Image.fromarray(np.full((2, 2), -1.0, dtype=np.float32)).save(tmp_path / "below.tif")
+    with pytest.raises(ValueError, match="grey values from -1 to -1: at most 0 to 1: scale them"):
+        decoding.decode((tmp_path / "below.tif").read_bytes())

@@ -465,3 +465,8 @@ def with_sizes(directory: Path, said: object) -> Path:
         tar_of(directory / split / "a.tar", SMALL)
     (directory / "train" / "sizes.json").write_text(json.dumps({"a.tar": said}))
     return directory
+
+
+def test_a_class_may_follow_a_byte_order_mark():
+    assert shard_index.class_in("\ufeff7\n".encode()) == 7
+    assert shard_index.class_in("\ufeffcat".encode()) == shard_index.NO_CLASS
