@@ -1,0 +1,105 @@
+"""Horovod's own tests, from a checkout, on our build: over MPI and Gloo, on 2 and 3 ranks, and those of its launcher.
+
+git clone https://github.com/horovod/horovod && pip install mock parameterized
+HVDTRAIN_TEST_HOROVOD=horovod python -m pytest -m slow tests/e2e/engines/test_horovods_own.py      15 minutes on two cores
+
+What fails is ours, or it stands below with its cause.
+"""
+
+import importlib.util
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engines.test_horovod_calls import TUNED
+from tests.e2e.launchers import LAUNCHERS, PYTHON, launch
+
+SOURCES = os.environ.get("HVDTRAIN_TEST_HOROVOD", "")
+
+
+def why_not() -> str:
+    """Return why these tests cannot run, or an empty string."""
+    if not SOURCES:
+        return "Horovod's sources: HVDTRAIN_TEST_HOROVOD=DIR, a checkout of github.com/horovod/horovod"
+    missing = [name for name in ("mock", "parameterized") if importlib.util.find_spec(name) is None]
+    return f"its tests import them: pip install {' '.join(missing)}" if missing else ""
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(reason := why_not()), reason=reason or "-")]
+# Tests that fail, by their cause. All others must pass.
+MUON = "they try all of torch's optimizers on vectors, and Muon (torch 2.9) takes only matrices"
+TEXT = "launch/patches/16: horovod.run() over Gloo says in other words which rank has ended the job"
+QUOTED = "launch/patches/26: the name of the output file is quoted; the tests' own has a > in it"
+CLOCK = "its epochs must end before a host is back after a second or two: on two cores they do not, with patch 28 or without"
+    "five epochs of a second and more are to end before a host of two seconds' absence is back: the release fails, too"
+)
+KNOWN_FAILURES = {
+    "test/parallel/test_torch.py": {
+        "TorchTests::test_broadcast_state": MUON,
+        "TorchTests::test_broadcast_state_options": MUON,
+        "TorchTests::test_force_allreduce": MUON,
+    },
+    "test/single/test_run.py": {
+        "RunTests::test_js_run": QUOTED,
+        "RunTests::test_mpi_run_full": QUOTED,
+    },
+    "test/integration/test_elastic_torch.py": {
+        "ElasticTorchTests::test_resurrecting_blacklisted_hosts_exponential_backoff": CLOCK,
+    },
+    "test/integration/test_interactiverun.py": {"InteractiveRunTests::test_failed_run": TEXT},
+    "test/integration/test_static_run.py": {
+        "StaticRunTests::test_run_failure_gloo_local_cmd": TEXT,
+        "StaticRunTests::test_run_failure_gloo_local_func": TEXT,
+    },
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The tests without the sources beside them, which Python would import instead of the build."""
+    shutil.copytree(Path(SOURCES) / "test", tmp_path / "test")
+    return tmp_path
+
+
+def run(folder: Path, path: str, ranks: int = 1, start: str = "", seconds: float = 900) -> None:
+    known = [f"--deselect={path}::{name}" for name in KNOWN_FAILURES.get(path, ())]
+    options = ["-q", "--color=no", "-p", "no:cacheprovider", "--disable-warnings", *known]
+    command = f"{start} {PYTHON} -m pytest {shlex.join([*options, path])}"
+    paths = os.pathsep.join(str(folder / "test" / name) for name in ("utils", "integration"))
+    done = launch(command, cwd=folder, timeout=seconds, PYTHONPATH=paths, **TUNED)
+    assert done.code == 0, done
+    assert done.stdout.count(" passed") == ranks, done
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
+def test_its_calls(folder, launcher, ranks):
+    run(folder, "test/parallel/test_torch.py", ranks, LAUNCHERS[launcher].format(ranks=ranks))
+
+
+def test_adasum(folder):
+    """Over MPI only. By itself, as Horovod's CI runs each file: after test_torch.py in one process, it hangs."""
+    run(folder, "test/parallel/test_adasum_pytorch.py", 2, LAUNCHERS["mpirun"].format(ranks=2))
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    "path",
+    [
+        "test/single/test_torch_elastic.py",
+        "test/single/test_elastic_driver.py",
+        "test/single/test_elastic_discovery.py",
+        "test/single/test_run.py",
+        "test/single/test_service.py",
+        "test/single/test_task_service.py",
+        "test/integration/test_interactiverun.py",
+        "test/integration/test_static_run.py",
+        "test/integration/test_elastic_torch.py",
+    ],
+)
+def test_its_launcher_and_elastic_jobs(folder, path):
+    run(folder, path)
