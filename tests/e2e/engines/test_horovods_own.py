@@ -34,8 +34,6 @@ MUON = "they try all of torch's optimizers on vectors, and Muon (torch 2.9) take
 TEXT = "launch/patches/16: horovod.run() over Gloo says in other words which rank has ended the job"
 QUOTED = "launch/patches/26: the name of the output file is quoted; the tests' own has a > in it"
 CLOCK = "its epochs must end before a host is back after a second or two: on two cores they do not, with patch 28 or without"
-    "five epochs of a second and more are to end before a host of two seconds' absence is back: the release fails, too"
-)
 KNOWN_FAILURES = {
     "test/parallel/test_torch.py": {
         "TorchTests::test_broadcast_state": MUON,
