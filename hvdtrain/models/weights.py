@@ -48,6 +48,17 @@ def refuse_compressed(path: Path) -> None:
             raise ValueError(f"it is compressed: {there:,} bytes that become {unpacked:,}")
 
 
+def require_values(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a tensor of a file has no values that the model's can take: load_state_dict ended in a traceback
+    for those of other layouts, and kept the real part of complex ones."""
+    for name, tensor in state.items():
+        of = "sparse" if tensor.layout != torch.strided else "quantized" if tensor.is_quantized else ""
+        if tensor.is_complex() and not (name in expected and expected[name].is_complex()):
+            of = "complex"
+        if of or tensor.is_meta:
+            raise ValueError(f"{name} is {of or 'without values (on the meta device)'}")
+
+
 def require_match(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, types: bool = False) -> None:
     """Raise ValueError if a state_dict from a file does not have the names and shapes of the model's. types: and types."""
     for name in [*expected, *state]:
@@ -90,5 +101,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
         require_match(state, model.state_dict())
     except ValueError as error:
         how = "choose the --model, and data with as many classes, that it was saved from"
+        if all(name.startswith(("module.", "_orig_mod.")) for name in state) and state:
+            how = "its names are those of a wrapped model: save model.module.state_dict(), of a compiled one model._orig_mod"
         raise UserError(f"--weights {path}: does not match the model: {error}: {how}") from error
+    try:
+        require_values(state, model.state_dict())
+    except ValueError as error:
+        raise UserError(f"--weights {path}: {error}: save dense tensors of the model's types") from error
     model.load_state_dict(state)

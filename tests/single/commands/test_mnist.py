@@ -100,3 +100,31 @@ def test_weights_that_do_not_fit_are_refused(content, complaint, tmp_path):
     with pytest.raises(UserError) as caught:
         load_weights(ConvNet(), path)
     assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda name, t: t.to_sparse() if t.dim() == 2 else t, "9.weight is sparse: save dense tensors"),
+        (lambda name, t: t.to("meta"), "without values (on the meta device): save dense"),
+        (lambda name, t: t.to(torch.complex64) if t.dim() == 2 else t, "9.weight is complex: save dense"),
+        (lambda name, t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8) if t.dim() == 2 else t, "9.weight is quantized"),
+    ],
+    ids=["sparse", "meta", "complex", "quantized"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_weights_without_plain_values_are_one_line(change, complaint, tmp_path):
+    """load_state_dict ended in a traceback, and took the real part of complex weights."""
+    path, model = tmp_path / "w.pt", ConvNet()
+    torch.save({name: change(name, tensor) for name, tensor in model.state_dict().items()}, path)
+    with pytest.raises(UserError) as caught:
+        load_weights(model, path)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_weights_of_a_wrapped_model_say_how_to_save_them(prefix, tmp_path):
+    path, model = tmp_path / "w.pt", ConvNet()
+    torch.save({prefix + name: tensor for name, tensor in model.state_dict().items()}, path)
+    with pytest.raises(UserError, match="names are those of a wrapped model: save"):
+        load_weights(model, path)
