@@ -262,6 +262,11 @@ class HorovodEngine(Engine):
         # Trap: it is another object of the class, made from `param_groups` alone: without the other arguments of the script,
         # hooks, and state that is not empty at the beginning.
         vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "param_groups"})
+        # torch puts the hooks of an optimizer around the step of each class that is not marked as `hooked`. Horovod's step
+        # calls that of the script's class, which has them.
+        kind: Any = type(distributed)
+        kind.step = getattr(kind.step, "__wrapped__", kind.step)
+        kind.step.hooked = True
         self._hows[distributed] = how
         if how.reduction == "adasum" and self.size > 1:
             self._adasum.add(distributed)

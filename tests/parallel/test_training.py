@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.run_output import parameters_sha256
@@ -158,3 +159,22 @@ def test_rank_without_optimizer_state_receives_it(engine, name):
     torch.testing.assert_close(ours["state"], theirs["state"], rtol=0, atol=0)
     assert ours["param_groups"][0]["lr"] == 0.3
     assert_same_weights(net, other, rtol=0, atol=0)
+
+
+def test_the_hooks_of_an_optimizer_run_once_an_update(engine):
+    """Also torch's own for all optimizers: a step counter, an average of weights, a decay."""
+    counts = {"own": 0, "all": 0}
+    everywhere = register_optimizer_step_post_hook(lambda *_: count("all"))
+
+    def count(name):
+        counts[name] += 1
+
+    try:
+        with a_run(engine, "--batch-size", "3") as run:
+            net = model(1)
+            replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+            optimizer.register_step_pre_hook(lambda *_: count("own"))
+            fit(run, [SAMPLES, LABELS], lambda step, x, y: F.cross_entropy(replica(x), y))
+            assert counts == {"own": run.state.step, "all": run.state.step}
+    finally:
+        everywhere.remove()
