@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch under a real Slurm of two nodes, edited as a user would edit it."""
+"""launch/slurm.sbatch under a real Slurm of two nodes, edited as a user would. Another Slurm: tests/e2e/slurm_root.sh."""
 
 import re
 import sys
@@ -33,9 +33,12 @@ def cluster(tmp_path_factory):
         yield slurm.Slurm(cluster, cluster.directory)
 
 
-def pmix_or_skip() -> None:
-    """Slurm may be installed without the library that srun opens for --mpi=pmix, and then ends the job by itself."""
-    if missing := slurm.lacks_pmix():
+def has_or_skip(cluster, kind: str) -> None:
+    """Slurm may lack a plugin, or the library that srun opens for --mpi=pmix, and then ends the job by itself."""
+    known = cluster("a", "srun", "--mpi=list")
+    if kind not in (known.stdout + known.stderr).split():
+        pytest.skip(f"this Slurm has no --mpi={kind}")
+    if kind == "pmix" and (missing := slurm.lacks_pmix()):
         pytest.skip(f"no {', '.join(missing)}: {slurm.WANTED}")
 
 
@@ -65,7 +68,7 @@ PROGRAM, HOW = r"^program=\(.*\)(?= # EDIT)", r"^how=starter"
 )
 def test_trains_on_two_nodes(cluster, how, transport, tmp_path):
     if how == "pmix":
-        pmix_or_skip()
+        has_or_skip(cluster, "pmix")
     edits = {HOW: f"how={how}", PROGRAM: train(tmp_path), r"^interface=''": "interface=eth0"}
     state, log = cluster.batch(edited(tmp_path, edits), 120, CANARY_TOKEN="s3cret")
     assert state == "COMPLETED", log
@@ -74,9 +77,10 @@ def test_trains_on_two_nodes(cluster, how, transport, tmp_path):
     assert summary(tmp_path / "out")["world_size"] == 2
 
 
-@pytest.mark.parametrize("kind", ["none", "pmi2"])
+@pytest.mark.parametrize("kind", ["none", "pmi2", "cray_shasta"])
 def test_srun_without_pmix_and_without_the_starter_trains_nothing(cluster, kind):
     """Else it would be two jobs of one rank that train side by side and say nothing."""
+    has_or_skip(cluster, kind)
     command = ["srun", f"--mpi={kind}", "-N2", sys.executable, "-m", "hvdtrain.mnist", "--dataset", "digits"]
     done = cluster("a", *command)
     assert done.code != 0, done
@@ -105,11 +109,14 @@ print(f"rank {hvd.rank()} of {hvd.size()}: sum {total}, {'Gloo' if hvd.gloo_enab
     ],
     ids=["Horovod", "ddp", "a script", "a script, tuned"],
 )
-def test_srun_with_pmi2(cluster, program, lines, tmp_path):
-    """It also sets PMI_RANK and PMI_SIZE, as mpirun of MPICH does, which names no host to meet at."""
+@pytest.mark.parametrize("kind", ["pmi2", "cray_shasta"])
+def test_srun_with_another_pmi(cluster, kind, program, lines, tmp_path):
+    """pmi2 also sets PMI_RANK and PMI_SIZE, as mpirun of MPICH does, and the default of Cray EX those of PALS. Neither of
+    these names a host to meet at."""
+    has_or_skip(cluster, kind)
     (tmp_path / "sums.py").write_text(SUMS)
     words = program.replace("OUT", f"{tmp_path}/out").replace("SUMS", f"{tmp_path}/sums.py").split()
-    done = cluster("a", "srun", "--mpi=pmi2", "-N2", sys.executable, *words, timeout=120)
+    done = cluster("a", "srun", f"--mpi={kind}", "-N2", sys.executable, *words, timeout=120)
     assert done.code == 0, done
     for line in lines:
         assert line in done.stdout + done.stderr, done

@@ -82,7 +82,7 @@ ENVIRONMENTS = [
     ("srun --mpi=none", "run", SLURM, "Slurm 5 8 4"),
     ("srun --mpi=pmix", "run", SLURM + " PMIX_RANK=5 PMIX_NAMESPACE=slurm.pmix.31.0", "Slurm 5 8 4"),
     (
-        "srun --mpi=cray_shasta, the default on Cray EX (Perlmutter, Frontier, Alps)", "read: mpi_cray_shasta.c of Slurm",
+        "srun --mpi=cray_shasta, the default on Cray EX (Perlmutter, Frontier, Alps)", "run",
         SLURM + " PALS_APID=31.0 PALS_RANKID=5 PALS_LOCAL_RANKID=1 PALS_NODEID=1 PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 "
         "PMI_LOCAL_SIZE=4 PMI_UNIVERSE_SIZE=8 PMI_JOBID=31",
         "Slurm 5 8 4",
