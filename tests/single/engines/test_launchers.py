@@ -168,7 +168,7 @@ def test_a_program_that_a_rank_starts_is_no_rank(launcher):
     ("launcher", "engine", "words"),
     [
         ("Slurm", "horovod", "--mpi=pmix"),
-        ("torchrun", "horovod", "--engine ddp"),
+        ("torchrun", "horovod", "leave --engine horovod out"),
         ("torchrun", "serial", "without a launcher"),
         ("Flux", "horovod", "MASTER_ADDR"),
         ("Kubeflow", "horovod", "--local-ranks"),
