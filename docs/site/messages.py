@@ -1,7 +1,7 @@
 """Write docs/reference/errors.md, every message of hvdtrain and launch/ to a user: python docs/site/messages.py.
 
-`make docs` calls it; the page is not tracked. A message is found by what it is given to: an exception for users, or a function
-that prints a warning. Capitals stand for values.
+`make docs` calls it; the page is not tracked. A message is found by what it is given to: an exception for users, or a
+function that prints a warning. Capitals stand for values.
 """
 
 import ast
@@ -29,7 +29,8 @@ SECTIONS = {
 HEAD = """# Errors and warnings
 
 Made from the source by `make docs`. Capitals stand for values. The remedy follows the last colon.
-[Troubleshooting](../troubleshooting.md) explains those that need more than a line. [Exit codes](exit-codes.md) are 0, 1, 2, 3, 75 and 130.
+[Troubleshooting](../troubleshooting.md) explains those that need more than a line.
+[Exit codes](exit-codes.md) are 0, 1, 2, 3, 75 and 130.
 """
 
 
@@ -55,9 +56,10 @@ class Source:
                 if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                     names.setdefault(node.targets[0].id, []).append(node.value)
             for node in ast.walk(function):
-                if isinstance(node, ast.Call) and node.args:
-                    if getattr(node.func, "id", getattr(node.func, "attr", "")) in KINDS:
-                        yield from self.texts(node.args[0], names)
+                if not isinstance(node, ast.Call) or not node.args:
+                    continue
+                if getattr(node.func, "id", getattr(node.func, "attr", "")) in KINDS:
+                    yield from self.texts(node.args[0], names)
 
     def texts(self, node: ast.expr, names: dict[str, list[ast.expr]]) -> Iterator[str]:
         """Yield what an expression may be, as text. A name in it that stands for text is replaced by each text."""
@@ -116,11 +118,16 @@ def files(patterns: list[str]) -> list[Path]:
     return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
 
 
+def literal(line: str) -> str:
+    """Return a line as code in Markdown. One with backticks needs a space inside the marks."""
+    return f"`` {line} ``" if "`" in line else f"``{line}``"
+
+
 def page() -> str:
     parts = [HEAD]
     for title, patterns in SECTIONS.items():
         found = sorted({line for path in files(patterns) for line in messages(path)}, key=str.lower)
-        parts += [f"## {title}\n", *(f"- ``{'' if '`' not in line else ' '}{line}{'' if '`' not in line else ' '}``" for line in found), ""]
+        parts += [f"## {title}\n", *(f"- {literal(line)}" for line in found), ""]
     return "\n".join(parts)
 
 

@@ -16,6 +16,7 @@ from hvdtrain.training.step import Step
 ROOT = Path(__file__).resolve().parents[3]
 SITE = ROOT / "docs" / "site"
 API = ROOT / "docs" / "reference" / "api.md"
+GENERATED = {"docs/reference/errors"}  # by `make docs`, not tracked
 MISSING = [name for name in ("sphinx", "myst_parser", "furo", "nbconvert") if importlib.util.find_spec(name) is None]
 built = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: launch/setup --with docs")
 
@@ -42,7 +43,7 @@ def test_the_navigation_lists_every_page_once():
     there = {str(path.relative_to(ROOT).with_suffix("")) for path in found}
     assert there <= set(pages)
     for page in pages:
-        assert list(ROOT.glob(f"{page}.*")), page
+        assert page in GENERATED or list(ROOT.glob(f"{page}.*")), page
 
 
 def test_the_api_page_has_what_programs_import():
