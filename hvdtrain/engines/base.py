@@ -138,6 +138,9 @@ class Engine(ABC):
         """
         return contextlib.nullcontext()
 
+    def begin_backward(self, loss: Tensor) -> None:  # noqa: B027 # nothing to tell, if not overridden
+        """Called right before the backward pass of `loss`, inside `micro_batch`."""
+
     def synchronize(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 # nothing to wait for, if not overridden
         """Wait until the gradients of `optimizer` are reduced. They may then be read and changed."""
 

@@ -105,6 +105,51 @@ def settle_buckets(replica: nn.parallel.DistributedDataParallel) -> None:
         parameter.grad = None
 
 
+class ReducedModel:
+    """A model whose gradients DDP's reducer sums. The script calls the model itself, in any way: a method, a layer of it.
+
+    DDP's own forward pass only tells its reducer that a backward pass will follow. Here, `begin` does.
+    """
+
+    def __init__(self, model: nn.Module, options: dict[str, Any], hook: GradientHook):
+        self._model, self._options, self.hook = model, options, hook
+        self.parameters = list(model.parameters())
+        give_gradients_the_weights_strides(model)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        self._trained = [parameter.requires_grad for parameter in self.parameters]
+        self._replica: nn.parallel.DistributedDataParallel | None = None
+        if any(self._trained):  # DDP rejects others
+            self._replica = nn.parallel.DistributedDataParallel(self._model, **self._options)
+            self._replica.register_comm_hook(None, self.hook.reduce)
+            if not self._options["find_unused_parameters"]:  # else DDP keeps its first buckets
+                settle_buckets(self._replica)
+
+    def follow_freezing(self) -> None:
+        """Take in which parameters are trained by now. A collective if that has changed, as on all ranks."""
+        if [parameter.requires_grad for parameter in self.parameters] != self._trained and any(
+            parameter.requires_grad for parameter in self.parameters
+        ):
+            self._replica = None
+            gc.collect()  # the old reducer's buckets
+            self._wrap()
+
+    def begin(self) -> None:
+        """Expect a backward pass, which then reduces the gradients."""
+        if self._replica is not None and not self._options["find_unused_parameters"]:
+            self._replica.reducer.prepare_for_backward([])
+
+    def begin_again(self, loss: Tensor) -> None:
+        """The same, right before the backward pass of `loss`: where it may use some of the parameters only, and where the
+        script has called another `backward` before."""
+        if self._replica is not None and (self._options["find_unused_parameters"] or self.hook.ready):
+            self._replica.reducer.prepare_for_backward([loss] if self._options["find_unused_parameters"] else [])
+
+    def leave(self) -> None:
+        self._replica = None
+
+
 def create_group(store: "torch.distributed.Store", rank: int, size: int) -> None:
     """Create torch's default group. Its ranks meet at `store`."""
     dist = torch.distributed
@@ -128,6 +173,7 @@ class DdpEngine(Engine):
     reductions = ("sum", "average", "min", "max", "product")
     _group: Any = None  # of torch.distributed; None: the default one
     _first = 0  # its first rank, by its number in the default group
+    _reduces = False  # whether the current micro-batch is the step's last one
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):
         super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
@@ -149,7 +195,7 @@ class DdpEngine(Engine):
         self.local_rank = Counter(hosts[:rank])[hosts[rank]]
         self.local_size = Counter(hosts)[hosts[rank]]
         self.description = "ddp over Gloo"
-        self._hooks: list[GradientHook] = []  # one per model
+        self._models: list[ReducedModel] = []
 
     @staticmethod
     def _meet(rank: int, size: int, launcher: str) -> "torch.distributed.Store":
@@ -193,8 +239,6 @@ class DdpEngine(Engine):
         return self.gpu_of_local_rank(gpus)
 
     def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
-        if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP rejects such a model
-            return model
         # Buffers are made the same on all ranks before an evaluation (`SharedBuffers`), not in every forward pass. The
         # option was renamed in torch 2.15. Trap: `init_sync` fails for buffers of types that Gloo does not know, such as
         # uint16. `broadcast_model` sends them as bytes.
@@ -206,31 +250,43 @@ class DdpEngine(Engine):
             options["init_sync"] = False
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
-        give_gradients_the_weights_strides(model)
-        replica = nn.parallel.DistributedDataParallel(model, **options)
         hook = GradientHook(
             self.size, how.compression, how.predivide, how.reduction, self.activity, self._group, self.of_all_ranks
         )
-        self._hooks.append(hook)
-        replica.register_comm_hook(None, hook.reduce)
-        if not how.find_unused_parameters:  # else DDP keeps its first buckets
-            settle_buckets(replica)
-        return replica
+        self._models.append(ReducedModel(model, options, hook))
+        return model
 
     @contextlib.contextmanager
     def micro_batch(
         self, models: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer], number: int, count: int
     ) -> Iterator[None]:
-        for hook in self._hooks:
-            hook.ready = 0.0
-        with contextlib.ExitStack() as stack:
-            if number < count - 1:  # only the last micro-batch reduces gradients
-                for model in models:
-                    if isinstance(model, nn.parallel.DistributedDataParallel):
-                        stack.enter_context(model.no_sync())
-            yield
+        for model in self._models:
+            model.hook.ready = 0.0
+            if number == 0:
+                model.follow_freezing()
+        self._reduces = number == count - 1  # only the last micro-batch reduces gradients
+        if self._reduces:
+            for model in self._models:
+                model.begin()
+        yield
         # backward() returns after DDP has waited for the other ranks; the time after the last bucket is waiting.
-        self.gradients_ready_at = max((hook.ready for hook in self._hooks), default=0.0) or None
+        self.gradients_ready_at = max((model.hook.ready for model in self._models), default=0.0) or None
+
+    def begin_backward(self, loss: Tensor) -> None:
+        if self._reduces:
+            for model in self._models:
+                model.begin_again(loss)
+
+    def synchronize(self, optimizer: torch.optim.Optimizer) -> None:
+        for model in self._models:
+            if model.hook.ready:
+                continue
+            own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            if any(parameter in own and parameter.grad is not None for parameter in model.parameters):
+                how = (
+                    "give run.prepare() its parts as models of their own, or leave the optimizer out of step.backward()"
+                )
+                raise UserError(f"under --engine ddp, the gradients of a part of a model are not reduced: {how}")
 
     @collective
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
@@ -260,7 +316,8 @@ class DdpEngine(Engine):
         # Trap: Gloo's threads release tensors and callbacks only after they have reported a reduction as done. If that
         # happens during interpreter shutdown, the process aborts. The threads are joined when the last reference to the
         # group is dropped; DDP holds references in cycles, so collect them first.
-        self._hooks = []
+        while self._models:
+            self._models.pop().leave()
         gc.collect()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(self._group)

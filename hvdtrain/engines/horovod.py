@@ -11,6 +11,7 @@ Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
 
 import atexit
 import contextlib
+import operator
 import os
 import socket
 import sys
@@ -177,6 +178,9 @@ class HorovodEngine(Engine):
         if tuning and hvd.nccl_built() and torch.cuda.device_count():
             self._set(ON_GPUS)
         self._hows: dict[Any, Reduction] = {}  # by optimizer
+        self._named: dict[Any, list[nn.Parameter]] = {}  # its parameters, in the order of the model
+        self._trained: dict[Any, list[nn.Parameter]] = {}  # those of them that its groups hold: not frozen
+        self._hooked: dict[Any, list[nn.Parameter]] = {}  # those that Horovod has given a hook
         self._adasum: set[Any] = set()  # optimizers that reduce weight updates inside step(), not gradients
 
         # Without a launcher, Open MPI 4 would start a daemon first. That takes time, and fails if MPI was relocated.
@@ -268,6 +272,10 @@ class HorovodEngine(Engine):
         kind.step = getattr(kind.step, "__wrapped__", kind.step)
         kind.step.hooked = True
         self._hows[distributed] = how
+        self._named[distributed] = [parameter for _, parameter in named]
+        self._trained[distributed] = self._hooked[distributed] = [
+            p for p in self._named[distributed] if p.requires_grad
+        ]
         if how.reduction == "adasum" and self.size > 1:
             self._adasum.add(distributed)
         return distributed
@@ -295,9 +303,35 @@ class HorovodEngine(Engine):
     ) -> contextlib.AbstractContextManager[None]:
         if number == 0:
             for optimizer in optimizers:
+                self._follow_freezing(optimizer)
                 if optimizer.backward_passes_per_step != count:  # the last step of an epoch may have fewer passes
                     optimizer.set_backward_passes_per_step(count)
         return contextlib.nullcontext()
+
+    def _follow_freezing(self, optimizer: Any) -> None:
+        """Take in which parameters are trained by now, the same on all ranks.
+
+        Trap: Horovod gives hooks to those that were trained when the optimizer was made. Of one that was frozen since, it
+        reduces a gradient of zero, and momentum and weight decay then change the weight.
+        """
+        trained = [parameter for parameter in self._named[optimizer] if parameter.requires_grad]
+        if len(trained) == len(self._trained[optimizer]) and all(map(operator.is_, trained, self._trained[optimizer])):
+            return
+        if not trained or self.size == 1 or optimizer in self._adasum:  # nothing will be reduced
+            return
+        self._trained[optimizer] = trained
+        optimizer._requires_update = set(trained)
+        if optimizer._groups is not None:
+            optimizer._groups = buckets(trained)
+            optimizer._group_counts = {tuple(group): 0 for group in optimizer._groups}
+            optimizer._p_to_group = {p: group for group in optimizer._group_counts for p in group}
+        hooked = set(self._hooked[optimizer])
+        for parameter in trained:
+            if parameter not in hooked:
+                accumulate: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr] # it has one
+                accumulate.register_hook(optimizer._make_hook(parameter))
+                optimizer._grad_accs.append(accumulate)
+        self._hooked[optimizer] = [*self._hooked[optimizer], *(p for p in trained if p not in hooked)]
 
     @collective
     def broadcast_model(self, model: nn.Module) -> None:

@@ -48,7 +48,7 @@ class RanksOfHost(DdpEngine):
         Engine.__init__(self, tuning=whole.tuning, rank=rank, size=size, launcher="")
         self.device, self.activity = whole.device, whole.activity
         self.local_rank, self.local_size = rank, size
-        self._hooks = []
+        self._models = []
         if isinstance(whole, DdpEngine):
             for name in dict.fromkeys(hosts):  # every rank creates all groups, in the same order
                 numbers = [number for number, other in enumerate(hosts) if other == name]

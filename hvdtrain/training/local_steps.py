@@ -47,7 +47,7 @@ class LocalSteps:
         self._rate, self._decay = flags.outer_lr, flags.outer_momentum
         self._wire, self._predivide = WIRE_DTYPES[flags.compression], flags.gradient_predivide_factor
         self._exchanged_at = done  # the step after which the weights were last exchanged
-        self._parameters: list[Tensor] = [p for trained in prepared.trained.values() for p in trained]
+        self._parameters: list[Tensor] = [p for one in prepared.trained.values() for p in one if p.requires_grad]
         # Float32 also for weights of a shorter type, in which small changes would be lost.
         self._momenta = [
             torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self._parameters

@@ -21,6 +21,10 @@ from hvdtrain.training.shared_buffers import SharedBuffers, give_memory
 from hvdtrain.training.verdict import fuse, takes_flag
 
 REPLICAS = nn.DataParallel, nn.parallel.DistributedDataParallel
+ADDED = (
+    "a parameter was added to an optimizer after run.prepare(): create the optimizer with all of its parameters, and freeze "
+    "those that are trained later (requires_grad_(False), then requires_grad_())"
+)
 _of_earlier_runs: weakref.WeakSet[object] = weakref.WeakSet()  # layers with trainable parameters
 
 
@@ -177,7 +181,8 @@ class Prepared:
             refuse_unsupported(models, optimizers, self._names, engine.name, local_steps=worker is not engine)
         if engine.device.type != "cpu":
             for optimizer in optimizers:
-                fuse(optimizer, may_lack_gradients=find_unused_parameters)
+                frozen = any(not parameter.requires_grad for parameter in parameters_of(optimizer))
+                fuse(optimizer, may_lack_gradients=find_unused_parameters or frozen)
         how = Reduction(
             flags.compression, flags.gradient_predivide_factor, flags.reduction, micro_batches, find_unused_parameters
         )
@@ -188,13 +193,11 @@ class Prepared:
         self.replicas = [self.gradients.distribute_model(model, how) for model in given]  # for training
         self.optimizers = [self.gradients.distribute_optimizer(optimizer, named, how) for optimizer in optimizers]
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
-        # Trainable parameters, in the order of `named`.
+        # In the order of `named`. Some may be frozen (`requires_grad`) now, or later, or for a part of a step.
         self.trained: dict[torch.optim.Optimizer, list[nn.Parameter]] = {}
-        self._frozen: set[nn.Parameter] = set()
         for optimizer in self.optimizers:
             own = set(parameters_of(optimizer))
-            self.trained[optimizer] = [p for _, p in named if p in own and p.requires_grad]
-            self._frozen |= {parameter for parameter in own if not parameter.requires_grad}
+            self.trained[optimizer] = [p for _, p in named if p in own]
         # Optimizers on an accelerator that leave out an update by themselves. Not before the first one, which must be
         # known to be sound: the fused SGD would leave the momentum uninitialized that it allocates in it.
         self.flagged: set[torch.optim.Optimizer] = set()
@@ -214,19 +217,11 @@ class Prepared:
             engine.broadcast_optimizer_state(optimizer)
 
     def require_same_groups(self) -> None:
-        """Raise UserError for a parameter that was added to an optimizer, or unfrozen, after `prepare`: its gradient would
-        not be reduced."""
+        """Raise UserError for a parameter that was added to an optimizer after `prepare`: its gradient would not be
+        reduced."""
         for optimizer, trained in self.trained.items():
-            known = set(trained)
-            for parameter in parameters_of(optimizer):
-                if parameter in known or not parameter.requires_grad:
-                    continue
-                if parameter in self._frozen:
-                    how = "leave it unfrozen, with lr=0 in its param group until it is trained"
-                    said = f"{self._names[parameter]} was frozen at run.prepare(), so its gradients are not reduced"
-                    raise UserError(f"{said}: {how}")
-                how = "create the optimizer with all of its parameters"
-                raise UserError(f"a parameter was added to an optimizer after run.prepare(): {how}")
+            if not set(trained).issuperset(parameters_of(optimizer)):
+                raise UserError(ADDED)
 
     def require_dense(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise UserError if a gradient is sparse, as of F.embedding(..., sparse=True) with a parameter of the script."""
@@ -255,12 +250,12 @@ class Prepared:
 
     def named(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[str, nn.Parameter]]:
         """Return the trainable parameters of `optimizers` with their names."""
-        return [(self._names[parameter], parameter) for one in optimizers for parameter in self.trained[one]]
+        return [(self._names[p], p) for one in optimizers for p in self.trained[one] if p.requires_grad]
 
     def missing_gradients(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Return the names of the parameters that got no gradient. Raises UserError if the engine cannot signal that to
-        other ranks."""
-        missing = [self._names[parameter] for parameter in self.trained[optimizer] if parameter.grad is None]
+        """Return the names of the parameters that got no gradient and are not frozen. Raises UserError if the engine cannot
+        signal that to other ranks."""
+        missing = [self._names[p] for p in self.trained[optimizer] if p.grad is None and p.requires_grad]
         told = self.gradients.tells_missing_gradients and self.gradients.size > 1
         if missing and not self._zero_for_missing and not told:
             raise UserError(self._about_missing(missing))
@@ -282,6 +277,6 @@ class Prepared:
     @staticmethod
     def _about_missing(names: list[str]) -> str:
         return (
-            f"{names[0]} got no gradient in this step: freeze it before run.prepare() (requires_grad_(False)), or if "
-            "this is intended, run.prepare(..., find_unused_parameters=True)"
+            f"{names[0]} got no gradient in this step: freeze it (requires_grad_(False)), or if this is intended, "
+            "run.prepare(..., find_unused_parameters=True)"
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from hvdtrain.output.clock import Clock
 from hvdtrain.training.guard import Guard
 from hvdtrain.training.inputs import Batch, Input
 from hvdtrain.training.non_finite import Inspection
-from hvdtrain.training.prepared import Prepared
+from hvdtrain.training.prepared import ADDED, Prepared
 from hvdtrain.training.reuse import Outputs
 from hvdtrain.training.shared_buffers import Kept
 from hvdtrain.training.state import TrainState, require_free
@@ -36,6 +37,11 @@ def instead_of_a_loss(given: object) -> str:
     if hasattr(given, "loss") or (isinstance(given, Mapping) and "loss" in given):
         how = "give it the loss in it"
     return f"a {type(given).__name__}, not a scalar: {how}"
+
+
+def in_checkpoint(error: BaseException) -> bool:
+    """Return whether `error` was raised in a backward pass within a backward pass, that of torch.utils.checkpoint."""
+    return any("checkpoint" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
 def finite(parameters: Sequence[nn.Parameter], adasum: bool) -> bool:
@@ -70,6 +76,10 @@ def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer, *, steps
             how = "write step.update() after the loop over step.batches()"
             raise UserError(f"optimizer.step() applies gradients that are not those of all ranks: {how}")
 
+    def add_param_group(*_: object) -> None:
+        raise UserError(ADDED)
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment] # of this object alone
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign] # of this object alone
     if steps:
         optimizer.register_step_pre_hook(before_step)
@@ -302,7 +312,8 @@ class Step:
             # With several optimizers, the hooks of the other optimizers' parameters must not run.
             inputs = None
             if len(chosen) < len(prepared.optimizers):
-                inputs = [parameter for one in chosen for parameter in prepared.trained[one]]
+                inputs = [p for one in chosen for p in prepared.trained[one] if p.requires_grad]
+            prepared.gradients.begin_backward(scaled)
             try:
                 scaled.backward(inputs=inputs)
             except Exception as error:
@@ -321,8 +332,11 @@ class Step:
         if "backward through the graph a second time" in str(error):
             how = "detach() what another backward pass has used, or compute it again in this loop"
             return UserError(f"step {self.number}: step.backward() got a part of an earlier loss: {how}")
-        if isinstance(error, AssertionError) and not str(error):  # Horovod's
+        # Horovod's hook asserts, without words; DDP's reducer says this.
+        if (isinstance(error, AssertionError) and not str(error)) or "mark a variable ready only once" in str(error):
             how = "leave loss.backward() out, step.backward(loss) calls it"
+            if in_checkpoint(error):
+                how = "a block that is checkpointed twice needs use_reentrant=False"
             return UserError(f"step {self.number}: a gradient was computed twice in a micro-batch: {how}")
         return None
 
@@ -347,7 +361,7 @@ class Step:
             if optimizer not in prepared.dense:  # in its first step
                 prepared.require_dense(optimizer)
                 prepared.dense.add(optimizer)
-            if [p for p in prepared.trained[optimizer] if p.grad is None]:
+            if [p for p in prepared.trained[optimizer] if p.grad is None and p.requires_grad]:
                 self._missing = prepared.missing_gradients(optimizer)
             prepared.gradients.synchronize(optimizer)
         if self._tokens:

@@ -5,10 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler, TensorDataset
 
+from hvdtrain.data.sharding import epoch_order
+from hvdtrain.engines.errors import UserError
 from hvdtrain.training import checkpoint
-from tests.parallel.test_loop import N, X, Y, a_run, fit
+from hvdtrain.training.contents import decoded, encoded
+from tests.parallel.test_loop import N, X, Y, a_run, alone, fit, same
 
 
 @pytest.mark.parametrize("how", ["subset", "batches"])
@@ -159,6 +163,7 @@ def test_buffers_of_a_run_on_other_ranks_are_means_only_if_they_are_statistics(e
             net = Masked()
             model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
             if epochs == 2:
+                assert run.state.step > 0
                 assert bits(net.mask) == bits(Masked().mask)
                 assert bits(net.first) == bits(kept)
                 torch.testing.assert_close(net.norms[0].running_mean, torch.full((3,), engine.size - 0.5))
@@ -169,8 +174,10 @@ def test_buffers_of_a_run_on_other_ranks_are_means_only_if_they_are_statistics(e
             facts, tensors = checkpoint.read(path)
             tensors["buffers"] = tensors["buffers"].repeat(2, 1)
             tensors["buffers"][:, 6:9] = torch.arange(2.0 * engine.size).unsqueeze(1)
-            facts["shapes"]["buffers"] = list(tensors["buffers"].shape)
+            facts["own"]["buffers"][0] = 2 * engine.size
             facts["world_size"] = 2 * engine.size
+            tensors["generators"] = encoded(2 * decoded(tensors["generators"]))
+            tensors["generators.rows"] = tensors["generators.rows"].repeat(2, 1)
             checkpoint.write(path, facts, tensors)
         engine.barrier()
 
@@ -184,3 +191,204 @@ def test_with_local_steps_buffers_are_made_the_same_at_exchanges(engine):
         fit(run, [X], lambda step, x: model(x).square().mean())
     assert bits(net.mask) == bits(mask)
     assert engine.all_gather_object(net.first.tolist(), "first") == [net.first.tolist()] * engine.size
+
+
+# ---- freezing, and models called in any way
+
+MAKES = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+def frozen_by_turns(net, epoch):
+    """Freeze the body in the second epoch and the head in the third. The neck begins frozen."""
+    net[0].requires_grad_(epoch != 1)
+    net[2].requires_grad_(epoch > 1)
+    net[4].requires_grad_(epoch != 2)
+
+
+def three_layers():
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))
+    frozen_by_turns(net, 0)
+    return net
+
+
+@pytest.mark.parametrize("kind", MAKES)
+def test_layers_frozen_and_unfrozen_while_training_move_as_in_one_process(engine, kind, shared_directory):
+    """Neither momentum nor weight decay moves a weight that has no gradient. Also with several micro-batches."""
+    for accumulate in (1, 2):
+        batch = 4 // accumulate
+        with a_run(engine, "--accumulate", str(accumulate), epochs=4, batch_size=batch) as run:
+            net = three_layers()
+            model, optimizer = run.prepare(net, MAKES[kind](net.parameters()))
+            for epoch in run.epochs(4):
+                frozen_by_turns(net, epoch)
+                for step in run.steps(X, Y):
+                    for x, y in step.batches():
+                        step.backward((model(x) - y).square().mean())
+                    step.update()
+        plain = three_layers()
+        optimizer = MAKES[kind](plain.parameters())
+        for epoch in range(4):
+            frozen_by_turns(plain, epoch)
+            for i in epoch_order(N, 1, epoch).split(4 * engine.size):
+                optimizer.zero_grad()
+                (plain(X[i]) - Y[i]).square().mean().backward()
+                optimizer.step()
+        same(net, plain)
+
+
+def test_a_run_resumed_after_a_layer_was_frozen_ends_with_the_same_bits(engine, shared_directory):
+    def train(name, *epochs):
+        for count in epochs:
+            with a_run(engine, "--output-dir", f"{shared_directory}/{name}", epochs=count) as run:
+                net = three_layers()
+                model, _ = run.prepare(net, MAKES["sgd"](net.parameters()))
+                for epoch in run.epochs(count):
+                    frozen_by_turns(net, epoch)
+                    for step in run.steps(X, Y):
+                        for x, y in step.batches():
+                            step.backward((model(x) - y).square().mean())
+                        step.update()
+        return [p.tolist() for p in net.parameters()]
+
+    assert train("whole", 4) == train("resumed", 2, 4)
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.dim = nn.Linear(3, 3), 7
+
+    def loss(self, x, y):
+        return (self.body(x).tanh().sum(1, keepdim=True) * self.dim - y).square().mean()
+
+    def forward(self, x):
+        return self.body(x).tanh()
+
+
+CALLS = {
+    "a method": lambda model, raw, x, y: model.loss(x, y),
+    "the model as it was made": lambda model, raw, x, y: raw.loss(x, y),
+    "that model, called": lambda model, raw, x, y: (raw(x).sum(1, keepdim=True) * raw.dim - y).square().mean(),
+    "an attribute": lambda model, raw, x, y: (model(x).sum(1, keepdim=True) * model.dim - y).square().mean(),
+    "a layer": lambda model, raw, x, y: (model.body(x).tanh().sum(1, keepdim=True) * 7 - y).square().mean(),
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_a_model_may_be_called_in_any_way(engine, how):
+    with a_run(engine) as run:
+        torch.manual_seed(5)
+        net = Pairs()
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        assert list(model.state_dict()) == list(net.state_dict())
+        fit(run, [X, Y], lambda step, x, y: CALLS[how](model, net, x, y))
+    torch.manual_seed(5)
+    plain = Pairs()
+    alone(plain, torch.optim.SGD(plain.parameters(), lr=0.01), 4 * engine.size, lambda net, i: net.loss(X[i], Y[i]))
+    same(net, plain)
+
+
+def test_a_wrapper_around_a_prepared_model_trains_it(engine):
+    """As people put a loss around a model."""
+
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x, y):
+            return self.inner.loss(x, y)
+
+    with a_run(engine) as run:
+        torch.manual_seed(5)
+        net = Pairs()
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        around = Around(model)
+        fit(run, [X, Y], lambda step, x, y: around(x, y))
+    assert engine.all_gather_object(net.body.weight.tolist(), "ends") == [net.body.weight.tolist()] * engine.size
+
+
+class Deep(nn.Module):
+    def __init__(self, times, reentrant):
+        super().__init__()
+        self.first, self.block, self.times, self.reentrant = nn.Linear(3, 3), nn.Linear(3, 3), times, reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint_activations(self.block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize(("times", "reentrant"), [(1, True), (2, False)])
+def test_a_block_that_is_checkpointed_trains(engine, times, reentrant):
+    with a_run(engine) as run:
+        torch.manual_seed(5)
+        net = Deep(times, reentrant)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        fit(run, [X], lambda step, x: model(x).square().mean())
+    torch.manual_seed(5)
+    plain = Deep(times, reentrant)
+    alone(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4 * engine.size, lambda net, i: net(X[i]).square().mean())
+    same(net, plain)
+
+
+def test_a_block_that_is_checkpointed_twice_needs_the_other_kind(engine):
+    if engine.size == 1 and engine.name == "horovod":
+        pytest.skip("one rank of Horovod has no hooks: it trains")
+    complaint = "computed twice in a micro-batch: a block that is checkpointed twice needs use_reentrant=False$"
+    with pytest.raises(UserError, match=complaint), a_run(engine) as run:
+        net = Deep(2, True)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        fit(run, [X], lambda step, x: model(x).square().mean())
+
+
+def test_the_gradient_of_an_input_may_be_computed_first(engine):
+    """Adversarial training: two passes through the model for each batch."""
+
+    def loss_of(net, x, y):
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad((net(x) - y).square().mean(), x)
+        return (net(x.detach() + 0.1 * gradient.sign()) - y).square().mean()
+
+    with a_run(engine) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        fit(run, [X, Y], lambda step, x, y: loss_of(model, x, y))
+    torch.manual_seed(5)
+    plain = nn.Linear(3, 1)
+    alone(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4 * engine.size, lambda net, i: loss_of(net, X[i], Y[i]))
+    same(net, plain)
+
+
+def test_a_part_of_a_model_with_an_optimizer_of_its_own(engine):
+    """Horovod takes its gradients alone. DDP's reducer takes those of whole models: it is told so in the first step."""
+
+    def train(*models):
+        with a_run(engine) as run:
+            torch.manual_seed(5)
+            net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+            one, two = (torch.optim.SGD(part.parameters(), lr=0.1) for part in net)
+            *_, one, two = run.prepare(*(models_of(net) for models_of in models), one, two)
+            for _ in run.epochs(2):
+                for step in run.steps(X, Y):
+                    for part in (one, two):
+                        for x, y in step.batches():
+                            step.backward((net(x) - y).square().mean(), part)
+                        step.update(part)
+        return net
+
+    if engine.name == "ddp":
+        with pytest.raises(
+            UserError, match=r"^under --engine ddp, the gradients of a part of a model are not reduced: giv"
+        ):
+            train(lambda net: net)
+    else:
+        train(lambda net: net)
+    net = train(lambda net: net[0], lambda net: net[1])
+    assert engine.all_gather_object(net[0].weight.tolist(), "ends") == [net[0].weight.tolist()] * engine.size

@@ -88,8 +88,8 @@ def evaluate(run, data):
             run.record(loss=rows.sum())
 
 
-def an_average_of_the_replica(run, model, optimizer, last):
-    run.register(average=torch.optim.swa_utils.AveragedModel(model))
+def an_average_of_a_replica(run, model, optimizer, last):
+    run.register(average=torch.optim.swa_utils.AveragedModel(nn.DataParallel(model)))
 
 
 def one_cycle_of_one_process(run, model, optimizer, last):
@@ -180,6 +180,10 @@ ALWAYS = {
         dict(net_of=lambda last: Bag()),
         "^table has sparse gradients, which are not reduced",
     ),
+    "an average of a replica": (
+        dict(before=an_average_of_a_replica),
+        r"run.register\(average=...\) holds a DataParallel.*: make it of the model that you gave",
+    ),
     "a loss over all ranks beside local steps": (
         dict(flags=LOCAL, each=lambda run, rows, last: run.gather(rows)),
         r"run.gather\(\) cannot go with --sync-every",
@@ -224,10 +228,6 @@ OF_ENGINES = {
         "the end of torch.distributed": (
             dict(each=lambda run, rows, last: torch.distributed.destroy_process_group()),
             r"^destroy_process_group\(\) during training, which the other ranks continue: leave it out",
-        ),
-        "an average of a replica": (
-            dict(before=an_average_of_the_replica),
-            r"run.register\(average=...\) holds a DistributedDataParallel.*: make it of the model that you gave",
         ),
         "Horovod's batch norm": (
             dict(net_of=of_horovod),

@@ -149,10 +149,6 @@ MISTAKES = {
     "a parameter added later": (
         dict(prepare="net, torch.optim.SGD(net[0].parameters(), lr=0.1)", prepared='optimizer.add_param_group({"params": net[3].parameters()})'),
         r"added to an optimizer after run.prepare\(\): create the optimizer with all"),
-    "a layer unfrozen later": (
-        dict(prepare="(net[0].requires_grad_(False), net)[1], torch.optim.SGD(net.parameters(), lr=0.1)",
-             in_epoch="net[0].requires_grad_(run.state.epoch > 0)"),
-        r"^0.weight was frozen at run.prepare\(\), so its gradients are not reduced: leave it unfrozen, with lr=0"),
     "prepare twice": (dict(prepared="run.prepare(net, optimizer)"), "was called twice: give it all models"),
     "a loader prepared": (dict(prepare="net, DataLoader(DATA, 8)"), "got Sequential, DataLoader: give it models and optimizers"),
     "a wrapped model": (dict(prepare="nn.DataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)"), "a DataParallel would reduce"),
@@ -342,6 +338,11 @@ RIGHT = {  # what looks like a mistake, and is right
     "zero_grad before the step's batches": dict(at_step="optimizer.zero_grad()"),
     "zero_grad after the update": dict(after_update="optimizer.zero_grad(set_to_none=True)"),
     "a larger batch than the data": dict(before="flags.batch_size = 1000"),
+    "a layer unfrozen later": dict(
+        prepare="(net[0].requires_grad_(False), net)[1], torch.optim.SGD(net.parameters(), lr=0.1)",
+        in_epoch="net[0].requires_grad_(run.state.epoch > 0)",
+    ),
+    "a layer frozen later": dict(in_epoch="net[0].requires_grad_(run.state.epoch == 0)"),
     "the model as it was before prepare": dict(prepared="model = net"),
 }
 
