@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from hvdtrain.engines.errors import UserError
 BLOCK_BYTES = 2**22  # read and converted at a time
 LOCK_SECONDS = 600.0  # how long to wait for another process, which may take minutes to learn byte pairs
 IGNORED = -100  # the default ignore_index of torch's cross-entropy
-FORMAT = 1  # format version of the files in the cache
+FORMAT = 2  # format version of the files in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,7 @@ class Facts:
     train_tokens: int
     validation_tokens: int
     validation_characters: int
+    crc: int = 0  # CRC-32 of the tokens, then of content
 
 
 def windows(tokens: Tensor, indices: Tensor, context: int) -> tuple[Tensor, Tensor]:
@@ -103,6 +105,11 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
             if found is None:
                 keep(directory, stem, paths, kind, size, given)
                 found = cached(directory, stem)
+    if directory is not None and found is not None and checksum(found[0], zlib.crc32(found[1].numpy())) != found[0].crc:
+        # A disk lost them, or someone wrote there: zeros of the right number were trained on.
+        with contextlib.suppress(OSError):
+            (directory / f"{stem}.json").unlink()
+        found = None
     if found is None:
         parts: list[Tensor] = []
         found = convert(paths, kind, size, given, parts.append), torch.cat(parts)
@@ -212,9 +219,21 @@ def cached(directory: Path, stem: str) -> tuple[Facts, Tensor] | None:
         return None
 
 
+def checksum(facts: Facts, of_tokens: int) -> int:
+    """Return Facts.crc. of_tokens: the CRC-32 of the tokens."""
+    return zlib.crc32(facts.content.encode(errors="surrogatepass"), of_tokens)
+
+
 def keep(directory: Path, stem: str, paths: Sequence[Path], kind: str, size: int, given: Pairs | None) -> None:
     """Convert the text to files in the cache, block by block. The caller holds the lock. Raises OSError, UserError."""
     files.remove_partial(directory, cache.STALE_SECONDS)
+    crc = 0
     with files.replacing(directory / f"{stem}.tokens", "wb", sync=True) as file:
-        facts = convert(paths, kind, size, given, lambda tokens: file.write(tokens.numpy().data))
-    files.write(directory / f"{stem}.json", json.dumps(asdict(facts)).encode())
+
+        def put(tokens: Tensor) -> None:
+            nonlocal crc
+            crc = zlib.crc32(tokens.numpy(), crc)
+            file.write(tokens.numpy().data)
+
+        facts = convert(paths, kind, size, given, put)
+    files.write(directory / f"{stem}.json", json.dumps(asdict(facts) | {"crc": checksum(facts, crc)}).encode())

@@ -95,7 +95,7 @@ def test_a_second_load_maps_what_the_first_one_kept(book, own_cache, monkeypatch
     assert {path.suffix for path in own_cache.iterdir()} - {""} == {".json", ".tokens"}
 
 
-@pytest.mark.parametrize("spoil", ["cut", "facts", "gone"])
+@pytest.mark.parametrize("spoil", ["cut", "facts", "gone", "zeros", "vocabulary"])
 def test_damaged_cache_files_are_made_anew(spoil, book, own_cache):
     first = text.load([book], "characters").train.clone()
     (tokens,), (facts,) = own_cache.glob("*.tokens"), own_cache.glob("*.json")
@@ -103,9 +103,18 @@ def test_damaged_cache_files_are_made_anew(spoil, book, own_cache):
         tokens.write_bytes(tokens.read_bytes()[:-1])
     elif spoil == "facts":
         facts.write_text(json.dumps({"kind": "characters"}))
+    elif spoil == "zeros":  # as after a fault of a disk
+        tokens.write_bytes(bytes(tokens.stat().st_size))
+    elif spoil == "vocabulary":
+        content = json.loads(facts.read_text())
+        facts.write_text(json.dumps(content | {"content": content["content"][::-1]}))
     else:
         tokens.unlink()
-    assert torch.equal(text.load([book], "characters").train, first)
+    for _ in range(2):  # at once, and from what was made anew
+        again = text.load([book], "characters")
+        assert torch.equal(again.train, first)
+        assert again.vocabulary.decode(again.train) in book.read_text()
+    assert {path.suffix for path in own_cache.iterdir()} - {""} == {".json", ".tokens"}
 
 
 def test_processes_that_come_at_once_get_the_same(book, own_cache):

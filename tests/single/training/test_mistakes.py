@@ -321,6 +321,8 @@ def test_sys_exit_inside_the_block_does_not_look_like_success(blank):
         Failure, match=rf"^sys.exit\(\) in {where}, without a result: end the loops by `break`, or call"
     ):
         run({blank: "sys.exit()"})
+    with pytest.raises(Failure, match=rf"^sys.exit\(\) in {where}, without a result"):
+        run({blank: "sys.exit(256)"})  # a process has eight bits for it: 0
     with pytest.raises(SystemExit, match="no GPU"):  # an error of the program
         run({blank: "sys.exit('no GPU')"})
 
