@@ -105,7 +105,11 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
             if found is None:
                 keep(directory, stem, paths, kind, size, given)
                 found = cached(directory, stem)
-    if directory is not None and found is not None and checksum(found[0], zlib.crc32(found[1].numpy())) != found[0].crc:
+    if (
+        directory is not None
+        and found is not None
+        and checksum(found[0], zlib.crc32(found[1].numpy().data)) != found[0].crc
+    ):
         # A disk lost them, or someone wrote there: zeros of the right number were trained on.
         with contextlib.suppress(OSError):
             (directory / f"{stem}.json").unlink()
@@ -232,7 +236,7 @@ def keep(directory: Path, stem: str, paths: Sequence[Path], kind: str, size: int
 
         def put(tokens: Tensor) -> None:
             nonlocal crc
-            crc = zlib.crc32(tokens.numpy(), crc)
+            crc = zlib.crc32(tokens.numpy().data, crc)
             file.write(tokens.numpy().data)
 
         facts = convert(paths, kind, size, given, put)
