@@ -341,8 +341,13 @@ class Step:
         return None
 
     def _add(self, name: str, mean: Tensor, count: Tensor | float) -> None:
-        """Add the mean over `count` samples to the sum `name`."""
-        self.sums[name] = self.sums.get(name, 0.0) + mean * count
+        """Add the mean over `count` samples to the sum `name`. The mean over none, NaN, adds nothing."""
+        product = mean * count
+        if isinstance(count, Tensor):
+            product = torch.where(count > 0, product, torch.zeros_like(product))
+        elif not count:
+            product = torch.zeros_like(product)
+        self.sums[name] = self.sums.get(name, 0.0) + product
         self.counts[name] = self.counts.get(name, 0.0) + count
 
     def _reduce(self, loop: int) -> bool:

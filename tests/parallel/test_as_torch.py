@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler, TensorDataset
@@ -392,3 +393,29 @@ def test_a_part_of_a_model_with_an_optimizer_of_its_own(engine):
         train(lambda net: net)
     net = train(lambda net: net[0], lambda net: net[1])
     assert engine.all_gather_object(net[0].weight.tolist(), "ends") == [net[0].weight.tolist()] * engine.size
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize("kind", [int, float, torch.tensor])
+def test_a_batch_without_a_token_adds_nothing_to_the_recorded_loss(engine, kind):
+    """The mean over none is NaN. Here every token of the last rank is masked, if there are several ranks."""
+    y = torch.randint(3, (N,), generator=torch.Generator().manual_seed(1))
+    masked = y.clone()
+    for i in epoch_order(N, 1, 0).split(engine.size):
+        masked[i[-1:]] = -100 if engine.size > 1 and len(i) == engine.size else masked[i[-1:]]
+    with a_run(engine, "--log-steps", "1", epochs=1) as run:
+        torch.manual_seed(5)
+        net = nn.Linear(3, 3)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
+        losses = []
+        for _ in run.epochs(1):
+            for step in run.steps(X, masked):
+                for x, labels in step.batches():
+                    step.backward(F.cross_entropy(model(x), labels), count=kind(int((labels >= 0).sum())))
+                step.update()
+                losses.append(step.loss)
+    expected = [float(F.cross_entropy(net(X[i]), masked[i])) for i in epoch_order(N, 1, 0).split(4 * engine.size)]
+    assert losses == pytest.approx(expected)
+    assert run.state.train["loss"] == pytest.approx(expected[-1])
