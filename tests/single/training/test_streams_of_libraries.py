@@ -1,4 +1,4 @@
-"""Streams of other libraries, as docs/training.md shows them: killed and resumed, with workers and without.
+"""Streams of other libraries, as docs/data.md shows them: killed and resumed, with workers and without.
 
 The libraries are not installed by `make setup`: pip install datasets torchdata webdataset.
 """
@@ -18,7 +18,7 @@ from hvdtrain.data import loading
 from tests.single.training import test_streams
 from tests.single.training.test_streams import N, flags_for, killed_at, resumed_at, train
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "training.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "data.md"
 SHARDS = 8
 ALONE = SimpleNamespace(rank=0, size=1)
 
