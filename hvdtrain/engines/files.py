@@ -232,14 +232,16 @@ class Lock:
     """An exclusive lock on a directory. The kernel releases it when the process ends, even if it is killed.
 
     It is on the file .lock, because NFS has no locks on directories. Who may write in the directory may lock it, and nobody
-    else: whoever can open a file can lock it. `works` is False on a file system without locks: there the file says who has
-    it (holders.py). A run that is known to go on is respected; of others, the last one has it, and `require_in_place` tells.
+    else: whoever can open a file can lock it. The file says who has it (holders.py), for file systems whose locks other
+    hosts do not see, or that have none: there `works` is False. A run that is known to go on is respected; of others, the
+    last one has it, and `require_in_place` tells.
     Raises TimeoutError if another process holds the lock for `seconds`, and OSError if the directory is not writable.
     """
 
     def __init__(self, directory: Path, seconds: float):
         self._path = directory / ".lock"
         self.works = True
+        self._noted = False
         self._me = holders.myself()
         self._handle: int | None = self._take(seconds)
         self._place = directory.stat()
@@ -249,30 +251,45 @@ class Lock:
         give_rights_of(self._path.parent, handle)
         until = time.monotonic() + seconds
         while True:
+            free = True
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return handle
             except (BlockingIOError, PermissionError):  # PermissionError: some network file systems
-                if time.monotonic() >= until:
-                    os.close(handle)
-                    raise TimeoutError(errno.ETIMEDOUT, f"another process has held {self._path}") from None
-                time.sleep(0.05)
+                free = False
             except OSError:
                 self.works = False
-                if (other := holders.noted(self._path)) is None or other == self._me or not other.runs():
-                    holders.note(handle, self._me)
-                    return handle
-                if time.monotonic() >= until:
-                    os.close(handle)
-                    raise TimeoutError(errno.ETIMEDOUT, f"another process has held {self._path}") from None
-                time.sleep(0.05)
+            if free and self._nobody_is_noted():
+                self._note(handle)
+                return handle
+            if time.monotonic() >= until:
+                os.close(handle)
+                raise TimeoutError(errno.ETIMEDOUT, f"another process has held {self._path}")
+            time.sleep(0.05)
+
+    def _nobody_is_noted(self) -> bool:
+        """Return whether no other run is known to go on.
+
+        Trap: locks of a mount, as of NFS with `local_lock` or `nolock`, are given to one process of each mount.
+        """
+        other = holders.noted(self._path)
+        if other is None or other == self._me or not other.runs():
+            return True
+        return self.works and other.pid == self._me.pid  # one process: it has released that lock
+
+    def _note(self, handle: int) -> None:
+        try:
+            holders.note(handle, self._me)
+            self._noted = True
+        except OSError:  # such as a full disk
+            if not self.works:
+                raise
 
     def require_in_place(self) -> None:
         """Raise OSError (ESTALE) if the directory is no longer the one that was locked: it was moved, and another process
         may lock one of the same name. A directory that was removed is made and locked again."""
         if self._handle is None:
             raise OSError(errno.ESTALE, "the run has ended")
-        if not self.works and (other := holders.noted(self._path)) not in (None, self._me):
+        if self._noted and (other := holders.noted(self._path)) not in (None, self._me):
             assert other is not None
             raise OSError(errno.EBUSY, f"a later run, on {other.host}, writes to {self._path.parent}")
         held: os.stat_result | None = None
@@ -302,7 +319,7 @@ class Lock:
     def release(self) -> None:
         """Release the lock. Idempotent."""
         if self._handle is not None:
-            if not self.works and holders.noted(self._path) == self._me:
+            if self._noted and holders.noted(self._path) == self._me:
                 with contextlib.suppress(OSError):
                     holders.note(self._handle, None)
             os.close(self._handle)

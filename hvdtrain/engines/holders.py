@@ -1,4 +1,7 @@
-"""Who writes to a directory on a file system without locks: the last run that began there, as noted in its lock file."""
+"""Who writes to a directory: the last run that began there, as noted in its lock file.
+
+On some network file systems, locks do not tell: there are none, or other hosts do not see them.
+"""
 
 import contextlib
 import json

@@ -135,7 +135,7 @@ def test_a_directory_is_locked_by_one_also_after_it_was_removed(tmp_path):
         files.Lock(out, 0)
     (out / ".lock").unlink()
     second = files.Lock(out, 0)
-    with pytest.raises(OSError, match="was moved"):
+    with pytest.raises(OSError, match="a later run"):
         first.require_in_place()
     first.release()
     second.release()
@@ -230,6 +230,58 @@ sys.stdin.read()
         files.Lock(tmp_path, 0)
     first.release()
     files.Lock(tmp_path, 0).release()
+
+
+@pytest.fixture
+def locks_of_a_mount(monkeypatch):
+    """Each process is given the lock, as through two mounts of NFS with `local_lock`."""
+    monkeypatch.setattr("fcntl.flock", lambda handle, how: None)
+
+
+def test_locks_that_another_mount_does_not_see_are_not_believed(locks_of_a_mount, tmp_path):
+    """A second job through another mount of one directory continued the first one's run beside it."""
+    script = """
+import sys, pathlib
+from hvdtrain.engines import files
+files.fcntl.flock = lambda *_: None
+print(files.Lock(pathlib.Path(sys.argv[1]), 0).works, flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        with pytest.raises(TimeoutError):
+            files.Lock(tmp_path, 0)
+        other.kill()
+    files.Lock(tmp_path, 0).release()
+    unreleased = files.Lock(tmp_path, 0)  # of this process, such as of a training that failed in a notebook
+    files.Lock(tmp_path, 0).release()
+    unreleased.release()
+
+
+def test_with_locks_of_a_mount_the_earlier_of_two_hosts_writes_no_more(locks_of_a_mount, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(holders, "here", lambda: "elsewhere")
+        first = files.Lock(tmp_path, 0)
+    second = files.Lock(tmp_path, 0)
+    with pytest.raises(OSError, match=r"a later run, on \S+, writes to "):
+        first.require_in_place()
+    first.release()
+    second.require_in_place()
+    second.release()
+
+
+def test_a_lock_without_room_for_its_note_is_a_lock(tmp_path, monkeypatch):
+    def full(handle, holder):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(holders, "note", full)
+    lock = files.Lock(tmp_path, 0)
+    lock.require_in_place()
+    with pytest.raises(TimeoutError):
+        files.Lock(tmp_path, 0)
+    lock.release()
 
 
 def test_without_locks_the_earlier_of_two_runs_on_two_hosts_writes_no_more(without_locks, tmp_path, monkeypatch):
