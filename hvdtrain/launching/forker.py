@@ -63,7 +63,12 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
     starter, listener = os.getpid(), listen()
     imported, done = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the forker is set up
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except BlockingIOError as error:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        how = "end some, raise `ulimit -u`, or use fewer ranks"
+        raise UserError(f"this user may have no more processes and threads: {how}") from error
     if pid != 0:
         with contextlib.suppress(OSError):  # the child may have done this itself, and may have exited
             os.setpgid(pid, pid)

@@ -3,6 +3,7 @@
 Only rank 0 reads and writes files. It broadcasts what it has read to the other ranks.
 """
 
+import contextlib
 import copy
 import errno
 import os
@@ -39,6 +40,7 @@ from hvdtrain.training.sameness import SPLIT
 from hvdtrain.training.schedules import redone
 from hvdtrain.training.state import Initial, TrainState
 
+LONGEST_NAME = "x" * 100  # of what is written beside a checkpoint
 LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
 
 
@@ -120,6 +122,8 @@ class Checkpoints:
             output_dir.mkdir(parents=True, exist_ok=True)
             self._lock = files.Lock(output_dir, LOCK_SECONDS)
             directory.mkdir(exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                (directory / LONGEST_NAME).lstat()  # a path may have 4,096 bytes, which no first checkpoint should tell
             if not self._lock.works:
                 said = "its file system has no locks, so another host's run there is noticed at a checkpoint only"
                 lines.warn(f"--output-dir {output_dir}: {said}")

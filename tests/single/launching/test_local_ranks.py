@@ -4,6 +4,7 @@ The ranks here are small scripts that import nothing, under the real starter; te
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import pytest
 
 from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching import capacity, preload, rank_exit, run_script
+from hvdtrain.launching import capacity, forker, preload, rank_exit, run_script
 from hvdtrain.launching.forker import Forker
 from hvdtrain.launching.local_rendezvous import Meeting
 from hvdtrain.launching.supervisor import Supervisor
@@ -487,3 +488,14 @@ def test_a_host_that_does_not_come_is_named(start):
     code, _, err = start(SLEEP, 2, "--wait 0.5", **host(0, 2, free_port())).ends()
     assert code == 2, err
     assert "rank 1 did not connect to 127.0.0.1:" in err
+
+
+def test_a_user_without_another_process_is_told_so(monkeypatch):
+    def none_left():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", none_left)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with pytest.raises(UserError, match=r"no more processes and threads: end some, raise `ulimit -u`"):
+        forker.start(["program.py"], 1, [], False, 0)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

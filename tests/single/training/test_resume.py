@@ -236,6 +236,15 @@ def test_a_file_in_place_of_the_checkpoints_is_said_at_the_start(tmp_path):
         alone(tmp_path)
 
 
+def test_a_path_without_room_for_the_names_of_checkpoints_is_said_at_the_start(tmp_path, monkeypatch):
+    """It trained to the end, and then could not write the last checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    most = os.pathconf("/", "PC_PATH_MAX") - len(str(tmp_path)) - len("/checkpoints/step-00000000.safetensors")
+    parts = "/".join(["e" * 99] * (most // 100 - 1))
+    with pytest.raises(UserError, match=r"checkpoints: File name too long\): name another directory"):
+        alone(tmp_path / parts / ("f" * (most - len(parts) - 3)))
+
+
 def test_more_samples_than_an_epoch_has_are_refused(copy):
     newest = checkpoint.listed(copy / "checkpoints")[0]
     facts, tensors = checkpoint.read(newest)
