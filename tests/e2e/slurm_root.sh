@@ -8,8 +8,13 @@ root=$1 suite=$2 mirror=http://deb.debian.org/debian checkout=$(cd "$(dirname "$
 shift 2
 [ "${1:---}" = -- ] || { mirror=$1 && shift; }
 [ "$#" = 0 ] || shift
-packages=slurm-wlm,munge,libpmix-dev,openssh-server,openssh-client,iproute2,iptables,procps,ca-certificates
-[ -x "$root/usr/bin/sbatch" ] || debootstrap --variant=minbase --include="$packages" "$suite" "$root" "$mirror"
+packages="slurm-wlm munge libpmix-dev openssh-server openssh-client iproute2 iptables procps python3"
+if [ ! -x "$root/usr/bin/sbatch" ]; then
+    debootstrap --variant=minbase "$suite" "$root" "$mirror"
+    printf '#!/bin/sh\nexit 101\n' >"$root/usr/sbin/policy-rc.d" # no service is started there
+    chmod +x "$root/usr/sbin/policy-rc.d"
+    DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get install -qy --no-install-recommends $packages
+fi
 python=$(readlink -f "$checkout/.venv/bin/python")
 export root checkout prefix="${python%/bin/*}"
 exec unshare --mount --propagation private sh -euc '
