@@ -9,6 +9,7 @@ sent in normal operation. Once a second, the thread looks at
 """
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -183,6 +184,7 @@ class Monitor:
         self.send_all(failure or Bye())
         self.signals.wake()
         self._thread.join()
+        self._select(0)
         for channel in self.channels.values():
             channel.socket.close()
         self._selector.close()
@@ -201,7 +203,7 @@ class Monitor:
         while not self._closing:
             ready: list[tuple[selectors.SelectorKey, int]] = []
             with self._lives_on():
-                ready = self._selector.select(self.timing.look)
+                ready = self._select(self.timing.look)
             for key, _ in ready:
                 with self._lives_on():
                     if key.data is None:
@@ -210,6 +212,18 @@ class Monitor:
                         self._receive(*key.data)
             with self._lives_on():
                 self._look()
+
+    def _select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """Return what can be read within `seconds`. Ends this process if the program has closed the selector."""
+        try:
+            return self._selector.select(seconds)
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.EINVAL):  # EINVAL: another file has its number by now
+                raise
+        said = f"{self.name(self.rank)}: the program has closed files that it did not open (os.closerange?)"
+        say_within(f"hvdtrain: error: {said}: let it close its own\n")
+        self.leave(FAILED)  # at once: files are lost, and the engine's shutdown may wait for ever
+        return []
 
     @contextlib.contextmanager
     def _lives_on(self) -> Iterator[None]:

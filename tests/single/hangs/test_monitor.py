@@ -8,6 +8,7 @@ import struct
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -291,6 +292,32 @@ def test_a_stop_signal_after_the_connection_to_rank_0_has_closed(job, how, code)
     some.ranks[1].signals.wake(signal.SIGTERM)
     some.wait_until(lambda: some.ranks[1].code is not None)
     assert some.ranks[1].code == code
+
+
+def lose_selector(rank: Rank) -> None:
+    """As os.closerange(3, 256) does. Something else has its number: in this process, others would get it."""
+    with Path(os.devnull).open() as other:
+        os.dup2(other.fileno(), rank._selector.fileno())
+
+
+def test_a_program_that_closes_every_file_ends_in_one_line(job, capfd):
+    """The thread asked the closed selector without a pause, and the rank hung at its end."""
+    rank = job(2).ranks[1]
+    lose_selector(rank)
+    wait_for(lambda: rank.code is not None, "it to leave")
+    rank._closing = True
+    assert rank.code == 1
+    assert "rank 1 on h0: the program has closed files that it did not open" in (said := capfd.readouterr().err)
+    assert "Traceback" not in said
+
+
+def test_a_program_that_closes_every_file_just_before_its_end_ends_in_one_line(job, capfd):
+    rank = job(1, timing=FAST._replace(look=5.0)).ranks[0]  # its thread does not look before the end
+    lose_selector(rank)
+    with pytest.raises(Left):
+        rank.close()
+    assert rank.code == 1
+    assert "the program has closed files that it did not open" in capfd.readouterr().err
 
 
 def test_a_stop_is_known_to_all_ranks_and_obeyed_at_one_step(job):
