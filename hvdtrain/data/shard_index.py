@@ -31,7 +31,7 @@ from hvdtrain.data.corrupt import why
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 
-FORMAT = 3
+FORMAT = 4
 BLOCK = 512  # bytes: the unit of tar files
 LONGEST_LINE = 4096  # bytes
 CHUNK = 2**20  # bytes read at a time
@@ -51,7 +51,7 @@ class ShardIndex(NamedTuple):
 
     size: int  # bytes of the tar file
     mtime_ns: int
-    problem: str | None  # why the file could not be read to its end
+    problem: str | None  # why not every sample of the file is in the table
     table: Tensor  # int64 [n, 4]: see OFFSET, SIZE, LABEL, CRC
 
     def digest(self) -> str:
@@ -123,6 +123,7 @@ def table_of(rows: "bytearray | array[int]") -> Tensor:
 def scan(path: Path) -> ShardIndex:
     """Read a tar file from beginning to end and return its index. Raises OSError; UserError if it is compressed."""
     rows, problem = array("q"), None
+    odd: list[str] = []
     with files.opened(path) as file:
         stat = os.fstat(file.fileno())
         if file.read(6).startswith(COMPRESSED):
@@ -130,13 +131,15 @@ def scan(path: Path) -> ShardIndex:
         file.seek(0)
         try:
             # Like webdataset: a sample is consecutive members with the same key.
-            for _, sample in itertools.groupby(members(Bounded(file, stat.st_size)), key=lambda member: member.key):
-                rows.extend(row_of(sample))
+            for _, sample in itertools.groupby(
+                members(Bounded(file, stat.st_size), odd), key=lambda member: member.key
+            ):
+                rows.extend(row_of(sample, odd))
         except OSError:  # a disk error
             raise
         except Exception as error:  # tarfile's errors, and errors of text decoding; the unfinished sample is dropped
             problem = why(error) if isinstance(error, tarfile.TarError) else f"damaged header ({type(error).__name__})"
-    return ShardIndex(stat.st_size, stat.st_mtime_ns, problem, table_of(rows))
+    return ShardIndex(stat.st_size, stat.st_mtime_ns, problem or next(iter(odd), None), table_of(rows))
 
 
 class Bounded:
@@ -155,25 +158,31 @@ class Member(NamedTuple):
     """A file in a tar file."""
 
     key: str
-    kind: str
+    kind: str  # in lower case
+    name: str
     offset: int  # of its content
     size: int
     crc: int  # CRC-32
     start: bytes  # of its content, at most CHUNK
 
 
-def members(file: Bounded) -> Iterator[Member]:
-    """Yield the members of a tar file that belong to samples. Raises tarfile's errors, also if its end is missing."""
+def members(file: Bounded, odd: list[str]) -> Iterator[Member]:
+    """Yield the members of a tar file that belong to samples. Raises tarfile's errors, also if its end is missing.
+
+    odd: receives why samples are missing in a file that is read to its end.
+    """
     with tarfile.open(fileobj=file, mode="r:") as tar:  # type: ignore[call-overload] # needs no more than it has
         while (member := tar.next()) is not None:
             tar.members = []  # tarfile would keep all members in memory
             named = MEMBER.fullmatch(member.name)
+            if named is not None and (member.islnk() or member.issym()) and is_of_sample(named[2].lower()):
+                odd.append(f"{member.name} is a link: create it with tar --hard-dereference -h")
             if named is None or not member.isreg() or member.issparse():  # sparse: as large as it says
                 continue
             start, crc = b"", 0
             for chunk in iter(functools.partial(tar.extractfile(member).read, CHUNK), b""):
                 start, crc = start or chunk, zlib.crc32(chunk, crc)
-            yield Member(named[1], named[2].lower(), member.offset_data, member.size, crc, start)
+            yield Member(named[1], named[2].lower(), member.name, member.offset_data, member.size, crc, start)
         # tarfile stops silently at a damaged header and at the end of a truncated file.
         file.seek(tar.offset)
         block = file.read(BLOCK)
@@ -181,13 +190,21 @@ def members(file: Bounded) -> Iterator[Member]:
             raise tarfile.ReadError(f"no tar header at byte {tar.offset:,}")
         if not block:
             raise tarfile.ReadError("unexpected end of data")
+        if any(map(any, iter(functools.partial(file.read, CHUNK), b""))):
+            odd.append("more follows the end of the archive: join tar files with tar --concatenate")
 
 
-def row_of(sample: Iterable[Member]) -> tuple[int, int, int, int]:
-    """Return the row of a table for the members of a sample."""
+def is_of_sample(kind: str) -> bool:
+    """Return whether a member of this type, in lower case, is an image or a class."""
+    return kind == "cls" or kind in IMAGE_TYPES
+
+
+def row_of(sample: Iterable[Member], odd: list[str]) -> tuple[int, int, int, int]:
+    """Return the row of a table for the members of a sample. odd: see `members`."""
     of_kind: dict[str, Member] = {}
     for member in sample:
-        of_kind.setdefault(member.kind, member)  # like webdataset, use the first
+        if of_kind.setdefault(member.kind, member) is not member and of_kind[member.kind].name == member.name:
+            odd.append(f"{member.name} is in it twice in a row: give each sample its own name")  # the first is used
     label = class_in(of_kind["cls"].start) if "cls" in of_kind else NO_CLASS
     for kind in IMAGE_TYPES:
         if (image := of_kind.get(kind)) is not None:

@@ -367,6 +367,44 @@ def test_samples_are_those_that_webdataset_finds(kind, tmp_path):
     assert index.problem is None
 
 
+def written(path: Path, *archives: list[tuple[str, bytes, bytes]]) -> Path:
+    """Write tar files one after the other, of members as (name, content, type). A link's content is where it leads."""
+    with path.open("wb") as file:
+        for archive in archives:
+            with tarfile.open(fileobj=file, mode="w") as tar:
+                for name, content, kind in archive:
+                    info = tarfile.TarInfo(name)
+                    info.type = kind
+                    if kind == tarfile.REGTYPE:
+                        info.size = len(content)
+                    else:
+                        info.linkname = content.decode()
+                    tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+PLAIN, HARD, SYMBOLIC = tarfile.REGTYPE, tarfile.LNKTYPE, tarfile.SYMTYPE
+PAIR = [("a.jpg", b"A", PLAIN), ("a.cls", b"1", PLAIN)]
+
+
+@pytest.mark.parametrize(
+    ("archives", "samples", "problem"),
+    [
+        ([PAIR * 24], 1, "a.jpg is in it twice in a row: give each sample its own name"),
+        ([PAIR, PAIR], 1, "more follows the end of the archive: join tar files with tar --concatenate"),
+        ([[*PAIR, ("b.jpg", b"a.jpg", HARD), ("b.cls", b"2", PLAIN)]], 2,
+         "b.jpg is a link: create it with tar --hard-dereference -h"),
+        ([[*PAIR, ("b.jpg", b"B", PLAIN), ("b.cls", b"a.cls", SYMBOLIC)]], 2,
+         "b.cls is a link: create it with tar --hard-dereference -h"),
+        ([[("latest.txt", b"a.txt", SYMBOLIC), *PAIR]], 1, None),
+    ],
+)  # fmt: skip
+def test_samples_that_are_in_a_shard_and_cannot_be_used_are_said(archives, samples, problem, tmp_path):
+    """They were left out in silence: webdataset raises an error for a name that comes twice."""
+    index = scan(written(tmp_path / "odd.tar", *archives))
+    assert (len(index.table), index.problem) == (samples, problem)
+
+
 def test_a_sparse_member_is_no_image(tmp_path):
     """A few bytes may say that they are any number."""
     info = tarfile.TarInfo("a.jpg")
