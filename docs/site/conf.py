@@ -22,7 +22,15 @@ from hvdtrain import __version__  # noqa: E402
 # The navigation, and with it the pages of the site (paths without their ending). A page that is missing here fails a test.
 NAVIGATION = {
     "Start": ["docs/index", "docs/install", "docs/quickstart", "docs/ladder", "docs/convert", "docs/examples"],
-    "Train": ["docs/training", "docs/data", "docs/techniques", "docs/choosing", "docs/restarts", "docs/watching", "docs/troubleshooting"],
+    "Train": [
+        "docs/training",
+        "docs/data",
+        "docs/techniques",
+        "docs/choosing",
+        "docs/restarts",
+        "docs/watching",
+        "docs/troubleshooting",
+    ],
     "Run": ["docs/run", "docs/slurm", "containers/README", "docs/gpus"],
     "Horovod": ["docs/tuned", "docs/migrate", "docs/how-it-works", "docs/compared"],
     "Reference": [

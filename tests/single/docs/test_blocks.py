@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from hvdtrain import training
 from tests.single.training.small import N, X, Y, flags_for
@@ -26,6 +26,9 @@ RUN_IN = {  # what a block holds -> the test that runs it
     "wandb.init": "test_weights_and_biases",
     "datasets.ImageFolder": "test_rare_images_are_drawn_as_often_as_others",
     "load_file": "test_exported_weights_are_loaded",
+    "run.gather": "test_the_auc_is_that_of_all_samples_and_a_plateau_follows_the_loss",
+    "plateau.step": "test_the_auc_is_that_of_all_samples_and_a_plateau_follows_the_loss",
+    "class Photos": "test_photos_of_ones_own_are_decoded",
     'reduction="sum"': "test_the_recorded_loss_is_the_mean_over_samples",
 }
 
@@ -149,6 +152,44 @@ def test_the_recorded_loss_is_the_mean_over_samples():
                 step.update()
             exec(block('reduction="sum"'), dict(run=run, net=net, test=test, F=F))
         assert run.evaluation["loss"] == pytest.approx(F.cross_entropy(net(X), labels).item())
+
+
+def test_the_auc_is_that_of_all_samples_and_a_plateau_follows_the_loss():
+    labels = torch.arange(N) % 2
+    with training.start(flags_for(epochs=3), metrics={"auc": "max"}) as run:
+        net, test = nn.Linear(3, 2), DataLoader(TensorDataset(X, labels), 8)
+        _, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, min_lr=0.0)
+        run.register(plateau=plateau)
+        scope = dict(run=run, net=net, test=test, torch=torch, F=F, plateau=plateau)
+        for _ in run.epochs(3):
+            for step in run.steps(X, labels):
+                for x, y in step.batches():
+                    step.backward(F.cross_entropy(net(x), y))
+                step.update()
+            exec(block("plateau.step"), scope)
+            exec(block("run.gather"), scope)
+        scores = net(X)[:, 1]
+        assert run.evaluation["auc"] == pytest.approx(
+            sum(float(a > b) for a in scores[labels == 1] for b in scores[labels == 0])
+            / (labels.sum() * (1 - labels).sum())
+        )
+        assert plateau.best == pytest.approx(F.cross_entropy(net(X), labels).item())
+        assert plateau.last_epoch == 3
+
+
+def test_photos_of_ones_own_are_decoded(tmp_path):
+    from PIL import Image
+
+    files = [tmp_path / f"{number}.jpg" for number in range(2)]
+    for file in files:
+        Image.new("RGB", (400, 300), "white").save(file)
+    scope = dict(torch=torch, Dataset=Dataset)
+    exec(block("class Photos"), scope)
+    batch, labels = next(iter(DataLoader(scope["Photos"](files, [3, 5], 32), 2)))
+    assert batch.shape == (2, 3, 32, 32)
+    assert batch.min() > 0.98
+    assert labels.tolist() == [3, 5]
 
 
 def test_exported_weights_are_loaded(tmp_path, monkeypatch):
