@@ -307,8 +307,9 @@ class Run:
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks' tensors, each [n, ...], in rank order, with their gradient. A collective.
 
-        For losses over the samples of all ranks, and queues of them. The numbers of rows may differ. Of a rank that has no
-        sample in this micro-batch (`step.batch.count` is 0), there is none. This rank's rows begin at `step.batch.first`.
+        For losses over the samples of all ranks, and queues of them. The rows are of this micro-batch: with --accumulate,
+        a loss that compares rows compares fewer. The numbers of rows may differ. Of a rank that has no sample in this
+        micro-batch (`step.batch.count` is 0), there is none. This rank's rows begin at `step.batch.first`.
         """
         self._require_running("run.gather()")
         if not isinstance(rows, Tensor) or not rows.ndim:

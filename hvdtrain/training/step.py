@@ -272,9 +272,9 @@ class Step:
     ) -> None:
         """Compute the gradients of this micro-batch.
 
-        loss: a scalar, the mean over the samples of this micro-batch. optimizer: compute gradients only for its parameters
-        (default: all). count: number of items in the mean, if these are not samples, such as tokens; may differ between
-        ranks. Raises UserError.
+        loss: a scalar, the mean over the samples of this micro-batch; that it is a sum is not noticed. optimizer: compute
+        gradients only for its parameters (default: all). count: number of items in the mean, or the sum of their weights, if
+        these are not samples, such as tokens; may differ between ranks. Raises UserError.
         """
         batch = self._batch
         if batch is None:
