@@ -264,4 +264,24 @@ LIMITS = [
     Attempt("one-core", "limits", "one core for two ranks", f"taskset -c 0 {STARTER}", bits_of=STARTER),
 ]  # fmt: skip
 
-SURROUNDINGS = [*NO_SPACE, *ODD_FILE_SYSTEMS, *CHANGED, *CLOCKS, *SHELLS, *LIMITS]
+LONG_NAME = "d" * 200  # Unix sockets have 108 bytes for a path
+STREAMS = [
+    Attempt("streams-full", "standard streams", "standard output and error are /dev/full, starter", f"{STARTER} > /dev/full 2>&1", bits_of=STARTER),
+    Attempt("streams-closed", "standard streams", "all three are closed, starter", f"{STARTER} <&- >&- 2>&-", bits_of=STARTER),
+    Attempt("streams-reader-gone", "standard streams", "the reader ends after one line", f"{LONG} -v | head -1", bits_of=LONG),
+    Attempt("streams-read-only", "standard streams", "standard output is a file that was opened for reading", f"touch file; {MNIST} 1< file", bits_of=MNIST),
+]  # fmt: skip
+ODD_NAMES = [
+    Attempt("tmp-long", "names, locales, shells", "TMPDIR has 240 characters, starter",
+            f"mkdir tmp/{LONG_NAME}; TMPDIR=$PWD/tmp/{LONG_NAME} {STARTER}", bits_of=STARTER, leaves="^d"),
+    Attempt("tmp-odd", "names, locales, shells", "TMPDIR has a space, a colon, a line break and quotes, mpirun",
+            f"d=$'a b:c\\nd\\'\"'; mkdir \"$d\"; export TMPDIR=\"$PWD/$d\"; {TWO}", bits_of=TWO),
+    Attempt("home-file", "names, locales, shells", "HOME and the cache are files, starter", STARTER, bits_of=STARTER,
+            prepare=env(HOME="/etc/passwd", XDG_CACHE_HOME="/etc/passwd")),
+    Attempt("names-empty", "names, locales, shells", "HOME, TMPDIR and the cache are empty strings, starter", STARTER, bits_of=STARTER,
+            prepare=env(HOME="", TMPDIR="", XDG_CACHE_HOME="")),
+    Attempt("output-dir-4000", "names, locales, shells", "--output-dir of 4,000 characters has no room for checkpoints",
+            f"d=$(printf '{LONG_NAME}/%.0s' $(seq 20)); {MNIST.replace('dir out', 'dir $d')}", 2, "File name too long"),
+]  # fmt: skip
+
+SURROUNDINGS = [*NO_SPACE, *ODD_FILE_SYSTEMS, *CHANGED, *CLOCKS, *SHELLS, *LIMITS, *STREAMS, *ODD_NAMES]
