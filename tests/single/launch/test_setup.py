@@ -99,7 +99,7 @@ def test_a_setup_starts_over_after_one_that_did_not_end_and_remembers_its_option
         (["--torch", "2.2.2"], "--torch 2.2.2: hvdtrain runs on 2.3 and newer"),
         (["--torch", "1.13.1"], "--torch 1.13.1: hvdtrain runs on 2.3"),
         (["--torch", "new"], "--torch new: give a version"),
-        (["--with", "docs,vision"], "--with vision: it is one of docs"),  # vision is in every set-up
+        (["--with", "docs,vision"], "--with vision: it is one of dist, docs"),  # vision is in every set-up
         (["--mpi", "mine"], "--mpi mine: it is one of wheel"),
         (["--offline", "/no/such/directory"], "--offline /no/such/directory: there is no such directory"),
         (["--cuda-home", "/no/such/directory"], "--cuda-home /no/such/directory: there is no such directory"),
