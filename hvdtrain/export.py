@@ -10,6 +10,7 @@ your own, write `run.export("model.pt2", model, example)`.
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import exporting, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.convnet import MODELS
-from hvdtrain.training import checkpoint, contents
+from hvdtrain.training import checkpoint, contents, extra_states
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.replicas import own_name
 
@@ -39,6 +40,17 @@ def weights_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the model's weights in a checkpoint, under its own names; of several models, NUMBER.NAME."""
     kinds = ("model.", "models.")
     return {own_name(name).partition(".")[2]: t for name, t in tensors.items() if name.startswith(kinds)}
+
+
+def extra_of(facts: Facts, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what else a state_dict has, under the same names: what layers return from `get_extra_state`."""
+    found: dict[str, Any] = {}
+    for name, states in extra_states.from_file(tensors).items():
+        kind, _, number = name.partition(" ")
+        if kind == "model" and number.isdigit() and name not in facts["registered_types"]:
+            prefix = f"{number}." if any(one.startswith("models.") for one in tensors) else ""
+            found |= {prefix + key: value for key, value in states.items()}
+    return found
 
 
 def model_of(facts: Facts, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Tensor]:
@@ -74,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts, tensors = checkpoint.find(flags.run, str(flags.run), warn, keep_names=True)
     weights = weights_of(tensors)
     if kind in exporting.WEIGHTS:
-        exporting.write_weights(weights, flags.to)
+        exporting.write_weights(weights | extra_of(facts, tensors), flags.to)
     else:
         model, example = model_of(facts, weights)
         contents.load_model(model, weights)

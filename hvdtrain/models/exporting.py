@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
+from hvdtrain.models.weights import is_extra
 
 WEIGHTS = (".safetensors", ".pt")
 PROGRAMS = (".pt2", ".onnx")
@@ -22,10 +24,16 @@ def require_kind(path: Path) -> str:
     return path.suffix
 
 
-def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
+def write_weights(state: Mapping[str, Any], path: Path) -> None:
     """Write a state_dict. Raises UserError or Failure if that fails."""
-    whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    whole = {
+        name: value.detach().cpu().clone().contiguous() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
     if path.suffix == ".safetensors":
+        for name, value in whole.items():
+            if is_extra(name, value) and not isinstance(value, Tensor):
+                raise UserError(f"{path}: {name} is a {type(value).__name__}, and no tensor: export a .pt file")
         from safetensors.torch import save
 
         content: bytes | memoryview = save(whole)

@@ -7,6 +7,7 @@ import stat
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,8 @@ def require_values(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     """Raise ValueError if a tensor of a file has no values that the model's can take: load_state_dict ended in a traceback
     for those of other layouts, and kept the real part of complex ones."""
     for name, tensor in state.items():
+        if is_extra(name, tensor):
+            continue
         of = "sparse" if tensor.layout != torch.strided else "quantized" if tensor.is_quantized else ""
         if tensor.is_complex() and not (name in expected and expected[name].is_complex()):
             of = "complex"
@@ -59,13 +62,20 @@ def require_values(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
             raise ValueError(f"{name} is {of or 'without values (on the meta device)'}")
 
 
-def require_match(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, types: bool = False) -> None:
+def is_extra(name: str, value: object) -> bool:
+    """Return whether an entry of a state_dict is neither parameter nor buffer: what a layer's `get_extra_state` returns."""
+    return name.rpartition(".")[2] == "_extra_state" or not isinstance(value, Tensor)
+
+
+def require_match(state: Mapping[str, Any], expected: Mapping[str, Any], *, types: bool = False) -> None:
     """Raise ValueError if a state_dict from a file does not have the names and shapes of the model's. types: and types."""
     for name in [*expected, *state]:
         if name not in state or name not in expected:
             whose = "the model lacks it" if name in state else "the file lacks it"
             raise ValueError(f"{name}: {whose}")
         there, here = state[name], expected[name]
+        if is_extra(name, there) or is_extra(name, here):
+            continue
         if there.shape != here.shape:
             raise ValueError(f"{name} is {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
         if types and there.dtype != here.dtype:
@@ -94,7 +104,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         how = "save it with torch.save(model.state_dict())"
         raise UserError(f"--weights {path}: not a file of weights ({first}): {how}") from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    extra = {name for name, value in model.state_dict().items() if is_extra(name, value)}
+    if not isinstance(state, dict) or not all(isinstance(one, Tensor) or name in extra for name, one in state.items()):
         how = "torch.save(model.state_dict())"
         raise UserError(f"--weights {path}: holds {type(state).__name__}, not a state_dict: {how}")
     try:
@@ -108,4 +119,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
         require_values(state, model.state_dict())
     except ValueError as error:
         raise UserError(f"--weights {path}: {error}: save dense tensors of the model's types") from error
-    model.load_state_dict(state)
+    try:
+        model.load_state_dict(state)
+    except Exception as error:  # any: set_extra_state is the author's own
+        last = (str(error) or type(error).__name__).splitlines()[-1].strip()
+        how = "let set_extra_state take what get_extra_state returns"
+        raise UserError(f"--weights {path}: the model does not take its state ({last}): {how}") from error

@@ -9,6 +9,7 @@ outer.momentum                      with --sync-every: see local_steps.py, and o
 """
 
 import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from hvdtrain.engines.accelerators import module_of
 from hvdtrain.engines.base import Engine, lay_state_as_weights
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import TENSOR, from_json, to_json
-from hvdtrain.models.weights import require_match
+from hvdtrain.models.weights import is_extra, require_match
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.replicas import named_parameters, own_name
 
@@ -75,25 +76,19 @@ def collect(
     """
     tensors: dict[str, Tensor] = {}
     for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
-        tensors |= {f"{prefix}{own_name(name)}": tensor for name, tensor in model.state_dict().items()}
+        tensors |= {f"{prefix}{name}": tensor for name, tensor in tensors_of(model).items()}
     states = []
     for optimizer, prefix in zip(optimizers, prefixes("optimizer", len(optimizers)), strict=True):
         with storable(f"the state of {type(optimizer).__name__}", "use another optimizer"):
             states.append(pack(optimizer.state_dict(), prefix, tensors))
     packed = {}
     for name, what in registered.items():
-        whole = what.state_dict()
-        if isinstance(what, nn.Module):
-            whole = {own_name(key): value for key, value in whole.items()}
+        whole = tensors_of(what) if isinstance(what, nn.Module) else what.state_dict()
         how = "leave it out, or register an object whose state_dict has only numbers, strings and tensors"
         with storable(f"run.register({name}=...): its state_dict", how):
             packed[name] = pack(whole, f"registered.{name}.", tensors)
         heartbeat()
-    if long := next((name for name, tensor in tensors.items() if tensor.dtype == torch.complex128), None):
-        raise UserError(f"{long} is complex128, which a checkpoint cannot store: use complex64")
-    if sparse := next((name for name, tensor in tensors.items() if tensor.layout is not torch.strided), None):
-        how = "register the buffer with persistent=False"
-        raise UserError(f"{sparse} is a sparse tensor, which a checkpoint cannot store: {how}")
+    require_storable(tensors)
     return {
         "optimizers": states,
         "optimizer_types": types_of(optimizers),
@@ -101,6 +96,34 @@ def collect(
         "registered": packed,
         "registered_types": {name: type_of(what) for name, what in registered.items()},
     }, tensors
+
+
+def require_storable(tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError for a tensor that a checkpoint cannot store."""
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            how = "register the buffer with persistent=False"
+            raise UserError(f"{name} is a sparse tensor, which a checkpoint cannot store: {how}")
+        if not is_stored(tensor.dtype):
+            how = "use complex64" if tensor.is_complex() else "register the buffer with persistent=False"
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(f"{name} is {kind}, which a checkpoint cannot store: {how}")
+
+
+@functools.cache
+def is_stored(dtype: torch.dtype) -> bool:
+    """Return whether a file of safetensors holds such tensors. It raises errors of many kinds for others."""
+    import safetensors.torch
+
+    try:
+        return safetensors.torch.load(safetensors.torch.save({"it": torch.empty(1, dtype=dtype)}))["it"].dtype is dtype
+    except Exception:
+        return False
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers in a module's state_dict by its own names. For the rest, see extra_states.py."""
+    return {own_name(name): value for name, value in module.state_dict().items() if not is_extra(name, value)}
 
 
 def names_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
@@ -205,7 +228,7 @@ def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a state_dict into `model`. Raises UserError if names, shapes or types do not match."""
     state = {own_name(name): tensor for name, tensor in state.items()}
     try:
-        require_match(state, {own_name(name): tensor for name, tensor in model.state_dict().items()}, types=True)
+        require_match(state, tensors_of(model), types=True)
     except ValueError as error:
         raise UserError(f"the checkpoint does not match the model: {error}: check --model") from error
     load_by_own_names(model, state)
@@ -216,8 +239,7 @@ def load_registered(name: str, what: Any, state: Any) -> None:
     names, shapes and types."""
     try:
         if isinstance(what, nn.Module):
-            here_too = {own_name(key): value for key, value in what.state_dict().items()}
-            require_match(state, here_too, types=True)
+            require_match(state, tensors_of(what), types=True)
             load_by_own_names(what, state)
         else:
             what.load_state_dict(state)
@@ -229,7 +251,8 @@ def load_registered(name: str, what: Any, state: Any) -> None:
 def load_by_own_names(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Call `model.load_state_dict` with the names that it has if parts of it are compiled."""
     own = {own_name(name): value for name, value in state.items()}
-    model.load_state_dict({name: own[own_name(name)] for name in model.state_dict()})
+    here = {name: own[own_name(name)] for name in model.state_dict() if own_name(name) in own}
+    model.load_state_dict(here, strict=False)  # without what `is_extra`
 
 
 def load_optimizers(

@@ -15,6 +15,7 @@ from hvdtrain.cli import Flags
 from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.weights import load_weights
+from hvdtrain.training import extra_states
 from hvdtrain.training.replicas import Models, kind_of, named_parameters
 from hvdtrain.training.schedules import is_scheduled
 from hvdtrain.training.shared_buffers import SharedBuffers, give_memory
@@ -33,7 +34,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def refuse_layer(name: str, layer: nn.Module, engine: str, *, local_steps: bool) -> None:
+def refuse_layer(name: str, layer: nn.Module, engine: Engine, *, local_steps: bool) -> None:
     """Raise UserError for a layer with which ranks cannot train, or would train wrongly without an error."""
     said = ""
     of_torch = isinstance(layer, nn.SyncBatchNorm)
@@ -45,10 +46,16 @@ def refuse_layer(name: str, layer: nn.Module, engine: str, *, local_steps: bool)
         said = f"{name or 'the model'} has sparse gradients, which are not reduced: leave sparse=True out"
     elif synchronizes and local_steps:
         said = "SyncBatchNorm makes ranks wait in every step: use nn.BatchNorm, or leave --sync-every out"
-    elif of_torch and engine == "horovod":
+    elif isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None and engine.size > 1:
+        after = f"weight.data.renorm_({layer.norm_type:g}, 0, {layer.max_norm:g})"
+        how = f"leave it out, and write {after} of the layer after step.update()"
+        said = f"{name or 'the model'} has max_norm, which changes its weights on each rank alone: {how}"
+    elif synchronizes and engine.device.type == "cpu" and not (of_torch and engine.name == "serial"):
+        said = f"{name or 'the model'} is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs"
+    elif of_torch and engine.name == "horovod":
         how = "use horovod.torch.SyncBatchNorm, or --engine ddp"
         said = f"torch.nn.SyncBatchNorm synchronizes nothing under Horovod: {how}"
-    elif synchronizes and not of_torch and engine == "ddp":
+    elif synchronizes and not of_torch and engine.name == "ddp":
         how = "use torch.nn.SyncBatchNorm, or --engine horovod"
         said = f"horovod.torch.SyncBatchNorm does not work under --engine ddp: {how}"
     elif layer in _of_earlier_runs:
@@ -90,7 +97,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parame
 
 def refuse_unsupported(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str],
-    engine: str, *, local_steps: bool,
+    engine: Engine, *, local_steps: bool,
 ) -> None:  # fmt: skip
     """Raise UserError for what ranks cannot train with, or would train wrongly without an error. names: of the parameters.
 
@@ -100,6 +107,10 @@ def refuse_unsupported(
     layers = [pair for model in models for pair in model.named_modules()]
     for name, layer in layers:
         refuse_layer(name, layer, engine, local_steps=local_steps)
+    for name, buffer in ((name, one) for model in models for name, one in model.named_buffers()):
+        if buffer.is_quantized and engine.size > 1:
+            how = "keep its integers, buffer.int_repr(), and the scale"
+            raise UserError(f"run.prepare(): {name} is quantized, and ranks exchange no such tensors: {how}")
     taken: set[nn.Parameter] = set()
     for optimizer in optimizers:
         refuse_optimizer(optimizer, names)
@@ -124,6 +135,7 @@ def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.opt
     """Raise UserError on every rank if ranks have built different models or optimizers. A collective."""
     mine = [f"{name}: {kind_of(tensor)}" for name, tensor in named_parameters(models)]
     mine += [f"{kind_of(buffer)} buffer{sparse_values(buffer)}" for model in models for buffer in model.buffers()]
+    mine += [name for model in models for states in extra_states.of({"": model}).values() for name in states]
     mine += [type(optimizer).__name__ for optimizer in optimizers]
     digests = engine.all_gather_object(hashlib.sha256("\n".join(mine).encode()).hexdigest(), "prepare.alike")
     if len(set(digests)) == 1:
@@ -178,7 +190,7 @@ class Prepared:
         named = named_parameters(models)
         with engine.raising_together("prepare"):
             self._names = {parameter: name for name, parameter in named}
-            refuse_unsupported(models, optimizers, self._names, engine.name, local_steps=worker is not engine)
+            refuse_unsupported(models, optimizers, self._names, engine, local_steps=worker is not engine)
         if engine.device.type != "cpu":
             for optimizer in optimizers:
                 frozen = any(not parameter.requires_grad for parameter in parameters_of(optimizer))
@@ -213,6 +225,8 @@ class Prepared:
         self._zero_for_missing = find_unused_parameters or flags.reduction == "adasum"
         for model in models:
             engine.broadcast_model(model)
+        if flags.weights is not None:
+            extra_states.share(engine, {"": models[0]})
         for optimizer in self.optimizers:
             engine.broadcast_optimizer_state(optimizer)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.models.weights import is_extra
 
 CHUNK = 2**18  # elements
 
@@ -39,7 +40,8 @@ def compare(
         how = f"{who} differs from the other ranks"
         said = f"the weights differ between ranks, and no majority says which are right ({how})"
     since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"
-    said += f": first in {names[first]}, {since}: start again from a checkpoint; check that host's memory"
+    how = "start again from a checkpoint; check that host's memory, and that no forward pass changes weights (max_norm)"
+    said += f": first in {names[first]}, {since}: {how}"
     raise Failure(said, everywhere=everywhere)
 
 
@@ -49,7 +51,7 @@ def require_same_on_all(engine: Engine, registered: Mapping[str, object]) -> Non
     for name, what in registered.items():
         if not isinstance(what, nn.Module) or engine.size == 1:
             continue
-        sums = [int(checksum(tensor)) for tensor in what.state_dict().values() if isinstance(tensor, Tensor)]
+        sums = [int(checksum(value)) for key, value in what.state_dict().items() if not is_extra(key, value)]
         rows = engine.all_gather_object(sums, f"register.{name}")
         for rank, row in enumerate(rows):
             if row != rows[0]:

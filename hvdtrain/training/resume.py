@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from hvdtrain.cli import Flags
 from hvdtrain.engines import buffers, files, lines
@@ -22,7 +23,7 @@ from hvdtrain.engines.buffers import running_statistics
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training import checkpoint, contents, own_states, saved_buffers
+from hvdtrain.training import checkpoint, contents, extra_states, own_states, saved_buffers
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.comparison import (
@@ -55,6 +56,15 @@ def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[dict[s
     ]
 
 
+def set_settings(optimizers: Sequence[torch.optim.Optimizer], settings: Sequence[list[dict[str, Any]]]) -> None:
+    """Give each optimizer's parameter groups the settings that `settings_of` returned, and no others."""
+    for optimizer, those in zip(optimizers, settings, strict=True):
+        for group, mine in zip(optimizer.param_groups, those, strict=True):
+            for name in group.keys() - mine.keys() - {"params"}:
+                del group[name]
+            group.update(copy.deepcopy(mine))
+
+
 class Checkpoints:
     """Finds the checkpoint to resume from, restores it, and saves new ones. The constructor raises UserError on rank 0 only.
 
@@ -76,12 +86,14 @@ class Checkpoints:
         self._data: Facts = {}
         self._warnings: list[str] = []
         self._found: tuple[Facts, dict[str, Tensor]] | None = None  # on rank 0, until it is restored
-        self._settings: list[list[dict[str, Any]]] = []  # of the optimizers, as they were restored
+        self._settings: list[list[dict[str, Any]]] = []  # of the optimizers in the checkpoint, until training begins
+        self._begun_again: list[torch.optim.Optimizer] = []  # those of which a scheduler has another length
         self._last_good: str | None = None
         self._writer: checkpoint.Writer | None = None
         self._lock: files.Lock | None = None
         self.generators = Generators(engine, flags.seed, keeps=self.writes)
         self._chosen: Facts = {}  # for optimizers and schedulers: `comparison.chosen_for`
+        self._extra: extra_states.States = {}  # of this rank in the checkpoint
         self._shapes: dict[str, saved_buffers.Shapes] = {}  # of buffers, when training began
         self._ends = False  # training is over
         if engine.rank == 0:
@@ -260,8 +272,11 @@ class Checkpoints:
         self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
         self._note_buffers(self._modules(models, {}))
         self._chosen |= (chosen := chosen_for(optimizers, {}))
+        if self.writes:
+            self._require_storable(self._modules(models, {}))
         if self.facts is None:
             return
+        of_program = settings_of(optimizers)
         self._make_room(self._modules(models, {}))
         with self.engine.raising_together("checkpoint"):
             if self._found is not None:
@@ -275,15 +290,21 @@ class Checkpoints:
             self.facts |= own_states.restore(
                 self.engine, self.workers, self._found and self._found[1], optimizers, models, self.facts["parameters"]
             )
+        self._extra = extra_states.load(
+            self.engine, self._found and self._found[1], same=self._flags.evaluate is not None
+        )
+        extra_states.restore(self._modules(models, {}), self._extra)
         self._restore_own("buffers", saved_buffers.of_each_rank(models), running_statistics(models))
         if self._flags.evaluate is None and (line := self.generators.load(self._found and self._found[1])):
             self.output.say(line)
         if self.facts["scaler"]:
             scaler.load_state_dict(self.facts["scaler"])
         self._settings = settings_of(optimizers)
-        if self.lengthened:  # so that a scheduler begins as in a new run: `schedules.redone`
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["lr"] = group.get("initial_lr", group["lr"])
+        set_settings(optimizers, of_program)
+        if self.lengthened:  # so that a scheduler begins with the run's rate: `schedules.redone`
+            for optimizer, saved in zip(optimizers, self._settings, strict=True):
+                for group, theirs in zip(optimizer.param_groups, saved, strict=True):
+                    group["lr"] = copy.deepcopy(theirs.get("initial_lr", group["lr"]))
 
     def _restore_own(self, name: str, tensors: Mapping[str, Tensor], statistics: Sequence[Tensor]) -> None:
         """Restore `tensors`, of which each rank has its own: with a different number of ranks, the mean of those that are in
@@ -328,10 +349,11 @@ class Checkpoints:
         """Restore the objects given to `Run.register`, on every rank, and the rates of `optimizers`. A collective."""
         self._note_buffers(self._modules([], registered))
         self._chosen |= (chosen := chosen_for([], registered))
+        if self.writes:
+            self._require_storable(self._modules([], registered))
         if self.facts is None:
             return
         self._make_room(self._modules([], registered))
-        begun_again: list[torch.optim.Optimizer] = []
         for name, what in registered.items():
             self._require_registered(name, what)
         with self.engine.raising_together("checkpoint"):
@@ -341,14 +363,28 @@ class Checkpoints:
             packed = self.facts["registered"][name]
             state = contents.unpack_everywhere(self.engine, packed, tensors, f"registered.{name}")
             if self.lengthened and redone(what, state):
-                begun_again.append(what.optimizer)
+                self._begun_again.append(what.optimizer)
             else:
                 contents.load_registered(name, what, state)
-        for optimizer, settings in zip(optimizers, self._settings, strict=True):
-            if not any(optimizer is one for one in begun_again):
-                # A torch scheduler sets the learning rate when it is created. Restore the saved one.
-                for group, saved in zip(optimizer.param_groups, settings, strict=True):
-                    group.update(copy.deepcopy(saved))
+        extra_states.restore(self._modules([], registered), self._extra)
+        scheduled = [what.optimizer for what in registered.values() if isinstance(what, lr_scheduler.LRScheduler)]
+        self.restore_settings(optimizers, scheduled)
+
+    def restore_settings(
+        self, optimizers: Sequence[torch.optim.Optimizer], only: Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
+        """Give the parameter groups of `optimizers` the checkpoint's settings, such as learning rates. only: of these.
+
+        Not in `restore`: between run.prepare and run.epochs, a program reads the rates that it begins with, for its
+        schedules. A scheduler's optimizer gets them when that is registered, as it has set the rate when it was created.
+        """
+        for optimizer, settings in zip(optimizers, self._settings, strict=False):  # none in a new run
+            if only is not None and not any(optimizer is one for one in only):
+                continue
+            if not any(optimizer is one for one in self._begun_again):
+                set_settings([optimizer], [settings])
+        if only is None:
+            self._settings = []
 
     def _require_choices(self, chosen: Facts) -> None:
         """On rank 0, compare what the program has chosen for optimizers and schedulers with what the checkpoint's had.
@@ -371,6 +407,13 @@ class Checkpoints:
         """Return the models and registered modules by unique names."""
         found = {f"model {number}": model for number, model in enumerate(models)}
         return found | {name: what for name, what in registered.items() if isinstance(what, nn.Module)}
+
+    @staticmethod
+    def _require_storable(modules: Mapping[str, nn.Module]) -> None:
+        """Raise UserError for what no checkpoint can store, before the first step."""
+        extra_states.require_storable(extra_states.of(modules))
+        for module in modules.values():
+            contents.require_storable(contents.tensors_of(module))
 
     def _note_buffers(self, modules: Mapping[str, nn.Module]) -> None:
         self._shapes |= {name: saved_buffers.shapes(module) for name, module in modules.items()}
@@ -465,6 +508,7 @@ class Checkpoints:
         read.
         heartbeat: called for each tensor and each registered object.
         """
+        self.restore_settings(optimizers)  # an evaluation before run.epochs was stopped
         if not self.writes:
             return
         late = self._late_buffers(models, registered)
@@ -475,6 +519,7 @@ class Checkpoints:
         }
         if source is not None and (position := source.position()) is not None:
             own["positions"] = contents.encoded(self.engine.all_gather_object(position, "checkpoint.positions"))
+        own |= extra_states.gather(self.engine, self._modules(models, registered))
         own |= self.generators.gather(in_steps=in_steps, epoch_ended=ends_epoch and not state.samples_of_epoch)
         if local is not None:
             own |= own_states.gather(self.engine, self.workers, optimizers, scaler, state.skipped)

@@ -234,7 +234,7 @@ class Run:
         count: total number of epochs; or steps: total number of steps. stop_at: stop after an epoch whose evaluation has
         reached all of these values (None: no target). If they are not reached by the end, the exit code is 3.
         """
-        self.prepared("run.epochs()")
+        prepared = self.prepared("run.epochs()")
         if self.flags.evaluate is not None:
             yield from self._epoch_to_evaluate()
             return
@@ -249,6 +249,7 @@ class Run:
         for name in self._goals:
             if name not in self.metrics:
                 raise UserError(f'stop_at: {name} has no direction: training.start(flags, metrics={{"{name}": "max"}})')
+        self.checkpoints.restore_settings(prepared.optimizers)
         generators = self.checkpoints.generators
         generators.begin(self.state.samples)
         if self._has_ended():

@@ -128,8 +128,10 @@ class Step:
         # Reduced, not yet applied: are the gradients finite? Or a flag on the accelerator, of `not_finite`.
         self._reduced: dict[torch.optim.Optimizer, bool | Tensor] = {}
         self._updated: set[torch.optim.Optimizer] = set()
-        self._tokens: list[Tensor | float] = []  # `count` of each backward in this loop
-        self._uncounted = False  # one of them had none
+        # Of each optimizer, `count` by the number of the backward pass in this loop.
+        self._tokens: dict[torch.optim.Optimizer, dict[int, Tensor | float]] = {}
+        self._uncounted: set[torch.optim.Optimizer] = set()  # those with a backward pass that had none
+        self._passes = 0  # backward passes in this loop
         self._token_total: Tensor | None = None  # their sum over all ranks, where it is on an accelerator
         self._missing: list[str] = []  # parameters that got no gradient on this rank
         self._inspection: Inspection | None = None
@@ -187,7 +189,7 @@ class Step:
         prepared, count = shared.prepared, len(self._planned.batches)
         self._loops += 1
         shared.engine.activity.compute()
-        self._tokens, self._uncounted = [], False
+        self._tokens, self._uncounted, self._passes = {}, set(), 0
         self._backwards = {}
         seed_generators(self._seed(loop), shared.engine.device)
         if count > 1 and len(prepared.optimizers) > 1:
@@ -304,9 +306,11 @@ class Step:
                 raise UserError("step.backward(count=...) cannot go with --reduction adasum: use average")
             count = count if batch.count else 0.0  # of a repeated sample: none
             weight = count * shared.engine.size / self.count  # `_reduce` divides by the total count later
-            self._tokens.append(count)
+            for one in chosen:
+                self._tokens.setdefault(one, {})[self._passes] = count
         else:
-            self._uncounted = True
+            self._uncounted.update(chosen)
+        self._passes += 1
         with torch.autocast(shared.engine.device.type, enabled=False):  # that of --amp, or the author's own
             scaled = prepared.scaler.scale(loss * weight)
             # With several optimizers, the hooks of the other optimizers' parameters must not run.
@@ -373,7 +377,7 @@ class Step:
             if self._uncounted:
                 how = "give it in all, or in none"
                 raise UserError(f"step.backward(count=...) in one micro-batch and not in another: {how}")
-            self._divide_by_tokens(self._tokens)
+            self._divide_by_tokens()
         elif self._input.may_leave_out and shared.reduction != "adasum":
             self._make_up_for_left_out()
         shared.clock.mark("communication")
@@ -398,26 +402,37 @@ class Step:
         if guard.max_skipped:
             guard.restore_buffers(verdict.left_out)
 
-    def _divide_by_tokens(self, counts: Sequence[Tensor | float]) -> None:
-        """Turn the gradients of means over samples into those of a mean over items. counts: of this rank's micro-batches."""
+    def _divide_by_tokens(self) -> None:
+        """Turn the gradients of means over samples into those of a mean over items. Each loss has items of its own: so have
+        the optimizers that got others in this loop."""
+        alike: dict[
+            tuple[int, ...], list[torch.optim.Optimizer]
+        ] = {}  # by their backward passes, on all ranks the same
+        for optimizer, counts in self._tokens.items():
+            alike.setdefault(tuple(counts), []).append(optimizer)
+        for optimizers in alike.values():
+            self._multiply_gradients(self._per_token(list(self._tokens[optimizers[0]].values())), optimizers)
+
+    def _per_token(self, counts: Sequence[Tensor | float]) -> Tensor | float:
+        """Return the number of samples by that of items, over all ranks. counts: of this rank's backward passes."""
         shared = self._shared
-        factor: Tensor | float
         if (device := shared.engine.device).type != "cpu":  # the sum stays there, on every rank
             own = torch.zeros((), dtype=torch.float64, device=device)
             for count in counts:
                 own += to_device(count, device)  # a tensor, or a number
-            self._token_total = self._tokens_of_all(own)
-            factor = (self.count / self._token_total).float()  # infinite without tokens, which `_inspect` explains
-        else:
-            tokens = sum(float(count) for count in counts)
-            total = float(self._tokens_of_all(torch.tensor(tokens, dtype=torch.float64)))
-            if total <= 0:
-                raise UserError(self._no_tokens())
-            factor = self.count / total
-        self._multiply_gradients(factor)
+            whole = self._tokens_of_all(own)
+            self._token_total = whole if self._token_total is None else torch.minimum(whole, self._token_total)
+            return (self.count / whole).float()  # infinite without tokens, which `_inspect` explains
+        tokens = sum(float(count) for count in counts)
+        total = float(self._tokens_of_all(torch.tensor(tokens, dtype=torch.float64)))
+        if total <= 0:
+            raise UserError(self._no_tokens())
+        return self.count / total
 
-    def _multiply_gradients(self, factor: Tensor | float) -> None:
-        for optimizer in self._backwards:
+    def _multiply_gradients(
+        self, factor: Tensor | float, optimizers: Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
+        for optimizer in self._backwards if optimizers is None else optimizers:
             gradients = [p.grad for p in self._shared.prepared.trained[optimizer] if p.grad is not None]
             torch._foreach_mul_(gradients, factor)
 

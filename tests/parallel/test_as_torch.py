@@ -419,3 +419,66 @@ def test_a_batch_without_a_token_adds_nothing_to_the_recorded_loss(engine, kind)
     expected = [float(F.cross_entropy(net(X[i]), masked[i])) for i in epoch_order(N, 1, 0).split(4 * engine.size)]
     assert losses == pytest.approx(expected)
     assert run.state.train["loss"] == pytest.approx(expected[-1])
+
+
+# ---- state that is neither parameter nor buffer
+
+
+class Counts(nn.Module):
+    """Scales by how often it was called in training, which no parameter or buffer says."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.calls = kind, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return x * (1 + 0.01 * self.calls)
+
+    def get_extra_state(self):
+        return {
+            "tensor": torch.tensor([self.calls]),
+            "number": self.calls,
+            "bytes": bytes([self.calls]),
+            "nested": {"calls": [None, (self.calls, torch.tensor(self.calls))]},
+        }[self.kind]
+
+    def set_extra_state(self, state):
+        if self.kind == "nested":
+            state = state["calls"][1][1]
+        self.calls = int(state[0] if self.kind in ("tensor", "bytes") else state)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "number", "bytes", "nested"])
+def test_extra_state_of_a_layer_comes_back_as_it_was_on_each_rank(engine, kind, shared_directory):
+    def trained(end, *argv):
+        with a_run(engine, *argv, epochs=end) as run:
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(3, 2), Counts(kind), nn.Linear(2, 1))
+            net[1].calls = 10 * engine.rank  # its own
+            averaged = torch.optim.swa_utils.AveragedModel(net)
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+            run.register(averaged=averaged)
+            began = net[1].calls
+            fit(run, [X], lambda step, x: model(x).square().mean(), epochs=end, each=lambda step: averaged(X))
+        return began, net[1].calls, averaged.module[1].calls, net[0].weight.tolist()
+
+    whole = trained(3)
+    _, after_one, *_ = trained(1, "--output-dir", shared_directory)
+    began, *resumed = trained(3, "--output-dir", shared_directory)
+    assert began == after_one > 10 * engine.rank
+    assert resumed == list(whole[1:])
+
+
+def test_extra_state_that_a_checkpoint_cannot_store_is_one_line(engine, shared_directory):
+    class Odd(nn.Linear):
+        def get_extra_state(self):
+            return {"when": {1, 2}}
+
+        def set_extra_state(self, state):
+            pass
+
+    net = nn.Sequential(Odd(3, 1))
+    said = "0._extra_state holds a set, which a checkpoint cannot store: let get_extra_state return"
+    with pytest.raises(UserError, match=said), a_run(engine, "--output-dir", shared_directory, epochs=1) as run:
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

@@ -72,6 +72,12 @@ def of_horovod(last):
     return nn.Sequential(nn.Linear(3, 2), hvd.SyncBatchNorm(2))
 
 
+def with_quantized(last):
+    net = nn.Linear(3, 1)
+    net.register_buffer("it", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8))
+    return net
+
+
 def of_torch(last):
     return nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2))
 
@@ -117,6 +123,18 @@ def program(
 
 LOCAL = ("--sync-every", "4")
 NEED_TWO = {  # ranks that differ
+    "an embedding that changes its weights in each forward pass": (
+        dict(net_of=lambda last: nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 1))),
+        r"0 has max_norm, which changes its weights on each rank alone: .*write weight.data.renorm_\(2, 0, 1\)",
+    ),
+    "a bag of them": (
+        dict(net_of=lambda last: nn.EmbeddingBag(5, 3, max_norm=0.5, norm_type=1)),
+        r"the model has max_norm, .*renorm_\(1, 0, 0.5\)",
+    ),
+    "a quantized buffer": (
+        dict(net_of=with_quantized),
+        "it is quantized, and ranks exchange no such tensors: keep its integers",
+    ),
     "a wider model": (
         dict(net_of=lambda last: nn.Sequential(nn.Linear(3, 4 + last), nn.Linear(4 + last, 1))),
         r"rank 0 has 0.weight: \[4, 3\] float32 where rank \d has 0.weight: \[5, 3\] float32: build the same",
@@ -217,7 +235,7 @@ OF_ENGINES = {
         ),
         "batch norm that normalizes each rank's samples alone": (
             dict(net_of=of_torch),
-            "torch.nn.SyncBatchNorm synchronizes nothing under Horovod: use horovod.torch.Sync",
+            "1 is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs",
         ),
         "a complex parameter": (
             dict(net_of=lambda last: Complex()),
@@ -231,7 +249,11 @@ OF_ENGINES = {
         ),
         "Horovod's batch norm": (
             dict(net_of=of_horovod),
-            "horovod.torch.SyncBatchNorm does not work under --engine ddp",
+            "1 is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs",
+        ),
+        "torch's, on CPUs": (
+            dict(net_of=of_torch),
+            "1 is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs",
         ),
     },
 }

@@ -78,7 +78,7 @@ MISTAKES = {
         r"WithLoss.step\(\) takes arguments that step.update\(\) does not give: give them defaults"),
     "a sparse buffer": (
         dict(unprepared="net.register_buffer('graph', torch.eye(3).to_sparse())"),
-        r"^model.graph is a sparse tensor, which a checkpoint cannot store: register the buffer with persistent=False"),
+        r"^graph is a sparse tensor, which a checkpoint cannot store: register the buffer with persistent=False"),
     "SparseAdam": (dict(prepare="net, torch.optim.SparseAdam(net.parameters())"), "SparseAdam needs sparse gradients"),
     "sparse gradients": (
         dict(prepare="nn.Sequential(nn.Embedding(4, 2, sparse=True)), torch.optim.SGD(net.parameters(), lr=0.1)"),
