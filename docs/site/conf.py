@@ -15,7 +15,7 @@ from myst_parser.parsers.sphinx_ import MystParser
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # for the docstrings
+sys.path.insert(0, str(ROOT))
 
 from hvdtrain import __version__  # noqa: E402
 
@@ -56,13 +56,9 @@ include_patterns = [f"{page}.*" for pages in NAVIGATION.values() for page in pag
 include_patterns += ["README.md", f"{EVIDENCE}*.md"]
 exclude_patterns = [".*", "data", "runs", "site", "**/ladder-runs", "**/__pycache__"]  # not even searched
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
-nitpicky = False  # torch's classes in signatures have no page here
+extensions = ["myst_parser"]
 myst_heading_anchors = 4  # named as the repository's own host names them
 highlight_language, smartquotes = "none", False  # -- is the beginning of a flag
-default_role = "literal"  # `name` in a docstring
-autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 pygments_style, pygments_dark_style = "default", "github-dark"
 
 html_theme = "furo"  # light and dark, narrow windows; nothing from another host

@@ -1,4 +1,4 @@
-"""Write docs/reference/flags.md from the source: python docs/site/reference.py. A test compares it."""
+"""Write docs/reference/flags.md and api.md from the source: python docs/site/reference.py. A test compares them."""
 
 import argparse
 import importlib
@@ -81,7 +81,10 @@ def flags_page() -> str:
 
 
 def main() -> int:
+    import api  # beside this file
+
     (PAGES / "flags.md").write_text(flags_page())
+    (PAGES / "api.md").write_text(api.page())
     return 0
 
 

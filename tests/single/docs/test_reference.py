@@ -19,6 +19,12 @@ def test_the_page_of_flags_is_up_to_date():
     assert (PAGES / "flags.md").read_text() == reference.flags_page(), "python docs/site/reference.py writes it"
 
 
+def test_the_page_of_the_api_is_up_to_date():
+    assert (PAGES / "api.md").read_text() == program_of_the_site("api").page(), (
+        "python docs/site/reference.py writes it"
+    )
+
+
 def test_every_command_is_listed():
     found = [path for path in (ROOT / "hvdtrain").rglob("*.py") if "\ndef parse(" in path.read_text()]
     names = {".".join(path.relative_to(ROOT / "hvdtrain").with_suffix("").parts) for path in found}

@@ -1,0 +1,99 @@
+"""The text of docs/reference/api.md: names, signatures and docstrings of what a program imports. reference.py writes it."""
+
+import importlib
+import inspect
+import re
+from typing import Any
+
+HEAD = """# API
+
+What a training program of your own imports: `from hvdtrain import training`. [Training](../training.md) shows them in use.
+"A collective" is a call that every rank must make. Made from the docstrings by `python docs/site/reference.py`.
+"""
+FLAGS = "For `parser.add_argument(..., type=training.positive)`: each refuses what does not fit, in one line."
+# Section -> (what it says first, name of each function or class -> members; None: all public ones).
+SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...] | None]]] = {
+    "Starting": ("", {
+        "hvdtrain.training.parser": (), "hvdtrain.cli.Parser": ("may_change_on_resume", "parse"),
+        "hvdtrain.training.start": (), "hvdtrain.training.main": (),
+    }),
+    "The run": ("", {"hvdtrain.training.Run": None}),
+    "A step": ("", {
+        "hvdtrain.training.step.Step": ("lr", "batch", "batches", "backward", "loss", "update", "record"),
+        "hvdtrain.training.inputs.Batch": None,
+    }),
+    "State and metrics": ("", {
+        "hvdtrain.training.Metric": ("better", "reached", "show"), "hvdtrain.training.state.TrainState": (),
+        "hvdtrain.training.state.Initial": ("global_batch",),
+    }),
+    "Learning rates and optimizers": ("", {
+        f"hvdtrain.training.optim.{name}": () for name in (
+            "scaled_rate", "warmup_factor", "schedule_factor", "decay_groups", "build")
+    }),
+    "Types of flags": (FLAGS, {
+        f"hvdtrain.training.{name}": () for name in ("count", "fraction", "non_negative", "positive", "positive_int")
+    }),
+    "Errors": ("", {"hvdtrain.training.UserError": (), "hvdtrain.training.Failure": ()}),
+    "Lower-level parts": ("For a loop of your own, each usable by itself.", {
+        "hvdtrain.engines.start.start": (), "hvdtrain.engines.base.Engine": None,
+        **{f"hvdtrain.data.sharding.{name}": () for name in (
+            "epoch_order", "steps_per_epoch", "passes_per_step", "shard", "steps")},
+        **{f"hvdtrain.training.checkpoint.{name}": () for name in ("write", "read", "listed", "newest", "find", "prune")},
+    }),
+}  # fmt: skip
+EXCLUDED = {"hvdtrain.training.Run.finish", "hvdtrain.training.Run.prepared"}
+
+
+def resolve(name: str) -> Any:
+    module, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+def signature(name: str, what: Any) -> str:
+    """Return `what` as it is called, without `self` and the modules of types."""
+    if isinstance(what, property) or not callable(what):
+        return name
+    if inspect.isclass(what) and issubclass(what, Exception):
+        return name
+    try:
+        said = str(inspect.signature(what))
+    except ValueError:
+        return name
+    said = re.sub(r" at 0x[0-9a-f]+", "", said)
+    said = re.sub(r"\((?:self|cls)(?:, )?", "(", said, count=1)
+    return name + re.sub(r"\b(?:\w+\.)+(?=[A-Z]\w*)", "", said.replace("'", ""))
+
+
+def entry(name: str, shown: str, what: Any) -> str:
+    text = inspect.cleandoc(getattr(what, "__doc__", None) or "")
+    inside = "\n\n".join(part for part in (signature(shown, what), text) if part)
+    return f'<a id="{name}"></a>\n\n```text\n{inside}\n```\n'
+
+
+def members_of(name: str, chosen: tuple[str, ...] | None) -> list[str]:
+    if chosen is not None:
+        return list(chosen)
+    own = vars(resolve(name))
+    return [
+        member
+        for member, what in own.items()
+        if not member.startswith("_")
+        and (isinstance(what, property | staticmethod | classmethod) or inspect.isfunction(what))
+        and f"{name}.{member}" not in EXCLUDED
+        and getattr(getattr(resolve(name), member), "__doc__", None)
+    ]
+
+
+def page() -> str:
+    parts = [HEAD]
+    for section, (said, names) in SECTIONS.items():
+        parts += [f"## {section}\n", *([f"{said}\n"] if said else [])]
+        for name, chosen in names.items():
+            what, last = resolve(name), name.rpartition(".")[2]
+            parts.append(f"### {name.removeprefix('hvdtrain.')}\n")
+            parts.append(entry(name, last, what))
+            for member in members_of(name, chosen):
+                held = inspect.getattr_static(what, member)
+                held = held if isinstance(held, property) else getattr(what, member)
+                parts.append(entry(f"{name}.{member}", f"{last}.{member}", held))
+    return "\n".join(parts)
