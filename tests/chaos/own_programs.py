@@ -133,7 +133,7 @@ PROGRAMS = [
     own("execv", "os.execv of another program on rank 1 of the starter's two", tuple(range(1, 256)), command=FORKED, step=f"{AT_3} and run.rank == 1: os.execv('/bin/true', ['true'])", unsaid=r"Traceback"),
     own("exception-group", "an ExceptionGroup on rank 1 of the starter's two", 1, "No space", command=FORKED, step=f"{AT_3} and run.rank == 1: raise ExceptionGroup('many', [ValueError('a'), OSError(28, 'No space')])"),
     own("time-still", "the program replaces time.time by one that stands still", top="time.time = lambda: 0.0"),
-    own("stream-object", "sys.stdout and sys.stderr are objects with `write` alone", top="class W:\n    def write(self, text): sys.__stdout__.write(text)\nsys.stdout = sys.stderr = W()"),
+    own("stream-object", "sys.stdout and sys.stderr are objects with `write` and `flush` alone", top="class W:\n    def write(self, text): sys.__stdout__.write(text)\n    def flush(self): pass\nsys.stdout = sys.stderr = W()"),
     own("pool", "a multiprocessing.Pool in a step of the starter's two", command=FORKED, step=f"{AT_3}:\n    import multiprocessing\n    with multiprocessing.get_context('fork').Pool(2) as pool: assert pool.map(abs, [-1, 2]) == [1, 2]"),
     own("ten-samples", "three ranks on ten samples", command=FORKED.replace("ranks 2", "ranks 3"), parsed="globals().update(x=x[:10], y=y[:10])"),
     own("two-samples", "three ranks on two samples", 2, "2 samples but 3 ranks", command=FORKED.replace("ranks 2", "ranks 3"), parsed="globals().update(x=x[:2], y=y[:2])"),
