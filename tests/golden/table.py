@@ -60,7 +60,7 @@ RUNS: dict[str, list[Attempt]] = {
     "lm": one(2, LM),
     "images": one(2, IMAGES),
     "killed": killed(2, MNIST, 11),
-    "killed-3-2": killed(3, MNIST.replace("32", "20"), 11, again=2),
+    "killed-3-2": killed(3, MNIST.replace("32", "20"), 6, again=2),
     "killed-ddp": killed(2, PROGRAM + " --engine ddp", 13, "torchrun"),
     "killed-schedule": killed(2, PROGRAM + " --case schedule", 13),
     "killed-stream": killed(2, PROGRAM + " --case stream", 13),
