@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from hvdtrain.engines.accelerators import module_of
 from hvdtrain.engines.base import Engine, lay_state_as_weights
@@ -242,6 +243,9 @@ def load_registered(name: str, what: Any, state: Any) -> None:
             require_match(state, tensors_of(what), types=True)
             load_by_own_names(what, state)
         else:
+            if isinstance(what, lr_scheduler.LRScheduler):  # it takes anything, and computes with it in the next step
+                for key, mine in what.state_dict().items():
+                    require_number(key, mine, state.get(key, mine))
             what.load_state_dict(state)
     except Exception as error:  # any: the class may be the author's own
         last = (str(error) or type(error).__name__).splitlines()[-1].strip()
@@ -281,6 +285,15 @@ def load_optimizers(
             lay_state_as_weights(optimizer)
 
 
+def require_number(name: str, mine: Any, theirs: Any) -> None:
+    """Raise ValueError if `mine` is a number, or a list of numbers, and `theirs` is not."""
+    if isinstance(mine, list):
+        for one, other in zip(mine, theirs if isinstance(theirs, list) else [theirs], strict=False):
+            require_number(name, one, other)
+    elif isinstance(mine, (int, float)) and not isinstance(theirs, (int, float, Tensor)):
+        raise ValueError(f"{name} is {theirs}")
+
+
 def like(name: str, mine: Any, theirs: Any) -> Any:
     """Return the setting `theirs` of a parameter group as a tensor or as a number, as this run has it: a learning rate.
 
@@ -288,6 +301,7 @@ def like(name: str, mine: Any, theirs: Any) -> Any:
     """
     if mine is not None and isinstance(mine, (list, tuple)) != isinstance(theirs, (list, tuple)):
         raise ValueError(f"{name} is {theirs}")
+    require_number(name, mine, theirs)
     if isinstance(mine, Tensor):
         return torch.as_tensor(theirs, dtype=mine.dtype, device=mine.device)
     return plain(theirs) if isinstance(theirs, Tensor) else theirs

@@ -440,7 +440,7 @@ class Checkpoints:
 
     def _require_registered(self, name: str, what: object) -> None:
         assert self.facts is not None
-        if name not in (types := self.facts["registered_types"]):
+        if name not in self.facts["registered"] or name not in (types := self.facts["registered_types"]):
             raise UserError(f"the checkpoint has no {name!r}: {contents.REGISTER}", everywhere=True)
         contents.require_type(name, what, types[name])
 

@@ -182,7 +182,7 @@ MUTANTS = [
            "tests/single/data/test_sharding.py"),
     mutant("each sample once over all ranks", "hvdtrain/data/sharding.py", "return slice(rank, n, size)",
            "return slice(0, n, size)", "tests/single/data/test_sharding.py"),
-    mutant("a mean over tokens weighs each alike", STEP, "factor = self.count / total", "factor = 1.0",
+    mutant("a mean over tokens weighs each alike", STEP, "return self.count / total", "return 1.0",
            f"{RUN}::test_a_mean_over_tokens_is_that_of_all_micro_batches"),
     mutant("exact evaluation: over all samples", "hvdtrain/training/evaluation.py", "float(self._data)",
            "float(self._data) + 1", f"{TRAINING}::test_many_ranks_are_one_process_with_the_global_batch"),

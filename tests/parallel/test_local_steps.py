@@ -84,10 +84,16 @@ def test_what_an_optimizer_keeps_is_restored_on_each_rank(engine, late, shared_d
         with a_run(engine, *LOCAL, "--max-skipped", "99", "--output-dir", shared_directory, epochs=epochs) as run:
             net = network()
             model, optimizer = run.prepare(net, Restless(net.parameters(), lr=0.01, momentum=0.9))
-            kept.append(plain(optimizer, run))
             nan = float("nan") if late and engine.rank == 0 else 1.0
-            fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y) * nan)
-            kept.append(plain(optimizer, run))
+            begun = []
+
+            def loss_of(step, x, y):
+                if not begun:  # the settings of groups are restored when training begins
+                    begun.append(plain(optimizer, run))
+                return F.mse_loss(model(x), y) * nan
+
+            fit(run, [X, Y], loss_of)
+            kept.extend([*begun, plain(optimizer, run)])
 
     start(1)
     start(2)

@@ -126,7 +126,10 @@ EFFECTS: dict[str, list[Tests]] = {
     "data.make_shards": [{
         OTHERS + "shards_have_at_most_so_many_samples_in_the_order_of_the_seed": "--samples-per-shard --seed"
     }],
-    "export": [{"single/commands/test_export.py::test_weights_have_the_models_own_names": "--to"}],
+    "export": [{
+        "single/commands/test_export.py::test_weights_have_the_models_own_names": "--to",
+        "single/training/test_best.py::test_the_best_epoch_is_kept_recorded_and_exported": "--best",
+    }],
     "training.verify": [],
 }  # fmt: skip
 

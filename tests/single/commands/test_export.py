@@ -42,16 +42,6 @@ def test_weights_have_the_models_own_names(tmp_path):
         torch.testing.assert_close(state, dict(net.state_dict()))
 
 
-def test_the_model_that_prepare_has_returned_is_written_under_its_own_names_too(tmp_path):
-    """In DDP, its names begin with "module."."""
-    with training.start(small.flags_for("--engine", "ddp", epochs=1)) as run:
-        net = small.network()
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        assert model is not net
-        run.export(tmp_path / "w.safetensors", model)
-    assert load_file(tmp_path / "w.safetensors").keys() == net.state_dict().keys()
-
-
 needs_onnx = pytest.mark.skipif(
     not (find_spec("onnx") and find_spec("onnxscript")),
     reason="onnx or onnxscript is not installed: pip install 'hvdtrain[onnx]'",

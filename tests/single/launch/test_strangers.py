@@ -216,7 +216,7 @@ if __name__ == "__main__":  # safe_shell_exec spawns: that imports this file
 def test_the_services_that_compare_interfaces_answer_no_stranger_and_show_no_key(run, tmp_path: Path) -> None:
     out = run(SERVICES)
     assert out.splitlines()[:4] == ["b''"] * 4
-    assert out.splitlines()[-1] == "True"
+    assert "True" in out.splitlines()  # its threads may print after it
     commands = [line for line in out.splitlines() if line.startswith("Launching horovod task function: ")]
     assert len(commands) == 2
     log = (tmp_path / "ssh.log").read_text()
