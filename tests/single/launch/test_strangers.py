@@ -184,6 +184,7 @@ def test_a_rank_without_the_key_says_so_in_one_line(run) -> None:
 # All of the comparison of interfaces, between this host and `other`, which is this host behind SSH above.
 SERVICES = """
 from stranger import *
+import os
 import time
 from horovod.runner.common.util import codec, network, secret, timeout
 from horovod.runner.common.util.settings import Settings
@@ -206,7 +207,8 @@ def main():
     service.shutdown()  # released: waits for the silent connection for ever
 
     settings = Settings(verbose=2, key=key, start_timeout=timeout.Timeout(60, "{activity}"))
-    print(sorted(driver_service._driver_fn(["here", "other"], {"here"}, settings, fn_cache=None)) != [])
+    print(sorted(driver_service._driver_fn(["here", "other"], {"here"}, settings, fn_cache=None)) != [], flush=True)
+    os._exit(0)  # released: a thread whose command is cut off by Python's end calls os._exit(None)
 
 if __name__ == "__main__":  # safe_shell_exec spawns: that imports this file
     main()
