@@ -103,7 +103,9 @@ class Evaluation:
         every rank."""
         # A rank without samples has recorded nothing, so collect the names from all ranks.
         split = split_of(getattr(self._data, "dataset", None))
-        everyone = self._engine.all_gather_object([list(self._sums), list(self._counts), split], "evaluate.names")
+        held = len(range(self._data)[self.mine()]) if isinstance(self._data, int) else self._samples
+        told = [list(self._sums), list(self._counts), split, held]
+        everyone = self._engine.all_gather_object(told, "evaluate.names")
         if any(theirs[2] != split for theirs in everyone):
             raise UserError(
                 f"ranks disagree about which samples the subset of the test set has: {SPLIT}", everywhere=True
@@ -111,6 +113,11 @@ class Evaluation:
         names, counted = (list(dict.fromkeys(n for theirs in everyone for n in theirs[part])) for part in (0, 1))
         if not names:
             raise UserError("run.evaluating() recorded nothing: write run.record(loss=...) in it", everywhere=True)
+        for rank, (recorded, _, _, samples) in enumerate(everyone):
+            missing = [name for name in names if name not in recorded and name not in counted]
+            if samples and missing:
+                how = "record it on every rank, or give the number of its values as count="
+                raise UserError(f"run.record({missing[0]}=...) was not called on rank {rank}: {how}", everywhere=True)
         own = [self._sums.get(name, 0.0) for name in names] + [self._counts.get(name, 0.0) for name in counted]
         with self._engine.raising_together("evaluate.rows"):
             rows = [0 if name in counted else self._counted(name) for name in names]

@@ -278,3 +278,26 @@ def test_complex_parameters_are_trained(engine):
         pytest.skip("Horovod does not reduce them")
     wave = program(engine, net_of=lambda last: Complex()).wave
     assert len(set(engine.all_gather_object(str(wave.tolist()), "ends"))) == 1
+
+
+@pytest.mark.parametrize("data", [N, "loader"])
+def test_a_metric_that_one_rank_alone_records_is_refused(engine, data):
+    """Its sum would be divided by the samples of all ranks. With count= it is a mean over its own values."""
+    if engine.size == 1:
+        pytest.skip("with one rank, every rank records it")
+    data = DataLoader(TensorDataset(X), 4) if data == "loader" else data
+
+    def evaluate_alone(run, **count):
+        with run.evaluating(data) as mine:
+            for _ in mine if isinstance(data, DataLoader) else [None]:
+                run.record(loss=torch.zeros(()))
+                if run.rank == 0:
+                    run.record(own=6.0, **count)
+
+    with a_run(engine) as run:
+        net = nn.Linear(3, 1)
+        run.prepare(net, sgd(net))
+        evaluate_alone(run, count=3.0)
+        assert run.evaluation["own"] == 2.0
+        with pytest.raises(UserError, match=r"run.record\(own=...\) was not called on rank 1"):
+            evaluate_alone(run)
