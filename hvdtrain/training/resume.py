@@ -356,6 +356,8 @@ class Checkpoints:
         self._make_room(self._modules([], registered))
         for name, what in registered.items():
             self._require_registered(name, what)
+            if name not in self.facts["registered"]:
+                raise UserError(f"the checkpoint has no state of {name!r}: {contents.REGISTER}", everywhere=True)
         with self.engine.raising_together("checkpoint"):
             self._require_choices(chosen)
         for name, what in registered.items():
@@ -440,7 +442,7 @@ class Checkpoints:
 
     def _require_registered(self, name: str, what: object) -> None:
         assert self.facts is not None
-        if name not in self.facts["registered"] or name not in (types := self.facts["registered_types"]):
+        if name not in (types := self.facts["registered_types"]):
             raise UserError(f"the checkpoint has no {name!r}: {contents.REGISTER}", everywhere=True)
         contents.require_type(name, what, types[name])
 
