@@ -28,7 +28,14 @@ from hvdtrain.engines.carried import as_carried, written
 from hvdtrain.engines.errors import UserError
 from hvdtrain.hangs.activity import Activity, collective
 from hvdtrain.launching.local_rendezvous import listed
-from hvdtrain.launching.rendezvous import horovods_server, meeting_point, own_address_towards, put, wait_for
+from hvdtrain.launching.rendezvous import (
+    horovods_server,
+    meeting_point,
+    own_address_towards,
+    put,
+    require_free_ports,
+    wait_for,
+)
 
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
 COLLECTIVES_TIMEOUT = timedelta(days=30)  # none: hangs/timeouts.py says how long a rank may keep the others waiting
@@ -180,6 +187,8 @@ class DdpEngine(Engine):
         dist = torch.distributed
         if not dist.is_available():
             raise UserError("this torch was built without torch.distributed: use --engine horovod or serial")
+        if size > 1:
+            require_free_ports()
         try:
             store = self._meet(rank, size, launcher)
             wait_for_all(store, rank, size)

@@ -1,5 +1,6 @@
 """Rendezvous of a job's ranks: the address of rank 0, and requests to a server (rendezvous_server.py)."""
 
+import contextlib
 import re
 import socket
 import time
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from hvdtrain.engines.errors import UserError
 
 SILENCE_SECONDS = 30.0  # time limit of one request
+PORTS = 4  # which a rank needs at least, for the others and for the store
 MOST_HEAD, MOST_ANSWER = 2**17, 2**26  # bytes
 ANSWER = re.compile(
     rb"HTTP/1\.[01] ([0-9]{3})\b[^\r\n]*\r\n(?:(?!Content-Length:)[^\r\n]+\r\n)*"
@@ -22,6 +24,18 @@ def own_address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
+
+
+def require_free_ports() -> None:
+    """Raise UserError if this host has no ports left for connections: torch would try again for two minutes, and blame the
+    other ranks."""
+    with contextlib.ExitStack() as held:
+        try:
+            for _ in range(PORTS):
+                held.enter_context(socket.socket()).bind(("", 0))
+        except OSError as error:
+            how = "end what holds them (ss -tan), or widen net.ipv4.ip_local_port_range"
+            raise UserError(f"no ports are free on this host ({error.strerror}): {how}") from error
 
 
 def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, int]:

@@ -3,8 +3,11 @@
 import contextlib
 import os
 import resource
+import shlex
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -342,3 +345,17 @@ def test_a_starter_waits_no_longer_than_it_is_told_for_one_that_drips():
             meeting(1, other.getsockname()[1], seconds=1.0).come(1)
         assert time.monotonic() - began < 10  # not for ever
         over.set()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network of its own with few ports needs root")
+def test_a_host_without_free_ports_is_told_at_once():
+    code = "from hvdtrain.launching.rendezvous import require_free_ports; require_free_ports()"
+    few = "echo '40000 {last}' >/proc/sys/net/ipv4/ip_local_port_range"
+    said = []
+    for last in (40002, 40100):
+        shell = f"{few.format(last=last)} && exec {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
+        done = subprocess.run(["unshare", "-n", "bash", "-c", shell], text=True, capture_output=True, timeout=60)
+        said.append((done.returncode, done.stderr.splitlines()[-1:]))
+    assert said[1] == (0, [])
+    assert said[0][0] == 1
+    assert "no ports are free on this host (Address already in use): end what holds them" in said[0][1][0]
