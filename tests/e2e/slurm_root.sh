@@ -4,13 +4,13 @@
 #   tests/e2e/slurm_root.sh DIR/sid sid -- -k pmi2                options of pytest
 # Python, the checkout and its environment are this host's: a newer libc runs them.
 set -eu
-root=$1 suite=$2 mirror=http://deb.debian.org/debian checkout=$(cd "$(dirname "$0")/../.." && pwd)
+root=$1 suite=$2 mirror= checkout=$(cd "$(dirname "$0")/../.." && pwd)
 shift 2
 [ "${1:---}" = -- ] || { mirror=$1 && shift; }
 [ "$#" = 0 ] || shift
 packages="slurm-wlm munge libpmix-dev openssh-server openssh-client iproute2 iptables procps python3"
 if [ ! -x "$root/usr/bin/sbatch" ]; then
-    debootstrap --variant=minbase "$suite" "$root" "$mirror"
+    debootstrap --variant=minbase "$suite" "$root" $mirror # none: the one that debootstrap knows
     printf '#!/bin/sh\nexit 101\n' >"$root/usr/sbin/policy-rc.d" # no service is started there
     chmod +x "$root/usr/sbin/policy-rc.d"
     DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get install -qy --no-install-recommends $packages

@@ -3,11 +3,11 @@
 # debootstrap:   tests/e2e/apptainer/make.sh DIR [MIRROR]       two minutes, 1.5 GB
 # Apptainer is in Debian's unstable suite only, and needs its libc. DIR/host is that suite; DIR/base stands for docker://debian.
 set -eu
-mirror=${2:-http://deb.debian.org/debian}
+mirror=${2:-} # none: the one that debootstrap knows
 packages=apptainer,ca-certificates,e2fsprogs,fakeroot,fuse-overlayfs,iproute2,openssh-client,procps,python3,squashfs-tools,squashfuse,uidmap
 mkdir -p "$1"
-debootstrap --variant=minbase --include="$packages" sid "$1/host" "$mirror" &
-debootstrap --variant=minbase --include=ca-certificates bookworm "$1/base" "$mirror"
+debootstrap --variant=minbase --include="$packages" sid "$1/host" $mirror &
+debootstrap --variant=minbase --include=ca-certificates bookworm "$1/base" $mirror
 wait
 # An ordinary user, as on a cluster, with subordinate ids for `build --fakeroot`.
 chroot "$1/host" useradd --uid 1234 --create-home --shell /bin/bash someone
