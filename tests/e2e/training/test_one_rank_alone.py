@@ -25,7 +25,7 @@ def main():
     parser = training.parser("own", "A program in which the last rank does something else.")
     parser.add_argument("--does")
     flags = parser.parse()
-    x = torch.randn(64, 4)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     with training.start(flags) as run:
         model = torch.nn.Linear(4, 1)
         model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
