@@ -271,12 +271,8 @@ def goodness(facts: Facts) -> float:
     try:
         value = float(facts["best"]["value"])
         return -math.inf if math.isnan(value) else value if facts["best"]["direction"] == "max" else -value
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        OverflowError,
-    ):  # also in a damaged header, which `read_facts` does not verify
+    except (KeyError, TypeError, ValueError, OverflowError):
+        # Also in a damaged header, which `read_facts` does not verify.
         return -math.inf
 
 

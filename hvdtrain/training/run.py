@@ -664,7 +664,8 @@ class Run:
         of it gets, with at least two samples; only for programs.
         """
         path, prepared = Path(path), self.prepared("run.export()")
-        own = dict(zip(prepared.replicas, prepared.models, strict=True))  # in DDP, a replica has other names
+        # Of nn.DataParallel and of a compiled model: the one inside.
+        own = dict(zip(prepared.replicas, prepared.models, strict=True))
         chosen = prepared.models[0] if model is None else own.get(model, getattr(model, "_orig_mod", model))
         kind = exporting.require_kind(path)
         if kind in exporting.PROGRAMS and not example:

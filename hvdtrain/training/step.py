@@ -407,7 +407,7 @@ class Step:
         the optimizers that got others in this loop."""
         alike: dict[
             tuple[int, ...], list[torch.optim.Optimizer]
-        ] = {}  # by their backward passes, on all ranks the same
+        ] = {}  # by their backward passes, the same on all ranks
         for optimizer, counts in self._tokens.items():
             alike.setdefault(tuple(counts), []).append(optimizer)
         for optimizers in alike.values():

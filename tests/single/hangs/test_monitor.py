@@ -1,6 +1,7 @@
 """The monitors of many ranks in one process: real connections, no engine, no torch. Who leaves ends its thread."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -294,16 +296,24 @@ def test_a_stop_signal_after_the_connection_to_rank_0_has_closed(job, how, code)
     assert some.ranks[1].code == code
 
 
-def lose_selector(rank: Rank) -> None:
-    """As os.closerange(3, 256) does. Something else has its number: in this process, others would get it."""
+def lose_selector(rank: Rank, *, reused: bool = True) -> None:
+    """As os.closerange(3, 256) does. reused: another file has its number. In this process, others would get a free one."""
+    if not reused:
+
+        def select(seconds: float) -> NoReturn:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+        rank._selector.select = select
+        return
     with Path(os.devnull).open() as other:
         os.dup2(other.fileno(), rank._selector.fileno())
 
 
-def test_a_program_that_closes_every_file_ends_in_one_line(job, capfd):
+@pytest.mark.parametrize("reused", [True, False])
+def test_a_program_that_closes_every_file_ends_in_one_line(reused, job, capfd):
     """The thread asked the closed selector without a pause, and the rank hung at its end."""
     rank = job(2).ranks[1]
-    lose_selector(rank)
+    lose_selector(rank, reused=reused)
     wait_for(lambda: rank.code is not None, "it to leave")
     rank._closing = True
     assert rank.code == 1

@@ -5,6 +5,7 @@ Random damages: tests/chaos/damages.py; any bytes, and headers that lie: tests/s
 
 import errno
 import json
+import math
 import os
 import struct
 from pathlib import Path
@@ -224,6 +225,12 @@ def test_what_cannot_be_read_for_now_is_not_removed(tmp_path, monkeypatch):
     writer.flush()
     assert writer.failed is None
     assert len(checkpoint.listed(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("value", [None, "x", [1], float("nan"), 10**400])
+def test_a_value_that_is_no_number_is_not_the_best(value):
+    assert checkpoint.goodness({"best": {"value": value, "direction": "max"}}) == -math.inf
+    assert checkpoint.goodness({"best": {"value": 1, "direction": "min"}}) == -1.0
 
 
 @pytest.mark.parametrize(("direction", "sign"), [("max", 1), ("min", -1)])
