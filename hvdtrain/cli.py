@@ -23,11 +23,11 @@ TRACKERS = ("mlflow", "wandb")
 # Flags that an engine does not support, with the values that it refuses; None: every value.
 Refused = dict[str, tuple[str, ...] | None]
 IN_ONE_PROCESS: Refused = {
-    "compression": ("fp16", "bf16"), "reduction": ("sum", "adasum"), "gradient_predivide_factor": None,
+    "compression": ("fp16", "bf16"), "reduction": ("sum",), "gradient_predivide_factor": None,
 }  # fmt: skip
 UNSUPPORTED: dict[str, Refused] = {
     "horovod": {},
-    "ddp": {"reduction": ("adasum",)},
+    "ddp": {},
     "dataparallel": IN_ONE_PROCESS,
     "serial": IN_ONE_PROCESS,
 }
@@ -166,13 +166,6 @@ class Parser(argparse.ArgumentParser):
                 flags.engine, flags._engine_reason = choice.choose(supports=lambda engine: supports(engine, given))
                 given["engine"] = flags.engine
             refuse_unsupported(flags.engine, given)
-        if (given.get("amp"), given.get("reduction")) == ("fp16", "adasum"):
-            # Adasum steps inside backward(), on scaled gradients, and ranks would detect overflows independently.
-            raise UserError("--amp fp16 cannot go with --reduction adasum: use --amp bf16", everywhere=True)
-        if (given.get("compression"), given.get("reduction")) == ("bf16", "adasum"):
-            raise UserError(
-                "--compression bf16 cannot go with --reduction adasum: use --compression fp16", everywhere=True
-            )
         if given.get("deterministic") and (given["engine"], given["tuning"]) == ("horovod", "off"):
             said = "--deterministic cannot go with --tuning off, with which Horovod sums gradients as they become ready"
             raise UserError(f"{said}: leave one of them out, or use --engine ddp", everywhere=True)
@@ -312,7 +305,7 @@ def add_run(group: Parser) -> None:
     add_compression(group)
     add("--gradient-predivide-factor", type=positive,
         help="divide gradients by this before the sum over ranks (default: 1; more with --compression fp16)")
-    add("--reduction", choices=("average", "sum", "adasum"), default="average",
+    add("--reduction", choices=("average", "sum"), default="average",
         help="how gradients are reduced over ranks (default: average)")
     add("--sync-every", type=positive_int, default=1, metavar="H",
         help="exchange weights every H steps, which each rank takes alone, instead of gradients in every step (default: 1)")

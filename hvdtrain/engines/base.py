@@ -42,7 +42,7 @@ class Reduction(NamedTuple):
 
     compression: str = "none"  # a key of WIRE_DTYPES: type of the gradients on the network
     predivide: float = 1.0  # gradients are divided by this before the sum, and multiplied by it afterwards
-    reduction: str = "average"  # "average", "sum" or "adasum"
+    reduction: str = "average"  # "average" or "sum"
     accumulate: int = 1  # maximum number of micro-batches per step
     find_unused_parameters: bool = False  # a step may leave parameters without a gradient, different ones on each rank
 
@@ -90,7 +90,6 @@ class Engine(ABC):
     local_rank: int  # this rank's number on its host, from 0
     local_size: int
     device: torch.device
-    reductions: tuple[str, ...]  # values of `op` that `all_reduce_` supports
     activity: Activity  # what the main thread is doing
     notes: list[str]  # automatic decisions with their reasons; printed once at the start
     of_all_ranks: ClassVar[bool] = True  # or of some of them (parts.py)
@@ -154,7 +153,8 @@ class Engine(ABC):
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
         """Reduce `tensor` over all ranks, in place on every rank.
 
-        op: one of `reductions`. Shape and dtype must be the same on all ranks; `name` identifies the call.
+        op: "sum", "average", "min", "max" or "product". Shape and dtype must be the same on all ranks; `name` identifies
+        the call.
         """
 
     @abstractmethod

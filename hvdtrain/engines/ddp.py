@@ -177,7 +177,6 @@ class DdpEngine(Engine):
     """Trains with `torch.nn.parallel.DistributedDataParallel`. Raises UserError if the ranks cannot connect."""
 
     name = "ddp"
-    reductions = ("sum", "average", "min", "max", "product")
     _group: Any = None  # of torch.distributed; None: the default one
     _first = 0  # its first rank, by its number in the default group
     _reduces = False  # whether the current micro-batch is the step's last one

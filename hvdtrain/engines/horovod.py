@@ -158,7 +158,6 @@ class HorovodEngine(Engine):
     """Trains with Horovod over MPI, Gloo or NCCL. Raises UserError if Horovod cannot be imported."""
 
     name = "horovod"
-    reductions = ("sum", "average", "adasum", "min", "max", "product")
     tells_missing_gradients = True
     _starts_mpi = False  # whether MPI was started by Horovod, in this process
 
@@ -181,7 +180,6 @@ class HorovodEngine(Engine):
         self._named: dict[Any, list[nn.Parameter]] = {}  # its parameters, in the order of the model
         self._trained: dict[Any, list[nn.Parameter]] = {}  # those of them that its groups hold: not frozen
         self._hooked: dict[Any, list[nn.Parameter]] = {}  # those that Horovod has given a hook
-        self._adasum: set[Any] = set()  # optimizers that reduce weight updates inside step(), not gradients
 
         # Without a launcher, Open MPI 4 would start a daemon first. That takes time, and fails if MPI was relocated.
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
@@ -230,11 +228,9 @@ class HorovodEngine(Engine):
         self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], how: Reduction
     ) -> torch.optim.Optimizer:
         hvd = self.hvd
-        if how.reduction == "adasum":
-            self._refuse_adasum()
-        op = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[how.reduction]
+        op = {"average": hvd.Average, "sum": hvd.Sum}[how.reduction]
         wire_dtype, predivide, factor_after = WIRE_DTYPES[how.compression], 1.0, 1.0
-        if how.reduction != "adasum" and (how.compression != "none" or how.predivide != 1.0):
+        if how.compression != "none" or how.predivide != 1.0:
             op, predivide = hvd.Sum, how.predivide
             factor_after = predivide / self.size if how.reduction == "average" else predivide
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -276,8 +272,6 @@ class HorovodEngine(Engine):
         self._trained[distributed] = self._hooked[distributed] = [
             p for p in self._named[distributed] if p.requires_grad
         ]
-        if how.reduction == "adasum" and self.size > 1:
-            self._adasum.add(distributed)
         return distributed
 
     def choose_compression(self, asked: str) -> str:
@@ -287,16 +281,6 @@ class HorovodEngine(Engine):
                     how = "run `make setup`, or use --compression fp16"
                     raise UserError(f"--compression bf16: this Horovod was built without bfloat16: {how}")
         return super().choose_compression(asked)
-
-    def _refuse_adasum(self) -> None:
-        if not self.hvd.mpi_enabled():
-            remedy = "start with mpirun, or horovodrun without --gloo"
-            raise UserError(f"--reduction adasum needs MPI: {remedy}", everywhere=True)
-        if self.size & (self.size - 1):
-            said = (
-                f"--reduction adasum combines ranks in pairs: {self.size} ranks are not a power of two: use -np 2 or 4"
-            )
-            raise UserError(said, everywhere=True)
 
     def micro_batch(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], number: int, count: int
@@ -317,7 +301,7 @@ class HorovodEngine(Engine):
         trained = [parameter for parameter in self._named[optimizer] if parameter.requires_grad]
         if len(trained) == len(self._trained[optimizer]) and all(map(operator.is_, trained, self._trained[optimizer])):
             return
-        if not trained or self.size == 1 or optimizer in self._adasum:  # nothing will be reduced
+        if not trained or self.size == 1:  # nothing will be reduced
             return
         self._trained[optimizer] = trained
         optimizer._requires_update = set(trained)
@@ -345,8 +329,6 @@ class HorovodEngine(Engine):
 
     @collective
     def synchronize(self, optimizer: Any) -> None:
-        if optimizer in self._adasum:
-            return
         if self.size == 1:
             optimizer.synchronize()
             return
@@ -382,15 +364,12 @@ class HorovodEngine(Engine):
         return unused
 
     def stepping(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
-        return self.activity.waiting("step") if optimizer in self._adasum else optimizer.skip_synchronize()
+        return optimizer.skip_synchronize()  # type: ignore[no-any-return] # of Horovod
 
     @collective
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
         hvd = self.hvd
-        if op == "adasum":
-            self._refuse_adasum()
-        ops = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}
-        ops |= {"min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+        ops = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
         hvd.allreduce_(tensor, op=ops[op], name=name)
 
     @collective

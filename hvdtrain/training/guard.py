@@ -36,7 +36,7 @@ class Guard:
     """Ends or saves a run at a step that all ranks agree on. Use it as a context manager around training.
 
     worker: the ranks that average their gradients in every step; with --sync-every, not all. Flags used: check_steps,
-    max_skipped, amp, reduction, sync_every.
+    max_skipped, amp, sync_every.
     """
 
     def __init__(self, engine: Engine, worker: Engine, flags: Namespace, output: RunOutput, monitor: Monitor):
@@ -45,8 +45,6 @@ class Guard:
         self.check_steps = flags.check_steps
         self.scaled = flags.amp == "fp16"
         self.max_skipped: int = flags.max_skipped if flags.max_skipped is not None else OVERFLOWS * self.scaled
-        # Adasum steps inside backward(). Overflows are therefore detected in the weights, and the step cannot be skipped.
-        self.adasum: bool = flags.reduction == "adasum"
         self.sync_every: int = flags.sync_every  # above 1, workers differ between exchanges (local_steps.py)
         self._buffers: Kept | None = None
         self._compared_at: tuple[int, int] | None = None  # step and number of ranks of the last comparison of weights
@@ -104,7 +102,7 @@ class Guard:
         return not self.scaled or self._gives_up(state)
 
     def _gives_up(self, state: TrainState) -> bool:
-        return state.skipped + 1 > self.max_skipped or self.adasum
+        return state.skipped + 1 > self.max_skipped
 
     NOT_LOOKED = "the layer was not looked for, because the run is saved after this step"
 

@@ -19,8 +19,7 @@ def scaled_rate(rate: float, scaling: str, size: int, reduction: str = "average"
     """Return the peak learning rate for `size` ranks. scaling: "linear" scales it with the global batch; or "none".
 
     Source: the linear scaling rule, arXiv:1706.02677, section 2.1. With reduction "sum", the gradient is already `size`
-    times as large; Adasum adapts the sum of the ranks' updates itself (arXiv:2006.02924). For these, the rate is only
-    multiplied by `accumulate`, as in Horovod's Adasum examples.
+    times as large, so the rate is only multiplied by `accumulate`.
     """
     if scaling == "none":
         return rate

@@ -213,7 +213,7 @@ class Prepared:
         # Optimizers on an accelerator that leave out an update by themselves. Not before the first one, which must be
         # known to be sound: the fused SGD would leave the momentum uninitialized that it allocates in it.
         self.flagged: set[torch.optim.Optimizer] = set()
-        self.unflagged = {one for one in self.optimizers if flags.reduction != "adasum" and takes_flag(one)}
+        self.unflagged = {one for one in self.optimizers if takes_flag(one)}
         for optimizer in self.unflagged:
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined] # GradScaler reads the flag
         self.dense: set[torch.optim.Optimizer] = set()  # those that have passed `require_dense` after a backward pass
@@ -221,8 +221,7 @@ class Prepared:
         self.updating = False  # whether `step.update` calls the optimizers
         self.zero_grads = {one: one.zero_grad for one in self.optimizers}
         self.buffers = SharedBuffers(engine, models)
-        # Adasum reduces weight updates; a missing gradient counts as zero.
-        self._zero_for_missing = find_unused_parameters or flags.reduction == "adasum"
+        self._zero_for_missing = find_unused_parameters
         for model in models:
             engine.broadcast_model(model)
         if flags.weights is not None:

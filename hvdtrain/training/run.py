@@ -162,7 +162,7 @@ class Run:
         prepared = Prepared(self.engine, worker, self.flags, parts, names, micro_batches, find_unused_parameters)
         self.checkpoints.restore(prepared.models, prepared.optimizers, prepared.scaler)
         for optimizer in prepared.optimizers:
-            keep_in_order(prepared, optimizer, steps=self.flags.reduction != "adasum")
+            keep_in_order(prepared, optimizer)
         if worker is not self.engine:
             name_of = self.guard.monitor.name
             self._local = LocalSteps(self.engine, self.flags, prepared, self.state.step, name_of)
@@ -393,7 +393,7 @@ class Run:
 
     def _steps(self, opened: Input) -> Iterator[Step]:
         state, prepared, guard = self.state, self.prepared(), self.guard
-        shared = Shared(self.engine, prepared, guard, self.clock, state, self.seed, self.flags.reduction, self.autocast)
+        shared = Shared(self.engine, prepared, guard, self.clock, state, self.seed, self.autocast)
         self.checkpoints.generators.begin_steps(state.samples_of_epoch)
         ahead = opened.steps(state.epoch)
         while state.step != self._step_limit and (planned := next(ahead, None)) is not None:

@@ -44,13 +44,10 @@ def in_checkpoint(error: BaseException) -> bool:
     return any("checkpoint" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
-def finite(parameters: Sequence[nn.Parameter], adasum: bool) -> bool:
+def finite(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether the reduced gradients are finite. The result is the same on all ranks, because NaN and infinity
-    propagate through the reduction.
-
-    adasum: check the weights, which are all that is reduced; see `Guard`.
-    """
-    tensors = [p.detach() if adasum else p.grad for p in parameters if p.grad is not None]
+    propagate through the reduction."""
+    tensors = [p.grad for p in parameters if p.grad is not None]
     if not tensors:
         return True
     # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
@@ -59,11 +56,8 @@ def finite(parameters: Sequence[nn.Parameter], adasum: bool) -> bool:
     return all(map(math.isfinite, sums))
 
 
-def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer, *, steps: bool) -> None:
-    """Refuse the author's calls of `optimizer` that would lose gradients, or apply those of this rank alone.
-
-    steps: also calls of `optimizer.step`; not for Adasum, which makes them within the backward pass.
-    """
+def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the author's calls of `optimizer` that would lose gradients, or apply those of this rank alone."""
 
     def zero_grad(set_to_none: bool = True) -> None:
         if optimizer in prepared.pending:
@@ -81,8 +75,7 @@ def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer, *, steps
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment] # of this object alone
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign] # of this object alone
-    if steps:
-        optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_pre_hook(before_step)
 
 
 class Shared(NamedTuple):
@@ -94,7 +87,6 @@ class Shared(NamedTuple):
     clock: Clock
     state: TrainState
     seed: int
-    reduction: str
     autocast: Callable[[], contextlib.AbstractContextManager[object]]  # the precision of --amp
 
 
@@ -302,8 +294,6 @@ class Step:
             self._backwards[one] = self._backwards.get(one, 0) + 1
         weight: Tensor | float = batch.weight
         if count is not None:
-            if shared.reduction == "adasum":
-                raise UserError("step.backward(count=...) cannot go with --reduction adasum: use average")
             count = count if batch.count else 0.0  # of a repeated sample: none
             weight = count * shared.engine.size / self.count  # `_reduce` divides by the total count later
             for one in chosen:
@@ -378,7 +368,7 @@ class Step:
                 how = "give it in all, or in none"
                 raise UserError(f"step.backward(count=...) in one micro-batch and not in another: {how}")
             self._divide_by_tokens()
-        elif self._input.may_leave_out and shared.reduction != "adasum":
+        elif self._input.may_leave_out:
             self._make_up_for_left_out()
         shared.clock.mark("communication")
         if not self._at_once and prepared.flagged.issuperset(self._backwards):
@@ -388,7 +378,7 @@ class Step:
         for optimizer in self._backwards:
             # On a GPU, `backward` and the reduction have only been enqueued.
             shared.engine.activity.collective = "gradients"
-            self._reduced[optimizer] = found = finite(prepared.trained[optimizer], shared.reduction == "adasum")
+            self._reduced[optimizer] = found = finite(prepared.trained[optimizer])
             shared.engine.activity.collective = None
             sound = sound and found
         return sound

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hvdtrain.engines.errors import UserError
 from hvdtrain.output.run_output import parameters_sha256
 from hvdtrain.training import optim
 from tests.parallel.test_loop import N, a_run, alone
@@ -89,35 +88,6 @@ def test_overflow_on_one_rank_skips_the_step_on_all(engine):
         assert net.weight.item() == (1.0 if step == 0 else 0.75)
         assert scaler.get_scale() == 4.0
     assert len(set(engine.all_gather_object(net.weight.item(), "weights"))) == 1
-
-
-def test_adasum_of_equal_updates_is_the_update(engine):
-    """Adasum of identical vectors is the vector itself, of orthogonal ones their sum (arXiv:2006.02924, section 3)."""
-    if "adasum" not in engine.reductions:
-        pytest.skip("Adasum needs Horovod")
-    net = nn.Linear(4, 1, bias=False)
-    if not engine.hvd.mpi_enabled() or engine.size & (engine.size - 1):
-        with pytest.raises(
-            UserError, match=r"needs MPI: start with mpirun|3 ranks are not a power of two: use -np 2 or 4"
-        ):
-            engine.distribute(net, torch.optim.SGD(net.parameters(), lr=0.5), reduction="adasum")
-        return
-    nn.init.ones_(net.weight)
-    replica, optimizer = engine.distribute(net, torch.optim.SGD(net.parameters(), lr=0.5), reduction="adasum")
-    replica(torch.ones(1, 4)).sum().backward()
-    with engine.synchronized(optimizer):
-        optimizer.step()
-    torch.testing.assert_close(net.weight.data, torch.full((1, 4), 0.5))
-
-    optimizer.zero_grad()
-    x = torch.zeros(1, 4)
-    x[0, engine.rank] = 1.0
-    replica(x).sum().backward()
-    with engine.synchronized(optimizer):
-        optimizer.step()
-    expected = torch.full((1, 4), 0.5)
-    expected[0, : engine.size] = 0.0
-    torch.testing.assert_close(net.weight.data, expected)
 
 
 def test_small_buckets_change_nothing_but_rounding_and_repeat_to_the_bit(engine, monkeypatch):

@@ -79,11 +79,6 @@ def test_its_calls(folder, launcher, ranks):
     run(folder, "test/parallel/test_torch.py", ranks, LAUNCHERS[launcher].format(ranks=ranks))
 
 
-def test_adasum(folder):
-    """Over MPI only. By itself, as Horovod's CI runs each file: after test_torch.py in one process, it hangs."""
-    run(folder, "test/parallel/test_adasum_pytorch.py", 2, LAUNCHERS["mpirun"].format(ranks=2))
-
-
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     "path",

@@ -19,11 +19,7 @@ REFUSED = {
         "--epochs": "expected one argument",
         "--engine serial --compression fp16": "--compression fp16 is not for --engine serial: leave it out, or use",
         "--engine dataparallel --reduction sum": "--reduction sum is not for --engine dataparallel",
-        "--engine ddp --reduction adasum":
-            "--reduction adasum is not for --engine ddp: leave it out, or use --engine horovod",
         "--engine serial --gradient-predivide-factor 2": "--gradient-predivide-factor 2.0 is not for --engine serial",
-        "--reduction adasum --amp fp16": "--amp fp16 cannot go with --reduction adasum",
-        "--compression bf16 --reduction adasum": "--compression bf16 cannot go with --reduction adasum: use",
         "--engine serial --compression bf16": "--compression bf16 is not for --engine serial: leave it out, or use",
         "--sync-within host": "--sync-within host is for weights: give --sync-every, of at least 2",
         "--engine horovod --deterministic --tuning off":
@@ -46,8 +42,6 @@ REFUSED = {
         "--model gpt2 --channels-last": "--model gpt2 takes no images: leave out --channels-last",
     },
     "reduce": {
-        "--engine ddp --reduction adasum": "--reduction adasum is not for --engine ddp: use --engine horovod",
-        "--engine serial --reduction adasum": "is not for --engine serial: use --engine horovod",
         "--dtype int4": "invalid choice: 'int4'",
         "--min-bytes 8 --max-bytes 4": "--min-bytes 8 is more than --max-bytes 4",
         "--seconds-per-size 0": "'0' is not a number above 0",

@@ -22,7 +22,7 @@ CALLS = {
 class Library:
     """What stands for Horovod or torch.distributed: each call only looks which collective the engine names."""
 
-    Sum = Average = Adasum = Min = Max = Product = None
+    Sum = Average = Min = Max = Product = None
 
     def __init__(self) -> None:
         self.engine: SimpleNamespace | HorovodEngine | DdpEngine = SimpleNamespace(activity=Activity())
@@ -50,7 +50,7 @@ def test_a_collective_is_named_while_it_runs_and_not_after_it(kind, name, monkey
 
 def test_horovods_own_collectives_are_named():
     engine, library = HorovodEngine.__new__(HorovodEngine), Library()
-    engine.size, engine.activity, engine.hvd, engine._adasum = 1, Activity(), library, set()
+    engine.size, engine.activity, engine.hvd = 1, Activity(), library
     library.engine = engine
     engine.broadcast_model(nn.Linear(1, 1))
 
