@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from hvdtrain import cli
 from hvdtrain.analysis import measuring
 from hvdtrain.data.text import windows
-from hvdtrain.engines import lines
-from hvdtrain.engines.base import AMP_DTYPES, Engine, default_predivision
+from hvdtrain.engines import lines, precision
+from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import start
@@ -143,7 +143,7 @@ class Trainer:
             self.others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
             self.others.device = engine.device
         optimizer = optim.build("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
-        predivide = default_predivision(flags.compression, engine.size)
+        predivide = precision.default_predivision(flags.compression, engine.size)
         how = dict(compression=flags.compression, predivide=predivide)
         self.replica, self.optimizer = self.others.distribute(model, optimizer, **how)
         self.others.broadcast(model, self.optimizer)
@@ -315,8 +315,8 @@ def _phases(seconds: dict[str, float]) -> str:
 def main() -> int:
     flags = parse()
     with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as engine:
-        flags.compression = engine.choose_compression(flags.compression)
-        flags.amp = engine.choose_amp(flags.amp)
+        flags.compression = precision.choose_compression(engine, flags.compression)
+        flags.amp = precision.choose_amp(engine, flags.amp)
         small, sizes = flags.model in convnet.MODELS, gpt.SIZES.get(flags.model)
         channels, classes = (1, 10) if small else (3, 1000)
         shape: tuple[int, ...] = (channels, flags.image_size, flags.image_size)

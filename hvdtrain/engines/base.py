@@ -6,35 +6,19 @@ collective, in the same order.
 
 import contextlib
 import json
-import math
-import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import buffers, gpu
+from hvdtrain.engines import buffers
+from hvdtrain.engines.activity import Activity
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.portable import TENSOR, Held, from_json, to_json
-from hvdtrain.hangs import leaving
-from hvdtrain.hangs.activity import Activity
-
-
-def computes_in_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether `device` has bfloat16 instructions: NVIDIA of compute capability 8.0 or higher; CPUs with AVX512-BF16,
-    AMX or Arm BF16."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    try:
-        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
-    except OSError:
-        return False
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(" ".join(lines).split()))
 
 
 class Reduction(NamedTuple):
@@ -49,19 +33,6 @@ class Reduction(NamedTuple):
 
 AMP_DTYPES = {"off": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WIRE_DTYPES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def default_predivision(compression: str, size: int) -> float:
-    """Return by what gradients are divided before their sum over `size` ranks, if the user does not say.
-
-    float16 ends at 65,504 and has few bits below 6e-5. Division by the number of ranks keeps every sum finite whose mean is,
-    but loses small gradients: with a root mean square of 4.5e-5 the mean is wrong by 0.3 % on 8 ranks, 2.5 % on 64 and 20 %
-    on 512. Division by about the root of the number keeps that at 0.3, 0.3 and 0.6 %, and means finite below 65,504,
-    8,188 and 2,047 (tests/single/engines/test_gpu_numbers.py). A power of two divides without rounding.
-    """
-    if compression != "fp16":  # the others have the range of float32
-        return 1.0
-    return float(size) if size <= 8 else max(8.0, 2.0 ** math.floor(math.log2(size) / 2))
 
 
 def lay_state_as_weights(optimizer: torch.optim.Optimizer) -> None:
@@ -104,6 +75,9 @@ class Engine(ABC):
         self.activity = Activity()
         self.tuning = tuning
         self.rank, self.size = rank, size
+        self.ending: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )  # around the shutdown
         self.parts: list[Engine] = []  # engines over some of these ranks (parts.py), shut down with this one
 
     def ranks(self) -> Sequence[int]:
@@ -207,55 +181,8 @@ class Engine(ABC):
         while self.parts:
             self.parts.pop().shutdown()
 
-    def choose_compression(self, asked: str) -> str:
-        """Return "none", "fp16" or "bf16". For "auto", choose the faster one for this topology. A collective for "auto"."""
-        if asked != "auto":
-            return asked
-        hosts = len(set(self.all_gather_object(socket.gethostname(), "compression")))
-        if hosts > 1:
-            self.notes.append(f"compression fp16: gradients travel between {hosts} hosts")
-            return "fp16"
-        self.notes.append("compression none: all ranks are on one host, where casting costs more than it saves")
-        return "none"
-
-    def choose_amp(self, asked: str | None) -> str:
-        """Return "off", "fp16" or "bf16". For "auto": "bf16" if every rank's device supports it, else "off". For None: as
-        "auto" on GPUs, "off" on CPUs.
-
-        A collective for "auto", and for None on GPUs.
-        """
-        if asked is None:
-            asked = "auto" if self.device.type == "cuda" else "off"
-        if asked != "auto":
-            return asked
-        if all(self.all_gather_object(computes_in_bf16(self.device), "amp")):
-            self.notes.append("amp bf16: every rank's device has instructions for it")
-            return "bf16"
-        self.notes.append(
-            "amp off: not every rank's device has instructions for bf16, which would be slower than float32"
-        )
-        return "off"
-
-    def gpu_of_local_rank(self, gpus: int) -> torch.device:
-        """Return this rank's GPU, one of the `gpus` visible ones, and make it torch's current device.
-
-        Raises UserError if there are several GPUs, but fewer than ranks on this host, and if torch cannot compute on it.
-        """
-        # One visible GPU with several local ranks: the scheduler has already assigned a GPU to each rank.
-        if 1 < gpus < self.local_size and not gpu.ranks_share_gpus(os.environ):
-            raise UserError(f"{self.local_size} ranks on this host but {gpus} GPUs: start at most one rank per GPU")
-        return gpu.take(self.local_rank % gpus)
-
-    def require_own_gpu(self) -> None:
-        """Raise UserError on every rank if two ranks have the same GPU, or some a GPU and some none. A collective."""
-        if self.size == 1:
-            return
-        shared = gpu.ranks_share_gpus(os.environ)
-        places = [gpu.RankDevice(*row) for row in self.all_gather_object(gpu.rank_device(self.device), "gpus")]
-        if said := gpu.conflict(places, shared):
-            raise UserError(said, everywhere=True)
-        if shared and gpu.conflict(places, False):
-            self.notes.append("ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1): for tests, not for speed")
+    def refuse_compression(self, kind: str) -> None:  # noqa: B027 # nothing to refuse, if not overridden
+        """Raise UserError on every rank if gradients cannot travel as `kind`, a key of WIRE_DTYPES. A collective."""
 
     def sum(self, tensor: Tensor, name: str) -> Tensor:
         """Return the sum of `tensor` over all ranks, on every rank."""
@@ -383,7 +310,7 @@ class Engine(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with leaving.ending():
+        with self.ending():
             self.leave_parts()
             if error is None:
                 self.leave()

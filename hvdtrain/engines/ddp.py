@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines import gpu
+from hvdtrain.engines.activity import Activity, collective
 from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction
 from hvdtrain.engines.carried import as_carried, written
 from hvdtrain.engines.errors import UserError
-from hvdtrain.hangs.activity import Activity, collective
 from hvdtrain.launching.local_rendezvous import listed
 from hvdtrain.launching.rendezvous import (
     horovods_server,
@@ -244,7 +244,7 @@ class DdpEngine(Engine):
         self.description = "ddp over NCCL"
         if torch.version.hip:
             self.notes.append("an AMD GPU (ROCm): expected to train as others do, but never tried")
-        return self.gpu_of_local_rank(gpus)
+        return gpu.of_local_rank(self.local_rank, self.local_size, gpus)
 
     def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
         # Buffers are made the same on all ranks before an evaluation (`SharedBuffers`), not in every forward pass. The

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching.capacity import gpus_here
 
@@ -84,6 +85,29 @@ def take(index: int) -> torch.device:
 
 
 # ---- one GPU for each rank
+
+
+def of_local_rank(local_rank: int, local_size: int, gpus: int) -> torch.device:
+    """Return this rank's GPU, one of the `gpus` visible ones, and make it torch's current device.
+
+    Raises UserError if there are several GPUs, but fewer than ranks on this host, and if torch cannot compute on it.
+    """
+    # One visible GPU with several local ranks: the scheduler has already assigned a GPU to each rank.
+    if 1 < gpus < local_size and not ranks_share_gpus(os.environ):
+        raise UserError(f"{local_size} ranks on this host but {gpus} GPUs: start at most one rank per GPU")
+    return take(local_rank % gpus)
+
+
+def require_own(engine: Engine) -> None:
+    """Raise UserError on every rank if two ranks have the same GPU, or some a GPU and some none. A collective."""
+    if engine.size == 1:
+        return
+    shared = ranks_share_gpus(os.environ)
+    places = [RankDevice(*row) for row in engine.all_gather_object(rank_device(engine.device), "gpus")]
+    if refusal := conflict(places, shared):
+        raise UserError(refusal, everywhere=True)
+    if shared and conflict(places, False):
+        engine.notes.append("ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1): for tests, not for speed")
 
 
 class RankDevice(NamedTuple):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines import files, gpu
+from hvdtrain.engines.activity import collective
 from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, Setting
 from hvdtrain.engines.buffers import all_tensors
 from hvdtrain.engines.carried import KNOWN, as_carried, in_memory_order, written
@@ -31,7 +32,6 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import alone_in_pid_namespace
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, tuned_environment
 from hvdtrain.hangs import leaving
-from hvdtrain.hangs.activity import collective
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the default of DDP's bucket_cap_mb
 # Open MPI ends a rank a second after its mpirun was killed. With this delay in seconds, the rank has the time to save a
@@ -222,7 +222,7 @@ class HorovodEngine(Engine):
             how = "run `make setup SETUP=--gpu`, or train on the CPU with --device cpu"
             raise UserError(f"{gpu.gpus(gpus)} would be left idle: this Horovod was built without NCCL: {how}")
         self.description = "horovod over NCCL"
-        return self.gpu_of_local_rank(gpus)
+        return gpu.of_local_rank(self.local_rank, self.local_size, gpus)
 
     def distribute_optimizer(
         self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], how: Reduction
@@ -274,13 +274,12 @@ class HorovodEngine(Engine):
         ]
         return distributed
 
-    def choose_compression(self, asked: str) -> str:
-        if asked == "bf16":
+    def refuse_compression(self, kind: str) -> None:
+        if kind == "bf16":
             with self.raising_together("compression"):  # hosts may have different builds
                 if not carries_bf16():
                     how = "run `make setup`, or use --compression fp16"
                     raise UserError(f"--compression bf16: this Horovod was built without bfloat16: {how}")
-        return super().choose_compression(asked)
 
     def micro_batch(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], number: int, count: int

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 import torch
 
 from hvdtrain.cli import names_files
-from hvdtrain.engines import arithmetic
+from hvdtrain.engines import arithmetic, gpu
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.cores import cpu_quota, threads_for
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, cores_of_job, remedy
 from hvdtrain.engines.lines import write_whole_lines
 from hvdtrain.engines.malloc import keep_freed_memory
+from hvdtrain.hangs import leaving
 
 refused_in_worker = False  # whether `start` was called while multiprocessing imported the program
 
@@ -45,6 +46,7 @@ def start(
         os.environ.update(arithmetic.REPEATABLE)
     kind = engine_class(name)
     engine = kind(tuning=tuning, rank=told.rank, size=told.size, launcher=told.launcher)
+    engine.ending = leaving.ending
     if told.launcher != "none" and (told.rank, told.size) != (engine.rank, engine.size):
         engine.shutdown()
         how = remedy(told.launcher, name)
@@ -58,7 +60,7 @@ def start(
         )
     with engine.raising_together("device"):
         engine.device = engine.choose_device(device)
-    engine.require_own_gpu()
+    gpu.require_own(engine)
     engine.activity.asynchronous = engine.device.type != "cpu"
     engine.notes += arithmetic.set_up(engine.device, deterministic=deterministic, tuning=tuning)
     if tuning and engine.device.type == "cpu" and keep_freed_memory(os.environ):

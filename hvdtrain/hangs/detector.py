@@ -9,8 +9,8 @@ import select
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from hvdtrain.engines.activity import BETWEEN, STEP, UNREAD, UPDATED, Activity, Phase
 from hvdtrain.engines.lines import say_within
-from hvdtrain.hangs.activity import BETWEEN, STEP, UNREAD, UPDATED, Activity, Phase
 from hvdtrain.hangs.diagnosis import (
     MOST_STARVED,
     TO_ANNOUNCE,

@@ -8,7 +8,7 @@ compilation, ...), not counting time without a core.
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from hvdtrain.hangs.activity import BETWEEN, STEP, UPDATED
+from hvdtrain.engines.activity import BETWEEN, STEP, UPDATED
 from hvdtrain.hangs.timeouts import TIMES_STEP
 
 MAY_BE_ALONE = (UPDATED.name, BETWEEN.name)  # phases in which programs let one rank work

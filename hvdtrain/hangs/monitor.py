@@ -19,11 +19,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from hvdtrain.engines.activity import STEP, Activity
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import one_line
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
 from hvdtrain.hangs import leaving
-from hvdtrain.hangs.activity import STEP, Activity
 from hvdtrain.hangs.channel import Channel
 from hvdtrain.hangs.detector import Detector
 from hvdtrain.hangs.leaving import Leaving

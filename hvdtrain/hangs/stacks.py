@@ -8,7 +8,13 @@ from pathlib import Path
 STACK_FRAMES = 6  # printed per rank
 PACKAGE = str(Path(__file__).resolve().parents[1])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-WRAPPERS = ("contextlib.py", "hvdtrain/tuned.py", "hvdtrain/starter.py", "launching/run_script.py", "hangs/activity.py")
+WRAPPERS = (
+    "contextlib.py",
+    "hvdtrain/tuned.py",
+    "hvdtrain/starter.py",
+    "launching/run_script.py",
+    "engines/activity.py",
+)
 
 Stack = list[traceback.FrameSummary]
 

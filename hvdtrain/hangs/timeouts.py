@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from hvdtrain.hangs.activity import STEP, Phase
+from hvdtrain.engines.activity import STEP, Phase
 
 LEAST_SECONDS, TIMES_LONGEST = 30.0, 20.0  # automatic limit of a step: at least 30 s, 20 times the longest step so far
 TIMES_LONGEST_ASKED = 3.0  # a limit that was asked for is raised to 3 times the longest step so far

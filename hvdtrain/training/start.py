@@ -12,7 +12,8 @@ import torch
 from hvdtrain.cli import Flags
 from hvdtrain.data import compile_cache, leftovers
 from hvdtrain.data.sharding import seed_generators
-from hvdtrain.engines.base import Engine, default_predivision
+from hvdtrain.engines import precision
+from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import require_same_flags
 from hvdtrain.engines.start import start as start_engine
@@ -116,10 +117,10 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
     if flags.evaluate is not None and checkpoints.facts is not None:
         flags.adopt(checkpoints.facts["config"])
         asked = flags.given()
-    flags.compression = engine.choose_compression(flags.compression)
-    flags.amp = engine.choose_amp(flags.amp)
+    flags.compression = precision.choose_compression(engine, flags.compression)
+    flags.amp = precision.choose_amp(engine, flags.amp)
     if flags.gradient_predivide_factor is None:
-        flags.gradient_predivide_factor = default_predivision(flags.compression, engine.size)
+        flags.gradient_predivide_factor = precision.default_predivision(flags.compression, engine.size)
     worker = worker_of(engine, flags)
     if worker is not engine:
         checkpoints.workers = engine.all_gather_object(worker.ranks()[0], "workers")

@@ -213,13 +213,13 @@ def test_ranks_with_one_gpu_or_with_and_without_are_named(places, expected, shar
     monkeypatch.setattr(gpu, "rank_device", lambda device: gpu.RankDevice("x", "cpu"))
     engine = Rank(places)
     if expected is None or (shared and "no GPU" not in expected):
-        engine.require_own_gpu()
+        gpu.require_own(engine)
         assert engine.notes == ["ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1): for tests, not for speed"] * bool(
             expected
         )
     else:
         with pytest.raises(UserError, match=expected) as caught:
-            engine.require_own_gpu()
+            gpu.require_own(engine)
         assert caught.value.everywhere
 
 

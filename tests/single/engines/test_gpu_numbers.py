@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.data.sharding import seed_generators
 from hvdtrain.engines import arithmetic
-from hvdtrain.engines.base import default_predivision
+from hvdtrain.engines.activity import Activity
 from hvdtrain.engines.ddp import DdpEngine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.horovod import GradientCompressor, HorovodEngine
+from hvdtrain.engines.precision import choose_amp, default_predivision
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import start
 from hvdtrain.hangs import leaving
-from hvdtrain.hangs.activity import Activity
 from hvdtrain.training import replicas
 
 # ---- gradients on the wire
@@ -184,10 +184,10 @@ def test_step_of_a_resumed_adam_stays_where_rank_zero_has_it(fused, monkeypatch)
     ],
 )
 def test_gpus_compute_in_bf16_unless_told_otherwise_and_cpus_in_float32(device, able, asked, expected, monkeypatch):
-    monkeypatch.setattr("hvdtrain.engines.base.computes_in_bf16", lambda device: able)
+    monkeypatch.setattr("hvdtrain.engines.precision.computes_in_bf16", lambda device: able)
     engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     engine.device = torch.device(device)
-    assert engine.choose_amp(asked) == expected
+    assert choose_amp(engine, asked) == expected
     assert bool(engine.notes) == (asked == "auto" or (device == "cuda" and asked is None))
 
 
@@ -217,14 +217,10 @@ class Gpu(SerialEngine):
     """Has a GPU, and remembers the variables that were there when it started."""
 
     seen: dict[str, str]
-    compared = False  # with the GPUs of the other ranks
 
     def __init__(self, **options: Any):
         super().__init__(**options)
         Gpu.seen = dict(os.environ)
-
-    def require_own_gpu(self) -> None:
-        self.compared = True
 
     def choose_device(self, wanted: str) -> torch.device:
         return torch.device("cpu" if wanted == "cpu" else "cuda")
@@ -252,10 +248,12 @@ REPEATABLE = {
 def test_deterministic_and_fast_arithmetic_are_set_before_the_engine_starts_and_said(
     settings, monkeypatch, deterministic, tuning, device, algorithms, benchmark, tf32, notes
 ):
+    compared: list[object] = []
     monkeypatch.setattr("hvdtrain.engines.start.engine_class", lambda name: Gpu)
+    monkeypatch.setattr("hvdtrain.engines.gpu.require_own", compared.append)
     threads = torch.get_num_threads()
     engine = start("serial", tuning=tuning, device=device, threads=threads, deterministic=deterministic)
-    assert engine.compared
+    assert compared == [engine]  # with the GPUs of the other ranks
     assert engine.activity.asynchronous == (device != "cpu")
     assert torch.are_deterministic_algorithms_enabled() == algorithms
     assert torch.utils.deterministic.fill_uninitialized_memory != algorithms
@@ -327,6 +325,7 @@ def test_the_engines_shutdown_has_a_time_limit_whatever_it_does(monkeypatch):
         def shutdown(self) -> None:
             seen.append(watch.disconnects)
 
-    with Ends(tuning=False, rank=0, size=1, launcher="none"):
+    monkeypatch.setattr("hvdtrain.engines.start.engine_class", lambda name: Ends)
+    with start("serial", tuning=False, device="cpu"):
         seen.append(watch.disconnects)
     assert (seen, watch.disconnects) == ([False, True], False)

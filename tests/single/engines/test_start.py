@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hvdtrain.engines.base import computes_in_bf16
 from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.launchers import (
     alone_in_pid_namespace,
     bound_by_default,
     bound_unexplained,
 )
+from hvdtrain.engines.precision import computes_in_bf16
 from hvdtrain.engines.start import cores_of_rank
 
 SOCKETS = [("a", range(8)), ("a", range(8, 16)), ("a", range(8))]  # mpirun -np 3 on two sockets: the third starts over

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from hvdtrain.engines.activity import LAST_CALLED, Activity, collective
 from hvdtrain.engines.ddp import DdpEngine
 from hvdtrain.engines.errors import Failure
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.hangs.activity import LAST_CALLED, Activity, collective
 
 CALLS = {
     "loss": lambda engine: engine.all_reduce_(torch.ones(1), "sum", "loss"),

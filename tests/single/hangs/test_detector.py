@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
+from hvdtrain.engines.activity import UNREAD, Activity
 from hvdtrain.hangs import detector
-from hvdtrain.hangs.activity import UNREAD, Activity
 from hvdtrain.hangs.detector import COMPARE_SECONDS, Detector
 from hvdtrain.hangs.timeouts import HangTimeouts
 

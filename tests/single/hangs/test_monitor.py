@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import pytest
 
+from hvdtrain.engines.activity import Activity
 from hvdtrain.engines.files import allow_open_files
-from hvdtrain.hangs.activity import Activity
 from hvdtrain.hangs.channel import Channel, accept, listen, say_hello
 from hvdtrain.hangs.messages import Fail
 from hvdtrain.hangs.monitor import Monitor, Timing

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from hvdtrain.engines.activity import Activity
 from hvdtrain.hangs import start_limit, timeouts
-from hvdtrain.hangs.activity import Activity
 from hvdtrain.hangs.start_limit import limited_start
 from hvdtrain.hangs.timeouts import HangTimeouts
 

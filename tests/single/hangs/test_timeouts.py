@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.hangs.activity import START, STEP, Phase
+from hvdtrain.engines.activity import START, STEP, Phase
 from hvdtrain.hangs.timeouts import PHASE_SECONDS, HangTimeouts
 
 

@@ -13,9 +13,9 @@ import torch
 
 from hvdtrain import imagenet, mnist, training
 from hvdtrain.engines import files
+from hvdtrain.engines.activity import Activity
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
-from hvdtrain.hangs.activity import Activity
 from hvdtrain.training import checkpoint
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.state import Initial

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hvdtrain.hangs.activity import Activity
+from hvdtrain.engines.activity import Activity
 
 
 @pytest.fixture(autouse=True)
