@@ -22,24 +22,25 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.models import exporting
 from hvdtrain.output.clock import Clock
-from hvdtrain.output.metric_names import Metric
+from hvdtrain.output.metric_names import Metric, require_free
 from hvdtrain.output.metrics_logger import MetricsLogger
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.checkpoint import Facts, name_of
+from hvdtrain.training.checksums import require_same_on_all
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.gather import gather
 from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import Input, Kind
 from hvdtrain.training.local_steps import LocalSteps
+from hvdtrain.training.names import own_name
 from hvdtrain.training.predictions import Predictions, write_predictions
 from hvdtrain.training.prepared import Prepared, refuse_replicas
 from hvdtrain.training.randomness import is_generator
-from hvdtrain.training.replicas import own_name, require_same_on_all
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.schedules import positions, require_length, require_registered, require_stepped
 from hvdtrain.training.sources import evaluation_batches, open_input, same
-from hvdtrain.training.state import Best, Initial, TrainState, require_free
+from hvdtrain.training.state import Best, Initial, TrainState
 from hvdtrain.training.step import Shared, Step, keep_in_order
 
 

@@ -20,7 +20,7 @@ from hvdtrain.engines.start import start as start_engine
 from hvdtrain.hangs.monitor import monitor_ranks, remember_ignored
 from hvdtrain.hangs.start_limit import limited_start
 from hvdtrain.hangs.timeouts import HangTimeouts
-from hvdtrain.output.metric_names import Metric
+from hvdtrain.output.metric_names import Metric, metrics_of
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import early_end
@@ -34,7 +34,6 @@ from hvdtrain.training.loaders import LOADER
 from hvdtrain.training.local_steps import worker_of
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
-from hvdtrain.training.state import metrics_of
 
 KINDS = (
     IMAGES,
