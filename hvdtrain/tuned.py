@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli import Parser, absolute
+from hvdtrain.cli import Parser
 from hvdtrain.data import compile_cache
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
@@ -29,7 +29,7 @@ from hvdtrain.launching.exit_codes import end_with
 from hvdtrain.launching.import_hook import ImportHook
 
 if TYPE_CHECKING:
-    from hvdtrain.engines.foreign import Listener
+    from hvdtrain.hangs.script_watchdog import ScriptWatchdog
 
 NAME = "hvdtrain.tuned"
 
@@ -53,14 +53,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         "--watch", type=seconds, metavar="SECONDS",
         help="end the job after so long without progress; auto: 30 or more, an hour if a rank works (default: never)",
     )  # fmt: skip
-    parser.add_argument(
-        "--output-dir",
-        type=Path,
-        help="write metrics.jsonl and summary.json to this directory (default: write nothing)",
-    )
     parser.add_argument("--repeatable", action="store_true", help="make runs repeat bit for bit; not with hvd.join")
     flags, words = parser.parse_own(sys.argv[1:] if argv is None else argv)
-    absolute(flags)  # the script may change its working directory
     return flags, words
 
 
@@ -107,26 +101,22 @@ def refuse_torchrun(told: Announced) -> None:
         raise UserError(f"Horovod cannot see the ranks that torchrun starts: {how}", everywhere=True)
 
 
-def attach(flags: argparse.Namespace, told: Announced, words: list[str], done: str) -> list["Listener"]:
-    """Hook into the script's import of Horovod, and return the list to which its listeners are then added."""
-    listeners: list[Listener] = []
+def attach(flags: argparse.Namespace, told: Announced) -> list["ScriptWatchdog"]:
+    """Hook into the script's import of Horovod, and return the list to which its watchdog is then added."""
+    watchdogs: list[ScriptWatchdog] = []
 
     def arrived(hvd: ModuleType) -> None:
         # Imported here, because torch must not be imported before the script does it.
         from hvdtrain.engines import foreign
 
-        if flags.output_dir is not None:
-            from hvdtrain.output.script_metrics import Recorder
-
-            listeners.append(Recorder(flags.output_dir, script_of(words), done))
         if flags.watch is not None:
             from hvdtrain.hangs.script_watchdog import ScriptWatchdog
 
-            listeners.append(ScriptWatchdog(None if flags.watch == "auto" else flags.watch, listeners))
-        foreign.attach(hvd, told, listeners, repeatable=flags.repeatable)
+            watchdogs.append(ScriptWatchdog(None if flags.watch == "auto" else flags.watch))
+        foreign.attach(hvd, told, watchdogs[0] if watchdogs else None, repeatable=flags.repeatable)
 
     ImportHook("horovod.torch", arrived)
-    return listeners
+    return watchdogs
 
 
 def script_of(words: list[str]) -> str:
@@ -144,7 +134,7 @@ def main() -> None:
         done = tune(told, flags.repeatable)
         compile_cache.use_private()
         script = run_script.find(words)
-        listeners = attach(flags, told, words, done)
+        watchdogs = attach(flags, told)
     except UserError as error:
         end_with(error)
     if told.rank == 0:
@@ -163,8 +153,8 @@ def main() -> None:
         raise
     finally:
         if os.getpid() == mine:  # not in a child that the script forked
-            for listener in listeners:
-                listener.end(failed, code)
+            for watchdog in watchdogs:
+                watchdog.end(failed, code)
             if failed is None and not code:
                 unused(told, words)
 

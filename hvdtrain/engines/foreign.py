@@ -6,10 +6,9 @@ shutdown, the wait of every collective, and the step of each optimizer.
 
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -19,6 +18,9 @@ from hvdtrain.engines.horovod import HorovodEngine, buckets
 from hvdtrain.engines.launchers import Announced, remedy
 from hvdtrain.engines.lines import WRITE_SECONDS, within
 from hvdtrain.launching.exit_codes import say
+
+if TYPE_CHECKING:
+    from hvdtrain.hangs.script_watchdog import ScriptWatchdog
 
 
 class ForeignEngine(HorovodEngine):
@@ -35,44 +37,16 @@ class ForeignEngine(HorovodEngine):
         pass
 
 
-class Listener:
-    """Callbacks for events in a script's Horovod. Each is called in the thread in which the event happens."""
-
-    def started(self, engine: ForeignEngine) -> None:
-        """Called after `hvd.init()` on every rank. Collectives are allowed here."""
-
-    def waits(self) -> None:
-        """Called before the script waits for a collective."""
-
-    def waited(self, began: float, ended: float) -> None:
-        """Called after a collective. began, ended: `time.perf_counter` of the wait."""
-
-    def stepped(self, optimizer: Any) -> None:
-        """Called after a step of a DistributedOptimizer over all ranks."""
-
-    def loaded(self, began: float, ended: float, batch: object) -> None:
-        """Called after a DataLoader has returned a batch. began, ended: `time.perf_counter`."""
-
-    def left(self) -> None:
-        """Called before `hvd.shutdown()`."""
-
-    def hung(self, headline: str) -> None:
-        """Called before the watchdog ends the job because of a hung rank; in the watchdog's thread, on rank 0."""
-
-    def end(self, error: BaseException | None, exit_code: object) -> None:
-        """Called at the end of the script. error: the exception that ended it, if any; else `exit_code` is set."""
-
-
-def attach(hvd: ModuleType, told: Announced, listeners: Sequence[Listener], *, repeatable: bool) -> None:
+def attach(hvd: ModuleType, told: Announced, watchdog: "ScriptWatchdog | None", *, repeatable: bool) -> None:
     """Install the hooks in the Horovod module that a script has just imported.
 
-    listeners: called for each event. repeatable: use fixed gradient buckets in all optimizers.
+    watchdog: told of each event. repeatable: use fixed gradient buckets in all optimizers.
     """
     if not hasattr(hvd, "mpi_ops"):  # built without its PyTorch extension; Horovod reports that itself
         return
     check_ranks(hvd, told)
-    if listeners:
-        hear(hvd, listeners)
+    if watchdog is not None:
+        hear(hvd, watchdog)
     if repeatable:
         repeat(hvd)
 
@@ -105,36 +79,29 @@ def check_ranks(hvd: Any, told: Announced) -> None:
     basics.init = checked
 
 
-def hear(hvd: Any, listeners: Sequence[Listener]) -> None:
-    """Call `listeners` for each event."""
+def hear(hvd: Any, watchdog: "ScriptWatchdog") -> None:
+    """Tell `watchdog` of each event, in the thread in which it happens."""
     ops, optimizers = hvd.mpi_ops, sys.modules["horovod.torch.optimizer"]
     set_up, shutdown, wait = ops._setup_process_sets, ops._basics.shutdown, ops.mpi_lib.horovod_torch_wait_and_clear
 
     def started(basics: Any) -> None:  # `hvd.init` calls this last, under whatever name the script imported it
         set_up(basics)
-        engine = ForeignEngine(hvd)
         try:
-            for listener in listeners:
-                listener.started(engine)
+            watchdog.started(ForeignEngine(hvd))
         except UserError as error:
             leave(error)
 
     def left() -> None:
         if ops._basics.is_initialized():
-            for listener in listeners:
-                listener.left()
+            watchdog.left()
         shutdown()
 
     def wait_and_tell(handle: int) -> None:
-        began = time.perf_counter()
-        for listener in listeners:
-            listener.waits()
+        watchdog.waits()
         try:
             wait(handle)
         finally:
-            ended = time.perf_counter()
-            for listener in listeners:
-                listener.waited(began, ended)
+            watchdog.waited()
 
     ops._setup_process_sets, ops._basics.shutdown, ops.mpi_lib.horovod_torch_wait_and_clear = (
         started,
@@ -142,31 +109,27 @@ def hear(hvd: Any, listeners: Sequence[Listener]) -> None:
         wait_and_tell,
     )
     for kind in (optimizers._DistributedOptimizer, optimizers._DistributedAdasumOptimizer):
-        kind.step = telling(kind.step, listeners)
+        kind.step = telling(kind.step, watchdog)
 
     loaders = sys.modules["torch.utils.data.dataloader"]
     following = loaders._BaseDataLoaderIter.__next__
 
     def load(self: Any) -> object:
-        began = time.perf_counter()
         batch = following(self)
-        ended = time.perf_counter()
-        for listener in listeners:
-            listener.loaded(began, ended, batch)
+        watchdog.loaded()
         return batch
 
     loaders._BaseDataLoaderIter.__next__ = load
 
 
-def telling(step: Callable[..., Any], listeners: Sequence[Listener]) -> Callable[..., Any]:
-    """Return `step`, wrapped so that it calls `Listener.stepped` after each step over all ranks."""
+def telling(step: Callable[..., Any], watchdog: "ScriptWatchdog") -> Callable[..., Any]:
+    """Return `step`, wrapped so that the watchdog is told after each step over all ranks."""
 
     # A plain function: Horovod copies it into a class that it creates for each optimizer.
     def step_and_tell(self: Any, closure: Any = None) -> Any:
         result = step(self, closure)
         if getattr(self, "process_set", None) is None or self.process_set.process_set_id == 0:
-            for listener in listeners:
-                listener.stepped(self)
+            watchdog.stepped()
         return result
 
     return step_and_tell

@@ -1,15 +1,14 @@
 """Determines which fields of an event are values recorded by the script, and in which direction each is better."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from hvdtrain.engines.errors import UserError
 from hvdtrain.output.clock import PHASES
 
 # Fields of all events. Scripts cannot use these names for recorded values.
 FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
 # Fields recorded in addition to a script's values. They are not metrics unless the `start` event declares them.
-BESIDE = frozenset({"loss_rank0", "objective", "gradient_norm", "corrupt", "tokens", "world_size", "slowest_rank"})
+BESIDE = frozenset({"loss_rank0", "objective", "gradient_norm", "corrupt", "tokens", "world_size"})
 BESIDE_BEGINNINGS = ("learning_rate",)
 BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes", "_joules")
 # Fields of a `train` event that trackers show in addition to the script's values, and their names there.
@@ -111,21 +110,3 @@ def series_of(prefix: str, name: str) -> Series:
     """Return the series for the prefix of an evaluation and the name of a value."""
     first, _, rest = name.partition("_")
     return Series(first, rest) if not prefix and rest and first in PREFIXES else Series(prefix, name)
-
-
-def metrics_of(given: Mapping[str, Metric | str]) -> dict[str, Metric]:
-    """Return `given` with "min" and "max" converted to Metric. Raises UserError for other strings and reserved names."""
-    require_free(given)
-    found = {}
-    for name, value in given.items():
-        direction = value if isinstance(value, str) else value.direction
-        if direction not in ("min", "max"):
-            raise UserError(f'metrics: {name} is {direction!r}: write "min" or "max", whichever is better')
-        found[name] = Metric("min" if direction == "min" else "max") if isinstance(value, str) else value
-    return found
-
-
-def require_free(names: Iterable[str]) -> None:
-    """Raise UserError if one of `names` is a field of every record."""
-    if taken := FIXED.intersection(names):
-        raise UserError(f"{min(taken)} is a field of every record: give the metric another name")

@@ -1,11 +1,11 @@
-"""hvdtrain.tuned under real launchers: a plain script, watched, recorded, repeatable, and otherwise as without it."""
+"""hvdtrain.tuned under real launchers: a plain script, watched, repeatable, and otherwise as without it."""
 
 import os
 import re
 
 import pytest
 
-from tests.e2e.launchers import LAUNCHERS, PYTHON, events, launch, summary
+from tests.e2e.launchers import LAUNCHERS, PYTHON, launch
 
 TUNED = f"{PYTHON} -m hvdtrain.tuned"
 PLAIN = "tests/foreign/mnist.py --samples 600 --batch-size 10"
@@ -50,7 +50,7 @@ for number in range(20):
 print("done", flush=True)
 """,
     "joins": """
-for number in range(9 + 9 * hvd.rank()):  # rank 0 has left when our own sum travels
+for number in range(9 + 9 * hvd.rank()):
     step()
 print("last", hvd.join(), flush=True)
 """,
@@ -88,9 +88,9 @@ SLOWLY = [pytest.param(launcher, True, marks=pytest.mark.slow) for launcher in (
 
 
 @pytest.mark.parametrize(("launcher", "compared"), [("starter", False), *SLOWLY])
-def test_a_plain_script_ends_as_without_us_and_is_recorded(launcher, compared, tmp_path):
+def test_a_plain_script_ends_as_without_us(launcher, compared):
     start = LAUNCHERS[launcher].format(ranks=2)
-    done = launch(f"{start} {TUNED} --output-dir {tmp_path} {PLAIN}")
+    done = launch(f"{start} {TUNED} {PLAIN}")
     assert hash_of(done)
     if (
         compared
@@ -99,21 +99,6 @@ def test_a_plain_script_ends_as_without_us_and_is_recorded(launcher, compared, t
         assert hash_of(done) == hash_of(plain)  # a sum of two has one order
     assert f"on this host 2 x {max(1, len(os.sched_getaffinity(0)) // 2)} thread" in done.stderr, done
     assert len([line for line in done.stderr.splitlines() if "hvdtrain" in line]) == 1, done
-    begun = events(tmp_path, "start")
-    assert [event["world_size"] for event in begun] == [2]
-    trained = events(tmp_path, "train")
-    assert [event["step"] for event in trained] == [10]  # of 30
-    assert [event["samples"] for event in trained] == [200]
-    for event in trained:
-        assert event["loss"] is None
-        assert event["seconds_per_step"] > 0
-        assert sum(event[f"{phase}_share"] for phase in ("loading", "compute", "communication")) == pytest.approx(
-            1, abs=0.05
-        )
-        assert event["slowest_rank"] in (0, 1)
-        assert event["resident_bytes"] > 1e8
-    assert [len(event["compute_seconds"]) for event in events(tmp_path, "ranks")] == [2]
-    assert (summary(tmp_path)["steps"], summary(tmp_path)["exit_code"]) == (30, 0)
 
 
 @pytest.mark.slow
@@ -127,7 +112,7 @@ def test_repeatable_gives_the_same_bits_on_three_ranks(launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
 def test_the_rank_that_does_not_come_is_named_with_its_place(launcher, tmp_path):
-    done = run("stuck", tmp_path, launcher, flags=f"--watch 3 --output-dir {tmp_path}", timeout=180)
+    done = run("stuck", tmp_path, launcher, flags="--watch 3", timeout=180)
     assert done.code == 1, done
     blamed = [line for line in done.stderr.splitlines() if "hvdtrain: error: " in line]
     assert len(blamed) == 1, done
@@ -135,7 +120,6 @@ def test_the_rank_that_does_not_come_is_named_with_its_place(launcher, tmp_path)
     assert "keeps the others waiting, at script.py:13, sleepy; no step for " in blamed[0]
     assert "time.sleep(1000)" in done.stderr
     assert "hvdtrain/" not in done.stderr  # none of our frames
-    assert [event["kind"] for event in events(tmp_path, "error")] == ["watchdog"]
 
 
 @pytest.mark.slow
@@ -148,16 +132,16 @@ def test_a_rank_at_work_alone_is_not_ended(tmp_path):
 
 @pytest.mark.slow
 def test_a_watched_script_ends_as_without_us(tmp_path):
-    done = run("joins", tmp_path, "gloo", flags=f"--watch 30 --output-dir {tmp_path}")
+    done = run("joins", tmp_path, "gloo", flags="--watch 30")
     assert done.code == 0, done
     assert done.stdout.count("last 1") == 2
-    done = run("starts twice", tmp_path, "gloo", flags=f"--watch 30 --output-dir {tmp_path / 'twice'}")
+    done = run("starts twice", tmp_path, "gloo", flags="--watch 30")
     assert (done.code, done.stdout.count("2.0")) == (0, 2), done
 
 
 @pytest.mark.slow
 def test_its_own_error_is_its_own_traceback(tmp_path):
-    done = run("raises", tmp_path, flags=f"--watch 30 --output-dir {tmp_path}")
+    done = run("raises", tmp_path, flags="--watch 30")
     assert done.code != 0
     assert "KeyError: 'its own'" in done.stderr, done
     assert 'script.py", line 14, in <module>' in done.stderr
@@ -177,22 +161,10 @@ def test_repeatable_is_refused_where_it_cannot_be(name, said, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("start", "flags", "variables", "said"),
-    [
-        ("mpirun --oversubscribe -np 2", "--output-dir {tmp}/script.py", {}, "cannot be written"),
-        (
-            "",
-            "",
-            {"PMI_RANK": "0", "PMI_SIZE": "2"},
-            "mpirun (MPICH or Intel MPI) announced 2 ranks, but horovod sees 1: ",
-        ),
-    ],
-)
-def test_what_is_seen_only_when_horovod_starts_is_refused_in_one_line(start, flags, variables, said, tmp_path):
+def test_ranks_that_do_not_find_each_other_are_refused_in_one_line(tmp_path):
     (tmp_path / "script.py").write_text(MODEL)
-    done = launch(f"{start} {TUNED} {flags.format(tmp=tmp_path)} {tmp_path}/script.py", **variables)
+    done = launch(f"{TUNED} {tmp_path}/script.py", PMI_RANK="0", PMI_SIZE="2")
     assert done.code == 2, done
     (line,) = [line for line in done.stderr.splitlines() if "hvdtrain.tuned: error: " in line]
-    assert said in line
+    assert "mpirun (MPICH or Intel MPI) announced 2 ranks, but horovod sees 1: " in line
     assert "Traceback" not in done.stderr
