@@ -1,15 +1,16 @@
-"""Measure one configuration: samples per second, and the time per sample by phase.
+"""Measure the speed of training on random data: samples per second, and the time per sample by phase.
 
 python -m hvdtrain.benchmark --engine serial                          ResNet-50, batch 32, synthetic images
 horovodrun -np 2 python -m hvdtrain.benchmark --amp bf16 --channels-last
-mpirun -np 2 python -m hvdtrain.benchmark --model convnet --batch-size 64 --output-dir OUT
 torchrun --nproc-per-node 2 -m hvdtrain.benchmark --no-communication
+python -m hvdtrain.benchmark --np 1,2,4                               starts itself on 1, 2 and 4 ranks, against two bounds
+mpirun -np 4 python -m hvdtrain.benchmark --collectives               the all-reduce alone, by message size
 
 The input is random: uint8 images on the device, gathered and scaled for each batch as in mnist.py; for --model gpt-small,
 windows of 256 tokens. What training costs with your data, its own record says (metrics.jsonl).
 
-Samples per second: the samples of all ranks over the time of the slowest rank.
-docs/evidence/measuring.md describes the method.
+Samples per second: the samples of all ranks over the time of the slowest rank. --output-dir gets benchmark.json, with --np
+scaling.json, scaling.png and the log of each run. docs/evidence/measuring.md describes the method.
 """
 
 from hvdtrain.launching import startup
@@ -17,20 +18,19 @@ from hvdtrain.launching import startup
 if __name__ == "__main__":
     startup.begin()
 
-import copy
 import socket
 import statistics
-import time
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvdtrain import cli
-from hvdtrain.analysis import measuring
+from hvdtrain.analysis import collectives, measuring, scaling
 from hvdtrain.data.text import windows
 from hvdtrain.engines import lines, precision
 from hvdtrain.engines.base import AMP_DTYPES, Engine
@@ -41,32 +41,22 @@ from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled, require_compiler
-from hvdtrain.output.clock import PHASES, Clock, peak_memory
+from hvdtrain.output.clock import PHASES, Clock, RankTimes
 from hvdtrain.output.run_output import versions
 from hvdtrain.training import optim
 
 POOL_BATCHES = 4  # size of the pool of random samples, in batches
 # Images float32 [b, channels, side, side] and labels int64 [b]; or tokens and next tokens, int64 [b, t]. On the device.
 Batches = Iterator[tuple[Tensor, Tensor]]
-
-
-class Repeat(NamedTuple):
-    """Measurements of one rank in one repeat. `loading`, `compute` and `communication`: seconds per sample of this rank."""
-
-    seconds: float
-    cpu_seconds: float  # of all threads
-    samples: int
-    loading: float
-    compute: float
-    communication: float
+Result = dict[str, Any]  # the content of benchmark.json
 
 
 def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.benchmark", __doc__)
     add = parser.add_argument
-    models = f"convnet, {', '.join(gpt.SIZES)}, or any torchvision classifier (default: resnet50)"
-    add("--model", default="resnet50", help=models)
+    models = f"convnet, {', '.join(gpt.SIZES)}, or any torchvision classifier (default: resnet50; with --np convnet)"
+    add("--model", help=models)
     add("--batch-size", type=cli.positive_int, help="per rank (default: convnet 64, gpt 12, others 32)")
     add("--image-size", type=cli.positive_int, help="pixels (default: 224; inception_v3 299; convnet 28)")
     add("--amp", choices=cli.AMP, default="off", help="compute in this type where it is safe")
@@ -74,44 +64,37 @@ def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     add("--compile", action="store_true", help="torch.compile the model")
     add("--no-communication", action="store_true", help="each rank trains on its own: the upper bound")
     add("--warmup-steps", type=cli.positive_int, default=5, help="not counted (default: 5)")
-    add("--repeats", type=cli.positive_int, default=10, help="the result is their mean (default: 10)")
+    add("--repeats", type=cli.positive_int, help="the result is their mean (default: 10; with --np 5)")
     add("--steps", type=cli.positive_int, help="steps per repeat (default: as many as take a second)")
-    add("--seed", type=cli.seed, default=1, help="of weights and data (default: 1)")
-    add("--output-dir", type=Path, help="write benchmark.json to this directory")
+    add("--seed", type=cli.seed, default=1, help="of weights and data; with --np also of the order (default: 1)")
+    add(
+        "--output-dir",
+        type=Path,
+        help="for results and, with --np, plots and logs (default: none; with --np runs/scaling)",
+    )
     cli.add_compression(parser)
     cli.add_engine(parser)
+    scaling.add_flags(parser)
+    collectives.add_flags(parser)
     flags = parser.parse(argv)
-    small = flags.model in convnet.MODELS
-    if small and flags.image_size not in (None, 28):
-        raise UserError(f"--model {flags.model} takes images of 28 pixels: leave out --image-size", everywhere=True)
+    flags.model = flags.model or ("convnet" if flags.np else "resnet50")
+    flags.repeats = flags.repeats or (5 if flags.np else 10)
+    collectives.settle(flags)
     if flags.model in gpt.SIZES:
         for name in ("image_size", "channels_last"):
             if getattr(flags, name):
                 said = f"--model {flags.model} takes no images: leave out --{name.replace('_', '-')}"
                 raise UserError(said, everywhere=True)
         flags.batch_size = flags.batch_size or 12
-        return flags
-    flags.image_size = flags.image_size or (28 if small else 299 if flags.model == "inception_v3" else 224)
-    flags.batch_size = flags.batch_size or (64 if small else 32)
+    else:
+        small = flags.model in convnet.MODELS
+        if small and flags.image_size not in (None, 28):
+            raise UserError(f"--model {flags.model} takes images of 28 pixels: leave out --image-size", everywhere=True)
+        flags.image_size = flags.image_size or (28 if small else 299 if flags.model == "inception_v3" else 224)
+        flags.batch_size = flags.batch_size or (64 if small else 32)
+    if flags.np:
+        scaling.settle(flags, sys.argv[1:] if argv is None else argv)
     return flags
-
-
-def count_flops(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int | None:
-    """Return the floating-point operations of forward and backward for one sample, or None if they cannot be counted.
-
-    shape: (channels, side, side) of an image, or (context,) of int64 tokens. A multiplication and an addition count as two.
-    torch.utils.flop_counter counts convolutions, matrix products and attention only, on meta tensors.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    try:
-        model = copy.deepcopy(model).to("meta")
-        with FlopCounterMode(display=False) as counter:
-            samples = torch.empty(2, *shape, dtype=dtype, device="meta")
-            model(samples).sum().backward()  # two samples: batch norm needs more than one value per channel
-    except (RuntimeError, NotImplementedError):
-        return None
-    return counter.get_total_flops() // 2 or None
 
 
 def random_batches(flags: cli.Flags, engine: Engine, classes: int, shape: Sequence[int]) -> Batches:
@@ -151,124 +134,74 @@ class Trainer:
         self.autocast = torch.autocast(engine.device.type, AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
 
-    def repeat(self, steps: int, apart: bool = False) -> Repeat:
-        """Train `steps` steps. A collective.
-
-        apart: synchronize with the device after each phase, to attribute its work to that phase.
-        """
-        engine, others, flags = self.engine, self.others, self.flags
+    def repeat(self, steps: int) -> list[RankTimes]:
+        """Train `steps` steps, and return the times of each rank. A collective."""
+        engine, others = self.engine, self.others
         engine.barrier()
         measuring.synchronize(engine.device)
-        clock = Clock()
-
-        def mark(phase: str, at: float | None = None) -> None:
-            if apart:
-                measuring.synchronize(engine.device)
-            clock.mark(phase, at)
-
-        began, cpu_began = time.perf_counter(), time.process_time()
+        clock = Clock(engine.device)
         for _ in range(steps):
             inputs, targets = next(self.batches)
-            mark("loading")
+            clock.mark("loading")
             self.optimizer.zero_grad()
             with others.micro_batch([self.replica], [self.optimizer], 0, 1):
                 with self.autocast:
                     logits = self.forward(inputs)
                     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())  # of images, or of each token
                 self.scaler.scale(loss).backward()
-            mark("compute", others.gradients_ready_at)
+            clock.mark("compute", others.gradients_ready_at)
             with others.synchronized(self.optimizer):
-                mark("communication")
+                clock.mark("communication")
                 self.scaler.step(self.optimizer)
             self.scaler.update()
-            mark("compute")
-            clock.end_step(flags.batch_size * engine.size, flags.batch_size)
+            clock.mark("compute")
         measuring.synchronize(engine.device)
         clock.mark("compute")
-        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-        rates = clock.rates()
-        samples = steps * flags.batch_size
-        return Repeat(seconds, cpu_seconds, samples, *(rates[f"{phase}_seconds"] for phase in PHASES))
+        return clock.measure(engine).ranks
 
 
-class Measured(NamedTuple):
-    """What was measured, over all ranks."""
-
-    repeats: list[list[Repeat]]  # by repeat and rank
-    steps: int  # per repeat
-    warmup_seconds: float  # of --warmup-steps, compilation included, on the slowest rank
+def slowest(ranks: Sequence[RankTimes]) -> float:
+    """Return the seconds of the slowest rank."""
+    return max(rank.elapsed for rank in ranks)
 
 
-def measure(trainer: Trainer) -> Measured:
-    """Train and measure. A collective."""
+def measure(trainer: Trainer) -> Result:
+    """Train, and return what was measured over all ranks. A collective."""
     flags, engine = trainer.flags, trainer.engine
-
-    def of_slowest(seconds: float, name: str) -> float:
-        slowest: float = max(engine.all_gather_object(seconds, name))
-        return slowest
-
-    warmup_seconds = of_slowest(trainer.repeat(flags.warmup_steps).seconds, "warm-up")
-    steps = flags.steps or max(1, round(2 / of_slowest(trainer.repeat(2).seconds, "trial")))  # the same on all ranks
-    timed = [trainer.repeat(steps) for _ in range(flags.repeats)]
-    if engine.device.type == "cuda":
-        # A GPU runs asynchronously: its phases are measured in separate repeats, which do not count for the throughput.
-        slow = [trainer.repeat(steps, apart=True) for _ in timed]
-        timed = [
-            fast._replace(**{phase: getattr(each, phase) for phase in PHASES})
-            for fast, each in zip(timed, slow, strict=True)
-        ]
-    by_rank = engine.all_gather_object(timed, "repeats")
-    repeats = [[Repeat(*rank[number]) for rank in by_rank] for number in range(flags.repeats)]
-    return Measured(repeats, steps, warmup_seconds)
-
-
-def throughput(repeat: Sequence[Repeat]) -> float:
-    """Return samples per second: the samples of all ranks divided by the time of the slowest rank."""
-    return sum(rank.samples for rank in repeat) / max(rank.seconds for rank in repeat)
-
-
-def phases(repeats: Sequence[Repeat]) -> dict[str, float]:
-    """Return seconds per sample by phase, over the samples of all `repeats` (of one rank, or of all)."""
-    samples = sum(repeat.samples for repeat in repeats)
-    return {phase: sum(getattr(repeat, phase) * repeat.samples for repeat in repeats) / samples for phase in PHASES}
-
-
-def cpu_seconds(repeats: Sequence[Repeat]) -> float:
-    """Return CPU seconds per sample, over all threads."""
-    return sum(repeat.cpu_seconds for repeat in repeats) / sum(repeat.samples for repeat in repeats)
-
-
-def summarize(
-    flags: cli.Flags, engine: Engine, found: Measured, flops: int | None, gradient_bytes: int
-) -> dict[str, Any]:
-    """Return the content of benchmark.json. A collective."""
+    warmup_seconds = slowest(trainer.repeat(flags.warmup_steps))
+    steps = flags.steps or max(1, round(2 / slowest(trainer.repeat(2))))  # the same on all ranks
+    repeats = [trainer.repeat(steps) for _ in range(flags.repeats)]
     facts = dict(rank=engine.rank, host=socket.gethostname(), device=str(engine.device))
-    facts |= dict(threads=torch.get_num_threads(), peak=peak_memory(engine.device), hardware=measuring.hardware())
-    ranks = engine.all_gather_object(facts, "facts")
+    ranks = engine.all_gather_object(facts | dict(threads=torch.get_num_threads()), "facts")
+    each = steps * flags.batch_size  # samples of a rank in a repeat
     for rank in ranks:
-        mine = [repeat[rank["rank"]] for repeat in found.repeats]
-        rank["seconds_per_sample"] = phases(mine)
-        rank["cpu_seconds_per_sample"] = cpu_seconds(mine)
-        rank["samples_per_second"] = sum(one.samples for one in mine) / sum(one.seconds for one in mine)
-    everything = [one for repeat in found.repeats for one in repeat]
-    rates = [throughput(repeat) for repeat in found.repeats]
-    rate = dict(mean=statistics.fmean(rates), least=min(rates), most=max(rates), n=len(rates))
-    resident, cuda = (max(rank["peak"][kind] for rank in ranks) for kind in (0, 1))
+        mine = [repeat[rank["rank"]] for repeat in repeats]
+        rank["seconds_per_sample"] = {p: sum(getattr(one, p) for one in mine) / each / len(mine) for p in PHASES}
+        rank["samples_per_second"] = len(mine) * each / sum(one.elapsed for one in mine)
+    rates = [each * engine.size / slowest(repeat) for repeat in repeats]
+    peak = dict(resident_bytes=max(rank.resident_bytes for rank in repeats[-1]))
+    if engine.device.type == "cuda":
+        peak["cuda_allocated_bytes"] = max(rank.cuda_bytes for rank in repeats[-1])
     return dict(
-        model=flags.model, batch_size_per_rank=flags.batch_size, engine=engine.name, description=engine.description,
-        communicates=not flags.no_communication, world_size=engine.size, hosts=len({rank["host"] for rank in ranks}),
-        amp=flags.amp, channels_last=flags.channels_last, compile=flags.compile, steps=found.steps,
-        warmup_seconds=found.warmup_seconds, samples_per_second=rate, samples_per_second_repeats=rates,
-        tokens_per_sample=gpt.SIZES[flags.model].context if flags.model in gpt.SIZES else None,
-        seconds_per_sample=phases(everything), cpu_seconds_per_sample=cpu_seconds(everything),
-        gradient_bytes=gradient_bytes,  # per step, in the parameters' dtype, before any compression
-        flops_per_sample=flops, flops_per_second=flops and flops * rate["mean"],
-        peak=dict(resident_bytes=resident) | (dict(cuda_allocated_bytes=cuda) if engine.device.type == "cuda" else {}),
-        ranks=ranks, automatic=engine.notes, config=flags.given(), versions=versions(),
+        steps=steps, warmup_seconds=warmup_seconds, samples_per_second_repeats=rates,
+        samples_per_second=dict(mean=statistics.fmean(rates), least=min(rates), most=max(rates), n=len(rates)),
+        seconds_per_sample={p: statistics.fmean(rank["seconds_per_sample"][p] for rank in ranks) for p in PHASES},
+        peak=peak, hosts=len({rank["host"] for rank in ranks}), ranks=ranks,
     )  # fmt: skip
 
 
-def block(result: dict[str, Any]) -> list[str]:
+def summarize(flags: cli.Flags, engine: Engine, measured: Result) -> Result:
+    """Return the content of benchmark.json."""
+    return measured | dict(
+        model=flags.model, batch_size_per_rank=flags.batch_size, engine=engine.name, description=engine.description,
+        communicates=not flags.no_communication, world_size=engine.size, amp=flags.amp, compile=flags.compile,
+        channels_last=flags.channels_last, automatic=engine.notes, config=flags.given(), versions=versions(),
+        tokens_per_sample=gpt.SIZES[flags.model].context if flags.model in gpt.SIZES else None,
+        hardware=measuring.hardware(),
+    )  # fmt: skip
+
+
+def block(result: Result) -> list[str]:
     """Return the result as lines for the terminal."""
     size, rate, peak = result["world_size"], result["samples_per_second"], result["peak"]
     how = [result["amp"] if result["amp"] != "off" else "float32"]
@@ -276,35 +209,24 @@ def block(result: dict[str, Any]) -> list[str]:
     how += ["no communication"] * (not result["communicates"])
     spread = f"{rate['least']:,.1f} to {rate['most']:,.1f}, " if rate["n"] > 1 else ""
     threads = result["ranks"][0]["threads"]
-    lines = [
+    shown = [
         f"{result['model']}, batch {result['batch_size_per_rank']} per rank, {', '.join(how)}",
         f"{size} rank{'s'[: size > 1]} on {result['hosts']} host{'s'[: result['hosts'] > 1]}, {result['description']}, "
         f"{result['ranks'][0]['device'].split(':')[0]}, {threads} torch thread{'s'[: threads > 1]} per rank",
         f"  throughput       {rate['mean']:,.1f} samples/s ({spread}n = {rate['n']} of {result['steps']} steps)",
-        f"  us per sample    {_phases(result['seconds_per_sample'])}",
     ]
+    if tokens := result["tokens_per_sample"]:
+        shown.append(f"  tokens/s         {tokens * rate['mean']:,.0f} (a sample is a window of {tokens})")
+    shown.append(f"  us per sample    {_phases(result['seconds_per_sample'])}")
     if result["compile"]:
-        lines.append(f"  warm-up          {result['warmup_seconds']:.1f} s, compilation included")
-    if tokens := result.get("tokens_per_sample"):
-        lines.insert(3, f"  tokens/s         {tokens * rate['mean']:,.0f} (a sample is a window of {tokens})")
-    if size > 1:
-        lines += [
-            f"  rank {rank['rank']:<11} {_phases(rank['seconds_per_sample'])}  {rank['samples_per_second']:,.1f} samples/s"
-            for rank in result["ranks"]
-        ]
-    lines.append(
-        f"  CPU time         {result['cpu_seconds_per_sample'] * 1e6:,.1f} us per sample, over all threads of a rank"
-    )
+        shown.append(f"  warm-up          {result['warmup_seconds']:.1f} s, compilation included")
+    for rank in result["ranks"] * (size > 1):
+        phases = _phases(rank["seconds_per_sample"])
+        shown.append(f"  rank {rank['rank']:<11} {phases}  {rank['samples_per_second']:,.1f} samples/s")
     memory = f"{peak['resident_bytes'] / 2**20:,.0f} MiB resident"
     if "cuda_allocated_bytes" in peak:
         memory += f", {peak['cuda_allocated_bytes'] / 2**20:,.0f} MiB on the GPU"
-    lines.append(f"  peak memory      {memory}, on the rank with the most")
-    if result["flops_per_sample"]:
-        each, all_ = result["flops_per_sample"] / 1e9, result["flops_per_second"] / 1e9
-        lines.append(
-            f"  GFLOP/s          {all_:,.1f} over all ranks ({each:.4g} GFLOP per sample, forward and backward)"
-        )
-    return lines
+    return [*shown, f"  peak memory      {memory}, on the rank with the most"]
 
 
 def _phases(seconds: dict[str, float]) -> str:
@@ -312,40 +234,49 @@ def _phases(seconds: dict[str, float]) -> str:
     return "  ".join(f"{phase} {value * 1e6:,.1f} ({value / total:.0%})" for phase, value in seconds.items())
 
 
+def built(flags: cli.Flags, engine: Engine) -> tuple[nn.Module, Batches]:
+    """Return the model on the device, and its random input."""
+    if flags.compile:
+        require_compiler(engine.device)
+    torch.manual_seed(flags.seed)
+    shape: tuple[int, ...]
+    model: nn.Module
+    if flags.model in gpt.SIZES:
+        classes, shape = gpt.VOCABULARIES[flags.model], (gpt.SIZES[flags.model].context,)
+        model = gpt.GPT(gpt.SIZES[flags.model], classes)
+    elif flags.model in convnet.MODELS:
+        classes, shape = 10, (1, 28, 28)
+        model = convnet.MODELS[flags.model]()
+    else:
+        require_torchvision()
+        classes, shape = 1000, (3, flags.image_size, flags.image_size)
+        model = build_model(flags.model, classes, flags.image_size)
+    model = model.to(engine.device)
+    if flags.channels_last and engine.device.type != "cpu":  # as hvdtrain.imagenet has its weights
+        model = model.to(memory_format=torch.channels_last)
+    return model, random_batches(flags, engine, classes, shape)
+
+
 def main() -> int:
     flags = parse()
+    if flags.np:
+        return scaling.run(flags)
     with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as engine:
         flags.compression = precision.choose_compression(engine, flags.compression)
         flags.amp = precision.choose_amp(engine, flags.amp)
-        small, sizes = flags.model in convnet.MODELS, gpt.SIZES.get(flags.model)
-        channels, classes = (1, 10) if small else (3, 1000)
-        shape: tuple[int, ...] = (channels, flags.image_size, flags.image_size)
-        if sizes is not None:
-            classes, shape = gpt.VOCABULARIES[flags.model], (sizes.context,)
         with engine.raising_together("start"):
-            if flags.compile:
-                require_compiler(engine.device)
             if engine.rank == 0 and flags.output_dir is not None:
                 measuring.make_directory(flags.output_dir)
-            if not small and sizes is None:
-                require_torchvision()
-            torch.manual_seed(flags.seed)
-            model: torch.nn.Module
-            if sizes is not None:
-                model = gpt.GPT(sizes, classes)
-            else:
-                model = convnet.MODELS[flags.model]() if small else build_model(flags.model, classes, flags.image_size)
-            flops = count_flops(model, shape, torch.float32 if sizes is None else torch.int64)
-            model = model.to(engine.device)
-            if flags.channels_last and engine.device.type != "cpu":  # as hvdtrain.imagenet has its weights
-                model = model.to(memory_format=torch.channels_last)
-        batches = random_batches(flags, engine, classes, shape)
-        found = measure(Trainer(flags, engine, model, batches))
-        gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        result = summarize(flags, engine, found, flops, gradient_bytes)
+            if not flags.collectives:
+                model, batches = built(flags, engine)
+        if flags.collectives:
+            result: Result = dict(rows=collectives.sweep(engine, flags), config=flags.given(), versions=versions())
+        else:
+            result = summarize(flags, engine, measure(Trainer(flags, engine, model, batches)))
         if engine.rank == 0:
             try:
-                lines.result("\n".join(block(result)))
+                if not flags.collectives:
+                    lines.result("\n".join(block(result)))
             finally:  # it has taken long: whatever becomes of the one, try the other
                 if flags.output_dir is not None:
                     measuring.write_json(flags.output_dir / "benchmark.json", result)

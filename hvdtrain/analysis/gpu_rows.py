@@ -355,18 +355,18 @@ def speed(model: str, small_model: str, flags: str = "") -> Callable[[Day], Show
 def all_reduce(day: Day) -> Showed:
     count = max(2, day.gpus)
     sizes = "--min-bytes 4096 --max-bytes 8192 --seconds-per-size 0.05" if day.quick else f"--min-bytes {2**20}"
-    done = day.ranks("run", count, "hvdtrain.reduce", f"--sweep --dtype float32 {sizes}")
-    row = max(done.json("reduce.json")["rows"], key=lambda row: row["bytes"])
+    done = day.ranks("run", count, "hvdtrain.benchmark", f"--collectives --dtype float32 {sizes}")
+    row = max(done.json("benchmark.json")["rows"], key=lambda row: row["bytes"])
     rate = row["bus_bytes_per_second"] / 1e9
     return Showed(rate > 0, f"{count} ranks: bus bandwidth {rate:.3g} GB/s at {row['bytes'] / 2**20:.3g} MiB")
 
 
 def scaling(day: Day) -> Showed:
     counts = ",".join(str(count) for count in (1, 2, 4, 8) if count <= max(2, day.gpus))
-    small = f"--rounds 1 -- --model convnet {SMALL_BENCHMARK}"
-    large = "--rounds 2 -- --model resnet50 --amp bf16 --channels-last --batch-size 128 --repeats 5"
-    flags = f"--engines horovod --ranks {counts} --output-dir {day.out('run')} {small if day.quick else large}"
-    words = [sys.executable, "-m", "hvdtrain.scaling", *flags.split(), "--device", day.device]
+    small = f"--rounds 1 --model convnet {SMALL_BENCHMARK}"
+    large = "--rounds 2 --model resnet50 --amp bf16 --channels-last --batch-size 128 --repeats 5"
+    flags = f"--engines horovod --np {counts} --output-dir {day.out('run')} {small if day.quick else large}"
+    words = [sys.executable, "-m", "hvdtrain.benchmark", *flags.split(), "--device", day.device]
     done = day.run("run", words, seconds=1200)
     shares = {
         row["ranks"]: row["efficiency_apart"]["median"]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,15 +40,15 @@ class Ended(NamedTuple):
     left: int = 0  # processes on this host that the launcher left behind, before they were killed here
 
 
-def slots(hosts: str) -> int:
-    """Return the total number of slots of hosts given as "a:4,b:4". Raises UserError for other formats."""
-    total = 0
+def slots(hosts: str) -> dict[str, int]:
+    """Return the slots of each host of "a:4,b:4". Raises UserError for other formats."""
+    found: dict[str, int] = {}
     for host in hosts.split(","):
         name, _, number = host.rpartition(":")
-        if not name or not re.fullmatch("[0-9]{1,6}", number) or int(number) < 1:
+        if not name or not re.fullmatch("[1-9][0-9]{0,5}", number):
             raise UserError(f"--hosts {hosts}: {host!r} is not NAME:SLOTS; write a:4,b:4")
-        total += int(number)
-    return total
+        found[name] = found.get(name, 0) + int(number)
+    return found
 
 
 def command(
@@ -125,8 +125,12 @@ def run_job(
         except subprocess.TimeoutExpired:
             code, taken = None, time.monotonic() - began
         finally:
-            with interrupts_deferred():
+            # Ctrl-C and SIGTERM wait until the clean-up is done: they neither interrupt it nor get lost.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            try:
                 end(process, job)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return Ended(code, taken, left)
 
 
@@ -144,20 +148,6 @@ def is_launcher(arguments: Sequence[str]) -> bool:
 def interrupt(number: int, frame: object) -> None:
     """Signal handler: raise KeyboardInterrupt."""
     raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Defer Ctrl-C and SIGTERM until the end of the block, so that they neither interrupt the clean-up nor get lost."""
-    came: list[int] = []
-    before = {each: signal.signal(each, lambda n, _: came.append(n)) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
 
 
 def end(process: subprocess.Popen[bytes], job: str) -> None:

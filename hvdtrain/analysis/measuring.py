@@ -1,36 +1,16 @@
-"""Functions for all measurements: device synchronization, medians and ranges, hardware, result files."""
+"""Functions for all measurements: device synchronization, hardware, result files."""
 
 import json
 import os
 import platform
-import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from hvdtrain.engines import files
 from hvdtrain.engines.accelerators import module_of
-
-
-class Spread(NamedTuple):
-    """The middle of repeated measurements, and their range."""
-
-    median: float
-    least: float
-    most: float
-
-    def show(self, pattern: str) -> str:
-        """Return the spread as text, each number formatted by `pattern`."""
-        return f"{self.median:{pattern}} ({self.least:{pattern}} to {self.most:{pattern}})"
-
-
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """Return the spread of what is known of `values`; None if nothing is."""
-    known = [value for value in values if value is not None]
-    return Spread(statistics.median(known), min(known), max(known)) if known else None
 
 
 def synchronize(device: torch.device) -> None:

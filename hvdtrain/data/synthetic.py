@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hvdtrain.data.loading import Loaded, Source
-from hvdtrain.data.plan import Plan
+from hvdtrain.data.loading import Loaded, Plan, Source
 from hvdtrain.data.sharding import shard
 from hvdtrain.engines.base import Engine
 

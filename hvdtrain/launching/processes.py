@@ -22,7 +22,7 @@ LAUNCHERS = re.compile(
 )
 WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # only with --restarts; otherwise they exec the launcher
 MODULES = re.compile(
-    r"torch\.distributed\.(run|launch)|hvdtrain\.(scaling|gpu_day|doctor|starter)|horovod\.runner\.launch"
+    r"torch\.distributed\.(run|launch)|hvdtrain\.(benchmark|gpu_day|doctor|starter)|horovod\.runner\.launch"
 )
 MOST_ANCESTORS = 30
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -93,6 +93,12 @@ def turns(thread: int, tasks: Path = PROC / "self/task") -> Turns | None:
         running, waiting, slices = map(int, (tasks / str(thread) / "schedstat").read_text().split())
         return Turns(running / 1e9, waiting / 1e9, slices)
     return None
+
+
+def seconds_without_core(tasks: Path = PROC / "self/task") -> float:
+    """Return how long the main thread was ready to run but had no core, in seconds; 0 if the kernel does not say."""
+    main = turns(os.getpid(), tasks)
+    return main.waiting_seconds if main is not None else 0.0
 
 
 def descendants(pid: int) -> list[int]:

@@ -62,7 +62,7 @@ def mpirun(ranks: int, *arguments: str) -> list[str]:
 
 ONE_THREAD = "--channels-last --threads 1"
 CONVNET = f"--model convnet --batch-size 64 {ONE_THREAD}"
-# Sides by name: a variant of hvdtrain.scaling, and flags of the benchmark. Horovod over Gloo is asked for untuned, too.
+# Sides by name: a variant of launching.VARIANTS, and flags of the benchmark. Horovod over Gloo is asked for untuned, too.
 SIDES = {
     "ours": ("horovod", ""), "mpi": ("horovod-untuned", ""), "gloo": ("horovod-gloo", "--tuning off"),
     "ddp": ("ddp", ""), "bound": ("ddp", "--no-communication"),
@@ -294,7 +294,9 @@ def wire(megabits: int) -> Measure:
 
     def measure(setting: Setting) -> dict[str, float]:
         size = ["--min-bytes", str(2**24), "--max-bytes", str(2**24), "--seconds-per-size", "4"]
-        result = on_two_hosts(setting, f"{megabits}mbit", "hvdtrain.reduce", ["--sweep", "--dtype", "float32", *size])
+        result = on_two_hosts(
+            setting, f"{megabits}mbit", "hvdtrain.benchmark", ["--collectives", "--dtype", "float32", *size]
+        )
         return {f"wire-{megabits}": result["rows"][0]["bus_bytes_per_second"] / plain_tcp(setting, f"{megabits}mbit")}
 
     return measure

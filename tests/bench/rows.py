@@ -113,10 +113,10 @@ def of_one_host() -> tuple[Group, ...]:
 def of_two_hosts() -> tuple[Group, ...]:
     over_tcp = "bandwidth of the all-reduce over that of TCP in both directions"
     return (
-        Group("wire-100", f"{HOSTS} hvdtrain.reduce --sweep", wire(100), (
+        Group("wire-100", f"{HOSTS} hvdtrain.benchmark --collectives", wire(100), (
             Row("wire-100", f"2 hosts, 100 Mbit/s: {over_tcp}", "at least 0.95", "0.92 (Gloo), 0.70 (MPI)", "1"),
         )),
-        Group("wire-1000", f"{HOSTS} hvdtrain.reduce --sweep", wire(1000), (
+        Group("wire-1000", f"{HOSTS} hvdtrain.benchmark --collectives", wire(1000), (
             Row("wire-1000", f"2 hosts, 1,000 Mbit/s: {over_tcp}", "at least 0.95", "", "1"),
         )),
         Group("compressed", f"{HOSTS} hvdtrain.benchmark --model resnet18 --compression fp16", compressed, (

@@ -18,7 +18,6 @@ class Mutant(NamedTuple):
 
 SCRIPTS = "tests/single/commands/test_flags_of_scripts.py"
 EFFECT = f"{SCRIPTS}::test_effect"
-BENCHMARK = "tests/single/commands/test_flags_of_benchmark.py"
 OTHERS = "tests/single/commands/test_flags_of_others.py"
 FLAGS = "tests/parallel/test_flags.py"
 GPU_DEVICES = "tests/single/engines/test_gpu_devices.py"
@@ -172,11 +171,6 @@ MUTANTS = [
            "data.vocabulary.size, 0.0, rows)", f"{SCRIPTS}::test_dropout_zeroes_in_training_alone"),
     mutant("--temperature: ignored", "hvdtrain/lm.py", "temperature=flags.temperature", "temperature=1.0",
            f"{SCRIPTS}::test_temperature_decides_how_likely_the_unlikely_is"),
-    mutant("--no-communication: ignored", "hvdtrain/benchmark.py", "if flags.no_communication:", "if False:",
-           f"{BENCHMARK}::test_without_communication_a_serial_engine_reduces"),
-    mutant("--amp: ignored by the benchmark", "hvdtrain/benchmark.py", 'enabled=flags.amp != "off"', "enabled=False",
-           f"{BENCHMARK}::test_amp_and_memory_format"),
-    mutant("--timeout: ignored by scaling", "hvdtrain/scaling.py", "flags.timeout, log)", "600.0, log)", OTHERS),
     # ---- guarantees: samples and sums
     mutant("the order of an epoch depends on it", "hvdtrain/data/sharding.py", "seed + epoch", "seed",
            "tests/single/data/test_sharding.py"),
@@ -244,7 +238,7 @@ MUTANTS = [
            f"{VERDICT}::test_what_is_said_of_a_standstill"),
     mutant("a silent rank is named", "hvdtrain/hangs/diagnosis.py", "if rank not in reports]",
            "if rank in reports]", VERDICT),
-    mutant("replicas are compared", "hvdtrain/training/features/replicas.py", "if len(kinds) == 1:", "if True:",
+    mutant("replicas are compared", "hvdtrain/training/replicas.py", "if len(kinds) == 1:", "if True:",
            f"{FLAGS}::test_replicas_that_differ_end_the_run_on_every_rank"),
     mutant("exit code 75", "hvdtrain/launching/exit_codes.py", "STOPPED = 75", "STOPPED = 1",
            f"{RESUME}::test_stop_signal_saves_and_leaves_with_75"),
@@ -273,10 +267,9 @@ MUTANTS = [
            "if self._stalled >= self._compare_at:", "if self._stalled >= 1e9:",
            "tests/single/hangs/test_detector.py::test_ranks_in_different_collectives_are_told_before_any_limit"),
     # ---- guarantees: programs as people write them
-    mutant("a sampler's own generator is seeded", "hvdtrain/training/features/samplers.py",
-           "reseed(value, mixed_seed(seed, number))",
+    mutant("a sampler's own generator is seeded", "hvdtrain/training/samplers.py", "reseed(value, mixed_seed(seed, number))",
            "pass", f"{SAMPLERS}::test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before"),
-    mutant("a sampler is drawn under the epoch", "hvdtrain/training/features/samplers.py", '"sampler", epoch)', '"sampler")',
+    mutant("a sampler is drawn under the epoch", "hvdtrain/training/samplers.py", '"sampler", epoch)', '"sampler")',
            f"{SAMPLERS}::test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before"),
     mutant("batches that stay whole go on where they stopped", "hvdtrain/data/sharding.py",
            "taken -= len(batch)", "taken -= 1", f"{SAMPLERS}::test_a_run_uses_what_was_drawn_also_after_it_was_killed"),
@@ -284,7 +277,7 @@ MUTANTS = [
            MISTAKES),
     mutant("a model of an earlier run is refused", "hvdtrain/training/prepared.py", "elif layer in _of_earlier_runs:",
            "elif False:", MISTAKES),
-    mutant("a second data set goes on where it stopped", "hvdtrain/training/features/several.py",
+    mutant("a second data set goes on where it stopped", "hvdtrain/training/beside.py",
            "self._state.samples, mixed_seed", "0, mixed_seed", f"{BATCHES}::test_two_data_sets_each_keep_their_position"),
     mutant("gathered rows: every rank's gradient", "hvdtrain/training/gather.py",
            'ctx.engine.all_reduce_(total, "sum", "gather.gradient")', "pass",
@@ -306,7 +299,7 @@ MUTANTS = [
     mutant("a run by steps goes on within its epoch", LOOP_SOURCE,
            "if self._input is None or self._input.at_end(self.state.samples_of_epoch):", "if True:",
            f"{PEOPLE}::test_a_run_made_longer_ends_as_one_that_was_so_long_from_the_beginning"),
-    mutant("a compiled model has its own names", "hvdtrain/training/names.py",
+    mutant("a compiled model has its own names", "hvdtrain/training/replicas.py",
            'return name.replace("_orig_mod.", "")', "return name",
            f"{PEOPLE}::test_a_compiled_model_is_saved_under_its_own_names"),
     mutant("a kept output is noticed", "hvdtrain/training/reuse.py", "!= self._loop:", "!= self._loop and False:",

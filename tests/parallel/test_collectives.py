@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hvdtrain import reduce
 from hvdtrain.engines.errors import Failure, UserError
 
 SUMMED = [torch.float32, torch.float64, torch.float16, torch.int32, torch.int64]
@@ -93,10 +92,3 @@ def test_a_bug_on_one_rank_ends_the_others_too(engine):
     with pytest.raises(ZeroDivisionError if engine.rank == last else RuntimeError), engine.raising_together("bug"):
         if engine.rank == last:
             1 / 0  # noqa: B018
-
-
-def test_a_type_that_cannot_be_summed_is_refused_with_those_that_can(engine):
-    if engine.name != "horovod":
-        pytest.skip("of Horovod")
-    with pytest.raises(UserError, match=r"--dtype uint8 .*: use float32, float64, float16, (bfloat16, )?int32, int64$"):
-        reduce.refuse_dtype(engine, "sum", "uint8")

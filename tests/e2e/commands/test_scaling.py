@@ -1,4 +1,4 @@
-"""`hvdtrain.scaling`, and `hvdtrain.benchmark` which it starts, with real launchers."""
+"""`hvdtrain.benchmark --np` with real launchers."""
 
 import json
 import signal
@@ -21,17 +21,17 @@ def rows(directory):
 
 @pytest.mark.slow
 def test_one_that_fails_does_not_stop_the_others(tmp_path):
-    flags = f"--engines serial,horovod --ranks 2 --rounds 1 --timeout 120 --output-dir {tmp_path}"
-    done = launch(f"{PYTHON} -m hvdtrain.scaling {flags} -- {TINY} --compression fp16", timeout=280)
+    flags = f"--engines serial,horovod --np 2 --rounds 1 --timeout 120 --output-dir {tmp_path}"
+    done = launch(f"{PYTHON} -m hvdtrain.benchmark {flags} {TINY} --compression fp16", timeout=280)
     assert done.code == 1, done
     assert "error: serial, 1 rank: exit code 2" in done.stderr, done
     assert "--compression fp16 is not for --engine serial" in done.stderr, done
     found = {(row["name"], row["ranks"]): row for row in rows(tmp_path)}
-    assert set(found) == {("alone", 1), ("apart", 2), ("horovod", 2)}
+    assert set(found) == {("one rank", 1), ("no communication", 2), ("horovod", 2)}
     horovod = found["horovod", 2]
-    share = horovod["samples_per_second"]["median"] / found["apart", 2]["samples_per_second"]["median"]
+    share = horovod["samples_per_second"]["median"] / found["no communication", 2]["samples_per_second"]["median"]
     assert abs(horovod["efficiency_apart"]["median"] - share) < 1e-6
-    apart, together = (tmp_path / "runs" / f"{name}-2-round1" for name in ("apart", "horovod"))
+    apart, together = (tmp_path / "runs" / f"{name}-2-round1" for name in ("no-communication", "horovod"))
     assert not json.loads((apart / "benchmark.json").read_text())["communicates"]
     result = json.loads((together / "benchmark.json").read_text())
     assert (result["engine"], result["world_size"], result["communicates"]) == ("horovod", 2, True)
@@ -48,8 +48,8 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_keeps_what_was_measured(tmp_path):
-    flags = f"--engines horovod --ranks 2 --rounds 9 --output-dir {tmp_path}"
-    command = f"{PYTHON} -m hvdtrain.scaling {flags} -- {TINY}"
+    flags = f"--engines horovod --np 2 --rounds 9 --output-dir {tmp_path}"
+    command = f"{PYTHON} -m hvdtrain.benchmark {flags} {TINY}"
     with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as (process, job):
         before = ""
         for line in process.stdout:  # what is planned, perhaps that the machine is busy, the first result
@@ -73,9 +73,9 @@ def test_ctrl_c_leaves_no_process_and_keeps_what_was_measured(tmp_path):
 @pytest.mark.slow
 def test_every_engine_is_measured_on_two_hosts(tmp_path):
     """What starts the ranks finds them by ssh, and they meet on the named interface."""
-    flags = "--engines horovod,horovod-gloo,ddp --ranks 2 --rounds 1 --threads 1 --hosts a:1,b:1 --interface eth0"
-    bench = "-- --model convnet --repeats 2 --steps 5"
-    command = [sys.executable, "-m", "hvdtrain.scaling", *flags.split(), "--output-dir", str(tmp_path / "out")]
+    flags = "--engines horovod,horovod-gloo,ddp --np 2 --rounds 1 --threads 1 --hosts a:1,b:1 --interface eth0"
+    bench = "--model convnet --repeats 2 --steps 5"
+    command = [sys.executable, "-m", "hvdtrain.benchmark", *flags.split(), "--output-dir", str(tmp_path / "out")]
     with Cluster(tmp_path, ["a", "b"], ssh=True) as cluster:
         done = cluster.run("a", [*command, *bench.split()], timeout=200)
     assert done.code == 0, done

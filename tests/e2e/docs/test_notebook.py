@@ -49,5 +49,5 @@ def test_engines_draw_one_curve_in_it(ran):
     assert {len(curve) for curve in losses.values()} == {ended["serial"]["steps"]}
     for name in ("ddp", "horovod-2", "horovod-4"):
         assert losses[name][:12] == pytest.approx(losses["serial"][:12], rel=1e-3), name
-    sweep = json.loads((runs / "sweep" / "reduce.json").read_text())
+    sweep = json.loads((runs / "sweep" / "benchmark.json").read_text())
     assert len(sweep["rows"]) == 15

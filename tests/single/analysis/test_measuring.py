@@ -1,4 +1,4 @@
-"""Medians, ranges, files of results."""
+"""Files of results."""
 
 import json
 
@@ -6,11 +6,6 @@ import pytest
 
 from hvdtrain.analysis import measuring
 from hvdtrain.engines.errors import UserError
-
-
-def test_a_spread_is_of_what_is_known():
-    assert measuring.spread([3.0, None, 1.0, 2.0]) == (2, 1, 3)
-    assert measuring.spread([None]) is None
 
 
 def test_results_are_written_whole(tmp_path):

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hvdtrain import benchmark, cli, doctor, gpu_day, imagenet, lm, mnist, reduce, report, scaling, starter
+from hvdtrain import benchmark, cli, doctor, gpu_day, imagenet, lm, mnist, reduce, report, starter
 from hvdtrain.engines import launchers
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import exit_codes, local_rendezvous, rendezvous
-from tests.single.commands.test_every_flag import flags_of
+from tests.single.docs import program_of_the_site
 from tests.single.examples import one_line, tried
 
 NUMBERS = st.one_of(
@@ -30,11 +30,16 @@ WORDS = st.one_of(
 VALUES = st.one_of(NUMBERS, WORDS)
 PARSERS = {
     script.__name__.removeprefix("hvdtrain."): script.parse
-    for script in (mnist, imagenet, lm, benchmark, reduce, scaling, report, doctor, gpu_day, starter)
+    for script in (mnist, imagenet, lm, benchmark, reduce, report, doctor, gpu_day, starter)
 }
 
 
-FLAGS = {script: sorted(name for flag in flags_of(script) for name in flag.option_strings) for script in PARSERS}
+FLAGS = {
+    script: sorted(
+        name for flag in program_of_the_site("reference").parser_of(script)._actions for name in flag.option_strings
+    )
+    for script in PARSERS
+}
 
 
 def ends(main) -> int:

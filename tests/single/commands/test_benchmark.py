@@ -1,40 +1,20 @@
-"""The benchmark's arithmetic, its input, its flags."""
+"""hvdtrain.benchmark: what is computed, how often, and what is written."""
 
 import itertools
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from hvdtrain import benchmark
-from hvdtrain.benchmark import Repeat, count_flops, parse, phases, throughput
-from hvdtrain.models.convnet import ConvNet
-from hvdtrain.models.gpt import GPT, SIZES
+from hvdtrain.benchmark import parse
+from hvdtrain.engines.single import SerialEngine
 
-
-def test_throughput_is_all_samples_over_the_slowest_ranks_time():
-    fast, slow = Repeat(1.0, 0, 100, 0, 0, 0), Repeat(2.0, 0, 60, 0, 0, 0)
-    assert throughput([fast, slow]) == throughput([slow, fast]) == 80
-
-
-def test_phases_are_weighted_by_samples():
-    few, many = Repeat(1.0, 5.0, 10, 0.1, 0.2, 0.3), Repeat(1.0, 3.0, 30, 0.5, 0.6, 0.7)
-    assert phases([few, many]) == pytest.approx({"loading": 0.4, "compute": 0.5, "communication": 0.6})
-    assert benchmark.cpu_seconds([few, many]) == pytest.approx(0.2)
-
-
-def test_flops_are_those_of_the_layers():
-    first, second, last = 28 * 28 * 16 * 25, 14 * 14 * 32 * 16 * 25, 1568 * 10  # multiplications, and as many additions
-    forward_and_backward = 3 * (first + second + last) - first  # nobody asks for the images' gradient
-    assert count_flops(ConvNet(), (1, 28, 28)) == 2 * forward_and_backward
-
-
-def test_what_cannot_be_counted_is_none():
-    class Reads(torch.nn.Module):
-        def forward(self, images):
-            return images * images.sum().item()  # no value is there to be read
-
-    assert count_flops(Reads(), (1, 2, 2)) is None
-    assert count_flops(torch.nn.BatchNorm2d(1), (1, 2, 2)) is None  # nothing that the counter knows
+QUICK = "--engine serial --threads 1 --model convnet --batch-size 4 --warmup-steps 1 --repeats 1 --steps 1"
 
 
 def batches(engine, flags, number, shape=(1, 28, 28)):
@@ -46,8 +26,6 @@ def test_a_language_model_gets_windows_of_tokens_and_the_next_ones(engine):
     assert (tokens.shape, tokens.dtype, following.shape) == ((3, 64), torch.int64, (3, 64))
     assert torch.equal(tokens[:, 1:], following[:, :-1])
     assert not torch.equal(tokens, another)
-    net = GPT(SIZES["shakespeare-cpu"], 65)
-    assert count_flops(net, (64,), torch.int64) == pytest.approx(64 * net.flops_per_token(), rel=0.02)
 
 
 def test_images_are_others_each_time_and_the_same_for_a_seed(engine):
@@ -65,28 +43,116 @@ def test_defaults_follow_the_model():
     small = parse(["--model", "convnet"])
     assert (small.batch_size, small.image_size) == (64, 28)
     assert parse(["--model", "inception_v3"]).image_size == 299
+    assert (small.repeats, parse(["--np", "2"]).repeats, parse(["--np", "2"]).model) == (10, 5, "convnet")
     assert (parse(["--model", "gpt-small"]).batch_size, parse(["--model", "gpt-small"]).image_size) == (12, None)
 
 
-@pytest.mark.parametrize("flags", ["--amp bf16 --channels-last", "--amp fp16 --batch-size 2", "--no-communication"])
-def test_measure_and_summary_agree(flags, engine):
-    flags = parse(f"--engine serial --model convnet --warmup-steps 1 --repeats 3 --steps 2 {flags}".split())
-    engine.size = 1
-    stream = benchmark.random_batches(flags, engine, 10, (1, 28, 28))
-    found = benchmark.measure(benchmark.Trainer(flags, engine, ConvNet(), stream))
-    repeats, result = found.repeats, benchmark.summarize(flags, engine, found, 1000, 4 * 29034)
-    assert result["warmup_seconds"] > 0
-    assert [len(repeat) for repeat in repeats] == [1, 1, 1]
-    shares = []
-    for (mine,) in repeats:
-        assert mine.cpu_seconds > 0
-        assert mine.samples == 2 * flags.batch_size
-        shares.append((mine.loading + mine.compute + mine.communication) * mine.samples / mine.seconds)
-    # The three phases are all of the time: nothing is counted twice or lost, but where another program came between.
-    assert min(abs(share - 1) for share in shares) < 0.02
-    rate = result["samples_per_second"]
+@dataclass
+class Measured:
+    """What a benchmark computed with."""
+
+    result: dict
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    weights: Tensor = field(default_factory=lambda: torch.zeros(0))  # the first parameter's at the start
+    engines: list[str] = field(default_factory=list)  # what reduced the gradients
+    threads: int = 0
+
+
+def measured(flags: str, out: Path) -> Measured:
+    seen = Measured({})
+    trainer, distribute = benchmark.Trainer, SerialEngine.distribute
+
+    def noted(parsed, engine, model, batches) -> benchmark.Trainer:
+        seen.weights, seen.threads = next(model.parameters()).detach().clone(), torch.get_num_threads()
+
+        def forwarded(module, inputs: tuple, output: Tensor) -> None:
+            seen.inputs.append(inputs[0].detach().clone())
+            seen.outputs.append(output.detach())
+
+        model.register_forward_hook(forwarded)
+        return trainer(parsed, engine, model, batches)
+
+    def distributed(engine, *rest, **options):
+        seen.engines.append(engine.name)
+        return distribute(engine, *rest, **options)
+
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "Trainer", noted)
+        patch.setattr(SerialEngine, "distribute", distributed)
+        patch.setattr(sys, "argv", ["benchmark.py", *QUICK.split(), *flags.split(), "--output-dir", str(out)])
+        try:
+            assert benchmark.main() == 0
+        finally:
+            torch.set_num_threads(threads)
+    seen.result = json.loads((out / "benchmark.json").read_text())
+    return seen
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Measured:
+    return measured("", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Measured:
+    flags = "--batch-size 6 --amp bf16 --warmup-steps 2 --repeats 3 --steps 4 --seed 5 --threads 3"
+    return measured(flags, tmp_path_factory.mktemp("many"))
+
+
+def test_steps_and_batches(plain, many):
+    assert (len(plain.inputs), len(many.inputs)) == (1 + 1, 2 + 3 * 4)
+    assert {len(images) for images in plain.inputs} == {4}
+    assert {len(images) for images in many.inputs} == {6}
+    assert not [name for name in many.result["config"] if name.startswith("_")]  # flags, and nothing of the parser
+
+
+def test_the_three_phases_are_all_of_the_time(many):
+    result = many.result
+    rate, (rank,) = result["samples_per_second"], result["ranks"]
     assert rate["mean"] == pytest.approx(sum(result["samples_per_second_repeats"]) / 3)
-    assert result["flops_per_second"] == pytest.approx(1000 * rate["mean"])
-    assert result["communicates"] == (not flags.no_communication)
+    assert rate["least"] <= rank["samples_per_second"] <= rate["most"]
+    assert 0.8 < sum(rank["seconds_per_sample"].values()) * rank["samples_per_second"] <= 1.001
+    assert result["warmup_seconds"] > 0
     assert result["peak"]["resident_bytes"] > 50 * 2**20
     assert f"{rate['mean']:,.1f} samples/s" in "\n".join(benchmark.block(result))
+
+
+def test_amp_and_memory_format(plain, many):
+    assert {output.dtype for output in plain.outputs} == {torch.float32}
+    assert {output.dtype for output in many.outputs} == {torch.bfloat16}
+    assert many.result["ranks"][0]["threads"] == many.threads == 3
+    assert plain.threads == 1
+
+
+def test_channels_last_images(tmp_path):
+    pytest.importorskip("torchvision")
+    flags = "--model squeezenet1_1 --image-size 33 --batch-size 2"
+    for last in ("", "--channels-last"):
+        seen = measured(f"{flags} {last}", tmp_path)
+        assert all(images.is_contiguous(memory_format=torch.channels_last) == bool(last) for images in seen.inputs)
+        assert {tuple(images.shape) for images in seen.inputs} == {(2, 3, 33, 33)}
+
+
+def test_the_seed_is_that_of_the_weights(plain, many):
+    for seen, seed in ((plain, 1), (many, 5)):
+        torch.manual_seed(seed)
+        assert torch.equal(next(benchmark.convnet.MODELS["convnet"]().parameters()), seen.weights)
+
+
+def test_compile_compiles(tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(benchmark, "compiled", lambda model, device: compiled.append(model) or model)
+    monkeypatch.setattr(benchmark, "require_compiler", lambda device: None)
+    assert measured("--compile", tmp_path).result["compile"]
+    assert len(compiled) == 1
+
+
+def test_without_communication_a_serial_engine_reduces(tmp_path, monkeypatch):
+    class Other(SerialEngine):
+        name = "other"
+
+    monkeypatch.setattr("hvdtrain.engines.start.engine_class", lambda name: Other)
+    assert measured("", tmp_path).engines == ["other"]
+    assert measured("--no-communication", tmp_path).engines == ["serial"]

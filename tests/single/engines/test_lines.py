@@ -17,7 +17,7 @@ from tests.single.unwritable import UNWRITABLE
 SMALL = "--engine serial --threads 1 --device cpu"
 SEVERAL_LINES = {
     "reduce": lambda: reduce.main(),
-    "reduce --sweep --min-bytes 4 --max-bytes 4 --seconds-per-size 0.01": lambda: reduce.main(),
+    "benchmark --collectives --min-bytes 4 --max-bytes 4 --seconds-per-size 0.01": lambda: benchmark.main(),
     "benchmark --model convnet --batch-size 1 --steps 1 --repeats 1 --warmup-steps 1": lambda: benchmark.main(),
     "doctor": lambda: findings.show([dict(level="ok", what="a", why="", do="", ranks=[0])], 1, as_json=True),
 }

@@ -1,0 +1,270 @@
+"""How training scales: `hvdtrain.benchmark --np 1,2,4` starts itself with each engine on so many ranks.
+
+The bounds are one rank alone, times N; and N ranks that train at the same time without communicating, and so share cores,
+caches and memory in the same way. Each round runs every configuration once, in a new order. Ratios are taken within a
+round, so that changes on the machine affect both sides. Results are medians over rounds, with minimum and maximum.
+
+Exit codes: 1 if a configuration failed (it is reported, and the others continue); 130 after Ctrl-C, which ends the running
+job and keeps the measurements so far.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hvdtrain import cli
+from hvdtrain.analysis import measuring, plotting
+from hvdtrain.analysis.launching import INTERRUPTED, VARIANTS, command, complaint, interrupt, run_job, slots
+from hvdtrain.engines import files, lines
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import announced
+from hvdtrain.output.run_output import versions
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ALONE, APART = "one rank", "no communication"  # the bounds
+
+
+class Configuration(NamedTuple):
+    """One configuration to measure. name: a variant of an engine, or a bound."""
+
+    name: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.ranks} rank{'s'[: self.ranks > 1]}"
+
+
+Rounds = list[dict[Configuration, dict[str, Any]]]  # by round: the benchmark.json of each that succeeded
+Row = dict[str, Any]  # of the table: see `summarize`
+
+
+def rank_counts(text: str) -> list[int]:
+    """Return "1,2,4" as sorted numbers. Raises ArgumentTypeError."""
+    return sorted({cli.positive_int(number) for number in text.split(",")})
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that are of --np alone: the ranks get all others."""
+    add = parser.add_argument
+    add("--np", type=rank_counts, metavar="N,N,...", help="start itself on so many ranks, and compare with two bounds")
+    add("--engines", type=cli.some_of(VARIANTS), help=f"with --np: of {','.join(VARIANTS)} (default: horovod,ddp)")
+    add("--rounds", type=cli.positive_int, default=3, help="with --np: runs of every configuration (default: 3)")
+    add("--hosts", help="with --np: NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
+    add("--interface", metavar="NAME", help="with --hosts: network interface between them (default: searched for)")
+    add("--timeout", type=cli.positive, default=600, help="with --np: of a run, in seconds (default: 600)")
+
+
+def settle(flags: cli.Flags, argv: Sequence[str]) -> None:
+    """Set what follows from --np; `flags.passed` is what each rank gets. Raises UserError."""
+    if announced().size > 1:
+        raise UserError("--np starts the launchers itself: leave out yours, or --np", everywhere=True)
+    mine = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_flags(mine)
+    mine.add_argument("--output-dir")
+    passed = mine.parse_known_args(argv)[1]
+    for flag in ("--engine", "--no-communication", "--collectives"):
+        if any(word.split("=")[0] == flag for word in passed):
+            raise UserError(f"{flag} is not for --np, which compares --engines with their bounds: leave it out")
+    flags.engines = flags.engines or ["horovod", "ddp"]
+    flags.output_dir = flags.output_dir or Path("runs/scaling")
+    hosts = slots(flags.hosts) if flags.hosts else {}
+    if hosts and flags.np[-1] > sum(hosts.values()):
+        said = f"--np {flags.np[-1]}, but --hosts {flags.hosts} has {sum(hosts.values())} slots: add hosts or slots"
+        raise UserError(said)
+    if flags.interface and not hosts:
+        raise UserError("--interface joins hosts: name them with --hosts NAME:SLOTS,...")
+    if flags.threads is None:
+        most = min([flags.np[-1], max(hosts.values(), default=flags.np[-1])])  # ranks on one host
+        flags.threads = max(1, len(os.sched_getaffinity(0)) // most)
+    flags.passed = [*passed, "--model", flags.model, "--repeats", str(flags.repeats), "--threads", str(flags.threads)]
+
+
+def configurations(engines: Sequence[str], ranks: Sequence[int]) -> list[Configuration]:
+    """Return the bounds, then each engine at each number of ranks; a single-process engine at one only."""
+    found = [Configuration(ALONE, 1)] + [Configuration(APART, count) for count in ranks if count > 1]
+    for engine in engines:
+        alone = VARIANTS[engine][0] == ""
+        found += [Configuration(engine, count) for count in ([1] if alone else ranks)]
+    return found
+
+
+def command_of(which: Configuration, flags: cli.Flags, directory: Path) -> list[str]:
+    """Return the command line that runs one configuration."""
+    bound = which.name in (ALONE, APART)
+    variant = "ddp" if bound else which.name  # without communication, Gloo's threads sleep; Horovod's do not
+    words = [*flags.passed, "--output-dir", str(directory.absolute()), *["--no-communication"] * bound]
+    return command(variant, which.ranks, "hvdtrain.benchmark", words, flags.hosts, flags.interface)
+
+
+def measure(which: Configuration, flags: cli.Flags, directory: Path) -> dict[str, Any] | str:
+    """Run one configuration once, and return the content of benchmark.json, or why there is none."""
+    log, result = directory / "log", directory / "benchmark.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        result.unlink(missing_ok=True)  # of an earlier measurement
+        ended = run_job(command_of(which, flags, directory), flags.timeout, log)
+    except (UserError, OSError) as error:  # no launcher, or such as a full disk
+        return str(error)
+    if ended.code is None:
+        return f"not finished after {flags.timeout:g} s, killed; see {log}"
+    if ended.code != 0:
+        why = complaint(log)
+        return f"exit code {ended.code}{f': {why}' if why else ''}; see {log}"
+    if not result.exists():
+        return f"wrote no {result}: is --output-dir shared with the first of --hosts?"
+    return dict(json.loads(result.read_text()))
+
+
+def measure_all(
+    flags: cli.Flags, planned: list[Configuration], rounds: Rounds, failed: dict[Configuration, str]
+) -> None:
+    """Fill `rounds` and `failed` after each run, so that an interruption loses nothing. What failed is not run again."""
+    order = random.Random(flags.seed)
+    for number in range(1, flags.rounds + 1):
+        rounds.append({})
+        for which in order.sample(planned, len(planned)):
+            if which in failed:
+                continue
+            name = f"{which.name}-{which.ranks}-round{number}".replace(" ", "-")
+            outcome = measure(which, flags, flags.output_dir / "runs" / name)
+            about = f"round {number}/{flags.rounds}  {which!s:28}"
+            if isinstance(outcome, str):
+                failed[which] = outcome
+                lines.say(f"{about} FAILED: {outcome}")
+            else:
+                rounds[-1][which] = outcome
+                lines.say(f"{about} {rate(outcome):12,.1f} samples/s")
+
+
+def rate(result: dict[str, Any]) -> float:
+    """Return the samples per second of a benchmark.json."""
+    return float(result["samples_per_second"]["mean"])
+
+
+def spread(values: Iterable[float]) -> dict[str, float] | None:
+    """Return the middle of measurements and their range; None if there are none."""
+    known = list(values)
+    return dict(median=statistics.median(known), least=min(known), most=max(known)) if known else None
+
+
+def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[Row]:
+    """Return one row per configuration that succeeded at least once: the spreads of its rates and ratios.
+
+    Ratios are to one rank alone, that divided by the number of ranks, and to as many ranks that do not communicate. A ratio
+    is taken within a round, and None if no round has both sides.
+    """
+
+    def over(which: Configuration, bound: Configuration, ranks: int = 1) -> dict[str, float] | None:
+        both = [results for results in rounds if which in results and bound in results]
+        return spread(rate(results[which]) / rate(results[bound]) / ranks for results in both)
+
+    rows: list[Row] = []
+    for which in planned:
+        here = [results[which] for results in rounds if which in results]
+        if not here:
+            continue
+        alone, apart = Configuration(ALONE, 1), Configuration(APART if which.ranks > 1 else ALONE, which.ranks)
+        shares = [one["seconds_per_sample"]["communication"] / sum(one["seconds_per_sample"].values()) for one in here]
+        rows.append(
+            dict(
+                name=which.name, ranks=which.ranks, rounds=len(here), samples_per_second=spread(map(rate, here)),
+                speed_up=over(which, alone), efficiency_alone=over(which, alone, which.ranks),
+                efficiency_apart=over(which, apart), communication=statistics.median(shares),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as a Markdown table: median (minimum to maximum)."""
+
+    def cell(value: dict[str, float] | None, digits: int = 2) -> str:
+        low, middle, high = (f"{value[name]:,.{digits}f}" if value else "" for name in ("least", "median", "most"))
+        return f"{middle} ({low} to {high})" if value else "-"
+
+    shown = [
+        "| | ranks | samples/s | speed-up | of one rank x N | of N without communication | communication |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        rates, ratios = row["samples_per_second"], (row["speed_up"], row["efficiency_alone"], row["efficiency_apart"])
+        cells = [row["name"], str(row["ranks"]), cell(rates, 0 if rates["median"] >= 100 else 1), *map(cell, ratios)]
+        shown.append(f"| {' | '.join([*cells, format(row['communication'], '.0%')])} |")
+    return "\n".join(shown)
+
+
+def write(flags: cli.Flags, rows: Sequence[Row], rounds: Rounds, failed: dict[Configuration, str]) -> None:
+    """Write scaling.json and its plots, scaling.png, to --output-dir. Raises UserError."""
+    runs = [
+        dict(round=number, name=which.name, **result)
+        for number, results in enumerate(rounds, 1)
+        for which, result in results.items()
+    ]
+    content = dict(
+        config=flags.given(), hardware=measuring.hardware(), versions=versions(), rows=rows, runs=runs,
+        failed={str(which): why for which, why in failed.items()},
+    )  # fmt: skip
+    measuring.write_json(flags.output_dir / "scaling.json", content)
+    title = f"{flags.model}, {flags.threads} thread{'s'[: flags.threads > 1]} per rank; n = {len(rounds)}"
+    with files.output_to(flags.output_dir):
+        draw(rows, title, flags.output_dir / "scaling.png")
+
+
+def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draw throughput and efficiency over ranks. Bars go from minimum to maximum."""
+
+    def over_ranks(axes: "Axes", key: str, unit: str, bound: Sequence[str] = ()) -> None:
+        names = [name for name in dict.fromkeys(row["name"] for row in rows) if name not in (ALONE, APART)]
+        for place, name in enumerate([*names, *bound]):
+            found = [(row["ranks"], row[key]) for row in rows if row["name"] == name and row[key]]
+            ends = [[v["median"] - v["least"] for _, v in found], [v["most"] - v["median"] for _, v in found]]
+            middle = [value["median"] for _, value in found]
+            axes.errorbar([ranks for ranks, _ in found], middle, yerr=ends, label=name, **plotting.look(place))
+        axes.set(xlabel="ranks", ylabel=unit, ylim=(0, None), xticks=sorted({row["ranks"] for row in rows}))
+
+    def throughput(axes: "Axes") -> None:
+        over_ranks(axes, "samples_per_second", "samples/s, all ranks", (ALONE, APART))
+
+    def share(axes: "Axes") -> None:
+        axes.axhline(1, color="grey", linestyle="--")
+        over_ranks(axes, "efficiency_apart", "share of no communication")
+
+    plotting.write(path, title, [throughput, share])
+
+
+def run(flags: cli.Flags) -> int:
+    """Measure, print the table, write the files. Returns the exit code."""
+    plotting.require_matplotlib()
+    measuring.make_directory(flags.output_dir)
+    signal.signal(signal.SIGTERM, interrupt)  # batch systems end jobs with SIGTERM: treat it like Ctrl-C
+    planned = configurations(flags.engines, flags.np)
+    threads = f"{flags.threads} torch thread{'s'[: flags.threads > 1]} per rank"
+    lines.say(f"{flags.model}, {flags.rounds} rounds, {threads}: {'; '.join(map(str, planned))}")
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 4:
+        lines.say(f"this machine is busy (load average {load:.1f}, {cores} cores): expect a wide spread")
+    rounds: Rounds = []
+    failed: dict[Configuration, str] = {}
+    code = 0
+    try:
+        measure_all(flags, planned, rounds, failed)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        lines.put(sys.stderr, "interrupted: ended the running job, kept the measurements so far\n")
+    rows = summarize(rounds, planned)
+    if rows:
+        lines.say(f"\n{table(rows)}\n")  # first: there may be no space to write it
+        write(flags, rows, rounds, failed)
+        lines.say(f"{flags.output_dir}: scaling.json, scaling.png")
+    for which, why in failed.items():
+        lines.put(sys.stderr, f"hvdtrain.benchmark: error: {which}: {why}\n")
+    return code or int(bool(failed))
