@@ -24,7 +24,7 @@ from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.training import checkpoint, contents, extra_states
 from hvdtrain.training.checkpoint import Facts
-from hvdtrain.training.replicas import own_name
+from hvdtrain.training.names import own_name
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:

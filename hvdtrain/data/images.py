@@ -15,7 +15,8 @@ from torch.utils.data import Dataset
 
 from hvdtrain.data.corrupt import CorruptSample, why
 from hvdtrain.data.decoding import Prepare
-from hvdtrain.data.loading import Loaded, Plan, Source, collate, loader
+from hvdtrain.data.loading import Loaded, Source, collate, loader
+from hvdtrain.data.plan import Plan
 from hvdtrain.data.sharding import shard
 from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine

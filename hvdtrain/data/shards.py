@@ -21,7 +21,8 @@ from torch import Tensor
 from hvdtrain.data.corrupt import CorruptSample, why
 from hvdtrain.data.decoding import Prepare
 from hvdtrain.data.images import TEST_BATCH
-from hvdtrain.data.loading import Loaded, Plan, Source, loader
+from hvdtrain.data.loading import Loaded, Source, loader
+from hvdtrain.data.plan import Plan
 from hvdtrain.data.shard_index import ShardIndex, obtain
 from hvdtrain.data.shard_order import ShardOrder, window_of
 from hvdtrain.data.shard_reading import ShardBatches, Shards, jobs

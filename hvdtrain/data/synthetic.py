@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from hvdtrain.data.loading import Loaded, Plan, Source
+from hvdtrain.data.loading import Loaded, Source
+from hvdtrain.data.plan import Plan
 from hvdtrain.data.sharding import shard
 from hvdtrain.engines.base import Engine
 

@@ -95,12 +95,6 @@ def turns(thread: int, tasks: Path = PROC / "self/task") -> Turns | None:
     return None
 
 
-def seconds_without_core(tasks: Path = PROC / "self/task") -> float:
-    """Return how long the main thread was ready to run but had no core, in seconds; 0 if the kernel does not say."""
-    main = turns(os.getpid(), tasks)
-    return main.waiting_seconds if main is not None else 0.0
-
-
 def descendants(pid: int) -> list[int]:
     """Return the child processes of a process, theirs, and so on."""
     found: list[int] = []

@@ -1,16 +1,18 @@
 """Measures the time that each rank spends in each phase of training."""
 
+import contextlib
+import os
 import resource
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from hvdtrain.engines.accelerators import CPU, module_of
 from hvdtrain.engines.base import Engine
-from hvdtrain.launching.processes import seconds_without_core
 
 MOST_EVENTS = 1000  # that are kept until a window ends: with --log-steps 100000 there would be a million
 PHASES = ("loading", "compute", "communication")
@@ -199,3 +201,11 @@ def by_rank(ranks: Sequence[RankTimes]) -> dict[str, list[float]]:
     """Return each quantity under its name in a record, as a list over ranks."""
     rows = [rank.fields() for rank in ranks]
     return {name: [round(row[name], 6) for row in rows] for name in (rows[0] if rows else {})}
+
+
+def seconds_without_core(tasks: Path = Path("/proc/self/task")) -> float:
+    """Return how long the main thread was ready to run but had no core, in seconds; 0 if the kernel does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        _, waiting, _ = map(int, (tasks / str(os.getpid()) / "schedstat").read_text().split())
+        return waiting / 1e9
+    return 0.0

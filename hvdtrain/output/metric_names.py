@@ -1,8 +1,9 @@
 """Determines which fields of an event are values recorded by the script, and in which direction each is better."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from hvdtrain.engines.errors import UserError
 from hvdtrain.output.clock import PHASES
 
 # Fields of all events. Scripts cannot use these names for recorded values.
@@ -110,3 +111,21 @@ def series_of(prefix: str, name: str) -> Series:
     """Return the series for the prefix of an evaluation and the name of a value."""
     first, _, rest = name.partition("_")
     return Series(first, rest) if not prefix and rest and first in PREFIXES else Series(prefix, name)
+
+
+def metrics_of(given: Mapping[str, Metric | str]) -> dict[str, Metric]:
+    """Return `given` with "min" and "max" converted to Metric. Raises UserError for other strings and reserved names."""
+    require_free(given)
+    found = {}
+    for name, value in given.items():
+        direction = value if isinstance(value, str) else value.direction
+        if direction not in ("min", "max"):
+            raise UserError(f'metrics: {name} is {direction!r}: write "min" or "max", whichever is better')
+        found[name] = Metric("min" if direction == "min" else "max") if isinstance(value, str) else value
+    return found
+
+
+def require_free(names: Iterable[str]) -> None:
+    """Raise UserError if one of `names` is a field of every record."""
+    if taken := FIXED.intersection(names):
+        raise UserError(f"{min(taken)} is a field of every record: give the metric another name")

@@ -26,7 +26,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import TENSOR, from_json, to_json
 from hvdtrain.models.weights import is_extra, require_match
 from hvdtrain.training.checkpoint import Facts
-from hvdtrain.training.replicas import named_parameters, own_name
+from hvdtrain.training.names import named_parameters, own_name
 
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # settings of torch's optimizers
 REGISTER = "register the same objects as when it was written, or --resume never"

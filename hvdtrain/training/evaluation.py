@@ -5,14 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from hvdtrain.data.loading import Source
 from hvdtrain.data.sharding import shard
-from hvdtrain.engines.accelerators import read, to_device
+from hvdtrain.engines.accelerators import read
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.inputs import Batch, evaluation_batches, is_stream
+from hvdtrain.training.inputs import Batch
 from hvdtrain.training.sameness import SPLIT, split_of
 
 
@@ -23,14 +21,12 @@ class CutShort(BaseException):
 class Evaluation:
     """The state of one `Run.evaluating` block.
 
-    data: see `Run.evaluating`. heartbeat: called for each batch. Raises UserError for unsupported data.
+    data: see `Run.evaluating`. batches: of it, on this rank; None: it is a number of samples. heartbeat: called for each
+    batch.
     """
 
-    def __init__(self, engine: Engine, data: Any, seed: int, heartbeat: Callable[[], None]):
-        if isinstance(data, bool) or not (isinstance(data, (int, DataLoader, Source)) or is_stream(data)):
-            kind = type(data).__name__
-            raise UserError(f"run.evaluating() got a {kind}: give it a number of samples, or a DataLoader")
-        self._engine, self._data, self._seed, self._heartbeat = engine, data, seed, heartbeat
+    def __init__(self, engine: Engine, data: Any, batches: Iterator[Batch] | None, heartbeat: Callable[[], None]):
+        self._engine, self._data, self._loaded, self._heartbeat = engine, data, batches, heartbeat
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor | float] = {}  # sums of `count`, of the names with which it was given
         self._samples = 0  # of this rank, in the batches yielded so far
@@ -41,31 +37,21 @@ class Evaluation:
 
     def mine(self) -> Any:
         """Return this rank's part of the data: a slice, or an iterator over batches."""
-        if isinstance(self._data, int):
+        if self._loaded is None:
             return shard(self._data, self._engine.rank, self._engine.size)
-        return self._batches()
+        return self._batches(self._loaded)
 
-    def _batches(self) -> Iterator[Any]:
-        for batch in self._loaded():
+    def _batches(self, loaded: Iterator[Batch]) -> Iterator[Any]:
+        for batch in loaded:
             self._heartbeat()
             self._samples += batch.count
             self._in_batch = batch.count
             self._indices = batch.indices
             yield batch.data
 
-    def _loaded(self) -> Iterator[Batch]:
-        if not isinstance(self._data, Source):
-            yield from evaluation_batches(self._engine, self._data, self._seed)
-            return
-        for loaded in self._data.test():
-            self._data.corrupt.note(loaded.corrupt)
-            if loaded.samples:
-                data = to_device((loaded.images, loaded.labels), self._engine.device)
-                yield Batch(data, torch.tensor(loaded.indices, dtype=torch.int64), loaded.samples)
-
     def rows(self) -> Tensor:
         """Return the indices of the samples of the current batch, int64 [b]; of a number of samples, all of this rank's."""
-        if isinstance(self._data, int):
+        if self._loaded is None:
             return torch.arange(self._data)[self.mine()]
         if self._indices is None:
             raise UserError("run.predict() before the first batch: call it in the loop over the batches")
@@ -90,7 +76,7 @@ class Evaluation:
     def _counted(self, name: str) -> int:
         """Return by how many samples of this rank the sum of a metric is divided: as many as there are values of it, where a
         collate_fn makes several of a sample. Raises UserError."""
-        if isinstance(self._data, int) or name not in self._rows:
+        if self._loaded is None or name not in self._rows:
             return self._samples
         rows = self._rows[name] + self._rows_in_sums.get(name, 0)
         if rows % self._samples if self._samples else rows:
@@ -103,7 +89,7 @@ class Evaluation:
         every rank."""
         # A rank without samples has recorded nothing, so collect the names from all ranks.
         split = split_of(getattr(self._data, "dataset", None))
-        held = len(range(self._data)[self.mine()]) if isinstance(self._data, int) else self._samples
+        held = len(range(self._data)[self.mine()]) if self._loaded is None else self._samples
         told = [list(self._sums), list(self._counts), split, held]
         everyone = self._engine.all_gather_object(told, "evaluate.names")
         if any(theirs[2] != split for theirs in everyone):
@@ -124,7 +110,7 @@ class Evaluation:
         mine = torch.tensor([*read(own), *rows], dtype=torch.float64)
         sums = self._engine.sum(mine, "evaluate").tolist()
         counts = dict(zip(names, sums[-len(names) :], strict=True))
-        if isinstance(self._data, int):
+        if self._loaded is None:
             counts = dict.fromkeys(names, float(self._data))
         counts |= dict(zip(counted, sums[len(names) : -len(names)], strict=True))
         totals = [counts[name] for name in names]

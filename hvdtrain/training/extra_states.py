@@ -17,7 +17,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import to_json, unflattened
 from hvdtrain.models.weights import is_extra
 from hvdtrain.training import contents, own_states
-from hvdtrain.training.replicas import own_name
+from hvdtrain.training.names import own_name
 
 HOW = "let get_extra_state return numbers, strings, bytes or tensors, also in lists and dictionaries"
 States = dict[str, dict[str, Any]]  # by module, and by the name in its state_dict

@@ -19,8 +19,8 @@ from hvdtrain.hangs.messages import Fail
 from hvdtrain.hangs.monitor import Monitor
 from hvdtrain.launching.exit_codes import STOPPED
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training import replicas
 from hvdtrain.training.early_end import LeftEarly
+from hvdtrain.training.features import replicas
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.shared_buffers import Kept
 from hvdtrain.training.state import TrainState

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.training.replicas import own_name, prefixes
+from hvdtrain.training.names import own_name, prefixes
 
 
 class Inspection:

@@ -16,7 +16,7 @@ from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.weights import load_weights
 from hvdtrain.training import extra_states
-from hvdtrain.training.replicas import Models, kind_of, named_parameters
+from hvdtrain.training.names import Models, kind_of, named_parameters
 from hvdtrain.training.schedules import is_scheduled
 from hvdtrain.training.shared_buffers import SharedBuffers, give_memory
 from hvdtrain.training.verdict import fuse, takes_flag

@@ -20,7 +20,6 @@ from hvdtrain.data.sharding import mixed_seed, seed_generators
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.portable import to_json, unflattened
 from hvdtrain.training import contents, own_states
-from hvdtrain.training.samplers import reseed
 
 States = dict[str, Any]  # by the name of the generator
 Pair = tuple[States, States]  # when the epoch began, and with which its steps go on
@@ -162,3 +161,17 @@ class Generators:
 def same(one: Any, other: Any) -> bool:
     """Return whether two states are equal."""
     return bool(to_json(one) == to_json(other))
+
+
+def reseed(generator: object, seed: int) -> None:
+    """Seed a generator of torch, Python or numpy. Does nothing for another object."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif numpy is not None and isinstance(generator, numpy.random.Generator):
+        kind = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    elif numpy is not None and isinstance(generator, numpy.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)

@@ -7,7 +7,7 @@ programs.
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,25 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.models import exporting
 from hvdtrain.output.clock import Clock
-from hvdtrain.output.metric_names import Metric
+from hvdtrain.output.metric_names import Metric, require_free
 from hvdtrain.output.metrics_logger import MetricsLogger
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.checkpoint import Facts, name_of
+from hvdtrain.training.checksums import require_same_on_all
 from hvdtrain.training.evaluation import CutShort, Evaluation
 from hvdtrain.training.gather import gather
 from hvdtrain.training.guard import Guard, Stopped
-from hvdtrain.training.inputs import Input, open_input, same
+from hvdtrain.training.inputs import Input, Kind
 from hvdtrain.training.local_steps import LocalSteps
+from hvdtrain.training.names import own_name
 from hvdtrain.training.predictions import Predictions, write_predictions
 from hvdtrain.training.prepared import Prepared, refuse_replicas
 from hvdtrain.training.randomness import is_generator
-from hvdtrain.training.replicas import own_name, require_same_on_all
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.schedules import positions, require_length, require_registered, require_stepped
-from hvdtrain.training.state import Best, Initial, TrainState, require_free
+from hvdtrain.training.sources import evaluation_batches, open_input, same
+from hvdtrain.training.state import Best, Initial, TrainState
 from hvdtrain.training.step import Shared, Step, keep_in_order
 
 
@@ -47,13 +49,14 @@ class Run:
 
     def __init__(
         self, engine: Engine, flags: Flags, asked: Mapping[str, object], metrics: Mapping[str, Metric], output: RunOutput,
-        checkpoints: Checkpoints, guard: Guard, profile: Profile, state: TrainState,
+        checkpoints: Checkpoints, guard: Guard, profile: Profile, state: TrainState, kinds: Sequence[Kind],
     ):  # fmt: skip
         self.engine, self.flags, self.metrics = engine, flags, metrics
         self.rank, self.size, self.device, self.seed = engine.rank, engine.size, engine.device, flags.seed
         self.output, self.checkpoints, self.guard, self.profile = output, checkpoints, guard, profile
         self.state = state  # the position in training; always the same object
         self.initial: Initial = checkpoints.initial  # derive learning rates from this; unchanged by a resume
+        self._kinds = kinds  # of data
         self.exit_code = 0
         self.ended = False  # the block of `training.start` was left
         self.clock = Clock(engine.device)
@@ -299,7 +302,7 @@ class Run:
         data: what `run.steps` gets; of several tensors, one.
         """
         self._require_running("run.total_steps()")
-        opened = open_input(self.engine, (data,), self.seed, self.flags.batch_size, self.output)
+        opened = open_input(self._kinds, self.engine, (data,), self.seed, self.flags.batch_size, self.output)
         if not opened.per_epoch:
             how = "write run.epochs(steps=NUMBER), and give the scheduler this number"
             raise UserError(f"run.total_steps(): the length of a stream is not known: {how}", everywhere=True)
@@ -361,7 +364,7 @@ class Run:
 
     def _opened(self, data: tuple[Any, ...]) -> Input:
         before, state = self._input, self.state
-        opened = open_input(self.engine, data, self.seed, self.flags.batch_size, self.output)
+        opened = open_input(self._kinds, self.engine, data, self.seed, self.flags.batch_size, self.output)
         how = "give every rank all samples, each takes its part of them"
         self.engine.require_equal("the number of samples of run.steps()", opened.samples, how)
         if before is not None and before.samples != opened.samples:
@@ -562,9 +565,11 @@ class Run:
             prepared.buffers.share((self.state.epoch, self.state.step, self._in_steps), beside)
             if line := prepared.buffers.warning():
                 self.say(line)
-        self._evaluation = evaluation = Evaluation(self.engine, data, self.seed, self._go_on_evaluating)
+        whole = isinstance(data, int) and not isinstance(data, bool)
+        batches = None if whole else evaluation_batches(self._kinds, self.engine, data, self.seed)
+        self._evaluation = evaluation = Evaluation(self.engine, data, batches, self._go_on_evaluating)
         if self.flags.predict is not None:
-            self._predictions = Predictions(whole=isinstance(data, int))
+            self._predictions = Predictions(whole=whole)
         modes = [(module, module.training) for model in (*prepared.replicas, *averaged) for module in model.modules()]
         for model in (*prepared.replicas, *averaged):
             model.eval()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.buffers import running_statistics
-from hvdtrain.training.replicas import own_name, prefixes
+from hvdtrain.training.names import own_name, prefixes
 
 Shapes = dict[str, list[int] | None]  # of a module's persistent buffers, by name; None: there is no tensor yet
 Late = list[Any]  # JSON: name, shape when training began, shape and dtype when the checkpoint was saved

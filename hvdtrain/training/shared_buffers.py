@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.buffers import running_statistics
-from hvdtrain.training.replicas import Models, checksum, kind_of, own_name, prefixes
+from hvdtrain.training.checksums import checksum
+from hvdtrain.training.names import Models, kind_of, own_name, prefixes
 
 
 def give_memory(model: nn.Module) -> None:

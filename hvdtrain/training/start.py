@@ -20,16 +20,33 @@ from hvdtrain.engines.start import start as start_engine
 from hvdtrain.hangs.monitor import monitor_ranks, remember_ignored
 from hvdtrain.hangs.start_limit import limited_start
 from hvdtrain.hangs.timeouts import HangTimeouts
-from hvdtrain.output.metric_names import Metric
+from hvdtrain.output.metric_names import Metric, metrics_of
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import early_end
+from hvdtrain.training.features.images import IMAGES
+from hvdtrain.training.features.samplers import SAMPLED
+from hvdtrain.training.features.several import several_of
+from hvdtrain.training.features.streams import STREAM
 from hvdtrain.training.guard import Guard, Stopped
+from hvdtrain.training.inputs import NUMBER, TENSORS
+from hvdtrain.training.loaders import LOADER
 from hvdtrain.training.local_steps import worker_of
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
-from hvdtrain.training.state import metrics_of
 
+KINDS = (
+    IMAGES,
+    STREAM,
+    SAMPLED,
+    LOADER,
+    NUMBER,
+    TENSORS,
+)  # of data; the first one that takes it
+DATA = (
+    *KINDS,
+    several_of(KINDS),
+)
 _running: list[bool] = []  # one, inside `start`
 
 
@@ -139,7 +156,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         Guard(engine, worker, flags, output, monitor) as guard,
         Profile(engine, flags, output, guard.heartbeat) as profile,
     ):
-        run = Run(engine, flags, asked, metrics, output, checkpoints, guard, profile, state)
+        run = Run(engine, flags, asked, metrics, output, checkpoints, guard, profile, state, DATA)
         torch.manual_seed(flags.seed)
         seed_generators(flags.seed)
         if flags.evaluate is None and flags.output_dir in finished and checkpoints.facts is not None:

@@ -1,11 +1,7 @@
 """The position in training, its initial configuration and its metrics: plain data, the same on all ranks."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-from hvdtrain.engines.errors import UserError
-from hvdtrain.output.metric_names import FIXED, Metric
 
 
 @dataclass
@@ -54,21 +50,3 @@ class Initial(NamedTuple):
     def global_batch(self) -> int:
         """Samples per step, over all ranks and micro-batches."""
         return self.ranks * self.batch_size * self.accumulate
-
-
-def metrics_of(given: Mapping[str, Metric | str]) -> dict[str, Metric]:
-    """Return `given` with "min" and "max" converted to Metric. Raises UserError for other strings and reserved names."""
-    require_free(given)
-    found = {}
-    for name, value in given.items():
-        direction = value if isinstance(value, str) else value.direction
-        if direction not in ("min", "max"):
-            raise UserError(f'metrics: {name} is {direction!r}: write "min" or "max", whichever is better')
-        found[name] = Metric("min" if direction == "min" else "max") if isinstance(value, str) else value
-    return found
-
-
-def require_free(names: Iterable[str]) -> None:
-    """Raise UserError if one of `names` is a field of every record."""
-    if taken := FIXED.intersection(names):
-        raise UserError(f"{min(taken)} is a field of every record: give the metric another name")

@@ -14,13 +14,14 @@ from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.clock import Clock
+from hvdtrain.output.metric_names import require_free
 from hvdtrain.training.guard import Guard
 from hvdtrain.training.inputs import Batch, Input
 from hvdtrain.training.non_finite import Inspection
 from hvdtrain.training.prepared import ADDED, Prepared
 from hvdtrain.training.reuse import Outputs
 from hvdtrain.training.shared_buffers import Kept
-from hvdtrain.training.state import TrainState, require_free
+from hvdtrain.training.state import TrainState
 from hvdtrain.training.verdict import Verdict, not_finite
 
 UPDATE = "call step.update() after the loop over step.batches()"

@@ -19,11 +19,11 @@ from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.buffers import flatten, floating_buffers
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.horovod import carries_bf16
+from hvdtrain.output.metric_names import Metric
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.guard import Stopped
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.start import started
-from hvdtrain.training.state import Metric
 from tests.single.training.small import fit
 
 N = 22  # with batches of 4: at 3 ranks the last step has 10 samples, at 2 ranks 6

@@ -25,7 +25,7 @@ from hvdtrain.models import classifiers as models
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import optim
 from hvdtrain.training.evaluation import Evaluation
-from hvdtrain.training.inputs import Images
+from hvdtrain.training.features.images import Images, evaluated
 from hvdtrain.training.state import Initial, TrainState
 from tests import image_set
 
@@ -105,7 +105,7 @@ def test_an_input_worker_of_a_rank_with_a_gpu_does_not_start_cuda(kind, folder, 
     monkeypatch.setattr(images, "loader", noted)
     monkeypatch.setattr(shards, "loader", noted)
     flags = SimpleNamespace(seed=1, batch_size=8, accumulate=1)
-    source.train(Images(engine, source, None).plan(engine, flags, Initial(1, 8, 1), TrainState(), 1))
+    source.train(Images(engine, source, 1, 8, None).plan(engine, flags, Initial(1, 8, 1), TrainState(), 1))
     source.test()
     monkeypatch.setattr(torch.cuda, "_lazy_init", start)
     for bundle in sent:
@@ -459,7 +459,7 @@ def test_evaluation_counts_readable_samples_only(engine):
         loading.Loaded(logits[:1], labels[:1], 0, [CorruptSample("x", "y")]),
     ]
     source = loading.Source("test", "", 8, 9, lambda plan: [], lambda: batches, corrupt=CorruptSamples(1, 9))
-    evaluation = Evaluation(engine, source, 1, lambda: None)
+    evaluation = Evaluation(engine, source, evaluated(engine, source, 1), lambda: None)
     for outputs, truth in evaluation.mine():
         hits = outputs.topk(5).indices == truth[:, None]
         evaluation.add({"first": hits[:, 0], "five": hits}, None)

@@ -20,7 +20,7 @@ from hvdtrain.data import fork_server, loading
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.start import start
 from hvdtrain.launching.processes import runs
-from hvdtrain.training import inputs
+from hvdtrain.training import loaders
 from hvdtrain.training import parser as parser_of_training
 from tests.waiting import wait_for
 
@@ -169,7 +169,7 @@ def test_workers_that_cannot_start_say_why(monkeypatch, error, said):
     monkeypatch.setattr(loading, "loader", lambda *arguments, **options: Fails())
     given = DataLoader(torch.arange(4), num_workers=1)
     with pytest.raises(UserError, match=re.escape(said)):
-        inputs.iterate(SimpleNamespace(device=torch.device("cpu")), given, 1, iter(()))
+        loaders.iterate(SimpleNamespace(device=torch.device("cpu")), given, 1, iter(()))
 
 
 def test_a_worker_that_imports_the_program_does_not_train(monkeypatch):

@@ -21,7 +21,7 @@ from hvdtrain.engines.precision import choose_amp, default_predivision
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import start
 from hvdtrain.hangs import leaving
-from hvdtrain.training import replicas
+from hvdtrain.training import checksums
 
 # ---- gradients on the wire
 
@@ -122,7 +122,7 @@ def test_replicas_are_compared_in_chunks_with_the_same_sums(parameter):
     bits = parameter.contiguous().reshape(-1).view(kind)
     whole = (bits * torch.arange(1, len(bits) + 1)).sum()
     with Largest() as largest:
-        assert replicas.checksum(parameter) == whole
+        assert checksums.checksum(parameter) == whole
     assert largest.bytes <= 2**22
 
 

@@ -14,10 +14,9 @@ import torch
 from hvdtrain.engines.base import Setting
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.launching import processes
-from hvdtrain.launching.processes import seconds_without_core
 from hvdtrain.output import progress as display
 from hvdtrain.output import terminal
-from hvdtrain.output.clock import Clock, RankTimes, Window, shares
+from hvdtrain.output.clock import Clock, RankTimes, Window, seconds_without_core, shares
 from hvdtrain.output.progress import Display, hint, line, remedies, slowest
 from hvdtrain.output.run_output import RunOutput, automatic
 

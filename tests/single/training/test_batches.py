@@ -10,10 +10,10 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from hvdtrain import training
-from hvdtrain.data.loading import Plan
+from hvdtrain.data.plan import Plan
 from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.beside import beside
+from hvdtrain.training.features.several import beside
 from hvdtrain.training.inputs import Indices
 from tests.single.training import small
 

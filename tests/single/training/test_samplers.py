@@ -22,10 +22,10 @@ from torch.utils.data import (
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from hvdtrain import training
-from hvdtrain.data.loading import Plan
+from hvdtrain.data.plan import Plan
 from hvdtrain.data.sharding import batches_after, steps_of_batches
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.training.samplers import Drawn
+from hvdtrain.training.features.samplers import Drawn
 from tests.single.training import small
 
 N = 40

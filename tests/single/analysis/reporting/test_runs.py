@@ -9,8 +9,7 @@ from hvdtrain import report
 from hvdtrain.analysis.reporting import page
 from hvdtrain.analysis.reporting.runs import differing, read_runs, results, time_shares
 from hvdtrain.engines.errors import UserError
-from hvdtrain.output.metric_names import Series, named_values, recorded_metrics
-from hvdtrain.training.state import Metric
+from hvdtrain.output.metric_names import Metric, Series, named_values, recorded_metrics
 from tests.single.analysis.reporting.run_records import (
     ACCURACY,
     GAN,

@@ -1,19 +1,20 @@
 """The order of a user's sampler or batch sampler: drawn once per epoch, under the seed and the epoch, alike on all ranks."""
 
 import hashlib
-import random
-import sys
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from hvdtrain.data.sharding import kept, mixed_seed, seed_generators
+from hvdtrain.data.sharding import PlannedBatch, kept, mixed_seed, seed_generators, shard
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.training.inputs import Batch, Kind
+from hvdtrain.training.loaders import Loader, in_batches, loaded, parts_of, require_usable
+from hvdtrain.training.randomness import reseed
 
 ENDLESS = 100_000  # draws, of a small data set
 
@@ -138,22 +139,64 @@ def numbered(batches: list[Tensor], count: int) -> list[Tensor]:
     return list(order.split([len(batch) for batch in batches]))
 
 
-def parts_of(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler and those that it holds, such as the sampler of a BatchSampler."""
-    yield sampler
-    held = getattr(sampler, "__dict__", {}).values()
-    yield from chain.from_iterable(parts_of(value) for value in held if isinstance(value, Sampler))
+class SampledLoader(Loader):
+    """A DataLoader with a sampler or batch sampler of the user's own."""
+
+    def _read_sampler(self) -> None:
+        self._drawn = drawn(self._engine, self._given, self._seed)
+        self.per_epoch = self._drawn.samples
+        if self._given.batch_size is None:
+            self.batches = self._numbered
+
+    def require_unchanged(self, epoch: int) -> None:
+        super().require_unchanged(epoch)
+        with self._engine.raising_together("sampler"):
+            digest = self._drawn.digest(epoch)
+        self._drawn.require_equal(digest)
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        return torch.cat(self._numbered(seed, epoch)) if self._drawn.samples else torch.empty(0, dtype=torch.int64)
+
+    def load(self, planned: PlannedBatch) -> Batch:
+        batch = super().load(planned)
+        batch.indices = batch.indices % self.samples
+        return batch
+
+    def _numbered(self, seed: int, epoch: int) -> list[Tensor]:
+        return numbered(self._drawn.batches(seed, epoch), self.samples)
 
 
-def reseed(generator: object, seed: int) -> None:
-    """Seed a generator of torch, Python or numpy. Does nothing for another object."""
-    numpy = sys.modules.get("numpy")
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, random.Random):
-        generator.seed(seed)
-    elif numpy is not None and isinstance(generator, numpy.random.Generator):
-        kind = type(generator.bit_generator)
-        generator.bit_generator.state = kind(seed).state
-    elif numpy is not None and isinstance(generator, numpy.random.RandomState):
-        generator.seed(seed & 0xFFFFFFFF)
+def has_own_sampler(data: Any) -> bool:
+    """Return whether `data` is a DataLoader whose order is another one than that of shuffle=True and False."""
+    if not isinstance(data, DataLoader) or not hasattr(data.dataset, "__len__"):
+        return False
+    if data.batch_size is None:
+        return data.batch_sampler is not None
+    sampler: Any = data.sampler
+    count = len(data.dataset)
+    # Not of a subclass, which may have an order of its own.
+    if type(sampler) is SequentialSampler and len(sampler) == count:
+        return False
+    plain = type(sampler) is RandomSampler and not sampler.replacement
+    return not (plain and len(sampler) == len(sampler.data_source) == count)
+
+
+def drawn(engine: Engine, given: DataLoader[Any], seed: int) -> Drawn:
+    """Return the order that the DataLoader's sampler or batch sampler draws. A collective. Raises UserError."""
+    whole = given.batch_size is None
+    count = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
+    return Drawn(engine, given.batch_sampler if whole else given.sampler, seed, count, in_batches=whole)
+
+
+def evaluated(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Batch]:
+    """Yield this rank's batches of a test set, in the order of the sampler. Over all ranks, each sample is yielded once."""
+    require_usable(given)
+    order = drawn(engine, given, seed)
+    if given.batch_size is None:
+        batches = order.batches(seed, 0)
+        yield from loaded(engine, given, seed, batches[shard(len(batches), engine.rank, engine.size)])
+    else:
+        yield from in_batches(engine, given, seed, order.order(seed, 0))
+
+
+SAMPLED = Kind(has_own_sampler, SampledLoader, evaluated)

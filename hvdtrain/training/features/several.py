@@ -5,7 +5,8 @@ R is the ratio of their batch sizes. Each rank takes the same share of both, so 
 The position in each follows from the number of samples of the first one that are done.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hvdtrain.cli import Flags
-from hvdtrain.data.loading import Plan
+from hvdtrain.data.plan import Plan
 from hvdtrain.data.sharding import PlannedBatch, mixed_seed
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.inputs import Batch, Input, Loader, is_stream, open_input
+from hvdtrain.training.inputs import Batch, Input, Kind, are_tensors
+from hvdtrain.training.loaders import is_stream
+from hvdtrain.training.sources import open_input
 from hvdtrain.training.state import Initial, TrainState
 
 Part = tuple[Input, int]  # a data set of the step, and its number of samples for each sample of the first one
@@ -53,10 +55,11 @@ class Together(dict[str, Any]):
 class Several(Input):
     """Several inputs in one step, by name. Batches are dictionaries with a part for each. Raises UserError."""
 
-    def __init__(self, engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int):
+    def __init__(self, kinds: Sequence[Kind], engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int):
+        """kinds: of the parts."""
         self._parts: dict[str, Part] = {}
         for name, what in data.items():
-            self._parts[name] = part_of_step(engine, name, what, seed, batch_size, first=not self._parts)
+            self._parts[name] = part_of_step(kinds, engine, name, what, seed, batch_size, first=not self._parts)
         (self._name, (self._first, _)), *self._others = self._parts.items()
         self.samples, self.per_epoch = self._first.samples, self._first.per_epoch
         self.split = self._first.split
@@ -66,12 +69,12 @@ class Several(Input):
     def order(self, seed: int, epoch: int) -> Tensor:
         return self._first.order(seed, epoch)
 
-    def plan(self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int) -> Plan:
+    def plan(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> Plan:
         plan = self._first.plan(engine, flags, initial, state, epochs)
         self.per_epoch = plan.per_epoch  # with drop_last=True, not all samples
         return plan
 
-    def begin(self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int) -> int:
+    def begin(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> int:
         self._state = state
         return super().begin(engine, flags, initial, state, epochs)
 
@@ -100,9 +103,10 @@ class Several(Input):
         return batch
 
 
-def part_of_step(engine: Engine, name: str, what: Any, seed: int, batch_size: int, *, first: bool) -> Part:
+def part_of_step(
+    kinds: Sequence[Kind], engine: Engine, name: str, what: Any, seed: int, batch_size: int, *, first: bool
+) -> Part:
     """Return the input of one of several data sets. first: it determines the epochs. Raises UserError."""
-    given = what if isinstance(what, tuple) else (what,)
     if is_stream(what):
         how = "make one stream of both"
         raise UserError(f"run.steps: {name!r} is a stream, and goes with other data in a step: {how}")
@@ -118,12 +122,19 @@ def part_of_step(engine: Engine, name: str, what: Any, seed: int, batch_size: in
             how = f"give it a multiple of --batch-size {batch_size}"
             raise UserError(f"run.steps: {name!r} has batch_size={what.batch_size}: {how}")
         ratio = 1 if first else what.batch_size // batch_size
-        source: Input = Loader(engine, what, seed, batch_size * ratio)
-    elif all(isinstance(one, Tensor) and one.ndim for one in given):
-        source = open_input(engine, given, seed, batch_size, None)  # of equal lengths
-    else:
+    elif not are_tensors(what):
         how = "give it a DataLoader, or tensors in a tuple"
         raise UserError(f"run.steps: {name!r} is a {type(what).__name__}: {how}")
+    parts = what if isinstance(what, tuple) else (what,)
+    source = open_input(kinds, engine, parts, seed, batch_size * ratio, None)
     if not source.per_epoch:
         raise UserError(f"run.steps: {name!r} has no samples", everywhere=True)
     return source, ratio
+
+
+def several_of(kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of data that is a dictionary of these."""
+    return Kind(
+        lambda data: isinstance(data, Mapping) and bool(data),
+        lambda engine, data, seed, batch_size, _: Several(kinds, engine, data, seed, batch_size),
+    )

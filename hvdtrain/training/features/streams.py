@@ -12,6 +12,7 @@ import copy
 import hashlib
 import itertools
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from hvdtrain.cli import Flags
 from hvdtrain.data import loading
 from hvdtrain.data.packing import Travels
 from hvdtrain.data.sharding import PlannedBatch, PlannedStep, mixed_seed, seed_generators
@@ -28,10 +28,10 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import from_json, to_json
 from hvdtrain.training.fetching import may_leave_out, samples_in
-from hvdtrain.training.inputs import (
-    Batch,
-    Input,
+from hvdtrain.training.inputs import Batch, Input, Kind
+from hvdtrain.training.loaders import (
     is_stateful,
+    is_stream,
     iterate,
     own_randomness,
     require_batch_size,
@@ -280,7 +280,7 @@ class Stream(Input):
         self._seen: dict[int, int] = {}  # digest of a batch -> rank: of the first batches of an epoch
         self._said = False
 
-    def begin(self, engine: Engine, flags: Flags, initial: Initial, state: TrainState, epochs: int) -> int:
+    def begin(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> int:
         self._state, self._per_step = state, initial.ranks * initial.accumulate
         self._keeps = flags.output_dir is not None
         return 0
@@ -420,3 +420,6 @@ class Stream(Input):
         if self._keeps and without_state(self._reader.position()):
             lost = "a resumed run begins the epoch of this stream anew"
             self._output.say(f"{self._name} has no state_dict and load_state_dict: {lost}")
+
+
+STREAM = Kind(is_stream, Stream, evaluated)

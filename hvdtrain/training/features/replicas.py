@@ -1,0 +1,44 @@
+"""Compares the weights of all ranks, bit by bit."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import Failure
+from hvdtrain.training.checksums import checksum
+from hvdtrain.training.names import named_parameters
+
+
+def compare(
+    engine: Engine, models: Sequence[nn.Module], name_of: Callable[[int], str], step: int, check_steps: int,
+    everywhere: bool = True,
+) -> None:  # fmt: skip
+    """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.
+
+    name_of: returns the name of a rank. check_steps: steps between two comparisons; 0: there are none. everywhere: these are
+    all ranks of the run.
+    """
+    named = named_parameters(models) if engine.size > 1 else []
+    if not named:
+        return
+    names = [name for name, _ in named]
+    sums = torch.stack([checksum(parameter) for _, parameter in named]).cpu()
+    rows = engine.all_gather(sums, "guard.replicas")
+    kinds = Counter(tuple(row.tolist()) for row in rows)
+    if len(kinds) == 1:
+        return
+    usual, votes = kinds.most_common(1)[0]
+    unlike = [rank for rank, row in zip(engine.ranks(), rows, strict=True) if tuple(row.tolist()) != usual]
+    first = next(i for i in range(len(names)) if len(set(rows[:, i].tolist())) > 1)
+    who = " and ".join(map(name_of, unlike))
+    said = f"{who} has different weights than the other ranks"
+    if votes * 2 <= engine.size:
+        how = f"{who} differs from the other ranks"
+        said = f"the weights differ between ranks, and no majority says which are right ({how})"
+    since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"
+    how = "start again from a checkpoint; check that host's memory, and that no forward pass changes weights (max_norm)"
+    said += f": first in {names[first]}, {since}: {how}"
+    raise Failure(said, everywhere=everywhere)
