@@ -31,7 +31,7 @@ from hvdtrain.output.progress import Display, remedies
 
 if TYPE_CHECKING:
     from hvdtrain.output.tensorboard import Board
-    from hvdtrain.output.tracking import Sender
+    from hvdtrain.output.tracking import Tracker
 
 
 class RunOutput:
@@ -56,7 +56,7 @@ class RunOutput:
         self._missing = 0  # lines that could not be written since the last successful write
         self._wants_board, self._track_as = tensorboard, track_as
         self._board: Board | None = None
-        self._tracker: Sender | None = None
+        self._tracker: Tracker | None = None
         self._display = Display(self.say) if progress and self.speaks else None
 
     def open(self, *, continued: bool) -> None:
@@ -85,9 +85,9 @@ class RunOutput:
             except OSError as error:
                 lines.warn(f"no TensorBoard output ({error.strerror or error}): training continues")
         if self._track_as is not None:
-            from hvdtrain.output.tracking import tracker
+            from hvdtrain.output.tracking import Tracker
 
-            self._tracker = tracker(*self._track_as, directory, continued)
+            self._tracker = Tracker(*self._track_as, directory, continued)
 
     # ---- lines
 

@@ -48,7 +48,6 @@ def test_a_run_that_was_stopped_goes_on_in_its_record(store, tmp_path):
 
     client = mlflow.MlflowClient(tracking_uri=store)
     (run,) = client.search_runs([client.get_experiment_by_name("stopped").experiment_id])
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"summary.json"}
     assert (run.data.params["dataset"], run.data.params["epochs"]) == ("digits", "2")
     steps = [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")]
     assert sorted(steps) == list(range(1, 21))
@@ -69,7 +68,7 @@ def test_without_a_server_the_record_is_in_the_output_folder_or_the_run_goes_on_
     assert done["local"].code == done["down"].code == 0, done
     assert "warning" not in done["local"].stderr
     assert "warning: --track: http://127.0.0.1:9 does not accept this run at the moment" in done["down"].stderr
-    assert len(list((tmp_path / "local" / "mlflow").glob("*/*/artifacts/summary.json"))) == 1
+    assert len(list((tmp_path / "local" / "mlflow").glob("*/*/metrics/summary/test_accuracy"))) == 1
 
 
 @without_wandb
