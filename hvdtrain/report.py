@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hvdtrain import cli
 from hvdtrain.analysis import plotting
-from hvdtrain.analysis.reporting import page, pictures, runs
+from hvdtrain.analysis.reporting import page, runs
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str] | None = None) -> cli.Flags:
 def make(directories: Sequence[Path], output_dir: Path) -> Path:
     """Read the runs, write the page, and return its path. Raises UserError."""
     found = runs.read_runs(directories)
-    whole = page.build(found, list(pictures.draw_all(found)))
+    whole = page.build(found, page.draw_all(found))
     path = output_dir / "report.html"
     with files.output_to(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)

@@ -2,30 +2,37 @@
 
 import base64
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
-from math import isfinite, isnan
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.analysis import plotting
-from hvdtrain.analysis.reporting.pictures import MOST_VALUES, Picture, names_to_draw
-from hvdtrain.analysis.reporting.runs import RecordedRun, Result, differing, results
-from hvdtrain.output.metric_names import Metric, number
+from hvdtrain.analysis.reporting.runs import Event, RecordedRun, differing, results, time_shares
+from hvdtrain.output.metric_names import Series, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # The browser fetches and runs nothing, whatever the names in a run contain.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 STYLE = """
 :root { color-scheme: light dark; }
 body { max-width: 68rem; margin: auto; padding: 2rem 1rem; font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h3 { margin: 0; font-size: 0.95rem; }
-.soft, figcaption, footer { opacity: 0.7; font-size: 0.85rem; }
-.pair { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); }
-figure { margin: 0; }
-img { display: block; width: 100%; background: #ffffff; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
+figure { margin: 0 0 1.5rem; overflow-x: auto; }
+img { display: block; max-width: 100%; background: #ffffff; }
+table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.4rem 0.9rem 0.4rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #80808055; }
-.notes { padding: 0.7rem 1rem; background: #ffcc0033; }
+.notes { padding: 0.1rem 1rem; background: #ffcc0033; }
 """
+MOST_VALUES = 12  # limit for drawn values
+MOST_RANKS = 16  # bars per run
+PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
+RATE = "samples_per_second"
+DATA = {"test": "test set", "validation": "validation set", "val": "validation set", "": "evaluations"}
+Curve = tuple[list[Event], list[float], dict[str, Any]]  # points, their values, a style
+MARKERS = {"o": "dots", "^": "triangles", "s": "squares"}  # of the first three data sets that a value was evaluated on
 
 
 def text(value: object) -> str:
@@ -33,161 +40,174 @@ def text(value: object) -> str:
     return escape(plotting.printable(value))
 
 
-def build(runs: Sequence[RecordedRun], pictures: Sequence[Picture]) -> str:
-    """Return the page as HTML: the results, then the pictures, then the configuration of the runs."""
+def build(runs: Sequence[RecordedRun], drawn: Iterable[tuple[str, bytes]]) -> str:
+    """Return the page as HTML: the results, the plots (titles and PNG files), the configuration of the runs."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = dict.fromkeys(str(run.start.get("reason") or run.start.get("dataset") or "?") for run in runs)
-    head = (
+    notes = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
+    if left := names_to_draw(runs)[MOST_VALUES:]:
+        notes.append(f"not drawn, as the record has more than {MOST_VALUES} values: {', '.join(left)}")
+    shown = "".join(
+        f'<figure><figcaption>{text(name)}</figcaption><img alt="{text(name)}" src="data:image/png;base64,'
+        f'{base64.b64encode(png).decode()}"></figure>\n'
+        for name, png in drawn
+    )
+    config = {name: [run.config.get(name, "-") for run in runs] for run in runs for name in run.config}
+    first = differing(runs) if len(runs) > 1 else ["ranks", "engine"]
+    told = [figures(run) for run in runs]
+    rows = {name: config[name] for name in first}
+    rows |= {
+        label: [each.get(label, "-") for each in told]
+        for label in dict.fromkeys(label for each in told for label in each)
+    }
+    return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{text(title)} · hvdtrain</title>\n'
         f'<link rel="icon" href="data:,">\n<style>\n{STYLE}</style>\n</head>\n<body>\n'
+        f"<h1>{text(title)}</h1><p>{text('; '.join(data))}</p>\n{table(runs, rows)}\n"
+        + (f'<div class="notes">{"".join(f"<p>{text(note)}</p>" for note in notes)}</div>\n' if notes else "")
+        + f"{shown}<details><summary>Configuration</summary>{table(runs, config)}</details>\n"
+        f"<p>Made by hvdtrain.report, {time.strftime('%Y-%m-%d %H:%M:%S')}.</p>\n</body>\n</html>\n"
     )
-    parts = [
-        f'<h1>{text(title)}</h1><p class="soft">{text("; ".join(data))}</p>',
-        f"<h2>Results</h2>{comparison(runs)}",
-        notes(runs),
-        section("Learning", [picture for picture in pictures if picture.part == "learning"], undrawn(runs)),
-        section("Where the time goes", [picture for picture in pictures if picture.part == "time"]),
-        configuration(runs),
-        f"<footer><p>Made by hvdtrain.report, {moment(time.time())}.</p></footer>\n</body>\n</html>\n",
-    ]
-    return head + "\n".join(part for part in parts if part)
-
-
-# ---- numbers as text
-
-
-def moment(seconds: float) -> str:
-    """Return seconds since the epoch as local date and time."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return "?"
-
-
-def duration(seconds: float | None) -> str:
-    """Return seconds as text, in minutes or hours if they are many."""
-    if seconds is None or not isfinite(seconds):
-        return "-"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def written(value: float, metric: Metric | None) -> str:
-    """Return a value as the script prints it; very small and very large ones shorter."""
-    if (metric is not None and metric.percent) or value == 0 or 1e-3 <= abs(value) < 1e5:
-        return (metric or Metric("min")).show(value)
-    return f"{value:.4g}"
-
-
-def outdone(result: Result) -> bool:
-    """Return whether an earlier evaluation was better than the last."""
-    if result.metric is None or result.best is None:
-        return False
-    return result.metric.better(result.best, result.value) or isnan(result.value)
-
-
-def figures(run: RecordedRun) -> dict[str, str]:
-    """Return the results by name; for a run that has not ended, the results so far."""
-    found: dict[str, str] = {}
-    for result in results(run):
-        found[result.label] = written(result.value, result.metric)
-        if result.samples and isfinite(result.samples):
-            found[result.label] += f" of {result.samples:,.0f}"
-        if outdone(result):
-            epoch = "" if result.best_epoch is None else f" in epoch {result.best_epoch:.0f}"
-            found[f"best {result.label}"] = f"{written(result.best or 0.0, result.metric)}{epoch}"
-    spent, whole = number(run.summary.get("train_seconds")), run.seconds
-    if len(run.attempts) == 1:  # the summary's has the start of the process
-        whole = number(run.summary.get("total_seconds")) or whole
-    if spent is not None:
-        found["training"] = duration(spent)
-    found["in all"] = duration(whole)
-    found["throughput"] = throughput(run)
-    samples = number(run.summary.get("samples")) or (run.train[-1]["samples"] if run.train else None)
-    if run.counts_samples:
-        found["samples"] = "-" if samples is None else f"{samples:,.0f}"
-    else:
-        found["steps"] = f"{run.train[-1]['step']:,.0f}"
-    found["state"] = run.state
-    if again := len(run.attempts) - 1:
-        found["state"] += f", {again} restart{'s'[: again > 1]}, from step {run.attempts[-1].step:,.0f}"
-    return found
-
-
-def throughput(run: RecordedRun) -> str:
-    """Return samples per second if they are counted, else steps per second between the recorded steps."""
-    rate = number(run.summary.get("samples_per_second"))
-    if rate is None and run.train:
-        rate = number(run.train[-1].get("samples_per_second"))
-    if rate is not None:
-        tokens = number(run.summary.get("tokens_per_second"))
-        return f"{rate:,.0f} samples/s" + (f", {tokens:,.0f} tokens/s" if tokens else "")
-    if len(run.train) < 2 or run.train[-1]["seconds"] <= run.train[0]["seconds"]:
-        return "-"
-    first, last = run.train[0], run.train[-1]
-    return f"{(last['step'] - first['step']) / (last['seconds'] - first['seconds']):.3g} steps/s"
-
-
-# ---- tables
 
 
 def table(runs: Sequence[RecordedRun], rows: Mapping[str, Sequence[str]]) -> str:
     """Return a table as HTML: a column for each run. rows: cells by name."""
     head = "".join(f"<th>{text(run.name)}</th>" for run in runs)
     body = "".join(
-        f"<tr><th>{text(name.replace('_', '-'))}</th>{''.join(f'<td>{text(cell)}</td>' for cell in cells)}</tr>"
+        f"<tr><th>{text(name.replace('_', '-'))}</th>{''.join(f'<td>{text(cell)}</td>' for cell in cells)}</tr>\n"
         for name, cells in rows.items()
     )
-    return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f"<figure><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></figure>"
 
 
-def comparison(runs: Sequence[RecordedRun]) -> str:
-    """Return a table as HTML: the differences between the runs (of a single one, its ranks and engine), then the results."""
-    named = differing(runs) if len(runs) > 1 else ["ranks", "engine"]
-    told = [figures(run) for run in runs]
-    rows = {name: [run.config.get(name, "-") for run in runs] for name in named}
-    labels = dict.fromkeys(label for each in told for label in each)
-    return table(runs, rows | {label: [each.get(label, "-") for each in told] for label in labels})
+def figures(run: RecordedRun) -> dict[str, str]:
+    """Return the results by name; for a run that has not ended, the results so far."""
+    found = results(run)
+    spent, whole = number(run.summary.get("train_seconds")), run.seconds
+    if len(run.attempts) == 1:  # the summary's has the start of the process
+        whole = number(run.summary.get("total_seconds")) or whole
+    if spent is not None and isfinite(spent):
+        found["training"] = f"{spent:,.1f} s"
+    found["in all"] = f"{whole:,.1f} s"
+    last: Event = run.train[-1] if run.train else {}
+    for name, unit in ((RATE, "samples/s"), ("tokens_per_second", "tokens/s"), ("samples", "")):
+        value = number(run.summary.get(name, last.get(name)))
+        if value is not None and isfinite(value):
+            found[unit or name] = f"{value:,.0f}"
+    found["state"] = run.state
+    if again := len(run.attempts) - 1:
+        found["state"] += f", {again} restart{'s'[: again > 1]}, from step {run.attempts[-1].step:,.0f}"
+    return found
 
 
-def configuration(runs: Sequence[RecordedRun]) -> str:
-    """Return a table of all flags and facts as HTML."""
-    names = dict.fromkeys(name for run in runs for name in run.config)
-    rows = {name: [run.config.get(name, "-") for run in runs] for name in names}
-    return f"<details><summary>Configuration</summary>{table(runs, rows)}</details>"
+# ---- plots
 
 
-# ---- the other parts
+def draw_all(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
+    """Yield the plots of the runs with their titles: each value over samples and over seconds, then where the time goes."""
+    for name in [*names_to_draw(runs)[:MOST_VALUES], RATE]:
+        if any(trained(run, name)[1] or prefixes([run], name) for run in runs):
+            both = [partial(draw_values, runs=runs, name=name, axis=axis) for axis in ("samples", "seconds")]
+            yield caption(runs, name), plotting.png(both)
+    bars = [(f"{shortened(run.name)}, rank {rank}", share) for run in runs
+            for rank, share in enumerate(time_shares(run)[:MOST_RANKS])]  # fmt: skip
+    if bars:
+        yield (
+            "Time by phase: share of the time spent training",
+            plotting.png([partial(draw_shares, bars=bars)], 0.9 + 0.22 * len(bars)),
+        )
 
 
-def notes(runs: Sequence[RecordedRun]) -> str:
-    """Return the notes on damaged or incomplete records, as HTML."""
-    lines = [(f"<b>{text(run.name)}</b>: " * (len(runs) > 1), note) for run in runs for note in run.notes]
-    return (
-        f'<div class="notes">{"".join(f"<p>{whose}{text(note)}</p>" for whose, note in lines)}</div>' if lines else ""
-    )
+def names_to_draw(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return the names of the values that were recorded: the loss first, then in the order of the scripts."""
+    named = [name for run in runs for name in run.metrics]
+    seen = dict.fromkeys(name for run in runs for event in run.train for name in event["values"])
+    seen |= dict.fromkeys(series.name for run in runs for event in run.evaluations for series in event["values"])
+    return [name for name in dict.fromkeys(["loss", *named, *seen]) if name in seen]
 
 
-def undrawn(runs: Sequence[RecordedRun]) -> str:
-    """Return text about restarts and about values that are not drawn."""
-    said = ["Dashed vertical line: restart."] if any(len(run.attempts) > 1 for run in runs) else []
-    if left := names_to_draw(runs)[1]:
-        said.append(f"Not drawn, as the record has more than {MOST_VALUES} values: {', '.join(left)}.")
-    return " ".join(said)
+def caption(runs: Sequence[RecordedRun], name: str) -> str:
+    """Return the title of a plot: its value, and what lines and markers are."""
+    title = "samples per second, over all ranks" if name == RATE else shortened(name.replace("_", " "))
+    parts = ["line: training"] if any(trained(run, name)[1] for run in runs) else []
+    data = [DATA.get(prefix, prefix) for prefix in prefixes(runs, name)]
+    parts += [f"{kind}: {which}" for which, kind in zip(data, MARKERS.values(), strict=False)]
+    parts += ["dashed: restart"] if any(len(run.attempts) > 1 for run in runs) else []
+    return f"{title[:1].upper()}{title[1:]} ({', '.join(parts)})"
 
 
-def section(title: str, pictures: Sequence[Picture], more: str = "") -> str:
-    """Return a heading with pictures as HTML; "" without pictures."""
-    if not pictures:
-        return ""
-    cards = "".join(
-        f"<figure><h3>{text(picture.title)}</h3><figcaption>{text(picture.caption)}</figcaption>"
-        f'<img alt="{text(picture.title)}" src="data:image/png;base64,'
-        f'{base64.b64encode(picture.png).decode()}"></figure>'
-        for picture in pictures
-    )
-    return f'<h2>{text(title)}</h2><div class="pair">{cards}</div><p class="soft">{text(more)}</p>'
+def trained(run: RecordedRun, name: str) -> tuple[list[Event], list[float]]:
+    """Return the events of training with a finite value of this name, and the values."""
+    return finite(run.train, lambda event: number(event.get(RATE)) if name == RATE else event["values"].get(name))
+
+
+def evaluated(run: RecordedRun, series: Series) -> tuple[list[Event], list[float]]:
+    """Return the evaluations with a finite value of this series, and the values."""
+    return finite(run.evaluations, lambda event: event["values"].get(series))
+
+
+def finite(events: Sequence[Event], value_of: Callable[[Event], float | None]) -> tuple[list[Event], list[float]]:
+    """Return the events that have a finite value, and the values."""
+    found = [(event, value) for event in events if (value := value_of(event)) is not None and isfinite(value)]
+    return [event for event, _ in found], [value for _, value in found]
+
+
+def prefixes(runs: Sequence[RecordedRun], name: str) -> list[str]:
+    """Return the data sets on which the runs evaluated `name`."""
+    found = [series for run in runs for event in run.evaluations for series in event["values"]]
+    return list(dict.fromkeys(series.prefix for series in found if series.name == name))
+
+
+def shortened(name: str) -> str:
+    """Return `name`, shortened to fit a legend."""
+    name = plotting.printable(name)
+    return name if len(name) <= 28 else f"{name[:12]}…{name[-15:]}"
+
+
+def draw_values(axes: "Axes", runs: Sequence[RecordedRun], name: str, axis: str) -> None:
+    """Draw training as lines, evaluations as markers, and restarts as dashed vertical lines."""
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+
+    every: list[float] = []
+    for place, run in enumerate(runs):
+        look, label = plotting.look(place), shortened(run.name)
+        curves: list[Curve] = [(*trained(run, name), dict(marker="", linewidth=0.8))]
+        for marker, prefix in zip(MARKERS, prefixes(runs, name), strict=False):
+            curves.append((*evaluated(run, Series(prefix, name)), dict(marker=marker, linestyle=(0, (1, 2)))))
+        for events, values, style in curves:
+            if values:
+                axes.plot([event[axis] for event in events], values, **look | style, label=label)
+                every, label = every + values, ""
+        for attempt in run.attempts[1:]:
+            at = attempt.samples if axis == "samples" else attempt.before
+            axes.axvline(at, color=look["color"], linestyle=(0, (4, 3)), linewidth=0.9)
+    metrics = [run.metric(Series(prefix, name)) for run in runs for prefix in ("", *prefixes(runs, name))]
+    metric = next(filter(None, metrics), None)
+    if metric is not None and metric.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    elif name != RATE and (metric is None or metric.direction == "min") and every and 0 < 8 * min(every) < max(every):
+        axes.set_yscale("log")  # the first values would leave no room for the rest
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set(xlabel="time (s)" if axis == "seconds" else axis, ylabel=shortened(name.replace("_", " ")), xlim=(0, None))
+    if axis == "samples":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def draw_shares(axes: "Axes", bars: Sequence[tuple[str, dict[str, float]]]) -> None:
+    """Draw one bar per run and rank, from 0 to 100 %."""
+    from matplotlib.ticker import PercentFormatter
+
+    left = [0.0] * len(bars)
+    for phase, colour in PHASES.items():
+        shares = [share.get(phase, 0.0) for _, share in bars]
+        drawn = axes.barh(range(len(bars)), shares, left=left, height=0.62, color=colour, label=phase)
+        said = [f"{share:.0%}" if share >= 0.09 else "" for share in shares]
+        axes.bar_label(drawn, said, label_type="center", color="white")
+        left = [before + share for before, share in zip(left, shares, strict=True)]
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))

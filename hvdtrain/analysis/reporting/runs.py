@@ -5,14 +5,13 @@ attempt after the checkpoint from which the next one resumed are left out. Secon
 without the pauses between attempts.
 """
 
-import json
 import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
@@ -27,17 +26,6 @@ HARMLESS = ("checkpoint", "record")  # kinds of errors that do not end a run: a 
 LARGEST = 2**53  # floats represent every integer below this
 
 
-class Result(NamedTuple):
-    """A result of a run: its last evaluation, or its training if there is no evaluation."""
-
-    label: str
-    metric: Metric | None  # None if its direction is not known
-    value: float
-    samples: float | None = None  # number of samples evaluated
-    best: float | None = None  # of all evaluations; None if the metric has no direction
-    best_epoch: float | None = None
-
-
 @dataclass
 class Attempt:
     """One start of the run, until it ended or was killed."""
@@ -46,7 +34,7 @@ class Attempt:
     before: float  # seconds that earlier attempts ran
     ran: float = 0.0  # seconds, up to its last event
     step: float = 0.0  # from which it resumed
-    samples: float | None = 0.0
+    samples: float = 0.0
 
 
 @dataclass
@@ -56,8 +44,8 @@ class RecordedRun:
     name: str
     start: Event = field(default_factory=dict)  # the newest `start` event
     attempts: list[Attempt] = field(default_factory=list)
-    # `train` and `evaluations` have added keys: `seconds`, `step`, `samples` (None if they are not recorded), and `values`,
-    # by name in training and by series in evaluations.
+    # `train` and `evaluations` have added keys: `seconds`, `step`, `samples`, and `values`, by name in training and by
+    # series in evaluations.
     train: list[Event] = field(default_factory=list)
     evaluations: list[Event] = field(default_factory=list)
     rank_times: list[Event] = field(default_factory=list)  # `ranks` events: seconds by phase, a list over ranks
@@ -74,11 +62,6 @@ class RecordedRun:
     def seconds(self) -> float:
         """The seconds that all attempts ran."""
         return self.attempts[-1].before + self.attempts[-1].ran if self.attempts else 0.0
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether every train event has a number of samples."""
-        return all(event["samples"] is not None for event in self.train)
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -108,15 +91,7 @@ def mapping(value: object) -> Event:
 
 def shown(value: object) -> str:
     """Return a flag's value as text."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list):  # lists in it as JSON: a record may have hundreds of levels
-        return ", ".join(json.dumps(one) if isinstance(one, list) else shown(one) for one in value)
-    return str(value)
+    return "-" if value is None else str(value)
 
 
 # ---- reading
@@ -183,10 +158,9 @@ def usable(event: Event) -> bool:
         return False
     if name == "start":
         return 1 <= (number(event.get("world_size")) or 0) < LARGEST
-    if name in ("train", "resume") and event.get("step") is None:
-        return False
     # A loss may be nan or inf, but not a step or a number of samples.
-    places = [event[key] for key in ("step", "samples") if event.get(key) is not None]
+    needed = name in ("train", "resume")
+    places = [event.get(key) for key in ("step", "samples") if needed or event.get(key) is not None]
     valid = all((value := number(place)) is not None and 0 <= value < LARGEST for place in places)
     loss = event.get("loss") if name == "train" else None
     return valid and (loss is None or number(loss) is not None)
@@ -218,11 +192,11 @@ def take(run: RecordedRun, event: Event) -> None:
     attempt.ran = max(attempt.ran, event["elapsed"] - attempt.began)
     event["seconds"] = run.seconds
     if name == "resume":
-        attempt.step, attempt.samples = event["step"], event.get("samples")
+        attempt.step, attempt.samples = event["step"], event["samples"]
         go_back(run, event["step"])
     elif name == "train":
         go_back(run, event["step"] - 1)  # an attempt without a checkpoint repeats all steps
-        run.train.append(event | dict(samples=event.get("samples"), values=named_values(event, run.metrics)))
+        run.train.append(event | dict(values=named_values(event, run.metrics)))
     elif name == "evaluate":
         last = run.train[-1] if run.train else dict(step=attempt.step, samples=attempt.samples)
         place = {key: last[key] if event.get(key) is None else event[key] for key in ("step", "samples")}
@@ -252,41 +226,48 @@ def go_back(run: RecordedRun, step: float) -> None:
 # ---- what a run tells
 
 
-def results(run: RecordedRun) -> list[Result]:
-    """Return the results of evaluations, the most important first; for a run without evaluations, those of training."""
-    declared = [Series(prefix, name) for name in run.metrics for prefix in ("test", "validation", "")]
-    told = [series_of(*series) for series in declared if number(run.summary.get(series.whole)) is not None]
-    seen = [series for event in run.evaluations for series in event["values"]]
-    found = [result_of(run, series) for series in in_order(run, dict.fromkeys(told + seen))]
-    if found:
-        return found
-    last = {Series("", name): value for event in run.train for name, value in event["values"].items()}
-    return [
-        Result(f"training {each.name.replace('_', ' ')}", run.metric(each), last[each]) for each in in_order(run, last)
-    ]
+def results(run: RecordedRun) -> dict[str, str]:
+    """Return the last evaluation of each value as text, the most important first, and the best one if that was better; for a
+    run without evaluations, the last values of training."""
+    declared = [series_of(prefix, name) for name in run.metrics for prefix in ("test", "validation", "")]
+    told = [series for series in declared if number(run.summary.get(series.whole)) is not None]
+    seen = in_order(run, dict.fromkeys(told + [series for event in run.evaluations for series in event["values"]]))
+    if not seen:
+        last = {Series("", name): value for event in run.train for name, value in event["values"].items()}
+        return {
+            f"training {each.name.replace('_', ' ')}": written(last[each], run.metric(each))
+            for each in in_order(run, last)
+        }
+    found: dict[str, str] = {}
+    for series in seen:
+        label, metric = series.whole.replace("_", " "), run.metric(series)
+        events = [event for event in run.evaluations if series in event["values"]]
+        value = number(run.summary.get(series.whole))
+        value = events[-1]["values"][series] if value is None else value
+        found[label] = written(value, metric)
+        counts = [run.summary.get(Series(series.prefix, "count").whole), *(event.get("count") for event in events[-1:])]
+        if samples := next((count for one in counts if (count := number(one)) and math.isfinite(count)), None):
+            found[label] += f" of {samples:,.0f}"
+        valid = [event for event in events if not math.isnan(event["values"][series])]
+        if metric is not None and valid:
+            best = (max if metric.direction == "max" else min)(valid, key=lambda event: event["values"][series])
+            if metric.better(best["values"][series], value) or math.isnan(value):
+                epoch = number(best.get("epoch"))
+                found[f"best {label}"] = written(best["values"][series], metric)
+                found[f"best {label}"] += "" if epoch is None else f" in epoch {epoch:.0f}"
+    return found
 
 
-def result_of(run: RecordedRun, series: Series) -> Result:
-    """Return the last evaluation of a value, and its best one."""
-    events = [event for event in run.evaluations if series in event["values"]]
-    last = events[-1] if events else {"values": {series: math.nan}}
-    told, count = number(run.summary.get(series.whole)), Series(series.prefix, "count").whole
-    value = last["values"][series] if told is None else told
-    samples = number(run.summary.get(count)) or number(last.get("count"))
-    label, metric = series.whole.replace("_", " "), run.metric(series)
-    valid = [event for event in events if not math.isnan(event["values"][series])]
-    if metric is None or not valid:
-        return Result(label, metric, value, samples)
-    choose = max if metric.direction == "max" else min
-    best = choose(valid, key=lambda event: event["values"][series])
-    return Result(label, metric, value, samples, best["values"][series], number(best.get("epoch")))
+def written(value: float, metric: Metric | None) -> str:
+    """Return a value as text."""
+    return metric.show(value) if metric is not None and metric.percent else f"{value:.4g}"
 
 
 def in_order(run: RecordedRun, found: Iterable[Series]) -> list[Series]:
     """Return the values in the order in which the script declared its metrics, then the others."""
-    order = list(run.metrics)
-    rank = {name: place for place, name in enumerate(order)}
-    return sorted(found, key=lambda each: min(rank.get(each.whole, len(order)), rank.get(each.name, len(order))))
+    place = {name: place for place, name in enumerate(run.metrics)}
+    last = len(place)
+    return sorted(found, key=lambda each: min(place.get(each.whole, last), place.get(each.name, last)))
 
 
 def differing(runs: Sequence[RecordedRun]) -> list[str]:
@@ -297,7 +278,7 @@ def differing(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def time_shares(run: RecordedRun) -> list[dict[str, float]]:
-    """Return each phase's share (0 to 1) of the training time by rank; only of rank 0 if no others are recorded."""
+    """Return each phase's share (0 to 1) of the training time by rank, once an epoch has ended."""
     totals: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys((*PHASES, "other"), 0.0))
     for event in run.rank_times:
         columns = [durations(event.get(f"{phase}_seconds")) for phase in (*PHASES, "elapsed")]
@@ -305,13 +286,6 @@ def time_shares(run: RecordedRun) -> list[dict[str, float]]:
             for phase, value in zip(PHASES, seconds, strict=True):
                 totals[rank][phase] += value
             totals[rank]["other"] += max(0.0, elapsed - sum(seconds))
-    if not totals:
-        unit, before = "samples" if run.counts_samples else "step", 0.0  # what the recorded seconds are per
-        for event in run.train:
-            for phase in PHASES:
-                each = max(0.0, number(event.get(f"{phase}_seconds")) or 0.0)
-                totals[0][phase] += each * max(event[unit] - before, 0)
-            before = event[unit]
     wholes = [sum(total.values()) for total in totals.values()]
     return [
         {phase: value / whole for phase, value in total.items()}

@@ -17,4 +17,4 @@ def test_a_run_that_was_killed_and_one_on_another_number_of_ranks(tmp_path):
     assert (done.code, done.stdout) == (0, f"{report}/report.html: open it in a browser\n"), done
     page = (report / "report.html").read_text()
     assert "1 restart, from step 3" in page
-    assert page.count("data:image/png;base64,") == 6
+    assert page.count("data:image/png;base64,") == 4

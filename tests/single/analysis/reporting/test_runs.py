@@ -14,7 +14,7 @@ from tests.single.analysis.reporting.run_records import (
     ACCURACY,
     GAN,
     LOSS,
-    WATCHED,
+    RANKS,
     WHOLE,
     Page,
     end,
@@ -32,9 +32,9 @@ def test_what_differs_stands_in_front(leave):
     other = start(200.0, world_size=4, engine="ddp", config={"batch_size": 32, "new_flag": True})
     found = read_runs([leave("one", *WHOLE), leave("two", other, *WHOLE[1:])])
     assert differing(found) == ["ranks", "engine", "batch_size", "new_flag"]
-    assert [run.config.get("new_flag") for run in found] == [None, "yes"]
+    assert [run.config.get("new_flag") for run in found] == [None, "True"]
     assert differing(found[:1]) == []
-    rows = [row[0] for row in Page(page.comparison(found)).rows]
+    rows = [row[0] for row in Page(page.build(found, [])).rows]
     assert rows.index("batch-size") < rows.index("test accuracy")
 
 
@@ -57,7 +57,7 @@ def test_a_restart_takes_lost_steps_back_and_leaves_the_pause_out(leave):
     assert [(e["step"], e["loss"], e["seconds"]) for e in run.train] == [(1, 1, 1), (2, 1, 5), (3, 1, 6)]
     assert [(a.step, a.samples, a.before) for a in run.attempts] == [(0, 0, 0), (1, 64, 3)]
     assert [(event["accuracy"], event["samples"]) for event in run.evaluations] == [(0.6, 192)], "not the lost one"
-    assert (page.figures(run)["training"], page.figures(run)["in all"]) == ("7 s", "8 s")
+    assert (page.figures(run)["training"], page.figures(run)["in all"]) == ("7.0 s", "8.0 s")
     assert page.figures(run)["state"] == "ended, 1 restart, from step 1"
 
 
@@ -146,18 +146,16 @@ def test_a_record_without_its_last_line_has_the_summary(leave):
     assert "summary.json is damaged: left out" in read_runs([there])[0].notes
 
 
-def test_an_evaluation_is_missed_only_where_one_may_come(leave):
-    (gan,), (watched,) = (read_runs([leave(name, *lines[:-1])]) for name, lines in (("gan", GAN), ("watched", WATCHED)))
+def test_a_run_without_an_evaluation_is_noted(leave):
+    (gan,) = read_runs([leave("gan", *GAN[:-1])])
     assert any("no evaluation yet" in note for note in gan.notes)
-    assert watched.notes == ["the record has no end: the run was killed, or is still running"]
 
 
 def test_the_best_evaluation_is_one_with_a_number(leave):
     nan, inf = float("nan"), float("inf")
     lines = [evaluation(101.0 + n, n, loss=loss) for n, loss in enumerate((nan, 0.5, 0.2, inf, 0.3), 1)]
     (run,) = read_runs([leave("run", start(100.0, metrics=LOSS), *steps(), *lines)])
-    (loss,) = results(run)
-    assert (loss.value, loss.best, loss.best_epoch) == (0.3, 0.2, 3)
+    assert results(run) == {"test loss": "0.3 of 500", "best test loss": "0.2 in epoch 3"}
 
 
 def test_what_is_recorded_beside_a_scripts_values_is_no_value():
@@ -188,19 +186,15 @@ def test_metrics_are_read_as_far_as_they_can_be(told, metrics):
 def test_a_metric_may_be_named_with_its_data_or_without(metrics, leave):
     lines = [start(100.0, metrics=metrics), *steps(), evaluation(105.0, 1, "", validation_loss=0.5)]
     (run,) = read_runs([leave("run", *lines, end(validation_loss=0.5))])
-    (loss,) = results(run)
-    assert (loss.label, loss.metric.direction, loss.value) == ("validation loss", "min", 0.5)
+    assert results(run) == {"validation loss": "0.5 of 500"}
     assert run.evaluations[0]["values"] == {Series("validation", "loss"): 0.5}
 
 
-def test_time_shares_per_rank_where_they_were_recorded(leave):
-    ranks = {"event": "ranks", "time": 104.5, "epoch": 1, "loading_seconds": [1, 0], "compute_seconds": [2, 3],
-             "communication_seconds": [1, 1], "elapsed_seconds": [5, 4]}  # fmt: skip
-    found = read_runs([leave("one", *WHOLE), leave("two", *WHOLE[:-1], ranks, end()),
-                       leave("three", *WHOLE[:-1], ranks | {"loading_seconds": "soon"},
-                             ranks | {"loading_seconds": [-1, 0]}, end())])  # fmt: skip
-    alone = [pytest.approx({"loading": 0.1, "compute": 0.6, "communication": 0.3, "other": 0})]
-    assert time_shares(found[0]) == time_shares(found[2]) == alone
+def test_time_shares_per_rank(leave):
+    whole = [line for line in WHOLE if line is not RANKS]
+    damaged = [RANKS | {"loading_seconds": "soon"}, RANKS | {"loading_seconds": [-1, 0]}]
+    found = read_runs([leave("one", *whole), leave("two", *WHOLE), leave("three", *whole[:-1], *damaged, end())])
+    assert time_shares(found[0]) == time_shares(found[2]) == []
     zero, one = time_shares(found[1])
     assert zero == pytest.approx({"loading": 0.2, "compute": 0.4, "communication": 0.2, "other": 0.2})
     assert one["other"] == 0
