@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from hvdtrain.engines import choice
 from hvdtrain.engines.errors import UserError
+from hvdtrain.output.remote import is_url
 
 ENGINES = ("horovod", "ddp", "dataparallel", "serial")
 AMP = ("off", "fp16", "bf16", "auto")
@@ -35,7 +36,7 @@ UNSUPPORTED: dict[str, Refused] = {
 MAY_CHANGE = frozenset({
     *("check_steps", "checkpoint_steps", "compression", "deterministic", "device", "engine", "gradient_predivide_factor"),
     *("keep", "log_steps", "max_skipped", "no_progress", "output_dir", "profile", "resume", "step_timeout", "tensorboard"),
-    *("threads", "track", "tuning", "verbose", "weights", "evaluate", "predict"),
+    *("threads", "track", "tuning", "verbose", "weights", "evaluate", "predict", "mirror", "mirror_timeout"),
 })  # fmt: skip
 OF_TRAINING = frozenset({"compile", "target_accuracy"})  # flags that --evaluate does not take from the run
 PREDICTIONS = (".csv", ".safetensors")  # endings of --predict
@@ -170,7 +171,11 @@ class Parser(argparse.ArgumentParser):
             said = "--deterministic cannot go with --tuning off, with which Horovod sums gradients as they become ready"
             raise UserError(f"{said}: leave one of them out, or use --engine ddp", everywhere=True)
         settle_local_steps(flags)
-        for name in ("checkpoint_steps", "profile", "tensorboard", "track"):
+        if given.get("mirror") and given["evaluate"] is not None:
+            raise UserError("--mirror is for training: leave it out with --evaluate", everywhere=True)
+        if is_url(given.get("resume")) and given["output_dir"] is None:
+            raise UserError("--resume URL needs --output-dir, to continue the run there", everywhere=True)
+        for name in ("checkpoint_steps", "mirror", "profile", "tensorboard", "track"):
             if given.get(name) and given["output_dir"] is None:
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag} needs --output-dir, to write there", everywhere=True)
@@ -255,8 +260,22 @@ def names_files(value: object) -> bool:
 
 
 def resumed(text: str) -> str | Path:
-    """Return "auto" and "never" as they are, and anything else as a path."""
-    return text if text in ("auto", "never") else Path(text)
+    """Return "auto", "never" and URLs as they are, and anything else as a path. Raises ArgumentTypeError."""
+    return text if text in ("auto", "never") else place(text)
+
+
+def place(text: str) -> str | Path:
+    """Return a URL as it is, and anything else as a path. Raises ArgumentTypeError."""
+    return url(text) if "://" in text else Path(text)
+
+
+def url(text: str) -> str:
+    """Return `text`, a URL for fsspec, without a slash at its end. Raises ArgumentTypeError."""
+    if not is_url(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as s3://bucket/run or file:///directory")
+    if re.search("://[^/]*:[^/]*@", text):  # it would be in the record
+        raise argparse.ArgumentTypeError("a password in the URL: give it in the settings of fsspec, or use a key")
+    return text.rstrip("/")
 
 
 def supports(engine: str, given: Mapping[str, object]) -> bool:
@@ -342,8 +361,12 @@ def add_fault_tolerance(group: Parser) -> None:
         help="save every N steps, and after each epoch (default: as often as costs 1 %%; 0: epochs only)")
     add("--keep", type=positive_int, default=3,
         help="how many of the newest checkpoints to keep, besides the best (default: 3; automatic ones do not count)")
-    add("--resume", type=resumed, default="auto", metavar="auto|never|PATH",
-        help="auto: continue the run in --output-dir, if there is one; PATH: start from this checkpoint (default: auto)")
+    add("--resume", type=resumed, default="auto", metavar="auto|never|PATH|URL",
+        help="auto: continue the run in --output-dir or --mirror; PATH: start from it; URL: continue that run")
+    add("--mirror", type=url, metavar="URL",
+        help="also keep checkpoints and records there, such as s3://bucket/run (docs/restarts.md)")
+    add("--mirror-timeout", type=non_negative, default=60.0, metavar="SECONDS",
+        help="how long the end of the run waits for what is not yet there (default: 60)")
     add("--check-steps", type=count, default=100,
         help="steps between two checks that the weights are the same on all ranks (default: 100; 0: never)")
     add("--max-skipped", type=count,

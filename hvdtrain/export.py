@@ -3,8 +3,8 @@
 python -m hvdtrain.export OUT --to weights.safetensors    or weights.pt: the state_dict, under the model's own names
 python -m hvdtrain.export OUT --to model.pt2              torch.export; also model.onnx (pip install 'hvdtrain[onnx]')
 
-OUT: the --output-dir of a run, whose newest checkpoint is taken (--best: the best one), or a checkpoint. From a program of
-your own, write `run.export("model.pt2", model, example)`.
+OUT: the --output-dir or --mirror of a run, whose newest checkpoint is taken (--best: the best one), or a checkpoint. From
+a program of your own, write `run.export("model.pt2", model, example)`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.cli import Flags, Parser
+from hvdtrain.cli import Flags, Parser, place
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import say, warn
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import exporting, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.convnet import MODELS
+from hvdtrain.output import remote
 from hvdtrain.training import checkpoint, contents, extra_states
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.names import own_name
@@ -30,7 +31,7 @@ from hvdtrain.training.names import own_name
 def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the command's flags. Raises UserError."""
     parser = Parser("hvdtrain.export", __doc__)
-    parser.add_argument("run", type=Path, help="the --output-dir of a run, or a checkpoint")
+    parser.add_argument("run", type=place, help="the --output-dir or --mirror of a run, or a checkpoint")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help=".safetensors, .pt, .pt2 or .onnx")
     parser.add_argument("--best", action="store_true", help="the epoch whose evaluation was the best, not the newest")
     return parser.parse_args(argv)
@@ -80,10 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code. Raises UserError."""
     flags = parse(argv)
     kind = exporting.require_kind(flags.to)
-    if flags.best:
-        facts, tensors = checkpoint.best(flags.run, str(flags.run), warn)
-    else:
-        facts, tensors = checkpoint.find(flags.run, str(flags.run), warn, keep_names=True)
+    with remote.local(flags.run, "the run at", warn, best=flags.best) as path:
+        if flags.best and path == flags.run:
+            facts, tensors = checkpoint.best(path, str(flags.run), warn)
+        else:
+            facts, tensors = checkpoint.find(path, str(flags.run), warn, keep_names=True)
     weights = weights_of(tensors)
     if kind in exporting.WEIGHTS:
         exporting.write_weights(weights | extra_of(facts, tensors), flags.to)

@@ -38,6 +38,7 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import result, warn
 from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
+from hvdtrain.output import remote
 from hvdtrain.training import checkpoint, contents, optim
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
@@ -238,10 +239,11 @@ def sample(flags: Flags) -> int:
     """Print --sample and its continuation by a trained model. Raises UserError without a checkpoint."""
     if announced().size > 1:
         raise UserError("--sample is one process: start it without a launcher", everywhere=True)
-    named = flags.resume if isinstance(flags.resume, Path) else flags.output_dir
+    named = flags.output_dir if flags.resume in ("auto", "never") else flags.resume
     if named is None:
         raise UserError("--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir")
-    facts, tensors = checkpoint.find(named, f"--sample from {named}", warn, keep_names=True)
+    with remote.local(named, "--sample from", warn) as path:
+        facts, tensors = checkpoint.find(path, f"--sample from {named}", warn, keep_names=True)
     try:
         vocabulary = vocabularies.restore(**facts["registered"]["vocabulary"])
         rows = tensors["model.tokens.weight"].shape[0]

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 import sys
@@ -29,6 +28,7 @@ from torch import Tensor
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models.weights import refuse_large_header
+from hvdtrain.output.best import best_of, goodness
 from hvdtrain.training.facts import parsed, require_small, require_sound
 
 Facts = dict[str, Any]  # JSON: all of a checkpoint that is not a tensor
@@ -239,17 +239,6 @@ def prune(directory: Path, keep: int) -> None:
                 path.unlink()
 
 
-def best_of(facts: Mapping[Path, Facts]) -> list[Path]:
-    """Return the checkpoints that were evaluated, the best first; of equal ones, the oldest. facts: newest first.
-
-    They are compared by the metric of the newest one.
-    """
-    scored = [path for path in reversed(list(facts)) if goodness(facts[path]) > -math.inf]
-    metric = facts[scored[-1]]["best"].get("metric") if scored else None
-    alike = [path for path in scored if facts[path]["best"].get("metric") == metric]
-    return sorted(alike, key=lambda path: -goodness(facts[path]))
-
-
 def best(directory: Path, label: str, warn: Callable[[str], None]) -> tuple[Facts, dict[str, Tensor]]:
     """Return facts and tensors of the best checkpoint of a run that can be read. label: the user's input.
 
@@ -264,16 +253,6 @@ def best(directory: Path, label: str, warn: Callable[[str], None]) -> tuple[Fact
             warn(f"checkpoint {path} cannot be read ({error}); trying the next best")
     how = "evaluate in every epoch, with run.evaluating and run.record, or export the newest without --best"
     raise UserError(f"{label}: no checkpoint of an epoch that was evaluated: {how}")
-
-
-def goodness(facts: Facts) -> float:
-    """Return the value that its evaluation gave a checkpoint, higher for better ones; minus infinity if there is none."""
-    try:
-        value = float(facts["best"]["value"])
-        return -math.inf if math.isnan(value) else value if facts["best"]["direction"] == "max" else -value
-    except (KeyError, TypeError, ValueError, OverflowError):
-        # Also in a damaged header, which `read_facts` does not verify.
-        return -math.inf
 
 
 class Writer:

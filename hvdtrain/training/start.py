@@ -21,6 +21,7 @@ from hvdtrain.hangs.monitor import monitor_ranks, remember_ignored
 from hvdtrain.hangs.start_limit import limited_start
 from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.output.metric_names import Metric, metrics_of
+from hvdtrain.output.mirror import Mirror
 from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import early_end
@@ -125,6 +126,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         tensorboard=flags.tensorboard,
         track_as=(flags.track, flags.program) if flags.track else None,
     )
+    mirror = Mirror(engine, flags, output)
     with engine.raising_together("start"):
         checkpoints = Checkpoints(engine, flags, metrics, output)
     with contextlib.suppress(OSError):  # there is no directory for temporary files
@@ -173,3 +175,4 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
             run.ended = True
             with engine.activity.during("checkpoint", 0.0):  # an exception may have come while one was written
                 checkpoints.release(guard.heartbeat)
+                mirror.end(guard.heartbeat)

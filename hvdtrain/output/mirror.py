@@ -1,0 +1,101 @@
+"""--mirror, and --resume with a URL: on rank 0, a process that copies the output directory (mirror_process.py)."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hvdtrain
+from hvdtrain.engines import lines
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.output.mirror_process import END
+from hvdtrain.output.remote import is_url
+from hvdtrain.output.run_output import RunOutput
+
+
+class Mirror:
+    """The copy of a run at a URL. Without --mirror, and on other ranks than 0, `end` does nothing.
+
+    The constructor copies the run to the output directory, if it is not there: before the checkpoint to resume from is
+    looked for. A collective; raises UserError on every rank. Flags used: mirror, mirror_timeout, resume, output_dir, keep,
+    evaluate.
+    """
+
+    def __init__(self, engine: Engine, flags: Namespace, output: RunOutput):
+        self._url, self._limit, self._output = flags.mirror, flags.mirror_timeout, output
+        self._process: subprocess.Popen[bytes] | None = None
+        url = flags.resume if is_url(flags.resume) else None
+        if flags.evaluate is not None or (flags.mirror is None and url is None):
+            return
+        with engine.raising_together("mirror"):
+            if engine.rank == 0:
+                self._start(flags.output_dir, url or ("auto" if flags.resume == "auto" else "anew"), flags.keep)
+        if url is not None:
+            flags.resume = "auto"
+
+    def _start(self, output_dir: Path, resume: str, keep: int) -> None:
+        asked = dict(parent=os.getpid(), output_dir=str(output_dir), mirror=self._url, resume=resume, keep=keep)
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", "hvdtrain.output.mirror_process", json.dumps(asked)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            cwd=Path(hvdtrain.__file__).parents[1],  # where -m finds it, wherever the program was started
+        )  # fmt: skip
+        weakref.finalize(self, process.kill)  # also if training never begins
+        for kind, text in said_by(process):
+            if kind == "error":
+                raise UserError(text)
+            if kind == "ready":
+                break
+            self._print(kind, text)
+        else:
+            raise Failure(f"--mirror: its process has ended with exit code {process.wait()}")
+        threading.Thread(target=self._listen, args=(process,), name="mirror", daemon=True).start()
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        for kind, text in said_by(process):
+            self._print(kind, text)
+
+    def _print(self, kind: str, text: str) -> None:
+        if kind == "warn":
+            lines.warn(text)
+            self._output.event("error", kind="mirror", message=text)
+        else:
+            self._output.say(text)
+
+    def end(self, heartbeat: Callable[[], None]) -> None:
+        """Wait until all of the run is at the URL, for a limited time. `heartbeat` is called meanwhile. Idempotent."""
+        process, self._process = self._process, None
+        if process is None or self._url is None:
+            return
+        assert process.stdin is not None
+        until = time.monotonic() + self._limit
+        with contextlib.suppress(OSError):  # it was killed
+            process.stdin.write(END)
+            process.stdin.flush()
+        while process.poll() is None and time.monotonic() < until:
+            heartbeat()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(min(1.0, max(0.0, until - time.monotonic())))
+        if process.poll() != 0:
+            process.kill()
+            process.wait()
+            how = "--output-dir has all of it; the same command copies the rest"
+            why = f"within {self._limit:g} s (--mirror-timeout)" if process.returncode == -signal.SIGKILL else "at all"
+            self._print("warn", f"--mirror {self._url}: not all of the run could be copied {why}: {how}")
+
+
+def said_by(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, str]]:
+    """Yield what the process says, until it ends."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        kind, text = json.loads(line)
+        yield kind, text
