@@ -76,7 +76,7 @@ soak: setup
 bench: setup
 	. .venv/bin/activate && exec python -m tests.bench $(BENCH)
 
-# Break the source in one place at a time; the tests that guard it must fail.  make mutants MUTANTS="--only amp,lock"
+# Break the source at random in sixty places, one at a time; the tests must notice.  make mutants MUTANTS="--count 5 --seed 7"
 mutants: setup
 	. .venv/bin/activate && exec python -m tests.mutants $(MUTANTS)
 
