@@ -29,7 +29,7 @@ from typing import NamedTuple
 from tests.commit import commit
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs" / "evidence" / "matrix.jsonl"
+RESULTS = ROOT / "matrix.jsonl"
 PAGE = ROOT / "docs" / "evidence" / "installing.md"
 BEGIN, END = "<!-- matrix: made by `make matrix MATRIX=--write` -->", "<!-- end of matrix -->"
 PYTHONS, TORCHES = ("3.11", "3.12", "3.13"), ("2.15.0", "2.13.0", "2.9.1", "2.6.0", "2.3.1")
@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument("--mpis", default=",".join(MPIS), help="default: %(default)s")
     parser.add_argument("--only", metavar="CELL", help="PYTHON/TORCH/MPI")
     parser.add_argument("--list", action="store_true", help="print the cells and which have a result")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="default: docs/evidence/matrix.jsonl")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: matrix.jsonl in the checkout")
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()), help="where clones are made, and logs of what failed"
     )

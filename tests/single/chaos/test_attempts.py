@@ -13,22 +13,9 @@ def problems(tmp_path, command: str, **expected) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("true", {}),
-        ("echo error: wrong; exit 2", dict(code=2, says="wrong")),
-        ("exit 3", dict(code=(2, 3))),
-        ("test $HOME = $PWD/home && test -z ${GONE+x}", dict(prepare=lambda here: {"GONE": None})),
-        ("echo said > file; cat file", dict(check=lambda here, said: "" if (here / "file").exists() else "other")),
-    ],
-)  # fmt: skip
-def test_held(command, expected, tmp_path):
-    assert problems(tmp_path, command, **expected) == []
-
-
-@pytest.mark.parametrize(
     ("command", "expected", "problem"),
     [
+        ("true", {}, ""),
         ("false", {}, "exit code 1 instead of 0"),
         ("true", dict(says="wrong"), "does not say 'wrong'"),
         ("echo 'Traceback (most recent call last)'", {}, "says 'Traceback"),
@@ -40,33 +27,15 @@ def test_held(command, expected, tmp_path):
         ("true", dict(bits_of="another command"), "other bits: no summary.json"),
     ],
 )
-def test_not_held(command, expected, problem, tmp_path):
-    (found,) = problems(tmp_path, command, **expected)
-    assert found.startswith(problem)
+def test_what_does_not_hold_is_seen(command, expected, problem, tmp_path):
+    found = problems(tmp_path, command, **expected)
+    assert len(found) == bool(problem)
+    assert "".join(found).startswith(problem)
 
 
 def test_a_process_that_is_left_is_seen_and_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(attempts, "GRACE_SECONDS", 0.2)
     assert problems(tmp_path, "sleep 300 > /dev/null 2>&1 &") == ["1 processes left"]
-
-
-def test_what_is_missing_here_is_skipped(tmp_path):
-    attempt = Attempt("it", "a kind", "something", "true", needs=("no-such-program",))
-    made = attempts.run(attempt, tmp_path, str)
-    assert (made.skipped, made.held) == ("needs no-such-program", False)
-
-
-def test_what_does_not_hold_is_said_and_ends_with_one(monkeypatch, capsys):
-    made = [
-        Attempt("one", "a kind", "it holds", "true", limit=20),
-        Attempt("two", "a kind", "it does not", "exit 3", limit=20),
-    ]
-    assert attempts.main(made, "attempts", ["--only", "one"]) == 0
-    assert attempts.main(made, "attempts", []) == 1
-    said = capsys.readouterr().out
-    assert "| all | 2 | 1 | 0 |" in said
-    assert said.splitlines()[-2] == "did not hold: 1"
-    assert "two  exit code 3 instead of 0" in said.splitlines()[-1]
 
 
 def test_every_attempt_is_sound():
