@@ -107,6 +107,8 @@ def require_own(engine: Engine) -> None:
     if refusal := conflict(places, shared):
         raise UserError(refusal, everywhere=True)
     if shared and conflict(places, False):
+        for name, value in sharing_variables(engine.rank, torch.cuda.nccl.version()).items():
+            os.environ.setdefault(name, value)
         engine.notes.append("ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1): for tests, not for speed")
 
 
@@ -127,25 +129,44 @@ def rank_device(device: torch.device) -> RankDevice:
     return RankDevice(socket.gethostname(), device.type, bus)
 
 
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+MOST_ON_ONE = 2  # ranks on a GPU, as NCCL documents it
+
+
 def ranks_share_gpus(environment: Mapping[str, str]) -> bool:
-    """Return whether NCCL was told to accept several ranks on one GPU (NCCL 2.30 and newer), as tests with one GPU do."""
-    return environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    """Return whether several ranks may have the same GPU, as tests with one GPU want it."""
+    return environment.get(SHARING) == "1"
+
+
+def sharing_variables(rank: int, nccl: tuple[int, ...]) -> dict[str, str]:
+    """Return the variables with which this NCCL accepts two ranks on one GPU. Set them before its first collective.
+
+    NCCL 2.30 and newer read SHARING. Older ones refuse ranks with the same GPU and the same host ("Duplicate GPU detected"),
+    so each rank names a host of its own; they then communicate over sockets. Run with NCCL 2.28.9.
+    """
+    if nccl >= (2, 30):
+        return {}
+    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
 def conflict(places: Sequence[RankDevice], shared: bool) -> str | None:
     """Return a line that names ranks which cannot reduce with each other over NCCL; None: all can. places: by rank.
 
-    shared: ranks may have the same GPU.
+    shared: two ranks may have the same GPU.
     """
     kinds = {where.device: rank for rank, where in reversed(list(enumerate(places)))}
     if len(kinds) > 1:
         cpu, other = kinds["cpu"], min(rank for kind, rank in kinds.items() if kind != "cpu")
         said = f"rank {cpu} on {places[cpu].host} has no GPU, rank {other} on {places[other].host} has one"
         return f"{said}: give every rank a GPU, or use --device cpu"
-    first: dict[RankDevice, int] = {}
+    on: dict[RankDevice, list[int]] = {}
     for rank, where in enumerate(places):
-        if where.bus and not shared and (other := first.setdefault(where, rank)) != rank:
-            said = f"ranks {other} and {rank} on {where.host} have the same GPU ({where.bus}), or slices of it (MIG)"
+        ranks = on.setdefault(where, [])
+        ranks.append(rank)
+        if where.bus and len(ranks) > (MOST_ON_ONE if shared else 1):
+            said = f"ranks {', '.join(map(str, ranks[:-1]))} and {rank} on {where.host} have the same GPU ({where.bus})"
+            if shared:
+                return f"{said}, and NCCL takes {MOST_ON_ONE} at most (with {SHARING}=1): start fewer ranks"
             how = "start as many ranks as GPUs, or show each rank its own (CUDA_VISIBLE_DEVICES)"
-            return f"{said}, and NCCL wants one for each rank: {how}"
+            return f"{said}, or slices of it (MIG), and NCCL wants one for each rank: {how}"
     return None

@@ -27,7 +27,8 @@ from hvdtrain.engines import files, gpu
 from hvdtrain.engines.activity import collective
 from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, Setting
 from hvdtrain.engines.buffers import all_tensors
-from hvdtrain.engines.carried import KNOWN, as_carried, in_memory_order, written
+from hvdtrain.engines.carried import KNOWN, as_carried, written
+from hvdtrain.engines.compression import GradientCompressor, send_buckets_together
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import alone_in_pid_namespace
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, tuned_environment
@@ -113,33 +114,6 @@ def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
     if not files.allow_open_files(needed):
         how = f"raise `ulimit -n` to {needed}, or use fewer ranks"
         raise UserError(f"this user may open fewer files than Gloo needs for {size} ranks: {how}")
-
-
-class GradientCompressor:
-    """A Horovod compressor: sends each gradient in the order of its memory, divided and cast to the network type; casts it
-    back and scales it after the sum.
-
-    Traps: Horovod takes contiguous tensors only, and gradients of weights in channels_last are not. Its fp16 compression
-    sums before it divides, so 40,000 on three ranks becomes infinity. And it silently ignores `gradient_predivide_factor`
-    when gradients are grouped. Therefore the division is done here.
-    """
-
-    def __init__(self, wire_dtype: torch.dtype | None, predivide: float = 1.0, factor_after: float = 1.0):
-        self.wire_dtype = wire_dtype
-        self.predivide = predivide
-        self.factor_after = factor_after
-
-    def compress(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tensor to send, and the gradient, whose dtype and layout to restore."""
-        sent = in_memory_order(gradient)
-        sent = sent if self.predivide == 1.0 else sent / self.predivide
-        return sent.to(self.wire_dtype or sent.dtype), gradient
-
-    def decompress(self, tensor: Tensor, gradient: Tensor) -> Tensor:
-        """Return the reduced tensor, scaled, with dtype, shape and strides of the gradient."""
-        restored = tensor.to(gradient.dtype)
-        restored = restored if self.factor_after == 1.0 else restored.mul_(self.factor_after)
-        return restored.as_strided(gradient.shape, gradient.stride())
 
 
 def carries_bf16() -> bool:
@@ -267,6 +241,8 @@ class HorovodEngine(Engine):
         kind: Any = type(distributed)
         kind.step = getattr(kind.step, "__wrapped__", kind.step)
         kind.step.hooked = True
+        if isinstance(compressor, GradientCompressor):
+            send_buckets_together(kind, hvd, compressor)
         self._hows[distributed] = how
         self._named[distributed] = [parameter for _, parameter in named]
         self._trained[distributed] = self._hooked[distributed] = [

@@ -1,49 +1,228 @@
-"""What only a GPU can show: the rows of hvdtrain.gpu_day that judge, each as a test.
+"""Training on a GPU: what it computes, that it repeats, and what is left when it ends."""
 
-    python -m pytest tests/gpu          on a host with an NVIDIA GPU; with one, its ranks share it
-
-Where there is none, each is skipped, and says so. The rows of speed have no threshold, and are not here.
-"""
-
+import json
 import os
-import subprocess
+import re
+import shutil
+import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from hvdtrain.analysis.gpu_rows import ROWS, Day, NotRun
-from tests.hidden_gpus import seeing
+from tests.e2e.launchers import PYTHON, Done, launch, remaining, running
+from tests.gpu import machine
 
-COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-JUDGED = (
-    "build", "doctor", "one-rank", "sums", "ranks", "ddp", "dataparallel", "amp", "deterministic", "cpu-loss",
-    "host-reads", "killed", "terminated", "stopped",
-)  # fmt: skip
+DEVICE = os.environ.get("HVDTRAIN_GPU_TESTS", "cuda")
+QUICK = DEVICE == "cpu"  # a rehearsal
+DIGITS = "--dataset digits --model convnet --no-progress --batch-size 32"
+LIMIT = 240  # seconds of a launch
+SEEN = os.environ.get("HVDTRAIN_GPU_SEEN")  # a file, for what the tests saw
+CLOSE = 1e-3  # absolute difference of two losses
+OFTEN = 0.5  # reads of a line in each step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not QUICK and not machine.gpus(), reason="torch sees no GPU here"),
+]
 
 
-@pytest.fixture(scope="module")
-def gpus() -> int:
-    """How many there are, asked in another process: pytest's own must not start CUDA."""
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT], env=seeing(dict(os.environ)), capture_output=True, text=True, timeout=120
+def saw(request, text: str) -> None:
+    """Note what a test saw, whether it passes or not."""
+    print(text)
+    if SEEN:
+        with Path(SEEN).open("a") as file:
+            file.write(f"{request.node.name}: {text}\n")
+
+
+def run(engine: str, ranks: int, module: str, flags: str, out: Path | None = None, **more: str) -> Done:
+    """Run to the end, which must be exit code 0."""
+    done = launch(
+        machine.command(engine, ranks, module, flags, DEVICE, out), timeout=LIMIT, **machine.variables(ranks), **more
     )
-    return int(done.stdout) if done.returncode == 0 else 0
+    assert done.code == 0, done
+    return done
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("row", [row for row in ROWS if row.name in JUDGED], ids=lambda row: row.name)
-def test_row(row, gpus, tmp_path, monkeypatch):
-    if gpus < row.gpus:
-        pytest.skip(f"needs {row.gpus} GPU{'s'[: row.gpus > 1]}; torch sees {gpus}")
-    for name in set(os.environ) - set(visible := seeing(dict(os.environ))):
-        monkeypatch.delenv(name)
-    for name, value in visible.items():
-        monkeypatch.setenv(name, value)
-    day = Day(tmp_path, "cuda", quick=False, gpus=gpus, until=time.monotonic() + 800)
-    day.begin(row.name)
-    try:
-        showed = row.run(day)
-    except NotRun as error:
-        pytest.skip(str(error))
-    assert showed.ok, f"must show: {row.must}\nshowed: {showed.text}\n" + "\n".join(day.commands)
+def train(out: Path, ranks: int = 2, flags: str = "", engine: str = "horovod", **more: str) -> tuple[dict, Done]:
+    """Train on the embedded digits. Return the summary, and what was said."""
+    size = "--epochs 1 --train-samples 256" if QUICK else "--epochs 10"
+    done = run(engine, ranks, "hvdtrain.mnist", f"{DIGITS} {size} {flags}", out, **more)
+    return json.loads((out / "summary.json").read_text()), done
+
+
+# ---- the build
+
+
+def test_torch_and_horovod_are_built_for_this_gpu(request):
+    code = (
+        "import torch, horovod.torch as hvd; print(torch.__version__, torch.version.cuda, torch.cuda.get_arch_list(), "
+        "[n for n in ('mpi', 'gloo', 'nccl', 'cuda') if getattr(hvd, n + '_built')()]); "
+        f"torch.ones(1, device='{DEVICE}').add(1).item()"
+    )
+    done = launch(f'{PYTHON} -c "{code}"', **machine.variables())
+    saw(request, done.stdout.strip())
+    assert done.code == 0, done
+    assert QUICK or "'nccl'" in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_doctor_finds_no_problem(ranks, request):
+    done = run("horovod", ranks, "hvdtrain.doctor", "")
+    saw(
+        request,
+        "; ".join(line.strip() for line in done.stdout.splitlines() if "warning" in line) or "nothing to warn of",
+    )
+
+
+# ---- what is computed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("engine", ["horovod", "ddp"])
+def test_the_sum_of_two_ranks(engine, dtype, request):
+    done = run(engine, 2, "hvdtrain.reduce", f"--dtype {dtype}")
+    got = re.findall(r"after \d+ data (\S+)", done.stdout)
+    saw(request, ", ".join(got))
+    assert got == ["3", "3"], done
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "flags"),
+    [
+        ("horovod", 1, ""),
+        ("ddp", 1, ""),
+        ("horovod", 2, "--check-steps 5"),
+        ("ddp", 2, "--check-steps 5"),
+        ("horovod", 2, "--amp fp16"),  # with a loss scaler
+        ("ddp", 2, "--amp fp16"),
+        ("horovod", 2, "--compression bf16"),
+        ("horovod", 2, "--compression fp16"),
+        ("ddp", 2, "--compression fp16"),
+    ],
+)
+def test_it_learns_the_digits(engine, ranks, flags, tmp_path, request):
+    summary, done = train(tmp_path / "run", ranks, flags, engine)
+    saw(request, f"accuracy {summary['test_accuracy']:.1%}")
+    assert QUICK or (summary["test_accuracy"] > 0.9 and (f"{engine} over NCCL" in done.stdout)), done
+
+
+@pytest.mark.parametrize("engine", ["horovod", "ddp"])
+def test_every_gpu_takes_a_rank(engine, tmp_path, request):
+    if machine.gpus() < 2:
+        pytest.skip(f"needs two GPUs: torch sees {machine.gpus()}")
+    summary, _ = train(tmp_path / "run", machine.gpus(), "--check-steps 5", engine)
+    saw(request, f"{machine.gpus()} ranks: accuracy {summary['test_accuracy']:.1%}")
+    assert summary["test_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("engine", ["horovod", "ddp"])
+def test_deterministic_twice(engine, tmp_path, request):
+    one, other = (train(tmp_path / name, 2, "--deterministic", engine)[0] for name in ("one", "other"))
+    saw(request, f"test losses {one['test_loss']} and {other['test_loss']}")
+    assert one["parameters_sha256"] == other["parameters_sha256"]
+
+
+def test_the_loss_of_a_cpu(tmp_path, request):
+    flags = "--epochs 1 --optimizer sgd --lr 0.01 --momentum 0 --lr-schedule constant --amp off"
+    here = train(tmp_path / "here", 1, flags, "serial", NVIDIA_TF32_OVERRIDE="0")[0]["test_loss"]
+    words = f"{PYTHON} -m hvdtrain.mnist --engine serial {DIGITS} {'--train-samples 256' if QUICK else ''} {flags}"
+    done = launch(f"{words} --device cpu --output-dir {tmp_path / 'cpu'}", timeout=LIMIT)
+    assert done.code == 0, done
+    there = json.loads((tmp_path / "cpu" / "summary.json").read_text())["test_loss"]
+    saw(request, f"{here:.6f} here, {there:.6f} on the CPU")
+    assert abs(here - there) < CLOSE
+
+
+# ---- what the host waits for
+
+SCRIPTS = {
+    "mnist": "--dataset digits --model convnet --epochs 1 --train-samples {samples}",
+    "imagenet": "--model resnet18 --image-size 32 --dataset synthetic --classes 10 --epochs 1 --train-samples {samples}",
+    "lm": "--layers 2 --width 64 --context 32 --sample-tokens 0 --text {text} --steps {steps}",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_line_waits_for_the_gpu_in_each_quiet_step(script, tmp_path, request):
+    """Runs of two lengths: what the longer one reads more often is read by its steps, whatever start and end read."""
+    batch, lengths = (2, (2, 4)) if QUICK else (16, (20, 40))
+    text = tmp_path / "text"
+    text.write_text("One text is as good as another here, as long as it is short. " * 300)
+    quiet = f"--engine serial --no-progress --log-steps 100000 --check-steps 0 --batch-size {batch} --device {DEVICE}"
+    counts = []
+    for steps in lengths:
+        flags = SCRIPTS[script].format(steps=steps, samples=steps * batch, text=text)
+        found, out = tmp_path / f"{steps}.json", tmp_path / f"run-{steps}"
+        words = f"{PYTHON} -m tests.gpu.reads {found} hvdtrain.{script} {quiet} {flags} --output-dir {out}"
+        done = launch(words, timeout=LIMIT, **machine.variables())
+        assert done.code == 0, done
+        counts.append(json.loads(found.read_text()))
+    short, long = counts
+    each = {line: (count - short.get(line, 0)) / (lengths[1] - lengths[0]) for line, count in long.items()}
+    saw(request, "; ".join(f"{count:.2g} a step at {line}" for line, count in each.items() if count > 0) or "none")
+    assert max(each.values(), default=0) < OFTEN, each
+
+
+# ---- ranks that end
+
+
+def strike(out: Path, number: signal.Signals, flags: str, more: int = 1) -> tuple[int, str, float, list[str], set[int]]:
+    """Train on two ranks, and send rank 1 a signal after `more` new checkpoints.
+
+    Return the exit code, what was said, the seconds until the end, which processes are left on this host, which on a GPU.
+    """
+    log, before = out.with_suffix(f".{number.name}"), len(list((out / "checkpoints").glob("*.safetensors")))
+    words = machine.command("horovod", 2, "hvdtrain.mnist", f"{DIGITS} {flags}", DEVICE, out)
+    with log.open("w") as said, running(words, env=machine.variables(2), stdout=said, stderr=said) as (process, job):
+        until = time.monotonic() + LIMIT
+        while not sent(out, before + more) and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        assert process.poll() is None, f"over before rank 1 could be sent {number.name}\n{log.read_text()}"
+        starts = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if '"ranks"' in line]
+        ranks = next(line["ranks"] for line in reversed(starts) if isinstance(line.get("ranks"), list))
+        pids, began = {rank["pid"] for rank in ranks}, time.monotonic()
+        os.kill(next(rank["pid"] for rank in ranks if rank["rank"] == 1), number)
+        code = process.wait(LIMIT)
+        seconds, on_gpus = time.monotonic() - began, machine.left_on_gpus(pids)
+        return code, log.read_text(), seconds, remaining(job), on_gpus
+
+
+def sent(out: Path, count: int) -> bool:
+    return len(list((out / "checkpoints").glob("*.safetensors"))) >= count
+
+
+def test_killed_then_terminated_then_it_continues_with_the_same_bits(tmp_path, request):
+    flags = f"--epochs {8 if QUICK else 16} --train-samples 1600 --check-steps 50 --deterministic --checkpoint-steps 20"
+    whole, _ = train(tmp_path / "whole", 2, flags)
+    out = tmp_path / "ended"
+    keeps = f"{flags} --keep 1000"
+    for number, expected in ((signal.SIGKILL, None), (signal.SIGTERM, 75)):
+        code, said, seconds, left, on_gpus = strike(out, number, keeps)
+        listed = len(machine.processes())
+        saw(
+            request,
+            f"{number.name}: exit code {code} after {seconds:.1f} s; left: {left}, on GPUs {on_gpus} of {listed}",
+        )
+        assert code == expected if expected is not None else code != 0, said
+        assert not left
+        assert not on_gpus
+    again, done = train(out, 2, keeps)
+    assert "resumed after step" in done.stdout + done.stderr
+    assert again["parameters_sha256"] == whole["parameters_sha256"], (again["test_loss"], whole["test_loss"])
+
+
+def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path, request):
+    flags = "--epochs 300 --train-samples 1600 --checkpoint-steps 20 --step-timeout 5"
+    code, said, seconds, left, on_gpus = strike(tmp_path / "ended", signal.SIGSTOP, flags)
+    named = re.search(r"^.*\brank 1\b.*$", said, re.M)
+    saw(request, f"exit code {code} after {seconds:.1f} s: {named and named[0].strip()}")
+    assert (code, bool(named)) == (1, True), said
+    assert (left, on_gpus) == ([], set())
+
+
+def test_nothing_of_this_needs_what_the_machine_lacks():
+    """A rehearsal finds programs that are missing, before a GPU is paid for."""
+    assert shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -1,6 +1,7 @@
 """Which GPU each engine takes, or which line it ends with, on machines as torch would describe them: no GPU is needed."""
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -210,6 +211,7 @@ class Rank(SerialEngine):
 @pytest.mark.parametrize("shared", [False, True])
 def test_ranks_with_one_gpu_or_with_and_without_are_named(places, expected, shared, monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", str(int(shared)))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
     monkeypatch.setattr(gpu, "rank_device", lambda device: gpu.RankDevice("x", "cpu"))
     engine = Rank(places)
     if expected is None or (shared and "no GPU" not in expected):
@@ -229,3 +231,24 @@ def test_a_place_has_the_address_of_its_gpu(monkeypatch):
     host = socket.gethostname()
     assert gpu.rank_device(torch.device("cuda", 0)) == (host, "cuda", "0:65:0")
     assert gpu.rank_device(torch.device("cpu")) == (host, "cpu", "")
+
+
+def test_more_than_two_ranks_on_a_gpu_are_refused_where_two_are_accepted():
+    places = [gpu.RankDevice("x", "cuda", "0:1:0"), gpu.RankDevice("x", "cuda", "0:2:0")] * 3
+    assert gpu.conflict(places[:4], shared=True) is None
+    said = gpu.conflict(places, shared=True)
+    assert said == (
+        "ranks 0, 2 and 4 on x have the same GPU (0:1:0), and NCCL takes 2 at most (with NCCL_MULTI_RANK_GPU_ENABLE=1): "
+        "start fewer ranks"
+    )
+
+
+@pytest.mark.parametrize(("nccl", "expected"), [((2, 30, 7), [None, "1"]), ((2, 28, 9), ["rank0", "1"])])
+def test_before_nccl_2_30_each_rank_of_a_shared_gpu_names_a_host_of_its_own(nccl, expected, monkeypatch):
+    """With a stand-in for the version. tests/gpu runs it."""
+    own = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}  # what the user has set stays
+    monkeypatch.setattr(os, "environ", own)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setattr(gpu, "rank_device", lambda device: gpu.RankDevice("x", "cpu"))
+    gpu.require_own(Rank([("x", *GPU_A), ("x", *GPU_A)]))
+    assert [own.get(name) for name in ("NCCL_HOSTID", "NCCL_NVLS_ENABLE")] == expected

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvdtrain.data.sharding import seed_generators
 from hvdtrain.engines import arithmetic
 from hvdtrain.engines.activity import Activity
+from hvdtrain.engines.carried import in_memory_order
+from hvdtrain.engines.compression import GradientCompressor
 from hvdtrain.engines.ddp import DdpEngine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.horovod import GradientCompressor, HorovodEngine
+from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.precision import choose_amp, default_predivision
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import start
@@ -34,7 +37,8 @@ def relative_error(ranks: int, predivide: float) -> float:
     sums = [compressor.compress(gradient)[0] for _ in range(ranks)]
     while len(sums) > 1:
         sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
-    mean = compressor.decompress(sums[0], gradient)
+    sent, part = compressor.compress(gradient)
+    mean = compressor.decompress(sent.copy_(sums[0]), part)
     return float((mean - gradient).norm() / gradient.norm())
 
 
@@ -45,9 +49,44 @@ def test_small_gradients_survive_fp16_on_many_ranks_and_large_ones_do_not_overfl
     assert default_predivision("fp16", ranks) == factor
     assert relative_error(ranks, factor) < 2.1 * relative_error(8, 8.0) < 0.007
     compressor = GradientCompressor(torch.float16, factor, factor / ranks)
-    summed = (compressor.compress(torch.tensor([float(largest)]))[0].double() * ranks).half()
-    assert summed.isfinite()
-    assert compressor.decompress(summed, torch.zeros(1)).item() == pytest.approx(largest, rel=2e-3)
+    sent, part = compressor.compress(torch.tensor([float(largest)]))
+    sent.copy_(sent.double() * ranks)
+    assert sent.isfinite()
+    assert compressor.decompress(sent, part).item() == pytest.approx(largest, rel=2e-3)
+
+
+@pytest.mark.parametrize("wire", [None, torch.float16, torch.bfloat16])
+def test_a_bucket_has_the_bits_that_its_gradients_have_one_by_one_and_takes_few_kernels(wire):
+    shapes = [(3,), (4, 3, 3, 3), (2, 5)] * 20
+    gradients = [torch.randn(shape) * 3 for shape in shapes]
+    gradients[1] = gradients[1].to(memory_format=torch.channels_last)
+    gradients[2] = gradients[2].double()
+    compressor = GradientCompressor(wire, 4.0, 4.0 / 8)
+    with Counted() as counted:
+        sent, parts = compressor.together(gradients)
+        seen = [tensor.clone() for tensor in sent]
+        restored = [compressor.decompress(tensor, part) for tensor, part in zip(sent, parts, strict=True)]
+    for gradient, tensor, back in zip(gradients, seen, restored, strict=True):
+        alone = in_memory_order(gradient).div(4.0).to(wire or gradient.dtype)
+        assert tensor.is_contiguous()
+        assert torch.equal(tensor, alone)
+        expected = alone.to(gradient.dtype).mul(0.5).as_strided(gradient.shape, gradient.stride())
+        assert (back.dtype, back.stride()) == (gradient.dtype, gradient.stride())
+        assert torch.equal(back, expected)
+    made = ("clone", "empty_like", "as_strided", "permute")  # memory and views: no kernels
+    assert sum(count for name, count in counted.calls.items() if name not in made) <= 4
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations; each of a GPU starts at least one kernel, but those on lists few for all of their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function._schema.name.removeprefix("aten::")] += 1
+        return function(*args, **(kwargs or {}))
 
 
 def test_the_divisor_is_a_power_of_two_on_many_ranks_and_one_without_fp16():

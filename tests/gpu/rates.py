@@ -1,0 +1,229 @@
+"""How fast training is on this host's GPUs, each row beside its base in the same minutes.
+
+python -m tests.gpu.rates --out OUT                        all rows: OUT/rates.jsonl, a line for each
+python -m tests.gpu.rates --out OUT --seconds 300          begins no row after that; started again, it goes on
+python -m tests.gpu.rates --out OUT --device cpu --quick   a rehearsal: every command runs, nothing is measured
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.launchers import PYTHON, ROOT, launch
+from tests.gpu import machine
+
+JPEGS = Path("/tmp/hvdtrain-jpegs")
+BLOCKS_ONLY = (
+    "from hvdtrain.models import compiling; compiling.around = lambda *_: None"  # as before the stem was compiled
+)
+
+
+@dataclass
+class Day:
+    """Where the rows run. patched: a Horovod with another patch, for a comparison."""
+
+    out: Path
+    device: str
+    quick: bool
+    warm: bool
+    patched: Path | None
+    name: str = ""
+
+    def run(self, command: str, ranks: int = 1, seconds: float = 75.0, **more: str) -> Any:
+        """Run a command to its end. Raises AssertionError where it fails or takes longer."""
+        done = launch(command, timeout=300.0 if self.quick else seconds, **machine.variables(ranks), **more)
+        (self.out / "logs").mkdir(exist_ok=True)
+        with (self.out / "logs" / f"{self.name}.log").open("a") as log:
+            log.write(f"{command}\n{done}\n")
+        assert done.code == 0, f"exit code {done.code}: {[*done.stderr.strip().splitlines(), ''][-2:]}"
+        return done
+
+
+Row = Callable[[Day], dict[str, Any]]
+
+
+def loop(
+    engine: str,
+    ranks: int,
+    batch: int,
+    steps: int,
+    flags: str = "",
+    *,
+    jpeg: bool = False,
+    prelude: str = "",
+    **more: str,
+) -> Row:
+    """Return a row: images/s of the training loop itself, with checks and metrics; the median of its logged windows."""
+
+    def run(day: Day) -> dict[str, Any]:
+        number, size, log = (2, 8, 1) if day.quick else (batch, 3 if day.warm else steps, max(1, steps // 8))
+        small = "--model resnet18 --image-size 32" if day.quick else ""
+        # The workers have batches ready before the first step: the first of four epochs is left out.
+        data, epochs, skip = (f"folder --data-dir {JPEGS}", 2 if day.quick else 4, 9) if jpeg else ("synthetic", 1, 2)
+        out = day.out / "runs" / day.name
+        words = f"--dataset {data} --batch-size {number} --train-samples {number * size * ranks} --epochs {epochs}"
+        command = machine.command(
+            engine,
+            ranks,
+            "hvdtrain.imagenet",
+            f"{words} --log-steps {log} --no-progress {small} {flags}",
+            day.device,
+            out,
+        )
+        if prelude:
+            start = "import runpy; runpy.run_module('hvdtrain.imagenet', run_name='__main__', alter_sys=True)"
+            command = command.replace(" -m hvdtrain.imagenet", f" -c {shlex.quote(f'{prelude}; {start}')}", 1)
+        day.run(command, ranks, 180.0 if "--compile" in flags else 75.0, **more)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        windows = [line for line in lines if line["event"] == "train"][0 if day.quick or day.warm else skip :]
+        shares = {key: statistics.median(line[key] for line in windows) for key in windows[0] if key.endswith("_share")}
+        return {"images/s": statistics.median(line["samples_per_second"] for line in windows)} | shares
+
+    return run
+
+
+def plain(*variants: str) -> Row:
+    """Return a row: plain PyTorch (plain.py)."""
+
+    def run(day: Day) -> dict[str, Any]:
+        found = day.out / f"{day.name}.json"
+        day.run(
+            f"{PYTHON} -m tests.gpu.plain {found} {' '.join(variants)} {'--cpu' if day.device == 'cpu' else ''}",
+            1,
+            150.0,
+        )
+        return json.loads(found.read_text())
+
+    return run
+
+
+def benchmark(flags: str, quick: str) -> Row:
+    """Return a row: hvdtrain.benchmark on one rank."""
+
+    def run(day: Day) -> dict[str, Any]:
+        words = f"{quick} --repeats 1 --steps 1 --warmup-steps 1" if day.quick or day.warm else f"{flags} --repeats 3"
+        words = f"{flags} --repeats 1 --steps 1 --warmup-steps 2" if day.warm and not day.quick else words
+        out = day.out / "runs" / day.name
+        day.run(machine.command("serial", 1, "hvdtrain.benchmark", words, day.device, out), 1, 180.0)
+        result = json.loads((out / "benchmark.json").read_text())
+        return {"tokens/s": result["samples_per_second"]["mean"] * (result["tokens_per_sample"] or 1)}
+
+    return run
+
+
+def all_reduce(day: Day) -> dict[str, Any]:
+    """Bus bandwidth by size, in GB/s."""
+    ranks, out = max(2, machine.gpus()), day.out / "runs" / day.name
+    sizes = "--max-bytes 8192 --seconds-per-size 0.05" if day.quick else "--max-bytes 67108864 --seconds-per-size 0.2"
+    flags = f"--sweep --dtype float32 --min-bytes 4096 {sizes}"
+    day.run(machine.command("horovod", ranks, "hvdtrain.reduce", flags, day.device, out), ranks)
+    rows = json.loads((out / "reduce.json").read_text())["rows"]
+    return {str(row["bytes"]): row["bus_bytes_per_second"] / 1e9 for row in rows} | {"ranks": ranks}
+
+
+def patched(row: Row) -> Row:
+    """Return the row with another Horovod first on the path."""
+
+    def run(day: Day) -> dict[str, Any]:
+        if day.patched is None:
+            raise AssertionError("no --patched: nothing to compare with")
+        before = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = f"{day.patched}{os.pathsep}{before}"
+        try:
+            return row(day)
+        finally:
+            os.environ["PYTHONPATH"] = before
+
+    return run
+
+
+GPT2 = "--model gpt2 --amp bf16 --warmup-steps 8"
+SMALL = "--model gpt-small --batch-size 2 --amp bf16"
+RECORDING = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+
+
+def rows() -> dict[str, Row]:
+    """Return the rows, the most telling first; those that are compared follow each other."""
+    several = machine.gpus() if machine.gpus() > 1 else 0
+    of_all = {f"{engine}-{several}x256": loop(engine, several, 256, 64) for engine in ("horovod", "ddp") if several}
+    return {
+        **of_all,
+        "serial-256": loop("serial", 1, 256, 48),
+        "jpeg-256": loop("serial", 1, 256, 48, jpeg=True),
+        "plain-256": plain("clock", "eager-256"),
+        "horovod-256": loop("horovod", 1, 256, 48),
+        "ddp-256": loop("ddp", 1, 256, 48),
+        "serial-64": loop("serial", 1, 64, 160),
+        "horovod-64": loop("horovod", 1, 64, 160),
+        "ddp-64": loop("ddp", 1, 64, 160),
+        "plain-64": plain("eager-64", "graph-64", "compile-64"),
+        "compile-256": loop("serial", 1, 256, 48, "--compile"),
+        "compile-256-blocks": loop("serial", 1, 256, 48, "--compile", prelude=BLOCKS_ONLY),
+        "horovod-2x128": loop("horovod", 2, 128, 48),
+        "horovod-2x128-patched": patched(loop("horovod", 2, 128, 48)),
+        "ddp-2x128": loop("ddp", 2, 128, 48),
+        "ddp-2x128-unrecorded": loop("ddp", 2, 128, 48, **RECORDING),
+        "wire": plain("wire-fp16", "wire-bf16"),
+        "gpt2-compile": benchmark(f"{GPT2} --compile", SMALL),
+        "gpt2": benchmark(GPT2, SMALL),
+        "all-reduce": all_reduce,
+        "horovod-2x128-fp16": loop("horovod", 2, 128, 48, "--compression fp16"),
+        "serial-256-fp32": loop("serial", 1, 256, 24, "--amp off"),
+        "plain-compile-256": plain("compile-256"),
+    }  # fmt: skip
+
+
+WARMED = ("compile-256", "compile-256-blocks", "gpt2-compile")  # rows whose code is compiled ahead by --warm
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--only", default="", help="these rows, joined by commas")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--warm", action="store_true", help="compile what the rows named by --only will need, and measure nothing"
+    )
+    parser.add_argument("--patched", type=Path, help="a folder with another Horovod")
+    flags = parser.parse_args()
+    until, known = time.monotonic() + flags.seconds, rows()
+    flags.out.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    day = Day(flags.out.resolve(), flags.device, flags.quick, flags.warm, flags.patched and flags.patched.resolve())
+    results, done = day.out / "rates.jsonl", set()
+    with contextlib.suppress(FileNotFoundError):
+        done = {json.loads(line)["row"] for line in results.read_text().splitlines()}
+    if flags.quick and not JPEGS.exists():
+        day.run(f"{PYTHON} -m tests.gpu.jpegs {JPEGS} 64 16")
+    wanted = flags.only.split(",") if flags.only else [name for name in known if name not in done]
+    failed = 0
+    for name in wanted:
+        if time.monotonic() > until:
+            print(f"no time left for {name} and what follows", flush=True)
+            break
+        began, day.name = time.monotonic(), name
+        try:
+            said: dict[str, Any] = known[name](day)
+        except Exception as error:  # no row ends the others
+            said, failed = dict(error=" ".join(f"{type(error).__name__}: {error}".split())[:400]), failed + 1
+        taken = time.monotonic() - began
+        print(f"{name}  {json.dumps(said)}  ({taken:.0f} s)", flush=True)
+        if not flags.warm:
+            with results.open("a") as file:
+                file.write(json.dumps(dict(row=name, seconds=round(taken, 1), at=time.strftime("%T"), **said)) + "\n")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
