@@ -29,9 +29,10 @@ from torch import Tensor
 from hvdtrain import training
 from hvdtrain.cli import Flags, add_optimization
 from hvdtrain.data.corrupt import CorruptSamples
-from hvdtrain.data.images import open_folder
+from hvdtrain.data.images import TEST_BATCH, open_folder
 from hvdtrain.data.loading import Source, default_workers, start_workers_early
 from hvdtrain.data.shards import open_shards
+from hvdtrain.data.shared_memory import workers_that_fit
 from hvdtrain.data.synthetic import open_synthetic
 from hvdtrain.engines.start import cores_of_rank
 from hvdtrain.models.classifiers import build_model, require_torchvision
@@ -96,10 +97,17 @@ def scaled(images: Tensor, pixels: Tensor, memory_format: torch.memory_format) -
 
 def open_source(flags: Flags, run: training.Run) -> Source:
     """Return the data, the same on every rank. A collective."""
-    if flags.workers is None:
-        flags.workers = default_workers(cores_of_rank(run.engine), run.device)
+    # On a GPU, evaluations have batches of the training's size. A CPU gains nothing from larger ones.
+    test_batch = TEST_BATCH if run.device.type == "cpu" else max(TEST_BATCH, flags.batch_size)
+    automatic = default_workers(cores_of_rank(run.engine), run.device)
     with run.raising_together("torchvision"):
         require_torchvision()
+        if flags.dataset == "synthetic":
+            flags.workers = automatic if flags.workers is None else flags.workers
+        else:  # batches of the next epoch are loaded during an evaluation
+            batch_bytes = (flags.batch_size + test_batch) * 3 * flags.image_size**2
+            flags.workers, fewer = workers_that_fit(flags.workers, automatic, batch_bytes, run.engine.local_size)
+            run.engine.notes += [fewer] if fewer else []
     prepare = dict(side=flags.image_size, seed=flags.seed, workers=flags.workers, reduced=flags.reduced_decode)
     if flags.dataset == "synthetic":
         count = flags.train_samples or 100 * flags.batch_size * run.size
@@ -107,10 +115,12 @@ def open_source(flags: Flags, run: training.Run) -> Source:
             run.engine, flags.image_size, flags.batch_size, flags.classes or 1000, count, -(-count // 10)
         )
     elif flags.dataset == "folder":
-        source = open_folder(run.engine, flags.data_dir, **prepare)
+        source = open_folder(run.engine, flags.data_dir, test_batch=test_batch, **prepare)
     else:
         patterns = (flags.train_shards, flags.test_shards)
-        source = open_shards(run.engine, flags.data_dir, patterns, classes=flags.classes, **prepare)
+        source = open_shards(
+            run.engine, flags.data_dir, patterns, classes=flags.classes, test_batch=test_batch, **prepare
+        )
     samples = flags.train_samples or source.train_count
     run.describe_data(source.name, source.reason, train_samples=samples, classes=source.classes, **source.facts)
     corrupt = CorruptSamples(flags.max_corrupt, source.train_count)

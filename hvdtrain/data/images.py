@@ -22,7 +22,7 @@ from hvdtrain.engines import files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 
-TEST_BATCH = 64
+TEST_BATCH = 64  # images of an evaluation's batch, on a CPU
 
 
 class Listing(NamedTuple):
@@ -39,7 +39,14 @@ class Listing(NamedTuple):
 
 
 def open_folder(
-    engine: Engine, data_dir: Path | None, *, side: int, seed: int, workers: int, reduced: bool = False
+    engine: Engine,
+    data_dir: Path | None,
+    *,
+    side: int,
+    seed: int,
+    workers: int,
+    reduced: bool = False,
+    test_batch: int = TEST_BATCH,
 ) -> Source:
     """Return the training and test sets in `data_dir`. A collective. Raises UserError on every rank.
 
@@ -70,7 +77,7 @@ def open_folder(
 
     def test_batches() -> Iterable[Loaded]:
         mine = torch.arange(len(test.labels))[shard(len(test.labels), engine.rank, engine.size)]
-        jobs = [(0, some.tolist()) for some in mine.split(TEST_BATCH) if len(some)]
+        jobs = [(0, some.tolist()) for some in mine.split(test_batch) if len(some)]
         prepare = Prepare(side, train=False, reduced=reduced)
         return loader(FolderBatches(data_dir / "val", test, prepare), workers, engine.device, jobs)
 

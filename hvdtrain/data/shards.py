@@ -47,6 +47,7 @@ def open_shards(
     workers: int,
     classes: int | None,
     reduced: bool = False,
+    test_batch: int = TEST_BATCH,
 ) -> Source:
     """Return the training and test sets in the shards of `patterns`, or in `data_dir`. A collective.
 
@@ -76,7 +77,7 @@ def open_shards(
 
     def test_batches() -> Iterable[Loaded]:
         mine = torch.arange(len(test.table)).tensor_split(engine.size)[engine.rank]  # consecutive samples
-        planned = [(0, some.tolist()) for some in mine.split(TEST_BATCH)]  # one empty batch if there are no samples
+        planned = [(0, some.tolist()) for some in mine.split(test_batch)]  # one empty batch if there are no samples
         return batches(test, Prepare(side, train=False, reduced=reduced), planned)
 
     what = f"{len(train_names)} and {len(test_names)} shards, such as {train_names[0]}"

@@ -37,6 +37,29 @@ def share_of_host(ranks: int, quota: float) -> tuple[int, float]:
     return max(1, int(min(mine, cores / ranks) + 1e-6)), cores
 
 
+def near_gpu(
+    address: str, mine: Collection[int], on_host: int, devices: Path = Path("/sys/bus/pci/devices")
+) -> set[int]:
+    """Return the cores of `mine` that are next to the GPU at a PCI address ("0000:65:00.0"): those of its NUMA node.
+
+    Empty where the kernel does not say, where all are, and where this rank may not run on all cores of the host, because its
+    launcher has chosen. on_host: number of the host's cores.
+    """
+    if len(mine) < on_host:
+        return set()
+    try:
+        near = set(listed_cores((devices / address / "local_cpulist").read_text())) & set(mine)
+    except (OSError, ValueError):
+        return set()
+    return near if len(near) < len(mine) else set()
+
+
+def listed_cores(text: str) -> list[int]:
+    """Return the numbers in "0-3,8", as the kernel lists cores. Raises ValueError."""
+    spans = (part.partition("-") for part in text.strip().split(",") if part)
+    return [number for first, _, last in spans for number in range(int(first), int(last or first) + 1)]
+
+
 def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
     """Return the CPU time limit of this process's control group (version 2), in cores; inf if there is no limit."""
     try:

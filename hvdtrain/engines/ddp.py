@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import gpu
+from hvdtrain.engines import flight, gpu
 from hvdtrain.engines.activity import Activity, collective
 from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction
 from hvdtrain.engines.carried import as_carried, written
@@ -168,6 +168,7 @@ def create_group(store: "torch.distributed.Store", rank: int, size: int) -> None
         # torch's own monitor of NCCL ends a process whose thread has not run for eight minutes, so also one that was
         # suspended as long. Hung ranks are found by hangs/monitor.py.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+        flight.record()
     # Gloo always transfers CPU tensors (counts, messages); NCCL transfers gradients on GPUs.
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVES_TIMEOUT)

@@ -129,6 +129,13 @@ def rank_device(device: torch.device) -> RankDevice:
     return RankDevice(socket.gethostname(), device.type, bus)
 
 
+def pci_address(device: torch.device) -> str:
+    """Return where the kernel lists a GPU in /sys/bus/pci/devices."""
+    about = torch.cuda.get_device_properties(device)
+    domain, bus, number = (getattr(about, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+    return f"{domain:04x}:{bus:02x}:{number:02x}.0"
+
+
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 MOST_ON_ONE = 2  # ranks on a GPU, as NCCL documents it
 

@@ -10,7 +10,7 @@ import torch
 from hvdtrain.cli import names_files
 from hvdtrain.engines import arithmetic, gpu
 from hvdtrain.engines.base import Engine, Setting
-from hvdtrain.engines.cores import cpu_quota, threads_for
+from hvdtrain.engines.cores import cpu_quota, near_gpu, threads_for
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, cores_of_job, remedy
 from hvdtrain.engines.lines import write_whole_lines
@@ -61,6 +61,11 @@ def start(
     with engine.raising_together("device"):
         engine.device = engine.choose_device(device)
     gpu.require_own(engine)
+    if tuning and engine.device.type == "cuda":
+        address = gpu.pci_address(engine.device)
+        if near := near_gpu(address, os.sched_getaffinity(0), os.cpu_count() or 1):
+            os.sched_setaffinity(0, near)
+            engine.notes.append(Setting(f"{len(near)} cores next to the GPU at {address}"))
     engine.activity.asynchronous = engine.device.type != "cpu"
     engine.notes += arithmetic.set_up(engine.device, deterministic=deterministic, tuning=tuning)
     if tuning and engine.device.type == "cpu" and keep_freed_memory(os.environ):

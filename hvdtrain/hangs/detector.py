@@ -9,6 +9,7 @@ import select
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from hvdtrain.engines import flight
 from hvdtrain.engines.activity import BETWEEN, STEP, UNREAD, UPDATED, Activity, Phase
 from hvdtrain.engines.lines import say_within
 from hvdtrain.hangs.diagnosis import (
@@ -161,7 +162,7 @@ class Detector:
             at += " (its output is not read: a paused pager, or Ctrl-S)"
         starved, waits, asynchronous = self.starvation.seconds(), activity.collective, activity.asynchronous
         report = Report(activity.step, phase.name, allowed, stalled, starved, waits, at, asynchronous, *activity.called)
-        return Stand(report, traceback.format_list(worth_printing(stack, self.guest)))
+        return Stand(report, traceback.format_list(worth_printing(stack, self.guest)), flight.last())
 
 
 def output_is_read(descriptors: Collection[int] = (1, 2)) -> bool:

@@ -3,6 +3,7 @@
 import json
 from typing import NamedTuple, get_args
 
+from hvdtrain.engines.flight import Last
 from hvdtrain.hangs.diagnosis import Report
 
 
@@ -11,10 +12,11 @@ class Ask(NamedTuple):
 
 
 class Stand(NamedTuple):
-    """The report of a rank, and the lines of its stack."""
+    """The report of a rank, the lines of its stack, and the collectives of its GPU."""
 
     report: Report
     stack: list[str]
+    collectives: Last = Last()
 
 
 class Stop(NamedTuple):
@@ -71,6 +73,7 @@ def decode(line: bytes) -> Message:
         if KINDS[kind] is Stand:
             report = Report(*fields[0])
             fields[0] = report._replace(called=tuple(report.called))
+            fields[2] = Last(*fields[2])
         message: Message = KINDS[kind](*fields)
         return message
     except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:

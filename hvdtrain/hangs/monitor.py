@@ -17,8 +17,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from hvdtrain.engines import flight
 from hvdtrain.engines.activity import STEP, Activity
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import one_line
@@ -120,6 +122,7 @@ class Monitor:
         self.timing, self.leave = timing, leave
         self.watched = threading.main_thread().ident if watched is None else watched
         self.stop_reason: str | None = None  # what requested the stop
+        self.recordings: Path | None = None  # where a rank that is ended writes the last collectives of its GPU
         self.stop = Appointment("stop", self)
         self.save = Appointment("save", self)
         self.gone: dict[int, Gone] = {}  # disconnected ranks
@@ -295,6 +298,8 @@ class Monitor:
             case Fail():
                 self.gone[rank] = Gone(time.monotonic(), message)
             case End(exit_code):
+                if exit_code == FAILED:
+                    self._write_recording()
                 time.sleep(self.timing.look)  # a launcher may end the job at the first exit: let rank 0 print first
                 self.leave(exit_code)
             case Bye():
@@ -365,7 +370,7 @@ class Monitor:
         if self._closing:
             return
         lines = [f"hvdtrain: error: {headline}\n"]
-        for rank, (report, stack) in sorted(self.detector.reports.items()):
+        for rank, (report, stack, _) in sorted(self.detector.reports.items()):
             state, what = ("waits", f"; for others, in {report.collective}") if report.collective else ("stands", "")
             during = "" if report.phase == STEP.name else f", {report.phase}"
             lines.append(f"  {self.name(rank)}: step {report.step}{during}, {state} at {report.at}{what}\n")
@@ -373,13 +378,20 @@ class Monitor:
         if not self.detector.reports:
             stack = traceback.format_list(worth_printing(stack_of(self.watched), self.guest))
             lines += [f"  {self.name(self.rank)}:\n", *stack]
+        found = {rank: stand.collectives for rank, stand in self.detector.reports.items()}
+        lines.append(flight.explain(found, [self.name(rank) for rank in range(len(self.peers))]))
         say_within("".join(lines))
+        self._write_recording()
         self._kill_silent()
         if self.rank == 0:
             self.send_all(End(FAILED))
             within(WRITE_SECONDS, lambda: self.failed(headline))
             time.sleep(self.timing.look / 2)
         self.leave(FAILED)
+
+    def _write_recording(self) -> None:
+        if (directory := self.recordings) is not None:
+            within(WRITE_SECONDS, lambda: flight.write(directory, self.rank))
 
     def _kill_silent(self) -> None:
         """Under torchrun, which waits 30 s until a rank obeys SIGTERM, kill the ranks of this host that did not answer.

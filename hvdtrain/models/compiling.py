@@ -17,6 +17,9 @@ MOST_COMPILATIONS = 64  # of one block's code: ResNet-50 has 8 kinds of blocks, 
 def require_compiler(device: torch.device) -> None:
     """Raise UserError where nothing compiles the C++ that torch.compile writes, or where others may replace the result."""
     compile_cache.require_private()
+    if device.type != "cpu" and not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):
+        # as Triton chooses it, for what starts its kernels
+        raise UserError("--compile on a GPU needs a C compiler: install gcc, set CC, or leave it out")
     if device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):  # as torch._inductor chooses it
         raise UserError("--compile on a CPU needs a C++ compiler: install g++, or leave it out")
 

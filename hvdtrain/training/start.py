@@ -153,6 +153,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         output.say(f"stopped by {reason}, before the first step was finished; {how}")
 
     monitor = monitor_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
+    monitor.recordings = flags.output_dir and flags.output_dir / "collectives"
     with (
         output,
         Guard(engine, worker, flags, output, monitor) as guard,

@@ -231,6 +231,7 @@ def test_a_place_has_the_address_of_its_gpu(monkeypatch):
     host = socket.gethostname()
     assert gpu.rank_device(torch.device("cuda", 0)) == (host, "cuda", "0:65:0")
     assert gpu.rank_device(torch.device("cpu")) == (host, "cpu", "")
+    assert gpu.pci_address(torch.device("cuda", 0)) == "0000:41:00.0"
 
 
 def test_more_than_two_ranks_on_a_gpu_are_refused_where_two_are_accepted():

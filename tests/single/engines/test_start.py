@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hvdtrain.engines.cores import cpu_quota
+from hvdtrain.engines.cores import cpu_quota, near_gpu
 from hvdtrain.engines.launchers import (
     alone_in_pid_namespace,
     bound_by_default,
@@ -59,6 +59,21 @@ def test_cpu_quota_is_the_tightest_on_the_way_down(tmp_path):
     (tmp_path / "pod" / "container" / "cpu.max").write_text("max 100000\n")
     assert cpu_quota(tmp_path, membership) == 1.5
     assert cpu_quota(tmp_path, tmp_path / "absent") == math.inf
+
+
+def test_a_rank_takes_the_cores_next_to_its_gpu_where_its_launcher_has_not_chosen(tmp_path):
+    """A folder stands for /sys/bus/pci/devices of a host with two sockets of 8 cores, and two threads a core."""
+    for address, cores in {"0000:18:00.0": "0-7,16-23", "0000:9a:00.0": "8-15,24-31", "0000:06:00.0": "0-31"}.items():
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "local_cpulist").write_text(cores + "\n")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "local_cpulist").write_text("\n")
+    near = {*range(8, 16), *range(24, 32)}
+    assert near_gpu("0000:9a:00.0", range(32), 32, tmp_path) == near
+    assert near_gpu("0000:06:00.0", range(32), 32, tmp_path) == set()  # one node: nothing to choose
+    assert near_gpu("0000:9a:00.0", range(16), 32, tmp_path) == set()  # bound already
+    assert near_gpu("0000:00:00.0", range(32), 32, tmp_path) == set()  # not said
+    assert near_gpu("odd", range(32), 32, tmp_path) == set()
 
 
 def test_only_a_binding_nobody_asked_for_is_undone():

@@ -2,11 +2,13 @@
 
 import pytest
 
+from hvdtrain.engines.flight import Last
 from hvdtrain.hangs.diagnosis import Report
 from hvdtrain.hangs.messages import KINDS, Appoint, Ask, Bye, End, Fail, Know, Stand, Stop, decode, encode
 
 REPORT = Report(7, "step", float("inf"), 31.5, 0.0, None, "train.py:3, main")
-SENT = [Ask(), Stand(REPORT, ["a line\n", "ä"]), Stop("SIGTERM"), Appoint("save", 9, None), Appoint("stop", 9, "Ctrl-C"),
+SENT = [Ask(), Stand(REPORT, ["a line\n", "ä"]), Stand(REPORT, [], Last(9, 8, "all_reduce")), Stop("SIGTERM"),
+        Appoint("save", 9, None), Appoint("stop", 9, "Ctrl-C"),
         Know("save"), Fail("KeyError: 1"), Fail("UserError: no", mistake=True), End(75), Bye()]  # fmt: skip
 
 
