@@ -103,10 +103,10 @@ def random_batches(flags: cli.Flags, engine: Engine, classes: int, shape: Sequen
     pool = size * POOL_BATCHES
     if len(shape) == 1:
         tokens = torch.randint(0, classes, (pool * shape[0] + 1,), generator=generator)
+        texts = [windows(tokens, indices, shape[0]) for indices in torch.arange(pool).split(size)]
+        placed = [(inputs.to(engine.device), targets.to(engine.device)) for inputs, targets in texts]
         while True:
-            for indices in torch.arange(pool).split(size):
-                inputs, targets = windows(tokens, indices, shape[0])
-                yield inputs.to(engine.device), targets.to(engine.device)
+            yield from placed
     layout = torch.channels_last if flags.channels_last else torch.contiguous_format
     images = torch.randint(0, 256, (pool, *shape), dtype=torch.uint8, generator=generator).to(engine.device)
     labels = torch.randint(0, classes, (pool,), generator=generator).to(engine.device)

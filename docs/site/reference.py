@@ -10,7 +10,7 @@ from unittest import mock
 from hvdtrain import cli
 
 PAGES = Path(__file__).resolve().parents[1] / "reference"
-COMMANDS = ("mnist", "imagenet", "lm", "benchmark", "reduce", "report", "doctor", "gpu_day", "export")
+COMMANDS = ("mnist", "imagenet", "lm", "benchmark", "reduce", "report", "doctor", "export")
 COMMANDS += ("starter", "tuned", "unpack", "data.make_shards", "training.verify")
 MADE = "Made from the source by `python docs/site/reference.py`.\n"
 

@@ -21,9 +21,7 @@ LAUNCHERS = re.compile(
     r"|torchrun|horovodrun|slurm_script)(_wrapper|\.real)?"
 )
 WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # only with --restarts; otherwise they exec the launcher
-MODULES = re.compile(
-    r"torch\.distributed\.(run|launch)|hvdtrain\.(benchmark|gpu_day|doctor|starter)|horovod\.runner\.launch"
-)
+MODULES = re.compile(r"torch\.distributed\.(run|launch)|hvdtrain\.(benchmark|doctor|starter)|horovod\.runner\.launch")
 MOST_ANCESTORS = 30
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 STARTERS: list[int] = []  # in a forked rank: the pid of its starter

@@ -15,7 +15,7 @@ from tests.hidden_gpus import GIVEN, seeing
 COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 RELEASE_SECONDS = 5.0  # for the driver to take back the memory of a process that has ended
 ENGINES = {
-    "horovod": f"{LAUNCHERS['mpirun']} {PYTHON} -m",
+    "horovod": f"{LAUNCHERS['horovodrun']} {PYTHON} -m",
     "ddp": f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node {{ranks}} -m",
     "serial": f"{PYTHON} -m",
 }

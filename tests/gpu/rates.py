@@ -124,9 +124,9 @@ def all_reduce(day: Day) -> dict[str, Any]:
     """Bus bandwidth by size, in GB/s."""
     ranks, out = max(2, machine.gpus()), day.out / "runs" / day.name
     sizes = "--max-bytes 8192 --seconds-per-size 0.05" if day.quick else "--max-bytes 67108864 --seconds-per-size 0.2"
-    flags = f"--sweep --dtype float32 --min-bytes 4096 {sizes}"
-    day.run(machine.command("horovod", ranks, "hvdtrain.reduce", flags, day.device, out), ranks)
-    rows = json.loads((out / "reduce.json").read_text())["rows"]
+    flags = f"--collectives --dtype float32 --min-bytes 4096 {sizes}"
+    day.run(machine.command("horovod", ranks, "hvdtrain.benchmark", flags, day.device, out), ranks)
+    rows = json.loads((out / "benchmark.json").read_text())["rows"]
     return {str(row["bytes"]): row["bus_bytes_per_second"] / 1e9 for row in rows} | {"ranks": ranks}
 
 

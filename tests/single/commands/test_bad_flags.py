@@ -53,10 +53,6 @@ REFUSED = {
         "--hosts a": "'a' is not NAME:SLOTS",
         "--interface eth0": "--interface joins hosts: name them with --hosts",
     },
-    "gpu_day": {
-        "--only build,nothing": "'nothing' is not one of build, doctor",
-        "--minutes 0": "not a number above 0",
-    },
 }  # fmt: skip
 
 

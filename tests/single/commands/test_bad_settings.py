@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hvdtrain import benchmark, cli, doctor, gpu_day, imagenet, lm, mnist, reduce, report, starter
+from hvdtrain import benchmark, cli, doctor, imagenet, lm, mnist, reduce, report, starter
 from hvdtrain.engines import launchers
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import exit_codes, local_rendezvous, rendezvous
@@ -30,7 +30,7 @@ WORDS = st.one_of(
 VALUES = st.one_of(NUMBERS, WORDS)
 PARSERS = {
     script.__name__.removeprefix("hvdtrain."): script.parse
-    for script in (mnist, imagenet, lm, benchmark, reduce, report, doctor, gpu_day, starter)
+    for script in (mnist, imagenet, lm, benchmark, reduce, report, doctor, starter)
 }
 
 

@@ -40,7 +40,6 @@ def test_proc_of_another_pid_namespace_is_refused(tmp_path):
         ("python3.12 -u -m torch.distributed.run --nproc-per-node 2 x.py", "torch.distributed.run"),
         ("python /venv/bin/horovodrun --gloo -np 2 python x.py", "horovodrun"),
         ("python -m hvdtrain.benchmark --np 1,2", "hvdtrain.benchmark"),
-        ("python -m hvdtrain.gpu_day --quick", "hvdtrain.gpu_day"),
         ("python -m hvdtrain.starter --local-ranks 2 -m hvdtrain.mnist", "hvdtrain.starter"),
         ("bash launch/mpirun.sh -np 2 --restarts 3 -- python -m hvdtrain.mnist", "mpirun.sh"),
         ("/bin/bash /var/spool/slurmd/job7/slurm_script", "slurm_script"),

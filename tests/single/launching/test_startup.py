@@ -14,7 +14,7 @@ from hvdtrain.launching import exit_codes
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = [
-    "benchmark", "data.make_shards", "doctor", "gpu_day", "imagenet", "lm", "mnist", "reduce", "report", "scaling",
+    "benchmark", "data.make_shards", "doctor", "imagenet", "lm", "mnist", "reduce", "report", "scaling",
 ]  # fmt: skip
 LOCAL_RANKS = shlex.quote(str(ROOT / "tests" / "single" / "launching" / "without_imports.py"))
 STATE = (

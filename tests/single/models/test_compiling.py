@@ -1,5 +1,6 @@
 """--compile compiles block by block, so that gradients are ready during the backward pass."""
 
+import copy
 import os
 import stat
 import subprocess
@@ -80,6 +81,27 @@ def test_compiled_blocks_compute_the_same_in_training_only_and_keep_their_names(
     torch.testing.assert_close(model(tokens), expected)
     assert compilations
     assert list(model.state_dict()) == names
+
+
+def test_what_is_around_the_blocks_is_compiled_too_with_the_same_results():
+    torch.manual_seed(1)
+    model, images = build_model("resnet18", 10, 32), torch.randn(2, 3, 32, 32)
+    other = copy.deepcopy(model)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(" ".join(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return graph.forward
+
+    compiled(model, CPU, backend)
+    assert torch.equal(model(images), other(images))
+    assert [sum(layer in graph for graph in graphs) for layer in ("max_pool", "linear")] == [1, 1], graphs
+    assert len(graphs) > 5  # the blocks have their own
+    count = len(graphs)
+    model.eval()
+    other.eval()
+    assert torch.equal(model(images), other(images))
+    assert len(graphs) == count
 
 
 @pytest.fixture
