@@ -90,14 +90,16 @@ def test_what_is_around_the_blocks_is_compiled_too_with_the_same_results():
     graphs = []
 
     def backend(graph, inputs):
-        graphs.append(" ".join(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        takes_images = any(getattr(each, "shape", None) == images.shape for each in inputs)
+        classifies = any(node.target is torch._C._nn.linear for node in graph.graph.nodes)
+        graphs.append((takes_images, classifies))
         return graph.forward
 
     compiled(model, CPU, backend)
     assert torch.equal(model(images), other(images))
-    assert [sum(layer in graph for graph in graphs) for layer in ("max_pool", "linear")] == [1, 1], graphs
-    assert len(graphs) > 5  # the blocks have their own
+    assert sorted(graph for graph in graphs if any(graph)) == [(False, True), (True, False)], graphs
     count = len(graphs)
+    assert count > 5  # the blocks have their own
     model.eval()
     other.eval()
     assert torch.equal(model(images), other(images))
