@@ -104,8 +104,10 @@ def scaled(images: Tensor) -> Tensor:
 
 def load(flags: Flags, run: training.Run) -> idx.Dataset:
     """Return the data, the same on every rank. A collective."""
+    with run.raising_together("download"):  # one rank of each host: what is missing is then there for the others
+        dataset = idx.load(flags.dataset, flags.data_dir, say=run.say) if run.engine.local_rank == 0 else None
     with run.raising_together("data"):
-        dataset = idx.load(flags.dataset, flags.data_dir, say=run.say)
+        dataset = dataset or idx.load(flags.dataset, flags.data_dir, download=False)
         flags.epochs = flags.epochs or FAST_EPOCHS[dataset.name]
         count = min(flags.train_samples or len(dataset.train_images), len(dataset.train_images))
         if count < run.size:

@@ -4,19 +4,24 @@
     data = idx.load("auto", data_dir=None)
     print(data.reason)
 
-Every rank on a host calls this with the same arguments. If files must be downloaded, unpacked or verified, the first process
-does so and the others wait (cache.py, download.py).
-
-The content of every MNIST and Fashion-MNIST file is compared with its published SHA-256; a file that differs is an error
-(published.py). Therefore ranks on different hosts only need to compare `name`.
+The content of every MNIST and Fashion-MNIST file is compared with its published SHA-256; a file that differs is an error.
+Therefore ranks on different hosts only need to compare `name`. Of the ranks of a host, one calls this before the others: it
+downloads what is missing, and leaves the verified content in the cache, where the others map it.
 """
 
+import gzip
 import hashlib
+import io
 import json
 import os
+import queue
+import threading
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -24,13 +29,84 @@ from torch import Tensor
 
 from hvdtrain.data import cache
 from hvdtrain.data.corrupt import why
-from hvdtrain.data.published import PUBLISHED, UNSOUND, DownloadFailed, Published, unpacked
 from hvdtrain.engines import files
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import UserError, one_line
 
 NAMES = ("auto", "mnist", "fashion-mnist", "digits")
-LOCK_SECONDS = 60.0  # how long a process waits for another one to verify the files, before it does so itself
 CONTENT = "content"  # in the cache: of a data set's files
+SIDE = 28  # pixels
+UNSOUND = (OSError, EOFError, ValueError, zlib.error)  # what reading and `unpacked` may raise
+SILENCE_SECONDS = (
+    5.0  # of a mirror, without a byte; also for its first answer, with name resolution, connection and TLS
+)
+TOTAL_SECONDS = 120.0  # for all files together
+
+
+@dataclass(frozen=True)
+class File:
+    """One of the four files of a published dataset."""
+
+    name: str  # uncompressed
+    count: int  # images or labels
+    sha256: str  # of the uncompressed content
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[count, 1, 28, 28] for images, [count] for labels."""
+        return (self.count, 1, SIDE, SIDE) if "images" in self.name else (self.count,)
+
+    @property
+    def header(self) -> int:
+        """Size of the header: two zero bytes, 8 (unsigned bytes), number of dimensions, then 4 bytes per dimension."""
+        return 16 if "images" in self.name else 8
+
+    @property
+    def size(self) -> int:
+        """Size of the uncompressed file in bytes."""
+        return self.header + prod(self.shape)
+
+    @property
+    def most_bytes(self) -> int:
+        """Size of the file in bytes, compressed or not, at most: gzip adds little to what cannot be compressed."""
+        return self.size + self.size // 100 + 4096
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published dataset."""
+
+    name: str
+    title: str
+    folder: str  # the directory name that torchvision uses
+    mirrors: tuple[str, ...]
+    files: tuple[File, ...]  # in the order of Dataset's tensors
+
+
+# torchvision's mirrors if they support https. Its Fashion-MNIST mirror does not; the publisher's repository does.
+PUBLISHED = {
+    "mnist": Published(
+        "mnist", "MNIST", "MNIST",
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+        (
+            File("train-images-idx3-ubyte", 60000, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+            File("train-labels-idx1-ubyte", 60000, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+            File("t10k-images-idx3-ubyte", 10000, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+            File("t10k-labels-idx1-ubyte", 10000, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+        ),
+    ),
+    # Labels: hashed from the publisher's repository. Images: as four independent projects publish them.
+    "fashion-mnist": Published(
+        "fashion-mnist", "Fashion-MNIST", "FashionMNIST",
+        ("https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+         "https://storage.googleapis.com/tensorflow/tf-keras-datasets/"),
+        (
+            File("train-images-idx3-ubyte", 60000, "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"),
+            File("train-labels-idx1-ubyte", 60000, "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"),
+            File("t10k-images-idx3-ubyte", 10000, "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"),
+            File("t10k-labels-idx1-ubyte", 10000, "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
+        ),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +138,7 @@ def load(
     download to the cache. "auto" uses MNIST if available, otherwise the embedded digits; a damaged file is an error.
     say: called with one line when a download begins; pass it on the rank that prints.
 
-    Raises UserError. Takes a few seconds without a network, at most about download.TOTAL_SECONDS with a slow one.
+    Raises UserError. Takes a few seconds without a network, at most about TOTAL_SECONDS with a slow one.
     """
     if name not in NAMES:
         raise UserError(f"there is no dataset {name!r}: choose one of {', '.join(NAMES)}")
@@ -100,14 +176,14 @@ def _load(published: Published, root: Path | None, may_download: bool, say: Call
     shared = cache.directory(published.name)
     given = Path("data") if root is None else root
     places = [given, given / published.folder / "raw"]  # torchvision's
-    target: Path | None = places[1]
-    if root is None:
-        target = shared
-        places += [shared] if shared else []
+    target = places[1] if root is not None else shared
+    if root is None and shared is not None:
+        places.append(shared)
     found = _find(published, places)
     if None in found:
-        missing = [file.name for file, path in zip(published.files, found, strict=True) if path is None]
-        lacks = f"{given} lacks {', '.join(missing)} (plain or .gz, there or in {published.folder}/raw)"
+        missing = [file for file, path in zip(published.files, found, strict=True) if path is None]
+        names = ", ".join(file.name for file in missing)
+        lacks = f"{given} lacks {names} (plain or .gz, there or in {published.folder}/raw)"
         nothing = f"no {published.title} in {'./data or the cache' if root is None else root}"
         said = lacks if any(found) else nothing
         if not may_download:
@@ -117,11 +193,13 @@ def _load(published: Published, root: Path | None, may_download: bool, say: Call
             raise NotThere(f"{said}, and there is no directory to download to ({how})")
         say(f"{said}: downloading it to {target}, one process per host")
         try:
-            _download(published, places, target, shared or target)
-        except DownloadFailed as error:
-            raise NotThere(f"{said}, and the download failed ({error})") from None
+            target.mkdir(parents=True, exist_ok=True)
+            files.remove_partial(target, cache.STALE_SECONDS)
+            _download(published, missing, target)
         except OSError as error:
             raise NotThere(f"{said}, and {target} cannot be written ({why(error)})") from None
+        except NotThere as error:
+            raise NotThere(f"{said}, and the download failed ({error})") from None
         found = _find(published, places)
     paths = [path for path in found if path is not None]
     if len(paths) < len(found):
@@ -140,19 +218,6 @@ def _find(published: Published, places: Sequence[Path]) -> list[Path | None]:
     return [next(filter(os.path.isfile, candidates), None) for candidates in paths]
 
 
-def _download(published: Published, places: Sequence[Path], target: Path, state: Path) -> None:
-    """Download what no other process of the host has downloaded meanwhile. Raises OSError, DownloadFailed."""
-    from hvdtrain.data.download import TOTAL_SECONDS, download, last_failure
-
-    before = last_failure(state)
-    target.mkdir(parents=True, exist_ok=True)
-    with cache.locked(state, TOTAL_SECONDS + 30):
-        found = _find(published, places)
-        missing = [file for file, path in zip(published.files, found, strict=True) if path is None]
-        if missing:
-            download(published, missing, target, state, before)
-
-
 def _content(published: Published, paths: Sequence[Path], shared: Path | None) -> Tensor:
     """Return the verified content of the files, one after the other, as uint8 [n]. Raises UserError."""
     if shared is not None:
@@ -162,7 +227,7 @@ def _content(published: Published, paths: Sequence[Path], shared: Path | None) -
 
 
 def _mapped(published: Published, paths: Sequence[Path], shared: Path) -> Tensor:
-    """Return the same as a mapped file in the cache, which the first process writes there. Raises OSError, UserError."""
+    """Return the same as a mapped file in the cache, written if it is not there. Raises OSError, UserError."""
     sources = json.dumps([[str(path.absolute()), *_identity(path.stat())] for path in paths])
     # Hosts may have files of their own, and the cache in common: a note for each. The one copy may be mapped elsewhere.
     note = shared / f"verified-{hashlib.sha256(sources.encode()).hexdigest()[:16]}.json"
@@ -172,19 +237,15 @@ def _mapped(published: Published, paths: Sequence[Path], shared: Path) -> Tensor
         """Return what says that the copy has not changed since. Raises OSError."""
         return json.dumps(_identity(content.stat())).encode()
 
-    def there() -> bool:
-        with suppress(OSError):
-            return files.read_small(note) == seen()
-        return False
-
-    if not there():
-        with cache.locked(shared, LOCK_SECONDS):
-            if not there():
-                files.remove_partial(shared, cache.STALE_SECONDS)
-                verified = _verified(published, paths)
-                if not (content.is_file() and content.read_bytes() == verified):
-                    files.write(content, verified)
-                files.write(note, seen())
+    known = False
+    with suppress(OSError):
+        known = files.read_small(note) == seen()
+    if not known:
+        files.remove_partial(shared, cache.STALE_SECONDS)
+        verified = _verified(published, paths)
+        if not (content.is_file() and content.read_bytes() == verified):
+            files.write(content, verified)
+        files.write(note, seen())
     size = sum(file.size for file in published.files)
     return torch.from_file(str(content), shared=False, size=size, dtype=torch.uint8)  # writing to it is private
 
@@ -205,3 +266,86 @@ def _identity(status: os.stat_result) -> list[int]:
     """Return values that change when the content of a file changes."""
     # ctime also changes if mtime is restored. The device number differs between hosts on a shared file system.
     return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def unpacked(published: Published, file: File, packed: bytes) -> bytes:
+    """Return the published content of `packed`, which may be compressed. Raises UNSOUND if it is not the published one.
+
+    At most one byte more than the published size is unpacked.
+    """
+    content = packed
+    if packed.startswith(b"\x1f\x8b"):
+        with gzip.open(io.BytesIO(packed)) as stream:
+            content = stream.read(file.size + 1)
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != file.sha256:
+        known = {each.sha256: f"{one.title}'s {each.name}" for one in PUBLISHED.values() for each in one.files}
+        size = f"{len(content):,}" if len(content) <= file.size else "more"
+        found = known.get(sha256, f"{size} bytes, of {file.size:,}, with sha256 {sha256[:12]}...")
+        raise ValueError(f"not {published.title}'s {file.name} but {found}")
+    return content
+
+
+def _download(published: Published, missing: Sequence[File], target: Path) -> None:
+    """Download files, as FILE.gz. The mirrors are tried in order; one that fails is not used again. Raises NotThere with
+    each mirror and its error, and OSError if a file cannot be written."""
+    from http.client import HTTPException  # importing http and ssl takes longer than loading cached data
+    from urllib.parse import urlsplit
+
+    deadline, left, problems = time.monotonic() + TOTAL_SECONDS, list(missing), []
+    for mirror in published.mirrors:
+        while left:
+            file = left[0]
+            try:
+                packed = get(f"{mirror}{file.name}.gz", file.most_bytes, deadline)
+                unpacked(published, file, packed)
+            except (HTTPException, *UNSOUND) as error:  # HTTPException: a damaged chunk
+                problems.append(f"{urlsplit(mirror).netloc}: {one_line(error)}")
+                break
+            files.write(target / f"{file.name}.gz", packed)
+            del left[0]
+    if left:
+        raise NotThere("; ".join(problems))
+
+
+def get(url: str, limit: int, deadline: float) -> bytes:
+    """Return the body at `url`. Raises ValueError for more than `limit` bytes, TimeoutError after `deadline`
+    (time.monotonic) or in a long silence, and what urllib raises."""
+    import urllib.request
+
+    # urllib's timeout applies to each address of a host separately, and not to name resolution. Only a separate thread,
+    # which is abandoned after the time limit, bounds the total.
+    parts: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    over = threading.Event()
+
+    def transfer() -> None:
+        try:
+            # Takes proxies from the environment. A redirect to http does no harm: the content is verified.
+            request = urllib.request.Request(url, headers={"User-Agent": "hvdtrain"})
+            # The loop below notices a silence first, and says so.
+            with urllib.request.urlopen(request, timeout=2 * SILENCE_SECONDS) as answer:
+                while not over.is_set() and (part := answer.read1(1 << 18)):
+                    parts.put(part)
+            parts.put(b"")
+        except Exception as error:
+            parts.put(error)
+
+    threading.Thread(target=transfer, daemon=True, name="download").start()
+    body = bytearray()
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            part = parts.get(timeout=max(0.0, min(left, SILENCE_SECONDS)))
+            if isinstance(part, Exception):
+                raise part
+            if not part:
+                return bytes(body)
+            body += part
+            if len(body) > limit:
+                raise ValueError(f"sent more than the {limit:,} bytes that are possible")
+    except queue.Empty:
+        if left < SILENCE_SECONDS:
+            raise TimeoutError(f"not done after {TOTAL_SECONDS:.0f} seconds in total") from None
+        raise TimeoutError(f"no answer in {SILENCE_SECONDS:.2g} seconds") from None
+    finally:
+        over.set()

@@ -6,7 +6,7 @@ make matrix MATRIX="--only 3.11/2.15.0/none"                           one cell,
 make matrix MATRIX=--list                                              what would run
 
 A cell is PYTHON/TORCH/MPI. It is set up by `launch/setup` in a clone of this checkout's last commit, and examined by
-tests/matrix/examine.py. Cells whose result is in --results (JSON, one line each; part of the repository) are not run again,
+tests/matrix/examine.py. Cells whose result is in --results (JSON, one line each) are not run again,
 so the command can be stopped and repeated, also by somebody else; the wheels that they build are kept in the usual cache.
 With --write the table in docs/evidence/installing.md is made from the results. Hours on two cores; a cell takes 5 to 15
 minutes and 6 GB, which are freed when it is done. mpich: Debian's packages mpich and libmpich-dev, also beside another MPI.

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hvdtrain import training
 from hvdtrain.analysis.reporting import page
 from hvdtrain.analysis.reporting.runs import read_runs, time_shares
-from hvdtrain.data import idx, published, shards
+from hvdtrain.data import idx, shards
 from hvdtrain.data.shard_reading import Job, ShardBatches
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.portable import flattened
@@ -44,8 +44,8 @@ from tests.single.training.small import N, X, Y, flags_for
 @pytest.fixture
 def mnist(tmp_path, monkeypatch) -> Path:
     """A small sound MNIST, and no cache."""
-    for name in published.PUBLISHED:
-        monkeypatch.setitem(published.PUBLISHED, name, fake.published(name))
+    for name in idx.PUBLISHED:
+        monkeypatch.setitem(idx.PUBLISHED, name, fake.published(name))
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
     return fake.write(tmp_path / "mnist")
 
@@ -98,7 +98,7 @@ def test_any_idx_file_is_refused_or_right(mnist, data):
 def test_a_gzip_file_of_a_hundred_thousand_empty_ones_takes_no_time():
     file = fake.published("mnist").files[0]
     with pytest.raises(ValueError, match="but 0 bytes"):
-        published.unpacked(published.PUBLISHED["mnist"], file, gzip.compress(b"") * 100_000)
+        idx.unpacked(idx.PUBLISHED["mnist"], file, gzip.compress(b"") * 100_000)
 
 
 # Shards

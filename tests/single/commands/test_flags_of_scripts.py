@@ -16,7 +16,6 @@ from PIL import Image
 
 from hvdtrain import imagenet, lm, mnist
 from hvdtrain.data import decoding, idx, images, loading, make_shards
-from hvdtrain.data.published import PUBLISHED
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.convnet import MODELS
@@ -292,7 +291,7 @@ def test_target_accuracy_ends_training_or_is_missed(goal, code, tmp_path):
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
 def test_data_set_and_directory(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(PUBLISHED, name, fake_mnist.published(name))
+    monkeypatch.setitem(idx.PUBLISHED, name, fake_mnist.published(name))
     fake_mnist.write(tmp_path, fake_mnist.MNIST if name == "mnist" else fake_mnist.FASHION)
     seen = trained(mnist, f"--dataset {name} --data-dir {tmp_path} --epochs 1 --batch-size 8", tmp_path / "out")
     assert (seen.summary["dataset"], seen.summary["samples"], seen.summary["test_count"]) == (name, 20, 10)

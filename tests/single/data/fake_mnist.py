@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import multiprocessing
 import random
 import threading
 from collections import Counter
@@ -11,7 +10,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from hvdtrain.data.published import File, Published
+from hvdtrain.data.idx import File, Published
 
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
@@ -92,15 +91,3 @@ def send(request: BaseHTTPRequestHandler, body: bytes, length: int | None = None
     request.send_header("Content-Length", str(len(body) if length is None else length))
     request.end_headers()
     request.wfile.write(body)
-
-
-def processes(count: int, do: Callable[[int], object]) -> list[multiprocessing.Process]:
-    """Real processes, started together. Forked: they keep the test's small dataset and need not import torch again.
-
-    They must not compute with torch, whose threads do not survive the fork.
-    """
-    context = multiprocessing.get_context("fork")
-    started = [context.Process(target=do, args=(number,), daemon=True) for number in range(count)]
-    for process in started:
-        process.start()
-    return started

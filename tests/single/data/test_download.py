@@ -1,20 +1,17 @@
-"""hvdtrain.data.download: once per host, bounded, verified before it has a name."""
+"""Downloads of hvdtrain.data.idx: bounded, verified before they have a name. (Once per host: tests/parallel.)"""
 
 import gzip
-import multiprocessing
 import os
 import re
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.data import cache, download, idx, published
+from hvdtrain.data import cache, idx
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from tests.single.data import fake_mnist as fake
@@ -40,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def mirrors(monkeypatch: pytest.MonkeyPatch) -> Mirrors:
     """Takes URLs: the small dataset is published there."""
-    return lambda *urls: monkeypatch.setitem(published.PUBLISHED, "mnist", fake.published("mnist", urls))
+    return lambda *urls: monkeypatch.setitem(idx.PUBLISHED, "mnist", fake.published("mnist", urls))
 
 
 @pytest.fixture
@@ -153,15 +150,15 @@ def test_bad_content_never_gets_its_name(tmp_path: Path, mirrors: Mirrors, case:
 
 def test_the_mirrors_have_https() -> None:
     for name in ("mnist", "fashion-mnist"):
-        assert all(url.startswith("https://") and url.endswith("/") for url in published.PUBLISHED[name].mirrors)
-        assert len(published.PUBLISHED[name].mirrors) == 2
+        assert all(url.startswith("https://") and url.endswith("/") for url in idx.PUBLISHED[name].mirrors)
+        assert len(idx.PUBLISHED[name].mirrors) == 2
 
 
 # Bounded in time
 
 
 def test_a_silent_name_server_is_left(mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, over: threading.Event) -> None:
-    monkeypatch.setattr(download, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(idx, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr("socket.getaddrinfo", lambda *args, **named: over.wait(60))  # knows no time limit
     mirrors("http://mirror.invalid/")
     began = time.monotonic()
@@ -176,7 +173,7 @@ def test_a_silent_name_server_is_left(mirrors: Mirrors, monkeypatch: pytest.Monk
 def test_a_stalled_or_dripping_transfer_is_left(
     limit: str, pause: float, expected: str, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, over: threading.Event
 ) -> None:
-    monkeypatch.setattr(download, limit, 0.4)
+    monkeypatch.setattr(idx, limit, 0.4)
 
     def answer(request: BaseHTTPRequestHandler) -> None:
         fake.send(request, b"", length=10000)
@@ -190,108 +187,16 @@ def test_a_stalled_or_dripping_transfer_is_left(
         assert time.monotonic() - began < 30
 
 
-# Several processes
-
-
-def finish(ranks: list[multiprocessing.Process]) -> None:
-    for rank in ranks:
-        rank.join(60)
-        assert rank.exitcode == 0
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_of_several_processes_one_downloads(tmp_path: Path, mirrors: Mirrors, named: bool) -> None:
-    def answer(request: BaseHTTPRequestHandler) -> None:
-        time.sleep(0.05)
-        fake.serve(request)
-
-    def rank(number: int) -> None:
-        assert idx.load("mnist", tmp_path / "d" if named else None).name == "mnist"
-
-    with fake.mirror(answer) as (url, asked):
-        mirrors(url)
-        finish(fake.processes(6, rank))
-    assert asked == {f"/{name}.gz": 1 for name in fake.NAMES}
-    assert good(tmp_path / "d/MNIST/raw" if named else cache.directory("mnist"))
-
-
-def test_of_several_processes_one_waits_for_a_dead_network(
-    mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, over: threading.Event
-) -> None:
-    monkeypatch.setattr(download, "SILENCE_SECONDS", 0.5)
-    together, locked, came = multiprocessing.get_context("fork").Barrier(6), cache.locked, []
-
-    def all_at_once(path: Path, seconds: float) -> AbstractContextManager[None]:
-        """However busy the machine is: nobody has the lock before all want it."""
-        if not came:
-            came.append(together.wait(60))
-        return locked(path, seconds)
-
-    monkeypatch.setattr(cache, "locked", all_at_once)
-    monkeypatch.setattr("hvdtrain.data.digits.load", lambda: [None] * 4)  # it computes: not in a forked process
-
-    def rank(number: int) -> None:
-        data = idx.load("auto")
-        assert data.name == "digits"
-        assert "no answer in" in data.reason
-
-    with fake.mirror(lambda request: over.wait(60)) as (url, asked):
-        mirrors(url)
-        finish(fake.processes(6, rank))
-        assert asked.total() == 1
-        over.set()
-    with fake.mirror() as (url, _):  # a later start tries again
-        mirrors(url)
-        came.append(0)
-        assert idx.load("auto").name == "mnist"
-
-
-def test_a_failure_that_the_clock_puts_into_the_future_is_not_the_last_word(
-    tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+def test_a_later_start_tries_again_and_removes_what_a_killed_download_has_left(
+    tmp_path: Path, mirrors: Mirrors
 ) -> None:
     with fake.mirror(lambda request: request.send_error(503)) as (url, _):
         mirrors(url)
-        with monkeypatch.context() as ahead:
-            now = time.time
-            ahead.setattr(time, "time", lambda: now() + 1e9)
-            failed(tmp_path / "d")
+        failed(tmp_path / "d")
     leftover = tmp_path / "d" / "MNIST" / "raw" / f".left{files.PARTIAL}"
     leftover.touch()
-    os.utime(leftover, (4e9, 4e9))
+    os.utime(leftover, (4e9, 4e9))  # a clock may have jumped
     with fake.mirror() as (url, _):
         mirrors(url)
         assert idx.load("mnist", tmp_path / "d").name == "mnist"
     assert not leftover.exists()
-
-
-def test_a_killed_download_frees_the_lock_and_leaves_nothing(
-    tmp_path: Path, mirrors: Mirrors, over: threading.Event
-) -> None:
-    reached = threading.Event()
-
-    def answer(request: BaseHTTPRequestHandler) -> None:
-        if reached.is_set():
-            return fake.serve(request)
-        packed = gzip.compress(fake.MNIST[IMAGES])
-        fake.send(request, packed[:1000], length=len(packed))
-        reached.set()
-        over.wait(60)
-
-    def rank(number: int) -> None:
-        idx.load("mnist", tmp_path / "d")
-
-    with fake.mirror(answer) as (url, _):
-        mirrors(url)
-        first = fake.processes(1, rank)[0]
-        assert reached.wait(60)
-        others = fake.processes(2, rank)
-        time.sleep(0.2)
-        assert all(other.is_alive() for other in others)  # they wait
-        assert first.pid
-        os.kill(first.pid, signal.SIGKILL)
-        finish(others)
-        first.join(60)
-        assert first.exitcode == -signal.SIGKILL
-        over.set()
-    assert good(tmp_path / "d/MNIST/raw")
-    assert names(tmp_path / "d") == PACKED

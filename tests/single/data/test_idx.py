@@ -4,7 +4,6 @@ import gzip
 import os
 import resource
 import shutil
-import time
 import tracemalloc
 import warnings
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.data import cache, idx, published
+from hvdtrain.data import cache, idx
 from hvdtrain.engines.errors import UserError
 from tests.single.data import fake_mnist as fake
 
@@ -22,8 +21,8 @@ IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = fake.NAMES
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The small datasets, an empty cache and working directory, and no mirrors."""
-    for name in published.PUBLISHED:
-        monkeypatch.setitem(published.PUBLISHED, name, fake.published(name))
+    for name in idx.PUBLISHED:
+        monkeypatch.setitem(idx.PUBLISHED, name, fake.published(name))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -35,7 +34,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     original = idx.unpacked
 
-    def counted(dataset: published.Published, file: published.File, packed: bytes) -> bytes:
+    def counted(dataset: idx.Published, file: idx.File, packed: bytes) -> bytes:
         names.append(file.name)
         return original(dataset, file, packed)
 
@@ -237,26 +236,7 @@ def test_a_full_cache_is_done_without(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     check(data)
-    assert [path.name for path in cache.directory("mnist").iterdir()] == [".lock"]
-
-
-def test_locks_that_cannot_be_had_are_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.write(tmp_path / "d", compressed=True)
-    monkeypatch.setattr(idx, "LOCK_SECONDS", 0.1)
-    with cache.locked(cache.directory("mnist"), 1):
-        check(idx.load("mnist", tmp_path / "d"))
-    monkeypatch.setattr(cache, "locked", None)
-    check(idx.load("mnist", tmp_path / "d"))  # what is verified needs no lock
-
-
-def test_a_file_system_without_locks_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    fake.write(tmp_path / "d", compressed=True)
-    check(idx.load("mnist", tmp_path / "d"))
-    assert (cache.directory("mnist") / idx.CONTENT).exists()
+    assert list(cache.directory("mnist").iterdir()) == []
 
 
 def test_images_are_mapped_and_writing_to_them_is_private(tmp_path: Path) -> None:
@@ -265,28 +245,6 @@ def test_images_are_mapped_and_writing_to_them_is_private(tmp_path: Path) -> Non
     assert str(cache.directory("mnist") / idx.CONTENT) in Path("/proc/self/maps").read_text()
     data.train_images.zero_()
     check(idx.load("mnist", tmp_path))
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_of_several_processes_one_verifies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.write(tmp_path / "d", compressed=True)
-    log, original = tmp_path / "log", idx.unpacked
-
-    def logged(dataset: published.Published, file: published.File, packed: bytes) -> bytes:
-        with log.open("a") as lines:
-            lines.write(f"{os.getpid()}\n")
-        time.sleep(0.1)  # so that the others come while it lasts
-        return original(dataset, file, packed)
-
-    monkeypatch.setattr(idx, "unpacked", logged)
-    ranks = fake.processes(6, lambda number: idx.load("mnist", tmp_path / "d"))
-    for rank in ranks:
-        rank.join(60)
-        assert rank.exitcode == 0
-    pids = log.read_text().split()
-    assert len(pids) == 4
-    assert len(set(pids)) == 1
-    check(idx.load("mnist", tmp_path / "d"))
 
 
 def test_a_cache_where_others_write_is_not_used(tmp_path: Path) -> None:
