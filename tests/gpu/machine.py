@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from tests.e2e.launchers import LAUNCHERS, PYTHON
@@ -42,23 +41,18 @@ def command(engine: str, ranks: int, module: str, flags: str, device: str, out: 
     return f"{start} {flags} --device {device}{where}"
 
 
-def smi(query: str) -> list[str]:
-    """Return the lines of nvidia-smi's answer; [] where it has none."""
+def processes() -> set[int]:
+    """Return the processes on GPUs. Some virtual machines list none."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        words = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
-        return subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.split("\n")[:-1]
-    return []
-
-
-def processes() -> Mapping[int, str]:
-    """Return the processes on GPUs and what each holds, in MiB. Some virtual machines list none."""
-    rows = (line.split(", ") for line in smi("compute-apps=pid,used_memory"))
-    return {int(row[0]): row[1] for row in rows if row[0].isdecimal()}
+        words = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+        said = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
+        return {int(line) for line in said.split() if line.isdecimal()}
+    return set()
 
 
 def left_on_gpus(pids: set[int]) -> set[int]:
     """Return those of `pids` that are still on a GPU after RELEASE_SECONDS."""
     until = time.monotonic() + RELEASE_SECONDS
-    while (left := pids & set(processes())) and time.monotonic() < until:
+    while (left := pids & processes()) and time.monotonic() < until:
         time.sleep(0.2)
     return left

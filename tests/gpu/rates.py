@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import statistics
 import sys
 import time
@@ -37,6 +38,12 @@ class Day:
     warm: bool
     patched: Path | None
     name: str = ""
+
+    def fresh(self) -> Path:
+        """Return the row's directory, without what an earlier start left there: it would be resumed."""
+        out = self.out / "runs" / self.name
+        shutil.rmtree(out, ignore_errors=True)
+        return out
 
     def run(self, command: str, ranks: int = 1, seconds: float = 75.0, **more: str) -> Any:
         """Run a command to its end. Raises AssertionError where it fails or takes longer."""
@@ -69,7 +76,7 @@ def loop(
         small = "--model resnet18 --image-size 32" if day.quick else ""
         # The workers have batches ready before the first step: the first of four epochs is left out.
         data, epochs, skip = (f"folder --data-dir {JPEGS}", 2 if day.quick else 4, 9) if jpeg else ("synthetic", 1, 2)
-        out = day.out / "runs" / day.name
+        out = day.fresh()
         words = f"--dataset {data} --batch-size {number} --train-samples {number * size * ranks} --epochs {epochs}"
         command = machine.command(
             engine,
@@ -83,7 +90,9 @@ def loop(
             start = "import runpy; runpy.run_module('hvdtrain.imagenet', run_name='__main__', alter_sys=True)"
             command = command.replace(" -m hvdtrain.imagenet", f" -c {shlex.quote(f'{prelude}; {start}')}", 1)
         day.run(command, ranks, 180.0 if "--compile" in flags else 75.0, **more)
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        record = (out / "metrics.jsonl").read_text()
+        (day.out / "logs" / f"{day.name}.metrics").write_text(record)
+        lines = [json.loads(line) for line in record.splitlines()]
         windows = [line for line in lines if line["event"] == "train"][0 if day.quick or day.warm else skip :]
         shares = {key: statistics.median(line[key] for line in windows) for key in windows[0] if key.endswith("_share")}
         return {"images/s": statistics.median(line["samples_per_second"] for line in windows)} | shares
@@ -112,7 +121,7 @@ def benchmark(flags: str, quick: str) -> Row:
     def run(day: Day) -> dict[str, Any]:
         words = f"{quick} --repeats 1 --steps 1 --warmup-steps 1" if day.quick or day.warm else f"{flags} --repeats 3"
         words = f"{flags} --repeats 1 --steps 1 --warmup-steps 2" if day.warm and not day.quick else words
-        out = day.out / "runs" / day.name
+        out = day.fresh()
         day.run(machine.command("serial", 1, "hvdtrain.benchmark", words, day.device, out), 1, 180.0)
         result = json.loads((out / "benchmark.json").read_text())
         return {"tokens/s": result["samples_per_second"]["mean"] * (result["tokens_per_sample"] or 1)}
@@ -122,7 +131,7 @@ def benchmark(flags: str, quick: str) -> Row:
 
 def all_reduce(day: Day) -> dict[str, Any]:
     """Bus bandwidth by size, in GB/s."""
-    ranks, out = max(2, machine.gpus()), day.out / "runs" / day.name
+    ranks, out = max(2, machine.gpus()), day.fresh()
     sizes = "--max-bytes 8192 --seconds-per-size 0.05" if day.quick else "--max-bytes 67108864 --seconds-per-size 0.2"
     flags = f"--collectives --dtype float32 --min-bytes 4096 {sizes}"
     day.run(machine.command("horovod", ranks, "hvdtrain.benchmark", flags, day.device, out), ranks)
@@ -160,29 +169,26 @@ def rows() -> dict[str, Row]:
         "serial-256": loop("serial", 1, 256, 48),
         "jpeg-256": loop("serial", 1, 256, 48, jpeg=True),
         "plain-256": plain("clock", "eager-256"),
+        "compile-256": loop("serial", 1, 256, 48, "--compile"),
+        "compile-256-blocks": loop("serial", 1, 256, 48, "--compile", prelude=BLOCKS_ONLY),
         "horovod-256": loop("horovod", 1, 256, 48),
         "ddp-256": loop("ddp", 1, 256, 48),
         "serial-64": loop("serial", 1, 64, 160),
+        "plain-64": plain("eager-64", "graph-64"),
         "horovod-64": loop("horovod", 1, 64, 160),
         "ddp-64": loop("ddp", 1, 64, 160),
-        "plain-64": plain("eager-64", "graph-64", "compile-64"),
-        "compile-256": loop("serial", 1, 256, 48, "--compile"),
-        "compile-256-blocks": loop("serial", 1, 256, 48, "--compile", prelude=BLOCKS_ONLY),
         "horovod-2x128": loop("horovod", 2, 128, 48),
         "horovod-2x128-patched": patched(loop("horovod", 2, 128, 48)),
         "ddp-2x128": loop("ddp", 2, 128, 48),
-        "ddp-2x128-unrecorded": loop("ddp", 2, 128, 48, **RECORDING),
         "wire": plain("wire-fp16", "wire-bf16"),
         "gpt2-compile": benchmark(f"{GPT2} --compile", SMALL),
         "gpt2": benchmark(GPT2, SMALL),
+        "ddp-2x128-unrecorded": loop("ddp", 2, 128, 48, **RECORDING),
         "all-reduce": all_reduce,
+        "plain-compiled": plain("compile-64", "compile-256"),
         "horovod-2x128-fp16": loop("horovod", 2, 128, 48, "--compression fp16"),
         "serial-256-fp32": loop("serial", 1, 256, 24, "--amp off"),
-        "plain-compile-256": plain("compile-256"),
     }  # fmt: skip
-
-
-WARMED = ("compile-256", "compile-256-blocks", "gpt2-compile")  # rows whose code is compiled ahead by --warm
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.gpu import machine
 DEVICE = os.environ.get("HVDTRAIN_GPU_TESTS", "cuda")
 QUICK = DEVICE == "cpu"  # a rehearsal
 DIGITS = "--dataset digits --model convnet --no-progress --batch-size 32"
-LIMIT = 240  # seconds of a launch
+LIMIT = 150  # seconds of a launch
 SEEN = os.environ.get("HVDTRAIN_GPU_SEEN")  # a file, for what the tests saw
 CLOSE = 1e-3  # absolute difference of two losses
 OFTEN = 0.5  # reads of a line in each step
@@ -51,6 +52,78 @@ def train(out: Path, ranks: int = 2, flags: str = "", engine: str = "horovod", *
     size = "--epochs 1 --train-samples 256" if QUICK else "--epochs 10"
     done = run(engine, ranks, "hvdtrain.mnist", f"{DIGITS} {size} {flags}", out, **more)
     return json.loads((out / "summary.json").read_text()), done
+
+
+# ---- ranks that end
+
+
+class Ended(NamedTuple):
+    """How a job of two ranks ended. left: processes on this host; left_on_gpus: those of its `on_gpus` that nvidia-smi
+    listed before, if it lists any."""
+
+    code: int
+    said: str
+    seconds: float
+    left: list[str]
+    left_on_gpus: set[int]
+    on_gpus: int
+
+    def __str__(self) -> str:
+        held = f"{len(self.left_on_gpus)} of {self.on_gpus} still on a GPU after {machine.RELEASE_SECONDS:.0f} s"
+        return f"exit code {self.code} after {self.seconds:.1f} s; {len(self.left)} processes left, {held}"
+
+
+def strike(out: Path, number: signal.Signals, flags: str, engine: str = "horovod") -> Ended:
+    """Train on two ranks, and send rank 1 a signal after a new checkpoint."""
+    log, before = out.with_suffix(f".{number.name}"), len(list((out / "checkpoints").glob("*.safetensors")))
+    words = machine.command(engine, 2, "hvdtrain.mnist", f"{DIGITS} {flags}", DEVICE, out)
+    with log.open("w") as said, running(words, env=machine.variables(2), stdout=said, stderr=said) as (process, job):
+        until = time.monotonic() + LIMIT
+        while not sent(out, before + 1) and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        assert process.poll() is None, f"over before rank 1 could be sent {number.name}\n{log.read_text()}"
+        starts = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if '"ranks"' in line]
+        ranks = next(line["ranks"] for line in reversed(starts) if isinstance(line.get("ranks"), list))
+        pids = {rank["pid"] for rank in ranks}
+        listed, began = len(pids & machine.processes()), time.monotonic()
+        os.kill(next(rank["pid"] for rank in ranks if rank["rank"] == 1), number)
+        code = process.wait(LIMIT)
+        seconds, held = time.monotonic() - began, machine.left_on_gpus(pids)
+        return Ended(code, log.read_text(), seconds, remaining(job), held, listed)
+
+
+def sent(out: Path, count: int) -> bool:
+    return len(list((out / "checkpoints").glob("*.safetensors"))) >= count
+
+
+def test_killed_then_terminated_then_it_continues_with_the_same_bits(tmp_path, request):
+    flags = f"--epochs {8 if QUICK else 16} --train-samples 1600 --check-steps 50 --deterministic --checkpoint-steps 20"
+    whole, _ = train(tmp_path / "whole", 2, flags)
+    out = tmp_path / "ended"
+    keeps = f"{flags} --keep 1000"
+    for number, code in ((signal.SIGKILL, None), (signal.SIGTERM, 75)):
+        ended = strike(out, number, keeps)
+        saw(request, f"{number.name}: {ended}")
+        assert ended.code == code if code is not None else ended.code != 0, ended.said
+        assert (ended.left, ended.left_on_gpus) == ([], set())
+    again, done = train(out, 2, keeps)
+    assert "resumed after step" in done.stdout + done.stderr
+    assert again["parameters_sha256"] == whole["parameters_sha256"], (again["test_loss"], whole["test_loss"])
+
+
+@pytest.mark.parametrize("engine", ["horovod", "ddp"])
+def test_a_stopped_rank_is_named_and_the_job_ends(engine, tmp_path, request):
+    flags = "--epochs 300 --train-samples 1600 --checkpoint-steps 20 --step-timeout 5"
+    ended = strike(tmp_path / "ended", signal.SIGSTOP, flags, engine)
+    named = re.search(r"^.*\brank 1\b.*$", ended.said, re.M)
+    saw(request, f"{ended}: {named and named[0].strip()}")
+    assert (ended.code, bool(named)) == (1, True), ended.said
+    assert (ended.left, ended.left_on_gpus) == ([], set())
+    if engine == "ddp" and not QUICK:
+        line = re.search(r".*is not done: rank 0 .* called it.*", ended.said)
+        saw(request, line[0].strip() if line else "no line about a collective")
+        assert line, ended.said
+        assert (tmp_path / "ended" / "collectives" / "rank_0").stat().st_size > 0
 
 
 # ---- the build
@@ -164,63 +237,6 @@ def test_no_line_waits_for_the_gpu_in_each_quiet_step(script, tmp_path, request)
     each = {line: (count - short.get(line, 0)) / (lengths[1] - lengths[0]) for line, count in long.items()}
     saw(request, "; ".join(f"{count:.2g} a step at {line}" for line, count in each.items() if count > 0) or "none")
     assert max(each.values(), default=0) < OFTEN, each
-
-
-# ---- ranks that end
-
-
-def strike(out: Path, number: signal.Signals, flags: str, more: int = 1) -> tuple[int, str, float, list[str], set[int]]:
-    """Train on two ranks, and send rank 1 a signal after `more` new checkpoints.
-
-    Return the exit code, what was said, the seconds until the end, which processes are left on this host, which on a GPU.
-    """
-    log, before = out.with_suffix(f".{number.name}"), len(list((out / "checkpoints").glob("*.safetensors")))
-    words = machine.command("horovod", 2, "hvdtrain.mnist", f"{DIGITS} {flags}", DEVICE, out)
-    with log.open("w") as said, running(words, env=machine.variables(2), stdout=said, stderr=said) as (process, job):
-        until = time.monotonic() + LIMIT
-        while not sent(out, before + more) and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
-        assert process.poll() is None, f"over before rank 1 could be sent {number.name}\n{log.read_text()}"
-        starts = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if '"ranks"' in line]
-        ranks = next(line["ranks"] for line in reversed(starts) if isinstance(line.get("ranks"), list))
-        pids, began = {rank["pid"] for rank in ranks}, time.monotonic()
-        os.kill(next(rank["pid"] for rank in ranks if rank["rank"] == 1), number)
-        code = process.wait(LIMIT)
-        seconds, on_gpus = time.monotonic() - began, machine.left_on_gpus(pids)
-        return code, log.read_text(), seconds, remaining(job), on_gpus
-
-
-def sent(out: Path, count: int) -> bool:
-    return len(list((out / "checkpoints").glob("*.safetensors"))) >= count
-
-
-def test_killed_then_terminated_then_it_continues_with_the_same_bits(tmp_path, request):
-    flags = f"--epochs {8 if QUICK else 16} --train-samples 1600 --check-steps 50 --deterministic --checkpoint-steps 20"
-    whole, _ = train(tmp_path / "whole", 2, flags)
-    out = tmp_path / "ended"
-    keeps = f"{flags} --keep 1000"
-    for number, expected in ((signal.SIGKILL, None), (signal.SIGTERM, 75)):
-        code, said, seconds, left, on_gpus = strike(out, number, keeps)
-        listed = len(machine.processes())
-        saw(
-            request,
-            f"{number.name}: exit code {code} after {seconds:.1f} s; left: {left}, on GPUs {on_gpus} of {listed}",
-        )
-        assert code == expected if expected is not None else code != 0, said
-        assert not left
-        assert not on_gpus
-    again, done = train(out, 2, keeps)
-    assert "resumed after step" in done.stdout + done.stderr
-    assert again["parameters_sha256"] == whole["parameters_sha256"], (again["test_loss"], whole["test_loss"])
-
-
-def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path, request):
-    flags = "--epochs 300 --train-samples 1600 --checkpoint-steps 20 --step-timeout 5"
-    code, said, seconds, left, on_gpus = strike(tmp_path / "ended", signal.SIGSTOP, flags)
-    named = re.search(r"^.*\brank 1\b.*$", said, re.M)
-    saw(request, f"exit code {code} after {seconds:.1f} s: {named and named[0].strip()}")
-    assert (code, bool(named)) == (1, True), said
-    assert (left, on_gpus) == ([], set())
 
 
 def test_nothing_of_this_needs_what_the_machine_lacks():
