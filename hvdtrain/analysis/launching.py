@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +37,6 @@ class Ended(NamedTuple):
 
     code: int | None
     seconds: float
-    left: int = 0  # processes on this host that the launcher left behind, before they were killed here
 
 
 def slots(hosts: str) -> dict[str, int]:
@@ -90,21 +89,13 @@ def program(name: str) -> str:
     return found
 
 
-def run_job(
-    arguments: Sequence[str],
-    seconds: float,
-    log: Path,
-    meanwhile: Callable[[str], None] | None = None,
-    **variables: str,
-) -> Ended:
+def run_job(arguments: Sequence[str], seconds: float, log: Path) -> Ended:
     """Run a command line with its output in `log`, and return how it ended.
 
     After `seconds`, or if this process is interrupted, the job and all its processes are killed: no rank outlives the call.
-    meanwhile: called again and again while it runs, with the name by which `members` finds the job's processes.
-    variables: added to the environment.
     """
     job = uuid.uuid4().hex
-    environment = {**os.environ, **variables, MARK: job}
+    environment = os.environ | {MARK: job}
     if not is_launcher(arguments):  # a single process must not see the variables of an enclosing batch job
         environment = without_launcher(environment)
     began = time.monotonic()
@@ -113,25 +104,19 @@ def run_job(
             arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,  # else Ctrl-C would reach the launcher and all ranks at the same time
         )  # fmt: skip
-        left = 0
         try:
-            while meanwhile is not None and process.poll() is None and time.monotonic() - began < seconds:
-                meanwhile(job)
-                time.sleep(0.05)
-            code: int | None = process.wait(timeout=max(0.0, began + seconds - time.monotonic()))
-            taken = time.monotonic() - began
-            while (left := len(members(job))) and time.monotonic() - began - taken < TERM_SECONDS:
-                time.sleep(0.05)  # mpirun does not wait for what it has started to end
+            code: int | None = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            code, taken = None, time.monotonic() - began
+            code = None
         finally:
+            taken = time.monotonic() - began
             # Ctrl-C and SIGTERM wait until the clean-up is done: they neither interrupt it nor get lost.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
             try:
                 end(process, job)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return Ended(code, taken, left)
+    return Ended(code, taken)
 
 
 def complaint(log: Path) -> str:
@@ -152,18 +137,18 @@ def interrupt(number: int, frame: object) -> None:
 
 def end(process: subprocess.Popen[bytes], job: str) -> None:
     """Ask the launcher to end its ranks, as only it can on other hosts; then kill what is left on this host."""
+    patience = TERM_SECONDS  # mpirun does not wait for what it has started to end
     if process.poll() is None:
+        patience = 0.0
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=TERM_SECONDS)
-    deadline = time.monotonic() + TERM_SECONDS
-    while left := members(job):
-        for pid in left:
+    began = time.monotonic()
+    while (left := members(job)) and (waited := time.monotonic() - began) < patience + TERM_SECONDS:
+        for pid in left if waited >= patience else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.poll()  # reaps it, so that no zombie is left
-        if time.monotonic() > deadline:
-            return
         time.sleep(0.05)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdtrain.analysis import nvidia_smi
-from hvdtrain.analysis.nvidia_smi import Gpu
+from hvdtrain.checks import nvidia_smi
 from hvdtrain.checks.findings import Findings, Here
+from hvdtrain.checks.nvidia_smi import Gpu
 
 
 def check_gpus(found: Findings, here: Here) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hvdtrain import doctor
-from hvdtrain.analysis.nvidia_smi import Gpu
 from hvdtrain.checks import build, gpus, host
 from hvdtrain.checks.findings import Findings, Here, show
-from tests.single.analysis.nvidia_smi import GPU, put
+from hvdtrain.checks.nvidia_smi import Gpu
+from tests.single.checks.nvidia_smi import GPU, put
 
 H100 = Gpu("GPU-1", "H100", "580.65.06", "Disabled", "Default", 81559, 4)
 

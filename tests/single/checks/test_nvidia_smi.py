@@ -2,8 +2,8 @@
 
 import pytest
 
-from hvdtrain.analysis import nvidia_smi
-from tests.single.analysis.nvidia_smi import GPU, put
+from hvdtrain.checks import nvidia_smi
+from tests.single.checks.nvidia_smi import GPU, put
 
 
 @pytest.fixture
