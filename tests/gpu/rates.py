@@ -72,7 +72,8 @@ def loop(
     """Return a row: images/s of the training loop itself, with checks and metrics; the median of its logged windows."""
 
     def run(day: Day) -> dict[str, Any]:
-        number, size, log = (2, 8, 1) if day.quick else (batch, 3 if day.warm else steps, max(1, steps // 8))
+        number, size = (2, 8) if day.quick else (batch, 3 if day.warm else steps)
+        log = max(1, size // 8)
         small = "--model resnet18 --image-size 32" if day.quick else ""
         # The workers have batches ready before the first step: the first of four epochs is left out.
         data, epochs, skip = (f"folder --data-dir {JPEGS}", 2 if day.quick else 4, 9) if jpeg else ("synthetic", 1, 2)
