@@ -64,6 +64,17 @@ def test_batches_of_a_folder_follow_the_order_of_the_interface(folder, engine):
 
 
 @pytest.mark.parametrize("kind", ["folder", "shards"])
+def test_an_evaluation_has_batches_of_the_size_that_it_is_given(kind, folder, tars, engine):
+    options = dict(side=SIDE, seed=1, workers=0, test_batch=9)
+    if kind == "folder":
+        source = images.open_folder(engine, folder, **options)
+    else:
+        source = shards.open_shards(engine, tars, (None, None), classes=None, **options)
+    sizes = [loaded.samples for loaded in source.test()]
+    assert sizes == [9] * (sum(sizes) // 9) + [sum(sizes) % 9]
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards"])
 def test_images_do_not_depend_on_workers_and_change_with_the_epoch(kind, folder, tars, engine):
     def batches(workers: int, size: int = 1) -> list[torch.Tensor]:
         if kind == "folder":
