@@ -59,8 +59,9 @@ LAUNCHERS = (
     Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_NTASKS_PER_NODE",)),
 )  # fmt: skip
 BY_NAME = {launcher.name: launcher for launcher in LAUNCHERS}
-# Slurm's pmi2 plugin and Flux also speak PMI. Hydra, which does so inside their jobs, marks its processes.
-MANAGERS = ("Flux", "Slurm")
+# Slurm's pmi2 plugin and Flux also speak PMI. Hydra, which does so inside their jobs, marks its processes. The first is for
+# scripts that set torch's variables from Slurm's: as under a Slurm that does not speak PMI, ddp is asked for.
+MANAGERS = ("torchrun", "Flux", "Slurm")
 HYDRAS_MARK = "MPI_LOCALRANKID"
 # Variables that tell of one process among several, set by launchers that tell no size.
 OTHERS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MPIRUN_RANK", "PMI_RANK", "FLUX_TASK_RANK")

@@ -32,7 +32,14 @@ SlurmdPidFile=/run/slurmd.pid
 SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/slurmd-%h.log
 NodeName=a,b CPUs=4 State=UNKNOWN
-PartitionName=test Nodes=ALL Default=YES State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=test Nodes=ALL Default=YES PreemptMode=OFF
+PartitionName=requeue Nodes=ALL PreemptMode=REQUEUE GraceTime=60
+PartitionName=cancel Nodes=ALL PreemptMode=CANCEL GraceTime=60
+PartitionName=requeue_at_once Nodes=ALL PreemptMode=REQUEUE GraceTime=0
+PartitionName=cancel_at_once Nodes=ALL PreemptMode=CANCEL GraceTime=0
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -94,8 +101,8 @@ class Slurm:
             host, list(command), timeout=timeout, SLURM_CONF=f"{self.directory}/slurm.conf", **extra
         )
 
-    def start(self, host: str, *command: str) -> None:
-        self.cluster.start(host, list(command), quiet=True, SLURM_CONF=f"{self.directory}/slurm.conf")
+    def start(self, host: str, *command: str) -> subprocess.Popen:
+        return self.cluster.start(host, list(command), quiet=True, SLURM_CONF=f"{self.directory}/slurm.conf")
 
     def logs(self) -> str:
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in self.directory.glob("*.log"))
@@ -105,14 +112,19 @@ class Slurm:
         done = self("a", "sbatch", "--parsable", str(script), **extra)
         assert done.code == 0, done
         job = done.stdout.strip()
-        log, until = script.parent / f"hvdtrain-{job}.log", time.monotonic() + timeout
-        while (state := self.state(job)) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"):
-            if time.monotonic() > until:
-                raise AssertionError(
-                    f"{state} after {timeout:.0f} s:\n{log.read_text() if log.exists() else self.logs()}"
-                )
+        log = script.parent / f"hvdtrain-{job}.log"
+        try:
+            self.wait_for_end(job, timeout)
+        except AssertionError as late:
+            raise AssertionError(f"{late}:\n{log.read_text() if log.exists() else self.logs()}") from None
+        return self.state(job), log.read_text()
+
+    def wait_for_end(self, job: str, timeout: float) -> None:
+        """Wait until the queue has no task of this job."""
+        until = time.monotonic() + timeout
+        while shown := self("a", "squeue", "-h", "-j", job, "-o", "%i %T").stdout:
+            assert time.monotonic() < until, f"{shown} after {timeout:.0f} s"
             time.sleep(0.3)
-        return state, log.read_text()
 
     def state(self, job: str) -> str:
         shown = self("a", "scontrol", "-o", "show", "job", job).stdout

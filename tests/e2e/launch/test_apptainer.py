@@ -1,12 +1,13 @@
 """The CPU recipe under Apptainer itself, as an ordinary user builds and runs it. Needs root, and a root file system:
 
-tests/e2e/apptainer/make.sh DIR
+tests/e2e/roots/apptainer.sh DIR
 HVDTRAIN_TEST_APPTAINER=DIR python -m pytest -m slow tests/e2e/launch/test_apptainer.py   20 minutes on two cores, 10 GB
 
 No registry of images is needed: the base is made by debootstrap. `build --fakeroot`, %test and all that follows run with
 TMPDIR naming a directory that no container sees, as many centres set it.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,8 @@ from tests.waiting import wait_for
 
 HERE = Path(os.environ.get("HVDTRAIN_TEST_APPTAINER", ""))
 IMAGE = "/scratch/hvdtrain.sif"
+BUILT_FROM = ("containers", "hvdtrain", "launch", "pyproject.toml", "setup.py", ":!*.md")
+MPIRUNS = {"4.1.8": f"{BIN}/mpirun", "5.0.7": "/usr/bin/mpirun"}  # the second is that of Debian 13
 APPTAINER = "apptainer --silent exec"
 TRAIN = "-m hvdtrain.mnist --dataset digits --epochs 2 --threads 1 --log-steps 1 --no-progress"
 LONG = TRAIN.replace("--epochs 2", "--epochs 60")
@@ -30,13 +33,13 @@ LONG = TRAIN.replace("--epochs 2", "--epochs 60")
 def why_not() -> str:
     """Return why these tests cannot run, or an empty string."""
     if not os.environ.get("HVDTRAIN_TEST_APPTAINER"):
-        return "no root with Apptainer: HVDTRAIN_TEST_APPTAINER=DIR, made by tests/e2e/apptainer/make.sh"
+        return "no root with Apptainer: HVDTRAIN_TEST_APPTAINER=DIR, made by tests/e2e/roots/apptainer.sh"
     if os.geteuid() != 0:
         return "entering another root file system needs root"
     return (
         ""
         if (HERE / "host" / "usr" / "bin" / "apptainer").exists()
-        else f"{HERE}/host has no Apptainer: make.sh makes it"
+        else f"{HERE}/host has no Apptainer: tests/e2e/roots/apptainer.sh makes it"
     )
 
 
@@ -49,9 +52,19 @@ pytestmark = [
 
 def user(command: str) -> str:
     """Return a command line as an ordinary user of that root, who has this checkout, and a TMPDIR that containers lack."""
-    bound = ["--bind", str(ROOT), "--bind", "/etc/ssl/certs", "--bind", str(HERE / "checkout")]
+    bound = [
+        "--bind",
+        str(ROOT),
+        "--bind",
+        "/etc/ssl/certs",
+        "--bind",
+        str(HERE / "checkout"),
+        "--bind",
+        f"{HERE}/base=/base",
+    ]
     bound += ["--bind", "/etc/pip.conf"] if Path("/etc/pip.conf").exists() else []
-    words = [str(ROOT / "tests" / "e2e" / "apptainer" / "enter.sh"), str(HERE), *bound, "env", "TMPDIR=/scratch/job1"]
+    enter = [str(ROOT / "tests" / "e2e" / "roots" / "enter.sh"), str(HERE / "host"), "--user", "1234"]
+    words = [*enter, *bound, "env", "TMPDIR=/scratch/job1"]
     return shlex.join([*words, "sh", "-euc", command])
 
 
@@ -59,15 +72,24 @@ def as_user(command: str, timeout: float = 200) -> Done:
     return launch(user(command), timeout=timeout)
 
 
+def tracked(*patterns: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, check=True).stdout
+    return [os.fsdecode(name) for name in listed.split(b"\0") if name]
+
+
 @pytest.fixture(scope="module")
 def image() -> Path:
-    """Build the image of this checkout; a module's tests share it. Its %test has passed then."""
+    """Build the image of this checkout, unless it is there from before: its %test has passed then."""
     checkout, scratch = HERE / "checkout", HERE / "host" / "scratch"
+    home = HERE / "host" / "home" / "someone"
+    digest = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in tracked(*BUILT_FROM))).hexdigest()
+    built_from = scratch / "built-from"
+    if built_from.exists() and built_from.read_text() == digest:
+        return home
     for directory in (checkout, scratch):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
-    for name in filter(None, map(os.fsdecode, files)):
+    for name in tracked():
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, checkout / name)
     recipe = (ROOT / "containers" / "hvdtrain-cpu.def").read_text()
@@ -80,7 +102,8 @@ def image() -> Path:
     done = as_user(f"{made} apptainer build --fakeroot {IMAGE} local.def", timeout=2700)
     assert done.code == 0, done
     assert "2 ranks add up: mpirun" in done.stdout + done.stderr, done
-    return HERE / "host" / "home" / "someone"
+    built_from.write_text(digest)
+    return home
 
 
 @pytest.fixture(scope="module")
@@ -151,12 +174,11 @@ def test_launchers_inside_one_container(launcher, image, expected, out):
 
 
 @pytest.mark.parametrize("options", ["", "--sharens", "--pid", "--contain --bind /home/someone"])
-def test_the_hosts_mpirun_around_containers(options, image, expected, out):
-    """As the page prints it, with the mpirun of `make setup`."""
-    ranks = (
-        f"'{BIN}/mpirun' -np 2 {APPTAINER} {options} {IMAGE} python {TRAIN} --output-dir /home/someone/out/{out.name}"
-    )
-    done = as_user(ranks)
+@pytest.mark.parametrize("mpirun", MPIRUNS)
+def test_the_hosts_mpirun_around_containers(mpirun, options, image, expected, out):
+    """As the page prints it, with the mpirun of `make setup`, and with that of Debian."""
+    directory = f"/home/someone/out/{out.name}"
+    done = as_user(f"'{MPIRUNS[mpirun]}' -np 2 {APPTAINER} {options} {IMAGE} python {TRAIN} --output-dir {directory}")
     assert done.code == 0, done
     assert ("MPI over TCP: each rank has a PID namespace" in done.stdout) == (options == "--pid"), done
     assert "contain" in options or done.stderr == "", done
@@ -201,8 +223,11 @@ def test_stopped_or_killed_and_resumed(start, program, signal, code, image, out)
     assert "resumed after step" in done.stdout, done
 
 
-def test_a_rank_killed_under_the_hosts_mpirun(image, out):
-    ranks = f"'{BIN}/mpirun' -np 2 {APPTAINER} {IMAGE} python {LONG} --checkpoint-steps 10 --output-dir out/{out.name}"
+@pytest.mark.parametrize("mpirun", MPIRUNS)
+def test_a_rank_killed_under_the_hosts_mpirun(mpirun, image, out):
+    ranks = (
+        f"'{MPIRUNS[mpirun]}' -np 2 {APPTAINER} {IMAGE} python {LONG} --checkpoint-steps 10 --output-dir out/{out.name}"
+    )
     assert signalled(ranks, out, "hvdtrain.mnist", "KILL") == 137
     done = as_user(ranks)
     assert done.code == 0, done

@@ -1,8 +1,9 @@
-"""launch/slurm.sbatch under a real Slurm of two nodes, edited as a user would. Another Slurm: tests/e2e/slurm_root.sh."""
+"""launch/slurm.sbatch under a real Slurm of two nodes, edited as a user would. Another Slurm: tests/e2e/roots/slurm.sh."""
 
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,17 @@ def test_srun_with_another_pmi(cluster, kind, program, lines, tmp_path):
         assert line in done.stdout + done.stderr, done
 
 
+@pytest.mark.parametrize("kind", ["none", "cray_shasta"])
+def test_torchs_variables_set_from_slurms(cluster, kind, tmp_path):
+    """As centres document it for torch (CSCS): neither the starter nor --engine ddp is needed."""
+    has_or_skip(cluster, kind)
+    told = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=a MASTER_PORT=29500"
+    rank = f"export {told}; exec '{sys.executable}' {MNIST.replace('OUT', str(tmp_path / 'out'))}"
+    done = cluster("a", "srun", f"--mpi={kind}", "-N2", "-n3", "bash", "-c", rank, timeout=120)
+    assert done.code == 0, done
+    assert "3 ranks on 2 hosts, ddp" in done.stdout, done
+
+
 def test_signal_before_the_limit_requeues_until_done(cluster, tmp_path):
     """The first run ends at the signal, each rank with exit code 75; Slurm starts the job again, and that one ends it."""
     program = tmp_path / "program.py"
@@ -147,23 +159,100 @@ def test_signal_before_the_limit_requeues_until_done(cluster, tmp_path):
         assert f"rank {rank} runs 1" in log
 
 
-def test_training_goes_on_where_the_signal_stopped_it(cluster, tmp_path):
-    """hvdtrain.mnist: checkpoint at the signal (sent here at once, not at a limit), requeued, resumed."""
-    program = train(tmp_path).replace(")", " --epochs 100000)")
-    script = edited(tmp_path, {PROGRAM: program, r"^interface=''": "interface=eth0"})
-    job = cluster("a", "sbatch", "--parsable", str(script)).stdout.strip()
-    log, until = tmp_path / f"hvdtrain-{job}.log", time.monotonic() + 150
+def test_a_task_of_an_array_is_requeued_alone(cluster, tmp_path):
+    """The last task has the number of the whole array."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "task, run = os.environ['SLURM_ARRAY_TASK_ID'], os.environ.get('SLURM_RESTART_COUNT', '0')\n"
+        f"open(f'{tmp_path}/{{task}}-{{run}}', 'w').close()\n"
+        f"while task == '0' and not os.path.exists('{tmp_path}/1-1'):\n"
+        "    time.sleep(0.1)\n"
+        "sys.exit(75 if task + run == '10' else 0)\n"
+    )
+    edits = {PROGRAM: f"program=(python {program})", r"--nodes=2\b": "--nodes=1\n#SBATCH --array=0-1"}
+    job = cluster("a", "sbatch", "--parsable", str(edited(tmp_path, edits))).stdout.strip()
+    cluster.wait_for_end(job, 120)
+    assert sorted(path.name for path in tmp_path.glob("?-?")) == ["0-0", "1-0", "1-1"]
 
-    def wait_for(name: str) -> dict:
-        while not (tmp_path / "out" / "metrics.jsonl").exists() or not events(tmp_path / "out", name):
-            assert time.monotonic() < until, log.read_text() if log.exists() else cluster.logs()
-            time.sleep(0.5)
-        return events(tmp_path / "out", name)[0]
 
-    try:
+@pytest.mark.parametrize("how", ["starter", "forked"])
+def test_several_ranks_and_cores_on_each_node(cluster, how, tmp_path):
+    """Since Slurm 24.05 the job has its cores per task in SLURM_TRES_PER_TASK too, from which `forked` differs."""
+    per_node = {r"--ntasks-per-node=2\b": "--ntasks-per-node=2", r"--cpus-per-task=8\b": "--cpus-per-task=2"}
+    edits = {HOW: f"how={how}", PROGRAM: train(tmp_path), r"^interface=''": "interface=eth0", **per_node}
+    state, log = cluster.batch(edited(tmp_path, edits), 120)
+    assert state == "COMPLETED", log
+    assert "4 ranks on 2 hosts" in log
+    assert "fatal" not in log
+
+
+@pytest.mark.parametrize("program", [f"-m hvdtrain.starter {MNIST}", f"{MNIST} --engine ddp"], ids=["Horovod", "ddp"])
+def test_a_step_of_unequal_parts(cluster, program, tmp_path):
+    words = [sys.executable, *program.replace("OUT", f"{tmp_path}/out").split()]
+    done = cluster("a", "srun", "--mpi=none", "-n1", *words, ":", "-n2", *words, timeout=120)
+    assert done.code == 0, done
+    assert "3 ranks on 2 hosts" in done.stdout, done
+
+
+def test_a_job_of_unequal_parts_is_refused(cluster, tmp_path):
+    """Its srun would start ranks in the first part only."""
+    script = edited(tmp_path, {r"--nodes=2\b": "--nodes=1"})
+    job = cluster("a", "sbatch", "--parsable", "-N1", ":", "-N1", str(script)).stdout.strip()
+    cluster.wait_for_end(job, 60)
+    log = (tmp_path / f"hvdtrain-{job}.log").read_text()
+    assert "a heterogeneous job" in log
+    assert log.count("\n") == 1
+
+
+@pytest.fixture
+def training(cluster, tmp_path):
+    """Submit a training without an end; return its number and a function that waits for an event of its record."""
+    jobs = []
+
+    def start(partition: str = "test") -> tuple[str, Callable[[str], dict]]:
+        program = train(tmp_path).replace(")", " --epochs 100000)")
+        edits = {PROGRAM: program, r"^interface=''": "interface=eth0", r"--partition=gpu\b": f"--partition={partition}"}
+        jobs.append(cluster("a", "sbatch", "--parsable", str(edited(tmp_path, edits))).stdout.strip())
+        log, until = tmp_path / f"hvdtrain-{jobs[0]}.log", time.monotonic() + 150
+
+        def wait_for(name: str) -> dict:
+            while not (tmp_path / "out" / "metrics.jsonl").exists() or not events(tmp_path / "out", name):
+                assert time.monotonic() < until, log.read_text() if log.exists() else cluster.logs()
+                time.sleep(0.5)
+            return events(tmp_path / "out", name)[0]
+
         wait_for("train")
-        cluster("a", "scancel", "--signal=USR1", "--batch", job)
-        resumed = wait_for("resume")
-    finally:
+        return jobs[0], wait_for
+
+    yield start
+    for job in jobs:
         cluster("a", "scancel", job)
-    assert resumed["step"] == wait_for("stop")["step"] > 0
+        cluster.wait_for_end(job, 60)
+
+
+def test_training_goes_on_where_the_signal_stopped_it(cluster, training):
+    """hvdtrain.mnist: checkpoint at the signal (sent here at once, not at a limit), requeued, resumed."""
+    job, wait_for = training()
+    cluster("a", "scancel", "--signal=USR1", "--batch", job)
+    assert wait_for("resume")["step"] == wait_for("stop")["step"] > 0
+
+
+@pytest.mark.parametrize("partition", ["requeue", "cancel", "requeue_at_once", "cancel_at_once"])
+def test_preempted_and_resumed(cluster, training, partition):
+    """The partitions are in tests/e2e/slurm.py: by PreemptMode, with a GraceTime of 60 s or none."""
+    _, wait_for = training(partition)
+    urgent = cluster("a", "srun", "--partition=urgent", "-N2", "--exclusive", "true", timeout=100)
+    assert urgent.code == 0, urgent
+    assert urgent.seconds < 40, "the job was killed at the end of its GraceTime"
+    assert wait_for("resume")["step"] == wait_for("stop")["step"] > 0
+
+
+def test_scancel_is_the_end(cluster, training, tmp_path):
+    """Slurm sends SIGTERM as for preemption: the run saves, and is not started again."""
+    job, wait_for = training()
+    cluster("a", "scancel", job)
+    cluster.wait_for_end(job, 60)
+    assert wait_for("stop")["step"] > 0
+    assert cluster.state(job) == "CANCELLED"
+    assert "cancelled, and not started again" in (tmp_path / f"hvdtrain-{job}.log").read_text()

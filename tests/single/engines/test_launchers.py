@@ -121,6 +121,16 @@ ENVIRONMENTS = [
         "torchrun 1 2 2",
     ),
     (
+        "srun --mpi=cray_shasta, with torch's variables set from Slurm's around each rank, as CSCS documents it", "run",
+        SLURM + " PALS_APID=31.0 PALS_RANKID=5 PMI_RANK=5 PMI_SIZE=8 RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 MASTER_ADDR=a",
+        "torchrun 5 8 ?",
+    ),
+    (
+        "the same under srun --mpi=none", "run",
+        SLURM + " RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=29500",
+        "torchrun 5 8 ?",
+    ),
+    (
         "a pod of Kubeflow's TrainJob, without torchrun", "read: kubeflow/trainer",
         "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400",
         "Kubeflow 1 2 ?",
