@@ -131,7 +131,7 @@ def test_two_sets_of_data_are_told_apart(leave):
     ("metric", "values", "scale"),
     [
         (LOSS["loss"], (2.4, 1.0, 0.4), "linear"),
-        (LOSS["loss"], (2.4, 0.5, 0.1), "log"),
+        (LOSS["loss"], (2.4, 0.5, 0.25), "log"),
         (LOSS["loss"], (2.0, 0.0), "linear"),
         ({"direction": "max", "percent": True}, (0.1, 0.6, 0.9), "linear"),
     ],
@@ -142,6 +142,8 @@ def test_the_axis_fits_the_values(metric, values, scale, leave):
     axes = empty_axes()
     page.draw_values(axes, found, "score", "samples")
     assert axes.get_yscale() == scale
+    axes.figure.draw_without_rendering()
+    assert not [label for label in axes.get_yticklabels(which="both") if "$" in label.get_text()]
     assert axes.lines[0].get_xydata().tolist() == [[64.0 * n, value] for n, value in enumerate(values, 1)]
 
 
