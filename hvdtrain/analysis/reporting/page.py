@@ -190,7 +190,9 @@ def draw_values(axes: "Axes", runs: Sequence[RecordedRun], name: str, axis: str)
     elif name != RATE and (metric is None or metric.direction == "min") and every and 0 < 8 * min(every) < max(every):
         axes.set_yscale("log")  # the first values would leave no room for the rest
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(LogFormatter())  # the default writes mathematics, which names must not be taken for
+        axes.yaxis.set_minor_formatter(
+            LogFormatter()
+        )  # the default writes mathematics, which names must not be taken for
     axes.set(xlabel="time (s)" if axis == "seconds" else axis, ylabel=shortened(name.replace("_", " ")), xlim=(0, None))
     if axis == "samples":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
