@@ -27,11 +27,10 @@ export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HVDTRAIN_GPU_TESTS=$device H
 python=$(command -v python3); site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 say() { echo "[$SECONDS s] $*"; }
 left() { echo $((total - SECONDS - ${1:-10})); }
-rates() { timeout -k 5 "$(left 4)" "$python" -m tests.gpu.rates --out "$work/rates" --device "$device" $quick "$@"; }
+rates() { timeout -k 5 "$(left 4)" "$python" -m tests.gpu.rates --out "$work/rates" --results "$out/rates.jsonl" --jpegs "$work/jpegs" --device "$device" $quick "$@"; }
 save() {
     cp "$work"/tests*.txt "$out" 2> /dev/null
-    cp "$work"/rates/rates.jsonl "$out" 2> /dev/null
-    tar czf "$out/.logs" -C "$work" --exclude runs --exclude patched . 2> /dev/null; mv "$out/.logs" "$out/logs.tar.gz"
+    tar czf "$out/.logs" -C "$work" --exclude runs --exclude patched --exclude jpegs . 2> /dev/null; mv "$out/.logs" "$out/logs.tar.gz"
 }
 trap save EXIT
 
@@ -50,31 +49,29 @@ if [ ! -e "$work/installed" ]; then
     wait $read
     for wheel in "$here"/patched/*.whl; do
         [ -e "$wheel" ] || continue
-        # As Horovod's library finds those of torch, NCCL and MPI: by their places beside its own.
-        beside=$work/patched/lib/$(basename "$(dirname "$site")")/site-packages; mkdir -p "$beside"
-        "$python" -m pip install -q --no-index --no-deps --no-compile --target "$beside" "$wheel"
-        ln -sf "$site/torch" "$site/nvidia" "$beside"; ln -sf "$site"/../../lib*.so* "$work/patched/lib"
-        echo "$beside" > "$work/patched/path"
+        "$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/patched" "$wheel"
     done
     touch "$work/installed"; say installed
 fi
-[ -e "$work/patched/path" ] && patched=$(cat "$work/patched/path") || patched=
+[ -e "$work/patched" ] && patched=$work/patched || patched=
+# Where another Horovod finds torch, NCCL and MPI, beside which it does not lie.
+libraries=$(readlink -f "$site/../.."):$site/torch/lib:$(ls -d "$site"/nvidia/*/lib 2> /dev/null | paste -sd:)
 tests() { timeout -k 5 "$(left 60)" "$python" -m pytest -q --dist load -m gpu -p no:cacheprovider --durations 40 tests/gpu "$@"; }
 
 if [ ! -e "$work/tested" ]; then  # tests beside each other: no rate is measured meanwhile
     [ -n "$quick" ] && count="64 16" || count="12288 256"
-    (nice -n 10 "$python" -m tests.gpu.jpegs /tmp/hvdtrain-jpegs $count > "$work/jpegs.log" 2>&1 &)
+    (nice -n 10 "$python" -m tests.gpu.jpegs "$work/jpegs" $count > "$work/jpegs.log" 2>&1 &)
     for row in compile-256 gpt2-compile; do rates --warm --only $row > "$work/warm-$row.log" 2>&1 & warm="${warm-} $!"; done
     if [ -n "$patched" ]; then
-        PYTHONPATH=$patched HVDTRAIN_GPU_SEEN=$out/seen-patched tests -n 2 -k "horovod and (sum or learns or deterministic)" \
+        PYTHONPATH=$patched LD_LIBRARY_PATH=$libraries HVDTRAIN_GPU_SEEN=$out/seen-patched tests -n 2 -k "horovod and (sum or learns or deterministic)" \
             > "$work/tests-patched.txt" 2>&1 & warm="$warm $!"
     fi
     tests -n "${TESTS_AT_ONCE:-5}" ${TESTS-} > "$work/tests.txt" 2>&1; say "tests ended with $?"
     wait $warm; say "other tests and compilations ended"
     tail -q -n 3 "$work"/warm-*.log; grep -hE "^(FAILED|ERROR|SKIPPED)|passed|failed" "$work"/tests*.txt | cut -c1-300
-    until [ -d /tmp/hvdtrain-jpegs ] || [ "$(left 120)" -lt 0 ]; do sleep 1; done
+    until [ -d "$work/jpegs" ] || [ "$(left 120)" -lt 0 ]; do sleep 1; done
     say "images: $(cat "$work/jpegs.log"); on the GPU: $(nvidia-smi --query-gpu=memory.used --format=csv,noheader 2> /dev/null)"
     touch "$work/tested"; save
 fi
-rates --seconds "$(left 45)" ${patched:+--patched "$patched"} ${ROWS:+--only $ROWS}
+rates --seconds "$(left 45)" ${patched:+--patched "$patched" --libraries "$libraries"} ${ROWS:+--only $ROWS}
 say "rates ended with $?"

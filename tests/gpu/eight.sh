@@ -6,5 +6,4 @@ out=$(mkdir -p "${1:-runs/gpu}" && cd "${1:-runs/gpu}" && pwd)
 source .venv/bin/activate
 nvidia-smi topo -m > "$out/machine.txt" 2>&1; nvidia-smi >> "$out/machine.txt" 2>&1; lscpu >> "$out/machine.txt"
 HVDTRAIN_GPU_SEEN=$out/seen python -m pytest -v -m gpu tests/gpu 2>&1 | tee "$out/tests.txt"
-[ -d /tmp/hvdtrain-jpegs ] || python -m tests.gpu.jpegs /tmp/hvdtrain-jpegs 12288 256
 python -m tests.gpu.rates --out "$out"

@@ -22,7 +22,6 @@ from typing import Any
 from tests.e2e.launchers import PYTHON, ROOT, launch
 from tests.gpu import machine
 
-JPEGS = Path("/tmp/hvdtrain-jpegs")
 BLOCKS_ONLY = (
     "from hvdtrain.models import compiling; compiling.around = lambda *_: None"  # as before the stem was compiled
 )
@@ -30,13 +29,14 @@ BLOCKS_ONLY = (
 
 @dataclass
 class Day:
-    """Where the rows run. patched: a Horovod with another patch, for a comparison."""
+    """Where the rows run. patched: variables that put another Horovod first, for a comparison."""
 
     out: Path
     device: str
     quick: bool
     warm: bool
-    patched: Path | None
+    patched: dict[str, str]
+    jpegs: Path  # made by tests.gpu.jpegs
     name: str = ""
 
     def fresh(self) -> Path:
@@ -47,7 +47,9 @@ class Day:
 
     def run(self, command: str, ranks: int = 1, seconds: float = 75.0, **more: str) -> Any:
         """Run a command to its end. Raises AssertionError where it fails or takes longer."""
-        done = launch(command, timeout=300.0 if self.quick else seconds, **machine.variables(ranks), **more)
+        done = launch(
+            command, timeout=max(300.0, seconds) if self.quick else seconds, **machine.variables(ranks), **more
+        )
         (self.out / "logs").mkdir(exist_ok=True)
         with (self.out / "logs" / f"{self.name}.log").open("a") as log:
             log.write(f"{command}\n{done}\n")
@@ -76,7 +78,9 @@ def loop(
         log = max(1, size // 8)
         small = "--model resnet18 --image-size 32" if day.quick else ""
         # The workers have batches ready before the first step: the first of four epochs is left out.
-        data, epochs, skip = (f"folder --data-dir {JPEGS}", 2 if day.quick else 4, 9) if jpeg else ("synthetic", 1, 2)
+        data, epochs, skip = (
+            (f"folder --data-dir {day.jpegs}", 2 if day.quick else 4, 9) if jpeg else ("synthetic", 1, 2)
+        )
         out = day.fresh()
         words = f"--dataset {data} --batch-size {number} --train-samples {number * size * ranks} --epochs {epochs}"
         command = machine.command(
@@ -144,14 +148,14 @@ def patched(row: Row) -> Row:
     """Return the row with another Horovod first on the path."""
 
     def run(day: Day) -> dict[str, Any]:
-        if day.patched is None:
-            raise AssertionError("no --patched: nothing to compare with")
-        before = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = f"{day.patched}{os.pathsep}{before}"
+        assert day.patched, "no --patched: nothing to compare with"
+        before = dict(os.environ)
+        os.environ |= {name: f"{path}{os.pathsep}{before.get(name, '')}" for name, path in day.patched.items()}
         try:
             return row(day)
         finally:
-            os.environ["PYTHONPATH"] = before
+            os.environ.clear()
+            os.environ |= before
 
     return run
 
@@ -201,17 +205,22 @@ def main() -> int:
     parser.add_argument(
         "--warm", action="store_true", help="compile what the rows named by --only will need, and measure nothing"
     )
+    parser.add_argument("--jpegs", type=Path, help="from tests.gpu.jpegs (default: made in OUT, where they are not)")
+    parser.add_argument("--results", type=Path, help="default: OUT/rates.jsonl")
     parser.add_argument("--patched", type=Path, help="a folder with another Horovod")
+    parser.add_argument("--libraries", default="", help="where that one finds torch, NCCL and MPI")
     flags = parser.parse_args()
     until, known = time.monotonic() + flags.seconds, rows()
     flags.out.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    day = Day(flags.out.resolve(), flags.device, flags.quick, flags.warm, flags.patched and flags.patched.resolve())
-    results, done = day.out / "rates.jsonl", set()
+    patched = dict(PYTHONPATH=str(flags.patched.resolve()), LD_LIBRARY_PATH=flags.libraries) if flags.patched else {}
+    jpegs = (flags.jpegs or flags.out / "jpegs").resolve()
+    day = Day(flags.out.resolve(), flags.device, flags.quick, flags.warm, patched, jpegs)
+    results, done = flags.results or day.out / "rates.jsonl", set()
     with contextlib.suppress(FileNotFoundError):
         done = {json.loads(line)["row"] for line in results.read_text().splitlines()}
-    if flags.quick and not JPEGS.exists():
-        day.run(f"{PYTHON} -m tests.gpu.jpegs {JPEGS} 64 16")
+    if not day.jpegs.exists() and not flags.warm:
+        day.run(f"{PYTHON} -m tests.gpu.jpegs {day.jpegs} {'64 16' if flags.quick else '12288 256'}", seconds=600.0)
     wanted = flags.only.split(",") if flags.only else [name for name in known if name not in done]
     failed = 0
     for name in wanted:
