@@ -67,6 +67,7 @@ class Engine(ABC):
     tells_missing_gradients: ClassVar[bool] = False  # a gradient missing on one rank becomes NaN on all ranks
     # When this rank computed its last gradient (`time.perf_counter`), once a micro-batch is done; None: at its end.
     gradients_ready_at: float | None = None
+    begin_backward: Callable[[Tensor], None] | None = None  # called with a loss right before its backward pass
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
         """Connect to the other ranks. `rank`, `size`, `launcher`: from the launcher's variables; the engine may correct
@@ -110,9 +111,6 @@ class Engine(ABC):
         models, optimizers: those returned by `distribute_model` and `distribute_optimizer`.
         """
         return contextlib.nullcontext()
-
-    def begin_backward(self, loss: Tensor) -> None:  # noqa: B027 # nothing to tell, if not overridden
-        """Called right before the backward pass of `loss`, inside `micro_batch`."""
 
     def synchronize(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 # nothing to wait for, if not overridden
         """Wait until the gradients of `optimizer` are reduced. They may then be read and changed."""

@@ -22,7 +22,9 @@ class MetricsLogger:
     """Reduces values over all ranks; rank 0 writes and prints them."""
 
     def __init__(self, engine: Engine, output: RunOutput, metrics: Mapping[str, Metric], state: "TrainState"):
-        self._engine, self._output, self._metrics, self._state = engine, output, metrics, state
+        self._engine, self._output, self.metrics, self._state = engine, output, metrics, state
+        self.dataset: str | None = None  # its name
+        self.summary: dict[str, object] = {}  # fields of the script's own
         self.epochs: int | None = None  # planned epochs; None: determined by `steps`
         self.steps = 0  # planned steps
         self.only_evaluates = False  # --evaluate: the position is the checkpoint's, at the end of an epoch or within it
@@ -31,11 +33,11 @@ class MetricsLogger:
 
     def start(self, dataset: str, reason: str, config: dict[str, object]) -> None:
         """Print and record data set, configuration and environment at the start of the run. A collective."""
-        self._output.start(self._engine, dataset, reason, config, self._metrics)
+        self._output.start(self._engine, dataset, reason, config, self.metrics)
 
     def show(self, name: str, value: float) -> str:
         """Return the value of metric `name`, formatted for display."""
-        return self._metrics.get(name, Metric("min")).show(value)
+        return self.metrics.get(name, Metric("min")).show(value)
 
     def number(self) -> int:
         """Return the number of the current epoch, from 1."""
@@ -125,12 +127,12 @@ class MetricsLogger:
             return "  ".join(parts)
         return "  ".join([*parts, f"{state.samples / max(state.train_seconds, 1e-9):,.0f} samples/s"])
 
-    def end(self, dataset: str | None, models: Sequence[nn.Module], extra: Mapping[str, object]) -> None:
+    def end(self, models: Sequence[nn.Module], extra: Mapping[str, object]) -> None:
         """Write summary.json and the `end` event: position, last evaluation, hash of the models, and the
         fields in `extra`. A collective."""
         state, engine = self._state, self._engine
         prefix = f"{state.prefix}_" if state.prefix else ""
-        fields: dict[str, object] = dict(dataset=dataset, engine=engine.name, world_size=engine.size)
+        fields: dict[str, object] = dict(dataset=self.dataset, engine=engine.name, world_size=engine.size)
         fields |= dict(epochs=state.epoch + (state.samples_of_epoch > 0), steps=state.step, samples=state.samples)
         fields |= {f"{prefix}{name}": value for name, value in state.evaluation.items()}
         if state.evaluation:
@@ -139,4 +141,4 @@ class MetricsLogger:
         fields["samples_per_second"] = state.samples / max(state.train_seconds, 1e-9)
         if models:
             fields["parameters_sha256"] = parameters_sha256(*models)
-        self._output.end({**fields, **extra})
+        self._output.end({**fields, **extra, **self.summary})

@@ -1,17 +1,23 @@
-"""One evaluation: this rank's part of a test set, and means over the samples of all ranks."""
+"""Evaluations: each rank's part of a test set, and means over the samples of all ranks."""
 
+import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hvdtrain.data.sharding import shard
+from hvdtrain.data.sharding import mixed_seed, seed_generators, shard
 from hvdtrain.engines.accelerators import read
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.inputs import Batch
 from hvdtrain.training.sameness import SPLIT, split_of
+from hvdtrain.training.shared_buffers import SharedBuffers
+
+if TYPE_CHECKING:
+    from hvdtrain.training.run import Run
 
 
 class CutShort(BaseException):
@@ -27,6 +33,7 @@ class Evaluation:
 
     def __init__(self, engine: Engine, data: Any, batches: Iterator[Batch] | None, heartbeat: Callable[[], None]):
         self._engine, self._data, self._loaded, self._heartbeat = engine, data, batches, heartbeat
+        self.whole = batches is None  # the script has one part of a number of samples, not batches
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor | float] = {}  # sums of `count`, of the names with which it was given
         self._samples = 0  # of this rank, in the batches yielded so far
@@ -118,3 +125,67 @@ class Evaluation:
             raise UserError("the test set has no readable samples: see --test-shards, --data-dir", everywhere=True)
         means = {name: value / total for name, value, total in zip(names, sums, totals, strict=False)}
         return means | {"count": totals[0]}
+
+
+class Evaluations:
+    """The evaluations of a run. shares: whether ranks have buffers of their own, which are made the same before."""
+
+    def __init__(self, run: "Run", *, shares: bool = True):
+        self._run, self._shares = run, shares
+        prepared = run.prepared()
+        self.buffers = SharedBuffers(run.engine, prepared.models)
+        self.current: Evaluation | None = None  # inside `block`
+
+    def _share_buffers(self, averaged: list[torch.nn.Module]) -> None:
+        """Make the buffers the same on all ranks. A collective. averaged: registered modules."""
+        run = self._run
+        # With weights that are averaged over ranks, those of registered modules are, too, and so are their statistics.
+        modules = averaged if run.prepared().weights_of_all is None else []
+        self.buffers.share((run.state.epoch, run.state.step, run.in_steps), modules)
+        if line := self.buffers.warning():
+            run.say(line)
+
+    @contextlib.contextmanager
+    def block(self, data: Any, prefix: str) -> Iterator[Any]:
+        """See `Run.evaluating`."""
+        run = self._run
+        prepared = run.prepared("run.evaluating()")
+        if self.current is not None:
+            raise UserError("run.evaluating() inside of run.evaluating(): end the first block before the next")
+        run.metrics_logger.evaluation(run.data.input)
+        began = time.perf_counter()
+        averaged = [what for what in run.checkpoints.registered.values() if isinstance(what, torch.nn.Module)]
+        if self._shares:
+            self._share_buffers(averaged)
+        whole = isinstance(data, int) and not isinstance(data, bool)
+        batches = None if whole else run.data.evaluated(data)
+        self.current = evaluation = Evaluation(run.engine, data, batches, self._go_on)
+        models = (*prepared.replicas, *averaged)
+        modes = [(module, module.training) for model in models for module in model.modules()]
+        for model in models:
+            model.eval()
+        seed_generators(mixed_seed(run.flags.seed, "evaluate", run.state.step, run.rank), run.device)
+        try:
+            during = run.engine.activity.during("evaluation")
+            with run.shared_weights(), during, torch.no_grad(), run.autocast():
+                yield evaluation.mine()
+        except CutShort:
+            pass
+        finally:
+            self.current = None
+            for module, training in modes:
+                module.training = training
+        # Stopped between steps: save, and do not record the partial evaluation, which is repeated after the resume. Within a
+        # step, the position does not match the weights yet, so nothing is saved before the step has ended.
+        if not run.in_steps and run.stopping.stops_here("evaluate.stop"):
+            self.buffers.restore_own()
+            run.stop()
+        run.note_evaluation(evaluation)
+        run.metrics_logger.evaluated(evaluation.means(), prefix)
+        run.clock.leave_out(time.perf_counter() - began)
+
+    def _go_on(self) -> None:
+        """Called for each batch. After a stop request, ranks leave an evaluation at any batch, except inside a step."""
+        self._run.stopping.heartbeat()
+        if self._run.stopping.stop_requested and not self._run.in_steps:
+            raise CutShort

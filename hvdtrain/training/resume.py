@@ -23,7 +23,7 @@ from hvdtrain.engines.buffers import running_statistics
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training import checkpoint, contents, extra_states, own_states, saved_buffers
+from hvdtrain.training import checkpoint, contents, extra_states, saved_buffers
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.comparison import (
@@ -35,7 +35,7 @@ from hvdtrain.training.comparison import (
     other_lengths,
 )
 from hvdtrain.training.inputs import Input
-from hvdtrain.training.local_steps import LocalSteps
+from hvdtrain.training.parts import Content, Part
 from hvdtrain.training.randomness import Generators
 from hvdtrain.training.sameness import SPLIT
 from hvdtrain.training.schedules import redone
@@ -79,10 +79,13 @@ class Checkpoints:
         self.initial = Initial(engine.size, flags.batch_size, flags.accumulate)
         self.interval = CheckpointInterval(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
         self.lengthened: list[Difference] = []  # --epochs or --steps, if the resumed run has another number of them
-        self.workers: list[int] = []  # with --sync-every: of each rank, the first rank of its worker (local_steps.py)
         self.continues = False  # on rank 0: the run in --output-dir is resumed, and its files are appended to
         self.facts: Facts | None = None  # of the checkpoint to resume from; on every rank after `begin`
+        self.registered: dict[str, Any] = {}  # what the script has registered, by name
+        self._parts: list[Part] = []  # of features
+        self._asked: Facts = {}  # the flags as they were given, before `auto` was decided
         self._config: Facts = {}
+        self._of_program: list[list[dict[str, Any]]] = []  # settings of the optimizers, before `restore`
         self._data: Facts = {}
         self._warnings: list[str] = []
         self._found: tuple[Facts, dict[str, Tensor]] | None = None  # on rank 0, until it is restored
@@ -167,6 +170,7 @@ class Checkpoints:
 
     def begin(self) -> TrainState:
         """Return the position in training, on every rank. A collective."""
+        self._asked = self._flags.given()
         shared = self._found[0] if self._found is not None else None
         self.facts = self.engine.broadcast_object(shared, "checkpoint.facts")
         if self.facts is None:
@@ -176,15 +180,20 @@ class Checkpoints:
                 if not isinstance(self.facts[name], dict):
                     raise TypeError(name)
             self.initial = Initial(**self.facts["initial"])
+            if self._flags.evaluate is not None:
+                self._flags.adopt(self.facts["config"])
+                self._asked = self._flags.given()
             return TrainState(**self.facts["state"])
         except (KeyError, TypeError) as error:
             raise UserError(checkpoint.OTHER_VERSION, everywhere=True) from error
 
-    def require_fit(self, config: Mapping[str, object], data: Mapping[str, object]) -> None:
+    def require_fit(self, data: Mapping[str, object]) -> None:
         """On rank 0, compare flags and data with those of the checkpoint, then start the writer of new checkpoints.
 
         If they differ, raises UserError for a run in --output-dir, and prints a warning for a checkpoint given by --resume.
         """
+        now = self._flags.given()
+        config = {name: now[name] if value is None else value for name, value in self._asked.items()}
         self._config = {name: contents.plain(value) for name, value in config.items()}
         if self.facts is not None:
             self.lengthened = other_lengths(self.facts, self._config)
@@ -216,7 +225,7 @@ class Checkpoints:
             raise UserError(f"{said}: name another --output-dir") from error
         self._writer = checkpoint.Writer(self.directory, self._flags.keep, self._written, self._lock)
 
-    def require_split(self, split: int | None) -> None:
+    def _require_split(self, split: int | None) -> None:
         """Raise UserError on every rank if the run to resume has trained on another part of its data set. split: of now."""
         held = (self.facts or {}).get("split")
         if self._flags.resume == "auto" and None not in (held, split) and held != split:
@@ -244,11 +253,6 @@ class Checkpoints:
         if before != engine.name and max(self.facts["world_size"], engine.size) > 1:
             self.output.say(f"--engine {engine.name} instead of {before}: sums over ranks may be rounded differently")
         epoch = state.epoch + (state.samples_of_epoch > 0)
-        if self._holds_own_states() and self.facts["workers"] != self.workers:
-            how = f"each of {self.engine.size} ranks begins with the optimizer state of rank 0"
-            unlike = self.facts["world_size"] != self.engine.size
-            why = f"of {self.facts['world_size']} ranks" if unlike else "because other ranks shared a host"
-            self.output.say(f"--sync-every {self._flags.sync_every}: {how}, {why}")
         for name, there, here in self.lengthened:
             how = "training continues, and a learning rate that depends on the end follows the new end"
             self.output.say(f"{name} {here} instead of {there}: {how}")
@@ -259,10 +263,6 @@ class Checkpoints:
         )  # fmt: skip
 
     # ---- what is in it
-
-    def _holds_own_states(self) -> bool:
-        """Return whether the checkpoint has a state for each worker of a run with --sync-every, as this one is."""
-        return self._flags.sync_every > 1 and bool((self.facts or {}).get("workers"))
 
     def restore(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler
@@ -276,7 +276,7 @@ class Checkpoints:
             self._require_storable(self._modules(models, {}))
         if self.facts is None:
             return
-        of_program = settings_of(optimizers)
+        self._of_program = settings_of(optimizers)
         self._make_room(self._modules(models, {}))
         with self.engine.raising_together("checkpoint"):
             if self._found is not None:
@@ -286,10 +286,6 @@ class Checkpoints:
             self.engine.broadcast_model(model)
         for optimizer in optimizers:
             self.engine.broadcast_optimizer_state(optimizer)
-        if self._holds_own_states() and self.facts["workers"] == self.workers:
-            self.facts |= own_states.restore(
-                self.engine, self.workers, self._found and self._found[1], optimizers, models, self.facts["parameters"]
-            )
         self._extra = extra_states.load(
             self.engine, self._found and self._found[1], same=self._flags.evaluate is not None
         )
@@ -299,8 +295,19 @@ class Checkpoints:
             self.output.say(line)
         if self.facts["scaler"]:
             scaler.load_state_dict(self.facts["scaler"])
+
+    def add(self, part: Part) -> None:
+        """Save a part of a feature from now on, and restore it if the run is resumed. A collective; after `restore`."""
+        self._parts.append(part)
+        if self.facts is not None:
+            part.restore(Content(self.facts, self._found[1] if self._found is not None else None))
+
+    def settle(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Give the optimizers the program's own settings again, until training begins: `restore_settings`."""
+        if self.facts is None:
+            return
         self._settings = settings_of(optimizers)
-        set_settings(optimizers, of_program)
+        set_settings(optimizers, self._of_program)
         if self.lengthened:  # so that a scheduler begins with the run's rate: `schedules.redone`
             for optimizer, saved in zip(optimizers, self._settings, strict=True):
                 for group, theirs in zip(optimizer.param_groups, saved, strict=True):
@@ -337,16 +344,9 @@ class Checkpoints:
             )
         buffers.unflatten(mine, ordered)
 
-    def restore_local(self, local: LocalSteps, state: TrainState) -> None:
-        """Restore what only a run with --sync-every has, on every rank, if it is resumed. A collective; after `restore`."""
-        if not self._holds_own_states():
-            return
-        assert self.facts is not None
-        state.skipped = self.facts.get("skipped", state.skipped)  # this rank's own
-        local.restore(self._found and self._found[1], self.facts["outer"])
-
     def restore_registered(self, registered: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Restore the objects given to `Run.register`, on every rank, and the rates of `optimizers`. A collective."""
+        self.registered |= registered
         self._note_buffers(self._modules([], registered))
         self._chosen |= (chosen := chosen_for([], registered))
         if self.writes:
@@ -446,15 +446,16 @@ class Checkpoints:
             raise UserError(f"the checkpoint has no {name!r}: {contents.REGISTER}", everywhere=True)
         contents.require_type(name, what, types[name])
 
-    def require_all(self, registered: Mapping[str, Any], source: Input) -> None:
-        """Raise UserError on every rank if the program does not register an object that the checkpoint has, or gives another
-        number of samples."""
+    def require_all(self, source: Input) -> None:
+        """Raise UserError on every rank if the program does not register an object that the checkpoint has, or gives other
+        samples."""
         if self.facts is None:
             return
         for name in self.facts["registered_types"]:
-            if name not in registered and name not in self.generators.registered:
+            if name not in self.registered and name not in self.generators.registered:
                 said = f"the checkpoint has {name!r}, which is not registered now"
                 raise UserError(f"{said}: {contents.REGISTER}", everywhere=True)
+        self._require_split(source.split)
         there, here = self.facts["input"]["samples"], source.samples
         if there == here:
             return
@@ -481,9 +482,15 @@ class Checkpoints:
         shared: list[Any] | None = self.engine.broadcast_object(held, "checkpoint.positions")
         return shared
 
-    def forget(self) -> None:
-        """Free the loaded checkpoint. Called when training begins."""
+    def begin_training(self) -> None:
+        """Free the loaded checkpoint, and schedule the first automatic one."""
         self._found = None
+        self.interval.begin()
+
+    def ready(self) -> None:
+        """Call it before `save`, also in a run that writes no checkpoints. A collective."""
+        for part in self._parts:
+            part.ready()
 
     def save(
         self,
@@ -491,9 +498,7 @@ class Checkpoints:
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler,
-        registered: Mapping[str, Any],
         *,
-        local: LocalSteps | None = None,
         automatic: bool = False,
         ends_epoch: bool = False,
         in_steps: bool = False,
@@ -513,6 +518,7 @@ class Checkpoints:
         self.restore_settings(optimizers)  # an evaluation before run.epochs was stopped
         if not self.writes:
             return
+        registered, content = self.registered, Content({"outer": [], "workers": []})
         late = self._late_buffers(models, registered)
         each = {"buffers": saved_buffers.of_each_rank(models), **saved_buffers.statistics_of(registered)}
         own = {
@@ -523,13 +529,12 @@ class Checkpoints:
             own["positions"] = contents.encoded(self.engine.all_gather_object(position, "checkpoint.positions"))
         own |= extra_states.gather(self.engine, self._modules(models, registered))
         own |= self.generators.gather(in_steps=in_steps, epoch_ended=ends_epoch and not state.samples_of_epoch)
-        if local is not None:
-            own |= own_states.gather(self.engine, self.workers, optimizers, scaler, state.skipped)
+        for part in self._parts:
+            part.save(content)
         if self._writer is None:
             return
         facts, tensors = contents.collect(models, optimizers, registered, heartbeat)
-        if local is not None:
-            tensors |= {"outer.momentum": local.momentum()}
+        facts |= content.facts
         facts |= {
             "format": checkpoint.FORMAT,
             "state": asdict(state),
@@ -550,13 +555,11 @@ class Checkpoints:
             "input": self._size_of(source),
             "ended": ended,
             "chosen": self._chosen,
-            "outer": local.names() if local is not None else [],
-            "workers": self.workers,
             "split": source.split if source is not None else (self.facts or {}).get("split"),
         }
         types: Facts = facts["registered_types"]
         types |= {name: contents.type_of(what) for name, what in self.generators.registered.items()}
-        self._writer.put(facts, contents.snapshot(tensors, heartbeat) | own)
+        self._writer.put(facts, contents.snapshot(tensors | content.live, heartbeat) | own | content.tensors)
 
     def _size_of(self, source: Input | None) -> Facts:
         if source is not None:

@@ -1,13 +1,11 @@
 """Registered torch schedulers: whether their length is the run's, and how they continue when a run is made longer."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
-
-from hvdtrain.engines.errors import UserError
 
 # The attribute that is the number of steps after which a scheduler has reached its end. In a state_dict, also of others.
 LENGTH = {
@@ -32,54 +30,9 @@ def length_of(scheduler: object) -> int | None:
     return int(getattr(scheduler, name)) if name else None
 
 
-def require_length(registered: Mapping[str, Any], steps: int, epochs: int | None) -> list[str]:
-    """Return warnings about registered schedulers whose length is neither the run's number of steps nor of epochs.
-
-    Raises UserError for OneCycleLR, which has no meaning with another length. epochs: None if the length is given in steps.
-    """
-    found = []
-    for name, scheduler in registered.items():
-        length = length_of(scheduler)
-        if length is None or length in (steps, epochs):
-            continue
-        run = f"{steps} steps" + (f" in {epochs} epochs" if epochs is not None else "") + " over all ranks"
-        how = f"give it run.total_steps(data, {epochs})" if epochs is not None else f"give it {steps}"
-        line = f"{name}: {type(scheduler).__name__} is made for {length} steps, and this run has {run}: {how}"
-        if isinstance(scheduler, lr_scheduler.OneCycleLR):
-            raise UserError(line, everywhere=True)
-        found.append(line)
-    return found
-
-
-def positions(registered: Mapping[str, Any], steps: int) -> dict[str, int]:
-    """Return how often each scheduler was stepped of those that are made for `steps` steps."""
-    return {name: int(what.last_epoch) for name, what in registered.items() if length_of(what) == steps}
-
-
-def require_stepped(registered: Mapping[str, Any], before: Mapping[str, int]) -> None:
-    """Raise UserError after a step if a scheduler that is made for the run's steps was not stepped once in it.
-
-    before: its `positions` before the step.
-    """
-    for name, position in before.items():
-        times = int(registered[name].last_epoch) - position
-        if times != 1:
-            said = f"{name}: {type(registered[name]).__name__} is made for the run's steps"
-            how = f"call {name}.step() once, after step.update()"
-            raise UserError(f"{said}, and was stepped {times} times in one of them: {how}")
-
-
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a torch scheduler was made for `optimizer`: it wraps the optimizer's `step`."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
-
-
-def require_registered(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]) -> None:
-    """Raise UserError if a scheduler of one of `optimizers` is not registered: a resumed run would begin it again."""
-    known = [what.optimizer for what in registered.values() if isinstance(what, lr_scheduler.LRScheduler)]
-    if any(is_scheduled(optimizer) and not any(optimizer is one for one in known) for optimizer in optimizers):
-        how = "after run.prepare, write run.register(scheduler=scheduler)"
-        raise UserError(f"a learning rate scheduler is not registered, so a resumed run would begin it again: {how}")
 
 
 def redone(scheduler: object, saved: Mapping[str, Any]) -> bool:

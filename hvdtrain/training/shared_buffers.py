@@ -27,50 +27,6 @@ def give_memory(model: nn.Module) -> None:
             module._buffers[name] = own
 
 
-class Kept:
-    """Copies of all buffers before a forward pass, which changes them, or puts others in their place.
-
-    Buffers of one type are copied together: ResNet-50 has 159, and on a GPU each copy of one would be a kernel.
-    """
-
-    def __init__(self, models: Sequence[nn.Module]):
-        self._places = [
-            (module, name, buffer)
-            for model in models
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-        alike: dict[object, list[Tensor]] = {}
-        for buffer in {id(buffer): buffer for _, _, buffer in self._places}.values():
-            dense = buffer.layout is torch.strided
-            alike.setdefault((buffer.dtype, buffer.device) if dense else id(buffer), []).append(buffer)
-        self._kept = [(buffers, joined(buffers)) for buffers in alike.values()]
-
-    def restore(self, skipped: Tensor | None = None) -> None:
-        """Restore them. skipped: only if this flag on the device is set; then not those in whose place there are others."""
-        if skipped is None:
-            for module, name, buffer in self._places:
-                module._buffers[name] = buffer
-        current = {id(buffer) for module, name, buffer in self._places if module._buffers.get(name) is buffer}
-        for buffers, before in self._kept:
-            chosen = before if skipped is None else torch.where(skipped, before, joined(buffers))
-            parts = [chosen]
-            if len(buffers) > 1:
-                parts = [part.view_as(one) for one, part in zip(buffers, chosen.split(sizes(buffers)), strict=True)]
-            pairs = [(buffer, part) for buffer, part in zip(buffers, parts, strict=True) if id(buffer) in current]
-            if pairs:
-                torch._foreach_copy_([one for one, _ in pairs], [part for _, part in pairs])
-
-
-def sizes(buffers: Sequence[Tensor]) -> list[int]:
-    return [buffer.numel() for buffer in buffers]
-
-
-def joined(buffers: Sequence[Tensor]) -> Tensor:
-    """Return a copy of one buffer, or of several of the same type as one tensor of one dimension."""
-    return buffers[0].clone() if len(buffers) == 1 else torch.cat([buffer.flatten() for buffer in buffers])
-
-
 class SharedBuffers:
     """The buffers of a run's models."""
 

@@ -1,10 +1,13 @@
 """Which kind of data a program gives to `run.steps` and `run.evaluating`."""
 
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.inputs import Batch, Input, Kind
@@ -31,6 +34,37 @@ def evaluation_batches(kinds: Sequence[Kind], engine: Engine, data: Any, seed: i
         if kind.evaluated is not None and kind.takes(data):
             return kind.evaluated(engine, data, seed)
     raise UserError(f"run.evaluating() got a {type(data).__name__}: give it a number of samples, or a DataLoader")
+
+
+class Data:
+    """What this rank reads in steps and in evaluations. flags used: seed, batch_size."""
+
+    def __init__(self, kinds: Sequence[Kind], engine: Engine, flags: Namespace, output: Any):
+        self._kinds, self._engine, self._flags, self._output = kinds, engine, flags, output
+        self._copies = Copies(engine.device)
+        self._given: tuple[Any, ...] = ()  # the arguments of `run.steps`
+        self.input: Input | None = None  # what they were opened as, once training has begun
+
+    def open(self, data: tuple[Any, ...]) -> Input:
+        """Return a new input for the arguments of `run.steps`. A collective. Raises UserError."""
+        flags = self._flags
+        return open_input(self._kinds, self._engine, data, flags.seed, flags.batch_size, self._output)
+
+    def evaluated(self, data: Any) -> Iterator[Batch]:
+        """Return this rank's batches of a test set."""
+        return evaluation_batches(self._kinds, self._engine, data, self._flags.seed)
+
+    def is_same(self, data: tuple[Any, ...]) -> bool:
+        """Return whether `run.steps` was given the same again."""
+        return self.input is not None and same(data, self._given)
+
+    def take(self, data: tuple[Any, ...], opened: Input) -> None:
+        """Read from now on what `data` was opened as."""
+        self._given, self.input = data, opened
+
+    def to_device(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Return the tensors on this rank's device."""
+        return self._copies.to_device(tensors)
 
 
 def same(one: Any, other: Any) -> bool:

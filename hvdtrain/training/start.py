@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,19 +22,26 @@ from hvdtrain.hangs.start_limit import limited_start
 from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.output.metric_names import Metric, metrics_of
 from hvdtrain.output.mirror import Mirror
-from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import early_end
+from hvdtrain.training.feature import Feature
+from hvdtrain.training.features.evaluate_only import EvaluationRun
 from hvdtrain.training.features.images import IMAGES
+from hvdtrain.training.features.late_verdict import LateVerdict
+from hvdtrain.training.features.local_steps import LocalSteps, group_of
+from hvdtrain.training.features.non_finite import NonFinite, Skipping, most_skipped
+from hvdtrain.training.features.profile import Profile
+from hvdtrain.training.features.replicas import PeriodicReplicas, Replicas
 from hvdtrain.training.features.samplers import SAMPLED
+from hvdtrain.training.features.schedule_rules import ScheduleRules
 from hvdtrain.training.features.several import several_of
 from hvdtrain.training.features.streams import STREAM
-from hvdtrain.training.guard import Guard, Stopped
 from hvdtrain.training.inputs import NUMBER, TENSORS
 from hvdtrain.training.loaders import LOADER
-from hvdtrain.training.local_steps import worker_of
 from hvdtrain.training.resume import Checkpoints
-from hvdtrain.training.run import Run
+from hvdtrain.training.run import Phase, Run
+from hvdtrain.training.sources import Data
+from hvdtrain.training.stopping import Stopped, Stopping
 
 KINDS = (
     IMAGES,
@@ -114,11 +121,29 @@ def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator
         yield run
 
 
+def features_of(
+    engine: Engine, group: Engine, flags: Flags, output: RunOutput, name_of: Callable[[int], str],
+    heartbeat: Callable[[], None],
+) -> list[Feature]:  # fmt: skip
+    """Return the features that the flags ask for. Each is a file of training/features, and a line here. name_of: returns the
+    name of a rank."""
+    skipping: type[NonFinite] = Skipping if most_skipped(flags) else NonFinite
+    non_finite = LateVerdict if engine.device.type != "cpu" else skipping
+    replicas = (PeriodicReplicas if flags.check_steps else Replicas)(engine, group, flags.check_steps, name_of)
+    wanted: list[tuple[object, Callable[[], Feature]]] = [
+        (True, lambda: non_finite(engine, group, flags, output, name_of)),
+        (True, lambda: replicas),
+        (group is not engine, lambda: LocalSteps(engine, group, flags, name_of, replicas.compare)),
+        (flags.profile, lambda: Profile(engine, flags, output, heartbeat)),
+        (True, ScheduleRules),
+    ]
+    return [make() for asked, make in wanted if asked]
+
+
 @contextlib.contextmanager
 def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, named: bool = False) -> Iterator[Run]:
     """Do the same as `start`, with an engine that is already running. named: whether the script has named `metrics`."""
-    asked = flags.given()
-    require_same_flags(engine, asked)
+    require_same_flags(engine, flags.given())
     output = RunOutput(
         engine,
         flags.output_dir,
@@ -133,16 +158,11 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         leftovers.sweep()  # of the attempts before; also where no sample is left, and no DataLoader worker starts
     compile_cache.use_private()  # for a program that calls torch.compile itself
     state = checkpoints.begin()
-    if flags.evaluate is not None and checkpoints.facts is not None:
-        flags.adopt(checkpoints.facts["config"])
-        asked = flags.given()
     flags.compression = precision.choose_compression(engine, flags.compression)
     flags.amp = precision.choose_amp(engine, flags.amp)
     if flags.gradient_predivide_factor is None:
         flags.gradient_predivide_factor = precision.default_predivision(flags.compression, engine.size)
-    worker = worker_of(engine, flags)
-    if worker is not engine:
-        checkpoints.workers = engine.all_gather_object(worker.ranks()[0], "workers")
+    group = group_of(engine, flags)
 
     def hung(headline: str) -> None:
         output.event("error", kind="watchdog", message=headline)
@@ -154,26 +174,38 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
 
     monitor = monitor_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
     monitor.recordings = flags.output_dir and flags.output_dir / "collectives"
-    with (
-        output,
-        Guard(engine, worker, flags, output, monitor) as guard,
-        Profile(engine, flags, output, guard.heartbeat) as profile,
-    ):
-        run = Run(engine, flags, asked, metrics, output, checkpoints, guard, profile, state, DATA)
+    with output, Stopping(engine, output, monitor, flags.checkpoint_steps, flags.sync_every) as stopping:
+        features = features_of(engine, group, flags, output, monitor.name, stopping.heartbeat)
+        kind = EvaluationRun if flags.evaluate is not None else Run
+        data = Data(DATA, engine, flags, output)
+        run = kind(engine, group, flags, metrics, output, checkpoints, stopping, data, state, features)
         torch.manual_seed(flags.seed)
         seed_generators(flags.seed)
-        if flags.evaluate is None and flags.output_dir in finished and checkpoints.facts is not None:
+        if checkpoints.continues and flags.output_dir in finished:
             how = "another training, such as the next fold, needs an --output-dir of its own"
             run.say(f"warning: this process has trained into {flags.output_dir} before, and continues that run: {how}")
-        try:
+        with carried_out(run, mirror):
             with early_end.refused(engine, lambda: f"in epoch {state.epoch + 1}, after step {state.step}"):
                 yield run
             run.finish(warn_of=metrics if named else ())
             finished.add(flags.output_dir)
-        except Stopped:
-            run.exit_code = guard.leave(state, checkpoints)
-        finally:
-            run.ended = True
-            with engine.activity.during("checkpoint", 0.0):  # an exception may have come while one was written
-                checkpoints.release(guard.heartbeat)
-                mirror.end(guard.heartbeat)
+
+
+@contextlib.contextmanager
+def carried_out(run: Run, mirror: Mirror) -> Iterator[None]:
+    """Context manager around a training and its end."""
+    checkpoints, failed = run.checkpoints, True
+    try:
+        yield
+        failed = False
+    except Stopped:
+        failed = False
+        unsaved = checkpoints.close(run.stopping.heartbeat)
+        run.exit_code = run.stopping.leave(run.state, unsaved, writes=checkpoints.writes)
+    finally:
+        run.phase = Phase.ENDED
+        with run.engine.activity.during("checkpoint", 0.0):  # an exception may have come while one was written
+            checkpoints.release(run.stopping.heartbeat)
+            mirror.end(run.stopping.heartbeat)
+        for feature in run.features.all:
+            feature.close(failed=failed)

@@ -23,10 +23,11 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.models.convnet import ConvNet, CosineNet
 from hvdtrain.training import step
-from hvdtrain.training.guard import Guard
+from hvdtrain.training.features.replicas import Replicas
 from hvdtrain.training.inputs import Tensors
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
+from hvdtrain.training.stopping import Stopping
 
 FIRST = 20  # steps left out
 seconds: dict[str, float] = defaultdict(float)
@@ -72,8 +73,8 @@ counted(HorovodEngine, "synchronize", "all-reduce")
 counted(torch.amp.GradScaler, "step", "optimizer")
 counted(torch.optim.Optimizer, "zero_grad", "optimizer")
 counted(step, "finite", "guards")
-for name in ("begin_step", "should_stop", "compare_replicas"):
-    counted(Guard, name, "guards")
+counted(Stopping, "decide", "guards")
+counted(Replicas, "compare", "guards")
 counted(Checkpoints, "save", "checkpoints")
 counted(Engine, "average_buffers", "evaluation")
 count_steps()

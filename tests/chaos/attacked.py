@@ -33,7 +33,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.start import engine_class
 from hvdtrain.hangs import peers
 from hvdtrain.launching import exit_codes, processes
-from hvdtrain.training import checkpoint, contents, resume
+from hvdtrain.training import checkpoint, contents, evaluation, resume
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
 STRUCK = Path(os.environ.get("STRUCK", os.devnull))
@@ -139,7 +139,7 @@ def before(owner: object, name: str, point: str) -> None:
 before(training, "start", "start")
 before(torch.Tensor, "backward", "backward")
 before(training.Run, "evaluating", "evaluate")
-before(training.Run, "_go_on_evaluating", "evaluating")
+before(evaluation.Evaluations, "_go_on", "evaluating")
 before(resume.Checkpoints, "restore", "restore")
 before(checkpoint, "digest", "digest")
 before(files, "sync_directory", "directory")

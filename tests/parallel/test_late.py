@@ -1,5 +1,7 @@
 """Gradients that are not finite, read one step late as on an accelerator: on all ranks as if they had been read at once."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,11 +10,14 @@ from torch import nn
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training import prepared, verdict
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
-from hvdtrain.training.guard import Guard
+from hvdtrain.training.features import late_verdict
+from hvdtrain.training.features.late_verdict import LateVerdict
+from hvdtrain.training.stopping import Decision, Stopping
 from tests.parallel.test_loop import N, X, Y, a_run
 from tests.single.training.small import fit
+
+start_module = importlib.import_module("hvdtrain.training.start")  # the package has a function of this name
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4):
     pytest.skip("fused optimizers of a CPU are in torch 2.4 and newer", allow_module_level=True)
@@ -28,8 +33,10 @@ class Arrived:
 @pytest.fixture(autouse=True)
 def flags(monkeypatch):
     """Let the fused optimizers of a CPU take flags, as those of an accelerator do."""
-    monkeypatch.setattr(prepared, "takes_flag", lambda optimizer: bool(optimizer.param_groups[0].get("fused")))
-    monkeypatch.setattr(verdict, "Delayed", Arrived)
+    monkeypatch.setattr(start_module, "NonFinite", LateVerdict)
+    monkeypatch.setattr(start_module, "Skipping", LateVerdict)
+    monkeypatch.setattr(late_verdict, "takes_flag", lambda optimizer: bool(optimizer.param_groups[0].get("fused")))
+    monkeypatch.setattr(late_verdict, "Delayed", Arrived)
 
 
 def train(engine, *argv) -> list[list[float]]:
@@ -56,8 +63,8 @@ def test_a_step_is_left_out_on_all_ranks_as_if_it_had_been_read_at_once(engine, 
 
     monkeypatch.setattr(RunOutput, "event", noted)
     read: list[int] = []
-    finite = verdict.Verdict.finite
-    monkeypatch.setattr(verdict.Verdict, "finite", lambda self: read.append(1) or finite(self))
+    finite = late_verdict.Verdict.finite
+    monkeypatch.setattr(late_verdict.Verdict, "finite", lambda self: read.append(1) or finite(self))
     late = train(engine, "--max-skipped", "1")
     assert read  # else this compares two runs that read at once
     del read[:]
@@ -72,8 +79,8 @@ def test_a_step_is_left_out_on_all_ranks_as_if_it_had_been_read_at_once(engine, 
 def test_a_save_that_nobody_expected_learns_of_its_step_first_and_does_not_look_for_the_layer(engine, monkeypatch):
     """As after a signal, or when a checkpoint is due by the clock."""
     monkeypatch.setattr(CheckpointInterval, "due_at", property(lambda self: 0.0, lambda self, at: None), raising=False)
-    monkeypatch.setattr(Guard, "should_stop", lambda self, state, due: False)
-    monkeypatch.setattr(Guard, "should_save", lambda self, state: state.step == 3)
+    decided = {3: Decision.SAVE}
+    monkeypatch.setattr(Stopping, "decide", lambda self, step, due: decided.get(step, Decision.GO_ON))
     said = "step 3: gradients are not finite: the layer was not looked for, because the run is saved after this step"
     with pytest.raises(Failure, match=said):
         train(engine)

@@ -21,9 +21,9 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.horovod import carries_bf16
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
-from hvdtrain.training.guard import Stopped
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.start import started
+from hvdtrain.training.stopping import Stopped
 from tests.single.training.small import fit
 
 N = 22  # with batches of 4: at 3 ranks the last step has 10 samples, at 2 ranks 6
@@ -394,7 +394,7 @@ def test_an_average_of_weights_keeps_each_ranks_statistics(engine, use_buffers, 
                     step.update()
                     average.update_parameters(net)
                     if step.number == stop:
-                        run.guard.monitor.request_stop("the test")
+                        run.stopping.monitor.request_stop("the test")
                 with run.evaluating(N) as mine:
                     run.record(loss=F.mse_loss(average(X[mine]), Y[mine], reduction="sum"))
             run.export(f"{shared_directory}/{name}.pt", average)
@@ -445,8 +445,8 @@ def evaluated(engine, directory, stop: int | None) -> tuple[list, list]:
         def evaluate() -> None:
             with run.evaluating(N) as mine:
                 if len(losses) == stop and engine.rank == engine.size - 1:
-                    run.guard.monitor.request_stop("the test")
-                    while not run.guard.stop_requested:  # rank 0 tells all
+                    run.stopping.monitor.request_stop("the test")
+                    while not run.stopping.stop_requested:  # rank 0 tells all
                         time.sleep(0.01)
                 for name, judged in (("loss", net), ("averaged", average)):
                     run.record(**{name: F.mse_loss(judged(X[mine]), Y[mine], reduction="sum")})

@@ -215,7 +215,7 @@ def go_on(directory: Path, engine: SerialEngine, resume: Path | None = None) -> 
     found = Checkpoints(engine, flags, {}, quiet)
     try:
         state = found.begin()
-        found.require_fit({"lr": 0.1, "epochs": 2}, {"dataset": "digits", "train_samples": 128})
+        found.require_fit({"dataset": "digits", "train_samples": 128})
         found.announce(state)
         found.restore([model], [optimizer], torch.amp.GradScaler("cpu", enabled=False))
         return state

@@ -9,7 +9,11 @@ from torch import nn
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure
 from hvdtrain.training.checksums import checksum
+from hvdtrain.training.feature import Feature
 from hvdtrain.training.names import named_parameters
+from hvdtrain.training.parts import Part
+from hvdtrain.training.run import Run
+from hvdtrain.training.step import Step
 
 
 def compare(
@@ -42,3 +46,42 @@ def compare(
     how = "start again from a checkpoint; check that host's memory, and that no forward pass changes weights (max_norm)"
     said += f": first in {names[first]}, {since}: {how}"
     raise Failure(said, everywhere=everywhere)
+
+
+class Replicas(Feature, Part):
+    """Compares the weights before each save. group: the ranks that average their gradients in every step. name_of: returns
+    the name of a rank."""
+
+    def __init__(self, engine: Engine, group: Engine, check_steps: int, name_of: Callable[[int], str]):
+        self._engine, self._group, self.check_steps, self._name_of = engine, group, check_steps, name_of
+        self._compared_at: tuple[int, int] | None = None  # step and number of ranks of the last comparison
+
+    def prepare(self, run: Run) -> None:
+        self._run = run
+
+    def parts(self) -> Sequence[Part]:
+        return [self]
+
+    def ready(self) -> None:
+        self.compare(self._engine)  # waits for ranks that are in their step
+
+    def compare(self, among: Engine) -> None:
+        """Raise Failure on every rank if the weights differ among these. A collective. A second call after the same step
+        does nothing: a checkpoint and --check-steps may both ask for it."""
+        step = self._run.state.step
+        if self._compared_at != (step, among.size):
+            self._compared_at = step, among.size
+            everywhere = among.size == self._engine.size
+            compare(among, self._run.prepared().models, self._name_of, step, self.check_steps, everywhere)
+
+
+class PeriodicReplicas(Replicas):
+    """Compares them also every --check-steps, among the ranks that average their gradients in every step."""
+
+    def __init__(self, engine: Engine, group: Engine, check_steps: int, name_of: Callable[[int], str]):
+        super().__init__(engine, group, check_steps, name_of)
+        self.every = check_steps
+
+    def before_step(self, step: Step) -> None:
+        if self._run.state.step:
+            self.compare(self._group)

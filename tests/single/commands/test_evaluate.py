@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hvdtrain import imagenet, lm, mnist, training
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.training import checkpoint
-from hvdtrain.training.predictions import Predictions, write_predictions
+from hvdtrain.training.features.predictions import Predictions, write_predictions
 from tests import image_set
 from tests.single.trained import trained
 from tests.single.training.small import N, X, Y, flags_for, network

@@ -195,8 +195,8 @@ def test_effect(name, look, expected, run):
 
 
 def test_the_loss_scaler_is_that_of_fp16(run):
-    assert run("many").run._prepared.scaler.get_scale() == 1.0
-    assert run("few").run._prepared.scaler.get_scale() > 1.0  # without it, small gradients are lost
+    assert run("many").run.shared().prepared.scaler.get_scale() == 1.0
+    assert run("few").run.shared().prepared.scaler.get_scale() > 1.0  # without it, small gradients are lost
 
 
 def test_the_seed_is_that_of_the_weights_and_of_the_order(run):

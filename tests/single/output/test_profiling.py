@@ -2,14 +2,29 @@
 
 import json
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hvdtrain.output.clock import Clock
-from hvdtrain.output.profiling import Profile
 from hvdtrain.output.run_output import RunOutput
+from hvdtrain.training.feature import Features
+from hvdtrain.training.features.profile import Profile
 from tests.single.unwritable import no_room
+
+
+def train(profile: Profile, steps: range, *, products: int = 1, failed: bool = False) -> None:
+    """Call the feature as a run does."""
+    features = Features([profile])
+    profile.prepare(SimpleNamespace(clock=Clock(), features=features))
+    for number in steps:
+        for _ in range(products):
+            torch.ones(2) @ torch.ones(2)
+        for after_step in features.after_step:
+            after_step(SimpleNamespace(number=number))
+    for feature in features.all:
+        feature.close(failed=failed)
 
 
 @pytest.mark.parametrize(
@@ -26,20 +41,8 @@ def test_steps_are_recorded_after_five(trained, recorded, said, engine, tmp_path
     flags, alive = Namespace(profile=2, output_dir=tmp_path), []
     output = RunOutput(engine, tmp_path, progress=False)
 
-    def train(profile: Profile) -> None:
-        for step in range(101, 101 + (trained or 6)):
-            torch.ones(2) @ torch.ones(2)
-            profile.step(step, Clock())
-        if trained is None:
-            raise KeyError
-
     profile = Profile(engine, flags, output, lambda: alive.append(True))
-    if trained is None:
-        with pytest.raises(KeyError), profile:
-            train(profile)
-    else:
-        with profile:
-            train(profile)
+    train(profile, range(101, 101 + (trained or 6)), failed=trained is None)
     assert said.format(out=tmp_path) in capsys.readouterr().out
     path = tmp_path / "profile" / "rank-0.json"
     assert path.exists() == bool(recorded)
@@ -56,11 +59,8 @@ def test_without_room_an_earlier_profile_stays_and_no_file_is_said_to_be_there(m
     path.parent.mkdir()
     path.write_text("of an earlier run")
     profile = Profile(engine, Namespace(profile=1, output_dir=tmp_path), RunOutput(engine, tmp_path, progress=False))
-    with no_room(most), profile:
-        for step in range(8):
-            for _ in range(100):
-                torch.ones(2) @ torch.ones(2)
-            profile.step(step, Clock())
+    with no_room(most):
+        train(profile, range(8), products=100)
     said = capfd.readouterr()
     assert "open one at" not in said.out
     assert f"warning: rank 0 has no profile (no room for {path}, with " in said.err

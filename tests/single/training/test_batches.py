@@ -176,7 +176,7 @@ def test_tensors_go_beside_a_loader_and_a_dictionary_may_be_written_anew_in_each
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
         for _ in run.epochs(3):
             for step in run.steps({"a": shuffled, "b": (X, X)}):
-                opened.append(run._input)
+                opened.append(run.data.input)
                 for batch in step.batches():
                     assert [len(part[0]) for part in batch.values()] == [step.batch.count] * 2
                     step.backward(model(batch["b"][1]).mean())

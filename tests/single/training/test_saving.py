@@ -9,6 +9,7 @@ import torch
 from hvdtrain import training
 from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.training import checkpoint, contents
+from hvdtrain.training.features import replicas
 from tests.single.training.small import X, flags_for, network, train
 
 
@@ -24,13 +25,13 @@ def test_a_rank_that_hangs_in_a_checkpoint_has_the_limit_of_a_step_and_each_tens
 
         def copied(tensors, heartbeat):
             phases.setdefault("copy", activity.phase)
-            assert heartbeat == run.guard.heartbeat
+            assert heartbeat == run.stopping.heartbeat
             del beats[:]
             copies = snapshot(tensors, lambda: beats.append(heartbeat()))
             assert len(beats) == len(copies) > 1
             return copies
 
-        monkeypatch.setattr(run.guard, "compare_replicas", compared)
+        monkeypatch.setattr(replicas, "compare", compared)
         monkeypatch.setattr(contents, "snapshot", copied)
         net = network()
         train(run, run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))[0])

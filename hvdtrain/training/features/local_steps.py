@@ -17,10 +17,14 @@ from hvdtrain.cli import Flags
 from hvdtrain.engines.base import WIRE_DTYPES, Engine
 from hvdtrain.engines.buffers import floating_buffers
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.training.prepared import Prepared
+from hvdtrain.training import own_states
+from hvdtrain.training.feature import Feature
+from hvdtrain.training.parts import Content, Part
+from hvdtrain.training.run import Run
+from hvdtrain.training.step import Step
 
 
-def worker_of(engine: Engine, flags: Flags) -> Engine:
+def group_of(engine: Engine, flags: Flags) -> Engine:
     """Return the ranks that average their gradients in every step: all of them, those of this host, or this rank alone. A
     collective."""
     if flags.sync_every == 1 or flags.evaluate is not None:
@@ -29,24 +33,34 @@ def worker_of(engine: Engine, flags: Flags) -> Engine:
 
     if flags.sync_within == "rank":
         return OneRank(engine)
-    worker = RanksOfHost(engine)
-    each = f"each of {worker.hosts} hosts" if worker.hosts > 1 else "the only host: nobody is left to exchange with"
+    group = RanksOfHost(engine)
+    each = f"each of {group.hosts} hosts" if group.hosts > 1 else "the only host: nobody is left to exchange with"
     engine.notes.append(f"--sync-within host: gradients are averaged within {each}")
-    return worker
+    return group
 
 
-class LocalSteps:
-    """The weights that all ranks share, and their exchange. Create it once the weights are restored, before training.
+class LocalSteps(Feature, Part):
+    """The weights that all ranks share, and their exchange. group: the ranks that average their gradients in every step.
+    name_of: returns the name of a rank. compare: compares the weights among ranks, every `check_steps`."""
 
-    done: steps done. name_of: returns the name of a rank.
-    """
-
-    def __init__(self, engine: Engine, flags: Flags, prepared: Prepared, done: int, name_of: Callable[[int], str]):
-        self._engine, self._prepared, self._name_of = engine, prepared, name_of
-        self._every: int = flags.sync_every
+    def __init__(
+        self, engine: Engine, group: Engine, flags: Flags, name_of: Callable[[int], str],
+        compare: Callable[[Engine], None],
+    ):  # fmt: skip
+        self._engine, self._group, self._name_of, self._compare = engine, group, name_of, compare
+        self._exchange_steps: int = flags.sync_every
+        self._check_steps: int = flags.check_steps
         self._rate, self._decay = flags.outer_lr, flags.outer_momentum
         self._wire, self._predivide = WIRE_DTYPES[flags.compression], flags.gradient_predivide_factor
-        self._exchanged_at = done  # the step after which the weights were last exchanged
+        self._workers: list[int] = engine.all_gather_object(
+            group.ranks()[0], "workers"
+        )  # of each rank, its group's first
+
+    def prepare(self, run: Run) -> None:
+        self._run, self._prepared = run, run.prepared()
+        self._prepared.weights_of_all = self.shared_weights
+        self._exchanged_at = run.state.step  # the step after which the weights were last exchanged
+        prepared = self._prepared
         self._parameters: list[Tensor] = [p for one in prepared.trained.values() for p in one if p.requires_grad]
         # Float32 also for weights of a shorter type, in which small changes would be lost.
         self._momenta = [
@@ -60,10 +74,7 @@ class LocalSteps:
             id(t) for t in (*self._parameters, *floating_buffers(prepared.models))
         }  # buffers: made the same anyway
         self._follow(p for model in prepared.models for p in model.parameters())
-
-    def follow(self, module: nn.Module) -> None:
-        """Average also a registered module over ranks, such as an average of the weights."""
-        self._follow((*module.parameters(), *floating_buffers([module])))
+        self._follows_registered = False
 
     def _follow(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -72,13 +83,26 @@ class LocalSteps:
                 self._others.append(tensor)
                 self._others_shared.append(tensor.detach().clone())
 
-    def is_due(self, step: int) -> bool:
-        """Return whether an exchange follows step number `step`, as at the end of an epoch in any case."""
-        return step % self._every == 0
+    def before_step(self, step: Step) -> None:
+        if not self._follows_registered:  # in the first step: modules such as an average of the weights
+            for module in self._run.checkpoints.registered.values():
+                if isinstance(module, nn.Module):
+                    self._follow((*module.parameters(), *floating_buffers([module])))
+        self._follows_registered = True
 
-    def passed(self, interval: int, step: int) -> bool:
-        """Return whether a multiple of `interval` lies after the last exchange, up to `step`. 0: never."""
-        return bool(interval) and step // interval > self._exchanged_at // interval
+    def after_step(self, step: Step) -> None:
+        if not step.last and step.number % self._exchange_steps:
+            step.apart = True
+            return
+        compares = (
+            bool(self._check_steps) and step.number // self._check_steps > self._exchanged_at // self._check_steps
+        )
+        if compares:  # afterwards, replicas of a host that differ would be equal again
+            self._compare(self._group)
+        self.exchange(step.number)
+        if compares:
+            self._compare(self._engine)
+        self._run.clock.mark("communication")
 
     # ---- the exchange
 
@@ -96,7 +120,7 @@ class LocalSteps:
             self._exchange_others(step)
             for model in self._prepared.models:
                 self._engine.average_buffers(model)
-            self._prepared.buffers.take_rank_0s()
+            self._run.evaluations.buffers.take_rank_0s()
         self._exchanged_at = step
 
     def _exchange_others(self, step: int) -> None:
@@ -146,26 +170,54 @@ class LocalSteps:
             with torch.no_grad():
                 torch._foreach_copy_(tensors, own)
 
-    # ---- checkpoints: what is equal on all ranks; own_states.py has the rest
+    # ---- checkpoints: what is equal on all ranks, and what each group has of its own (own_states.py)
 
-    def names(self) -> list[str]:
+    def parts(self) -> Sequence[Part]:
+        return [self]
+
+    def _names(self) -> list[str]:
         """Return the names of the parameters that have a momentum, in its order."""
         return [name for name, _ in self._prepared.named(list(self._prepared.trained))]
 
-    def momentum(self) -> Tensor:
+    def _momentum(self) -> Tensor:
         """Return the momenta of the shared weights, one after the other."""
         return torch.cat([momentum.reshape(-1) for momentum in self._momenta])
 
-    def restore(self, tensors: Mapping[str, Tensor] | None, names: Sequence[str]) -> None:
+    def save(self, content: Content) -> None:
+        prepared, skipped = self._prepared, self._run.state.skipped
+        content.tensors |= own_states.gather(self._engine, self._workers, prepared.optimizers, prepared.scaler, skipped)
+        content.live["outer.momentum"] = self._momentum()
+        content.facts |= {"outer": self._names(), "workers": self._workers}
+
+    def restore(self, content: Content) -> None:
+        facts, prepared, engine = content.facts, self._prepared, self._engine
+        if not facts["workers"]:  # of a run without --sync-every
+            return
+        tensors = content.tensors or None
+        if facts["workers"] == self._workers:
+            own = own_states.restore(
+                engine, self._workers, tensors, prepared.optimizers, prepared.models, facts["parameters"]
+            )
+            self._run.state.skipped = own["skipped"]
+            if own["scaler"]:
+                prepared.scaler.load_state_dict(own["scaler"])
+        else:
+            how = f"each of {engine.size} ranks begins with the optimizer state of rank 0"
+            unlike = facts["world_size"] != engine.size
+            why = f"of {facts['world_size']} ranks" if unlike else "because other ranks shared a host"
+            self._run.say(f"--sync-every {self._exchange_steps}: {how}, {why}")
+        self._restore_momentum(tensors, facts["outer"])
+
+    def _restore_momentum(self, tensors: Mapping[str, Tensor] | None, names: Sequence[str]) -> None:
         """Restore the momenta. A collective. tensors: of the checkpoint, on rank 0. names: in its order."""
-        flat = self.momentum().cpu()
-        if sorted(names) != sorted(self.names()):
+        flat = self._momentum().cpu()
+        if sorted(names) != sorted(self._names()):
             how = "other parameters were trained: check --model"
             raise UserError(f"the checkpoint does not match the model: {how}", everywhere=True)
         if tensors is not None:
             flat.copy_(tensors["outer.momentum"])
         self._engine.broadcast_(flat, "checkpoint.momentum")
-        own = dict(zip(self.names(), self._momenta, strict=True))
+        own = dict(zip(self._names(), self._momenta, strict=True))
         ordered = [own[name] for name in names]
         for momentum, part in zip(ordered, flat.split([one.numel() for one in ordered]), strict=True):
             momentum.copy_(part.view_as(momentum))

@@ -6,13 +6,14 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
-from hvdtrain.output.clock import Clock
 from hvdtrain.output.run_output import RunOutput
+from hvdtrain.training.feature import Feature
+from hvdtrain.training.run import Run
+from hvdtrain.training.step import Step
 
 if TYPE_CHECKING:
     from torch.profiler import profile as TorchProfiler
@@ -21,8 +22,8 @@ WAIT_STEPS, WARMUP_STEPS = 3, 2  # steps for memory allocation, then for start-u
 LAST_KEY, END_BYTES = b'"traceName"', 10_000  # of a whole file, and where it stands
 
 
-class Profile:
-    """Records a profile. Use it as a context manager around training. Without --profile, it does nothing.
+class Profile(Feature):
+    """Records a profile. The time to start and write the recording is excluded from the clock.
 
     Flags used: profile, output_dir. heartbeat: tells the watchdog that this rank makes progress.
     """
@@ -31,43 +32,38 @@ class Profile:
         self, engine: Engine, flags: Namespace, output: RunOutput, heartbeat: Callable[[], None] = lambda: None
     ):
         self.engine, self.output, self._heartbeat = engine, output, heartbeat
-        self.active = flags.profile is not None  # whether there is anything left to record
-        self._wanted: int = flags.profile or 0  # steps
+        self._wanted: int = flags.profile  # steps
         self._output_dir: Path = flags.output_dir
         self._profiler: TorchProfiler | None = None
         self._seen = self._first = 0  # steps seen; number of the first recorded step
 
-    def __enter__(self) -> "Profile":
-        if self.active:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages of Kineto on stderr
-            from torch.profiler import ProfilerActivity, profile, schedule
+    def prepare(self, run: Run) -> None:
+        self._clock, self._drop = run.clock, lambda: run.features.drop(self)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages of Kineto on stderr
+        from torch.profiler import ProfilerActivity, profile, schedule
 
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.engine.device.type == "cuda")
-            steps = schedule(wait=WAIT_STEPS, warmup=WARMUP_STEPS, active=self._wanted, repeat=1)
-            self._profiler = profile(activities=activities, schedule=steps, on_trace_ready=self._write)
-            self._profiler.start()
-        return self
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.engine.device.type == "cuda")
+        steps = schedule(wait=WAIT_STEPS, warmup=WARMUP_STEPS, active=self._wanted, repeat=1)
+        self._profiler = profile(activities=activities, schedule=steps, on_trace_ready=self._write)
+        self._profiler.start()
 
-    def step(self, at_step: int, clock: Clock) -> None:
-        """Call it after every step. at_step: steps since the beginning of training.
-
-        The time to start and write the recording is excluded from the clock.
-        """
-        if self._profiler is None:
-            return
+    def after_step(self, step: Step) -> None:
+        assert self._profiler is not None
         self._seen += 1
         entered = time.perf_counter()
         opens = WAIT_STEPS + WARMUP_STEPS
         if self._seen == opens:
-            self._first = at_step + 1
+            self._first = step.number + 1
         self._profiler.step()
         if self._seen in (WAIT_STEPS, opens, opens + self._wanted):
-            clock.leave_out(time.perf_counter() - entered)
+            self._clock.leave_out(time.perf_counter() - entered)
             self._heartbeat()
+        if self._profiler is None:
+            self._drop()
 
     def _write(self, profiler: Any) -> None:
         """Write this rank's file. torch.profiler calls it after the last step, or at an earlier end of the run."""
-        self.active, self._profiler = False, None
+        self._profiler = None
         steps = min(self._seen - WAIT_STEPS - WARMUP_STEPS, self._wanted)
         if steps <= 0:
             return
@@ -82,15 +78,13 @@ class Profile:
         self.output.say(f"{said} (open one at ui.perfetto.dev)")
         self.output.event("profile", first_step=self._first, steps=steps, directory=path.parent.name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self, *, failed: bool) -> None:
         if self._profiler is None:
             return
-        if error is not None:
+        if failed:
             self._wanted = 0  # write nothing
         self._profiler.stop()
-        if error is None:
+        if not failed:
             recorded = max(0, self._seen - WAIT_STEPS - WARMUP_STEPS)
             needed = f"--profile {self._wanted} begins after {WAIT_STEPS + WARMUP_STEPS} steps"
             self.output.say(f"profile: only {recorded} of {self._wanted} steps: the run is over ({needed})")

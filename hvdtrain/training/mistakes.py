@@ -1,0 +1,83 @@
+"""What an author may do wrong in a step, and what to do instead."""
+
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from hvdtrain.engines.errors import UserError
+
+
+class Outputs:
+    """Notices a model's output that is kept from one loop over `step.batches()` to the next in the same step.
+
+    With one micro-batch that is right. With several, the variable holds only the last one's, for every micro-batch of the
+    next loop: a GAN's `fake`, for instance. models: those that the script calls.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], step: int):
+        self._models, self._step, self._loop = models, step, 0
+        self._made: list[tuple[int, weakref.ref[Tensor]]] = []  # loop, output
+        self._remove: list[Callable[[], None]] = []
+
+    def begin(self, loop: int) -> None:
+        """Watch the models until `end`. loop: its number in the step."""
+        self._loop = loop
+        for model in self._models:
+            hooks = model.register_forward_pre_hook(self._before), model.register_forward_hook(self._after)
+            self._remove += [hook.remove for hook in hooks]
+
+    def end(self) -> None:
+        """Watch the models no longer."""
+        while self._remove:
+            self._remove.pop()()
+
+    def _before(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
+        """Raise UserError if one of `inputs` is the output of an earlier loop, also if it was detached."""
+        kept = {}
+        for loop, reference in self._made:
+            output = reference()
+            if output is not None and output.numel():
+                kept[output.untyped_storage().data_ptr()] = loop
+        for one in inputs:
+            if isinstance(one, Tensor) and kept.get(one.untyped_storage().data_ptr(), self._loop) != self._loop:
+                raise UserError(
+                    f"step {self._step}: a model got an output of the loop before, which is that of its last micro-batch: "
+                    "compute it again in this loop, or make both updates from one loop over step.batches()"
+                )
+
+    def _after(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        if isinstance(output, Tensor):
+            self._made.append((self._loop, weakref.ref(output)))
+
+
+def instead_of_a_loss(given: object) -> str:
+    """Return what `given` is, and what to give instead, for a message."""
+    how = "take the mean over this micro-batch, loss.mean()"
+    if isinstance(given, Tensor):
+        return f"a tensor of shape {tuple(given.shape)}, not a scalar: {how}"
+    if given is None:
+        return "None, not a loss: a Hugging Face model computes one if the batch has labels"
+    if hasattr(given, "loss") or (isinstance(given, Mapping) and "loss" in given):
+        how = "give it the loss in it"
+    return f"a {type(given).__name__}, not a scalar: {how}"
+
+
+def in_checkpoint(error: BaseException) -> bool:
+    """Return whether `error` was raised in a backward pass within a backward pass, that of torch.utils.checkpoint."""
+    return any("checkpoint" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+
+
+def explained(error: Exception, step: int) -> UserError | None:
+    """Return what an error of a backward pass in this step means; None: what it says itself."""
+    if "backward through the graph a second time" in str(error):
+        how = "detach() what another backward pass has used, or compute it again in this loop"
+        return UserError(f"step {step}: step.backward() got a part of an earlier loss: {how}")
+    # Horovod's hook asserts, without words; DDP's reducer says this.
+    if (isinstance(error, AssertionError) and not str(error)) or "mark a variable ready only once" in str(error):
+        how = "leave loss.backward() out, step.backward(loss) calls it"
+        if in_checkpoint(error):
+            how = "a block that is checkpointed twice needs use_reentrant=False"
+        return UserError(f"step {step}: a gradient was computed twice in a micro-batch: {how}")
+    return None
