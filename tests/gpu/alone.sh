@@ -56,7 +56,7 @@ fi
 [ -e "$work/patched" ] && patched=$work/patched || patched=
 # Where another Horovod finds torch, NCCL and MPI, beside which it does not lie.
 libraries=$(readlink -f "$site/../.."):$site/torch/lib:$(ls -d "$site"/nvidia/*/lib 2> /dev/null | paste -sd:)
-tests() { timeout -k 5 "$(left 60)" "$python" -m pytest -q --dist load -m gpu -p no:cacheprovider --durations 40 tests/gpu "$@"; }
+tests() { timeout -k 5 "${TEST_SECONDS:-170}" "$python" -m pytest -v --dist load -m gpu -p no:cacheprovider --durations 40 tests/gpu "$@"; }
 
 if [ ! -e "$work/tested" ]; then  # tests beside each other: no rate is measured meanwhile
     [ -n "$quick" ] && count="64 16" || count="12288 256"
@@ -68,7 +68,8 @@ if [ ! -e "$work/tested" ]; then  # tests beside each other: no rate is measured
     fi
     tests -n "${TESTS_AT_ONCE:-5}" ${TESTS-} > "$work/tests.txt" 2>&1; say "tests ended with $?"
     wait $warm; say "other tests and compilations ended"
-    tail -q -n 3 "$work"/warm-*.log; grep -hE "^(FAILED|ERROR|SKIPPED)|passed|failed" "$work"/tests*.txt | cut -c1-300
+    "$python" -c 'from tests.e2e.launchers import kill; kill("job")'  # of tests that were out of time
+    tail -q -n 3 "$work"/warm-*.log; grep -hE "^(FAILED|ERROR|SKIPPED)|^=.*(passed|failed)" "$work"/tests*.txt | cut -c1-300
     until [ -d "$work/jpegs" ] || [ "$(left 120)" -lt 0 ]; do sleep 1; done
     say "images: $(cat "$work/jpegs.log"); on the GPU: $(nvidia-smi --query-gpu=memory.used --format=csv,noheader 2> /dev/null)"
     touch "$work/tested"; save

@@ -13,7 +13,7 @@ from tests.gpu.rates import rows
 @pytest.mark.timeout(2400)
 def test_the_script_runs_its_tests_and_rates_on_processors(tmp_path):
     own = dict(OUT=str(tmp_path / "out"), WORK=str(tmp_path / "work"), DEVICE="cpu", QUICK="--quick", NO_INSTALL="1")
-    own |= dict(TESTS_AT_ONCE="2", PATH=f"{BIN}:{environment()['PATH']}")
+    own |= dict(TESTS_AT_ONCE="2", TEST_SECONDS="1500", PATH=f"{BIN}:{environment()['PATH']}")
     done = launch("bash tests/gpu/alone.sh 2300", timeout=2350, **own)
     assert done.code == 0, done
     assert "tests ended with 0" in done.stdout, done
