@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torchvision.models import resnet50
+from torchvision.models import resnet18, resnet50
 
 from hvdtrain.engines.compression import GradientCompressor
 from hvdtrain.engines.horovod import buckets
@@ -22,6 +22,7 @@ from hvdtrain.engines.horovod import buckets
 CPU = "--cpu" in sys.argv
 DEVICE = torch.device("cpu" if CPU else "cuda")
 Values = dict[str, float]
+MODEL = resnet18 if CPU else resnet50
 
 
 def wait() -> None:
@@ -34,7 +35,7 @@ def step_of(kind: str, batch: int) -> Callable[[], None]:
     side = 32 if CPU else 224
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
-    net = resnet50().to(DEVICE, memory_format=torch.channels_last)
+    net = MODEL().to(DEVICE, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5, fused=not CPU)
     images = torch.randint(0, 256, (batch, 3, side, side), dtype=torch.uint8, device=DEVICE)
     labels = torch.randint(0, 1000, (batch,), device=DEVICE)
@@ -105,7 +106,7 @@ def clock() -> Values:
 
 def wire(dtype: torch.dtype) -> Values:
     """Milliseconds of the host's and the GPU's work of a step, whichever is longer."""
-    net = resnet50().to(DEVICE, memory_format=torch.channels_last)
+    net = MODEL().to(DEVICE, memory_format=torch.channels_last)
     for parameter in net.parameters():
         parameter.grad = torch.randn_like(parameter)
     divisor = 2.0 if dtype == torch.float16 else 1.0
