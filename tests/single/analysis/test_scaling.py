@@ -154,16 +154,16 @@ def test_rounds_and_seed_decide_how_often_and_in_which_order(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("program", "why"),
+    ("program", "limit", "why"),
     [
-        ("import sys; sys.exit('error: no such thing')", "exit code 1: error: no such thing; see "),
-        ("import time; time.sleep(60)", "not finished after 1 s, killed"),
-        ("pass", "wrote no "),
+        ("import sys; sys.exit('error: no such thing')", "60", "exit code 1: error: no such thing; see "),
+        ("import time; time.sleep(60)", "1", "not finished after 1 s, killed"),
+        ("pass", "60", "wrote no "),
     ],
 )
-def test_a_run_that_fails_says_why(program, why, tmp_path, monkeypatch):
+def test_a_run_that_fails_says_why(program, limit, why, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "command_of", lambda *_: [sys.executable, "-c", program])
-    flags = parse(["--np", "1", "--timeout", "1", "--output-dir", str(tmp_path)])
+    flags = parse(["--np", "1", "--timeout", limit, "--output-dir", str(tmp_path)])
     assert scaling.measure(DDP, flags, tmp_path / "run").startswith(why)
 
 
