@@ -172,7 +172,7 @@ def test_what_cannot_be_written_or_drawn_is_said_with_the_remedy(leave, tmp_path
         report.main()
 
 
-@tried(40)
+@tried(15)
 @given(data=st.data())
 def test_any_record_with_metrics_makes_a_page(data, tmp_path):
     whole = [line | {"elapsed": line["time"] - 90.0} for line in LANGUAGE]
