@@ -20,6 +20,8 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.training.sameness import require_same, some_of, told_of
 from hvdtrain.training.state import Initial, TrainState
 
+CHANGES = "if the data of the epochs differ, write run.steps(..., changes=True)"
+
 
 @dataclass(slots=True)
 class Batch:
@@ -47,6 +49,7 @@ class Input(ABC):
     samples: int  # in the data set; 0: a stream
     per_epoch: int  # over all ranks; 0: a stream, whose end is found when it is read
     split: int | None = None  # a hash of the indices that subsets have, if there are any, and they do not vary
+    changes = False  # another epoch may have other data
     may_leave_out = False  # batches may have fewer samples than planned
     may_wait = True  # `load` may take long: for workers, a disk, a network
     indices_on = CPU  # where the indices are needed: reading them from an accelerator would stop the host

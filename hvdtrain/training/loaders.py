@@ -19,13 +19,12 @@ from hvdtrain.engines.accelerators import Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.fetching import COMPARISON, Fetched, Samples, may_leave_out
-from hvdtrain.training.inputs import Batch, Input, Kind
+from hvdtrain.training.inputs import CHANGES, Batch, Input, Kind
 from hvdtrain.training.sameness import SPLIT, require_same, some_of, split_of
 from hvdtrain.training.state import Initial, TrainState
 
 FILLERS = 8  # batches of which one has a sample that a collate_fn leaves in
 DRAWN_SPLIT = "which samples the subset has"
-SAME_NUMBER = "keep as many in each epoch, or begin another training.start() with the others"
 
 
 class Loader(Input):
@@ -65,7 +64,7 @@ class Loader(Input):
         self._epoch = epoch
         with self._engine.raising_together("data set"):
             if (now := len(self._given.dataset)) != self.samples:  # type: ignore[arg-type] # as above
-                raise UserError(f"run.steps() got {now} samples, and {self.samples} in the epoch before: {SAME_NUMBER}")
+                raise UserError(f"run.steps() got {now} samples, and {self.samples} in the epoch before: {CHANGES}")
             split = self._split_now()
         self._engine.require_equal(DRAWN_SPLIT, split, SPLIT)
         self.split = self.split if split == self._first_split else None

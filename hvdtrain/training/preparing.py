@@ -74,6 +74,9 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parame
     elif isinstance(optimizer, torch.optim.LBFGS):
         how = "use SGD, Adam or another that does not call a closure"
         said = f"LBFGS computes the loss several times in a step, and ranks would differ: {how}"
+    elif hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        how = "let its step() make both in turn, and call step.update() twice in a step, as docs/programs/sam.py"
+        said = f"SAM's first_step() and second_step() are not called: {how}"
     elif isinstance(optimizer, torch.optim.SparseAdam):
         said = "SparseAdam needs sparse gradients, which are not reduced: use Adam"
     elif is_scheduled(optimizer):

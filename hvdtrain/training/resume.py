@@ -455,6 +455,8 @@ class Checkpoints:
             if name not in self.registered and name not in self.generators.registered:
                 said = f"the checkpoint has {name!r}, which is not registered now"
                 raise UserError(f"{said}: {contents.REGISTER}", everywhere=True)
+        if source.changes and not self.facts["state"]["samples_of_epoch"]:
+            return
         self._require_split(source.split)
         there, here = self.facts["input"]["samples"], source.samples
         if there == here:

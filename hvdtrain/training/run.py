@@ -29,7 +29,7 @@ from hvdtrain.training.checksums import require_same_on_all
 from hvdtrain.training.evaluation import Evaluation, Evaluations
 from hvdtrain.training.feature import Feature, Features
 from hvdtrain.training.gather import gather
-from hvdtrain.training.inputs import Input
+from hvdtrain.training.inputs import CHANGES, Input
 from hvdtrain.training.names import own_name
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.preparing import prepare, refuse_replicas
@@ -249,7 +249,7 @@ class Run:
         per_epoch = self.checkpoints.per_epoch if self.data.input is None else self.data.input.per_epoch
         if not per_epoch:  # before training, and of a stream, whose length is not known
             return float(self.state.epoch)
-        return self.state.samples / per_epoch
+        return (self.state.epoch * per_epoch + self.state.samples_of_epoch) / per_epoch
 
     @property
     def best(self) -> Best | None:
@@ -358,17 +358,18 @@ class Run:
         held, metrics = self.state.evaluation, self.metrics_logger.metrics
         return all(name in held and metrics[name].reached(held[name], goal) for name, goal in self.length.goals.items())
 
-    def steps(self, *data: Any) -> Iterator[Step]:
+    def steps(self, *data: Any, changes: bool = False) -> Iterator[Step]:
         """Yield the remaining steps of this epoch. Over all ranks, each sample is used once per epoch, also after a resume.
 
         data: tensors of equal length; or a number of samples, to get their indices; or a DataLoader; or a `Source`; or a
         dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs. Of a stream (a
-        DataLoader over an IterableDataset, or a loader with a state_dict), each rank gives its part.
+        DataLoader over an IterableDataset, or a loader with a state_dict), each rank gives its part. changes: the data of
+        another epoch may be others, of another length or with other batches.
         """
         self.require_head()
         self.prepared().require_same_groups()
         self.phase = Phase.STEPS
-        return self._steps(self._open(data))
+        return self._steps(self._open(data, changes))
 
     def require_head(self) -> None:
         """Raise UserError if the script is not where its loop of steps may begin."""
@@ -376,22 +377,25 @@ class Run:
         if self.phase is Phase.OUTSIDE:
             raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
         if self.phase is not Phase.HEAD:
-            how = 'use one loop of steps per epoch, for several data sets run.steps({"a": ..., "b": ...})'
+            how = 'give it both data sets, run.steps({"a": ..., "b": ...}), or an epoch each, run.steps(..., changes=True)'
             raise UserError(f"run.steps() was called twice in one epoch: {how}")
 
-    def _open(self, data: tuple[Any, ...]) -> Input:
-        if self.data.input is not None and self.data.is_same(data):
+    def _open(self, data: tuple[Any, ...], changes: bool) -> Input:
+        if self.data.input is not None and self.data.is_same(data) and not changes:
             return self.data.input
         with kept():  # a DataLoader draws a seed for its workers when it begins
-            return self._opened(data)
+            return self._opened(data, changes)
 
-    def _opened(self, data: tuple[Any, ...]) -> Input:
+    def _opened(self, data: tuple[Any, ...], changes: bool) -> Input:
         before, state = self.data.input, self.state
         opened = self.data.open(data)
+        opened.changes = changes
         how = "give every rank all samples, each takes its part of them"
         self.engine.require_equal("the number of samples of run.steps()", opened.samples, how)
-        if before is not None and before.samples != opened.samples:
-            raise UserError(f"run.steps() got {opened.samples} samples, and {before.samples} in the epoch before")
+        if before is not None and before.samples != opened.samples and not changes:
+            raise UserError(
+                f"run.steps() got {opened.samples} samples, and {before.samples} in the epoch before: {CHANGES}"
+            )
         if before is None:
             self.checkpoints.require_all(opened)
             if line := opened.restore(self.checkpoints.positions, state):
@@ -403,7 +407,7 @@ class Run:
         if epochs is None:
             epochs = state.epoch + 1 + (self.length.steps or 0)  # at least a step in each
         per_epoch = opened.begin(self.engine, self.flags, self.initial, state, epochs)
-        self.metrics_logger.steps = self.length.steps or epochs * per_epoch
+        self.metrics_logger.steps = self.length.steps or (0 if changes else epochs * per_epoch)  # 0: not known
         self.data.take(data, opened)
         self.checkpoints.begin_training()
         self.stopping.begin(state.step)

@@ -162,6 +162,27 @@ class Step:
         total, count = self._shared.engine.sum(mine, "step.loss").tolist()
         return total / count if count else math.nan
 
+    def _load(self, number: int) -> Batch:
+        """Return a micro-batch of this step, by its number. It is kept until the step ends."""
+        if number == len(self.loaded):
+            activity = self._shared.engine.activity
+            with activity.during("reading data") if self._input.may_wait else contextlib.nullcontext():
+                self.loaded.append(self._input.load(self._planned.batches[number]))
+            self.local_count += self.loaded[number].count
+        return self.loaded[number]
+
+    def per_sample(self, number: Callable[[Any], Tensor | float]) -> float:
+        """Return how many of something there are for each sample of this step, over all micro-batches and ranks: the
+        denominator of a loss of its own, such as boxes per image. A collective; before `batches`.
+
+        number: how many there are in a micro-batch.
+        """
+        loaded = [self._load(i) for i in range(len(self._planned.batches))]
+        own = [(float(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
+        mine = torch.tensor([sum(column) for column in zip((0.0, 0.0), *own, strict=True)], dtype=torch.float64)
+        total, count = self._shared.prepared.group.sum(mine, "step.per_sample").tolist()
+        return total / count if count else 0.0
+
     def batches(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, as the DataLoader has collated them; of `run.steps(NUMBER)`, a Batch.
 
@@ -183,14 +204,8 @@ class Step:
         if count > 1 and len(prepared.optimizers) > 1:
             self._outputs = self._outputs or Outputs(prepared.replicas, self.number)
             self._outputs.begin(loop)
-        for number, planned in enumerate(self._planned.batches):
-            if number == len(self.loaded):
-                with (
-                    shared.engine.activity.during("reading data") if self._input.may_wait else contextlib.nullcontext()
-                ):
-                    self.loaded.append(self._input.load(planned))
-                self.local_count += self.loaded[number].count
-            batch = self._batch = self.loaded[number]
+        for number in range(count):
+            batch = self._batch = self._load(number)
             shared.clock.mark("loading")
             self._calls = 0
             local = prepared.group.micro_batch(prepared.replicas, prepared.optimizers, number, count)

@@ -194,68 +194,7 @@ def test_with_local_steps_buffers_are_made_the_same_at_exchanges(engine):
     assert engine.all_gather_object(net.first.tolist(), "first") == [net.first.tolist()] * engine.size
 
 
-# ---- freezing, and models called in any way
-
-MAKES = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adam": lambda p: torch.optim.AdamW(p, lr=0.01),
-}
-
-
-def frozen_by_turns(net, epoch):
-    """Freeze the body in the second epoch and the head in the third. The neck begins frozen."""
-    net[0].requires_grad_(epoch != 1)
-    net[2].requires_grad_(epoch > 1)
-    net[4].requires_grad_(epoch != 2)
-
-
-def three_layers():
-    torch.manual_seed(5)
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))
-    frozen_by_turns(net, 0)
-    return net
-
-
-@pytest.mark.parametrize("kind", MAKES)
-def test_layers_frozen_and_unfrozen_while_training_move_as_in_one_process(engine, kind, shared_directory):
-    """Neither momentum nor weight decay moves a weight that has no gradient. Also with several micro-batches."""
-    for accumulate in (1, 2):
-        batch = 4 // accumulate
-        with a_run(engine, "--accumulate", str(accumulate), epochs=4, batch_size=batch) as run:
-            net = three_layers()
-            model, optimizer = run.prepare(net, MAKES[kind](net.parameters()))
-            for epoch in run.epochs(4):
-                frozen_by_turns(net, epoch)
-                for step in run.steps(X, Y):
-                    for x, y in step.batches():
-                        step.backward((model(x) - y).square().mean())
-                    step.update()
-        plain = three_layers()
-        optimizer = MAKES[kind](plain.parameters())
-        for epoch in range(4):
-            frozen_by_turns(plain, epoch)
-            for i in epoch_order(N, 1, epoch).split(4 * engine.size):
-                optimizer.zero_grad()
-                (plain(X[i]) - Y[i]).square().mean().backward()
-                optimizer.step()
-        same(net, plain)
-
-
-def test_a_run_resumed_after_a_layer_was_frozen_ends_with_the_same_bits(engine, shared_directory):
-    def train(name, *epochs):
-        for count in epochs:
-            with a_run(engine, "--output-dir", f"{shared_directory}/{name}", epochs=count) as run:
-                net = three_layers()
-                model, _ = run.prepare(net, MAKES["sgd"](net.parameters()))
-                for epoch in run.epochs(count):
-                    frozen_by_turns(net, epoch)
-                    for step in run.steps(X, Y):
-                        for x, y in step.batches():
-                            step.backward((model(x) - y).square().mean())
-                        step.update()
-        return [p.tolist() for p in net.parameters()]
-
-    assert train("whole", 4) == train("resumed", 2, 4)
+# ---- models called in any way
 
 
 class Pairs(nn.Module):

@@ -85,56 +85,6 @@ def test_an_optimizer_has_what_its_constructor_was_given(engine, case):
     same(net, plain)
 
 
-def test_a_mean_over_tokens_weighs_every_token_alike(engine):
-    """Rows of 1 to 3 tokens: each rank has another number of them."""
-    lengths = torch.arange(N) % 3 + 1
-
-    def masked(net, i):
-        mask = torch.arange(3) < lengths[i, None]
-        return (net(X[i].unsqueeze(-1)).squeeze(-1) - 1)[mask].square()
-
-    with a_run(engine) as run:
-        torch.manual_seed(5)
-        net = nn.Linear(1, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(2):
-            for step in run.steps(N):
-                for batch in step.batches():
-                    losses = masked(model, batch.indices)
-                    step.backward(losses.mean(), count=len(losses))
-                step.update()
-    torch.manual_seed(5)
-    plain = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    alone(plain, optimizer, 4 * engine.size, lambda net, i: masked(net, i).mean())
-    same(net, plain)
-
-
-def test_gathered_rows_have_the_gradient_of_the_whole_batch(engine):
-    """Also in the last step, where ranks have unlike numbers of samples, or none."""
-
-    def contrast(z, everyone, first=0):
-        return F.cross_entropy(z @ everyone.T, torch.arange(len(z)) + first)
-
-    with a_run(engine) as run:
-        torch.manual_seed(5)
-        net = nn.Linear(3, 4)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-        def loss_of(step, x):
-            z = model(x)
-            everyone = run.gather(z)
-            assert len(everyone) == step.count
-            return contrast(z, everyone, step.batch.first)
-
-        fit(run, [X], loss_of)
-    torch.manual_seed(5)
-    plain = nn.Linear(3, 4)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    alone(plain, optimizer, 4 * engine.size, lambda net, i: contrast(net(X[i]), net(X[i])))
-    same(net, plain)
-
-
 @pytest.mark.parametrize("rank", [0, -1])
 def test_a_loss_over_all_ranks_that_is_not_finite_on_one_ends_every_rank(rank, engine):
     with pytest.raises(Failure, match="gradients are not finite"), a_run(engine) as run:
@@ -185,42 +135,6 @@ def test_a_model_in_bfloat16_trains_and_stays_alike_on_all_ranks(engine):
     assert net.weight.dtype == torch.bfloat16
     assert not torch.equal(net.weight, begun)
     assert all(end == ends[0] for end in ends)
-
-
-def test_two_models_with_an_update_each(engine):
-    """The generator's backward goes through the critic, and reduces nothing of it."""
-    with a_run(engine) as run:
-        torch.manual_seed(5)
-        generator, critic = nn.Linear(3, 3), nn.Linear(3, 1)
-        g, c, g_optimizer, c_optimizer = run.prepare(
-            generator, critic, *(torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic))
-        )
-        for _ in run.epochs(2):
-            for step in run.steps(X):
-                for (real,) in step.batches():
-                    step.backward(c(g(real).detach()).mean() - c(real.flip(1)).mean(), c_optimizer)
-                step.update(c_optimizer, clip_norm=1.0)
-                for (real,) in step.batches():
-                    step.backward(-c(g(real)).mean(), g_optimizer)
-                step.update(g_optimizer)
-        ends = engine.all_gather_object([generator.weight.tolist(), critic.weight.tolist()], "ends")
-        assert all(end == ends[0] for end in ends)
-
-    torch.manual_seed(5)
-    plain, judge = nn.Linear(3, 3), nn.Linear(3, 1)
-    of_plain, of_judge = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, judge))
-    for epoch in range(2):
-        for indices in epoch_order(N, 1, epoch).split(4 * engine.size):
-            real = X[indices]
-            of_judge.zero_grad()
-            (judge(plain(real).detach()).mean() - judge(real.flip(1)).mean()).backward()
-            nn.utils.clip_grad_norm_(judge.parameters(), 1.0)
-            of_judge.step()
-            of_plain.zero_grad()
-            (-judge(plain(real)).mean()).backward()
-            of_plain.step()
-    same(generator, plain)
-    same(critic, judge)
 
 
 class Branches(nn.Module):

@@ -131,34 +131,6 @@ def test_rank_without_optimizer_state_receives_it(engine, name):
     assert_same_weights(net, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("accumulate", ["1", "2"])
-def test_sums_and_class_weights_as_techniques_says(engine, accumulate):
-    """Against one process with the global batch: the mean, and torch's mean over the weights of the classes."""
-    weights = torch.tensor([0.2, 1.0, 3.0, 0.5])
-    cases = {
-        "sum": (
-            lambda net, x, y: (F.cross_entropy(net(x), y, reduction="sum") / len(y), None),
-            lambda net, i: F.cross_entropy(net(SAMPLES[i]), LABELS[i]),
-        ),
-        "weights": (
-            lambda net, x, y: (F.cross_entropy(net(x), y, weight=weights), weights[y].sum()),
-            lambda net, i: F.cross_entropy(net(SAMPLES[i]), LABELS[i], weight=weights),
-        ),
-    }
-    for ours, theirs in cases.values():
-        with a_run(engine, "--batch-size", "3", "--accumulate", accumulate) as run:
-            net, reference = model(1), model(1)
-            replica, _ = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
-            for _ in run.epochs(2):
-                for step in run.steps(SAMPLES, LABELS):
-                    for x, y in step.batches():
-                        loss, count = ours(replica, x, y)
-                        step.backward(loss, count=count)
-                    step.update()
-        alone(reference, torch.optim.SGD(reference.parameters(), 0.1), 3 * engine.size * int(accumulate), theirs)
-        assert_same_weights(net, reference, rtol=1e-4, atol=1e-6)
-
-
 def test_the_hooks_of_an_optimizer_run_once_an_update(engine):
     """Also torch's own for all optimizers: a step counter, an average of weights, a decay."""
     counts = {"own": 0, "all": 0}

@@ -70,7 +70,10 @@ class Drawn:
             drawn = self._draw(epoch)
             if (count := sum(map(len, drawn))) != self.samples:
                 said = f"draws {count} samples in epoch {epoch + 1}, and {self.samples} in the first"
-                raise UserError(f"the DataLoader's {self._kind} {said}: draw as many in each", everywhere=True)
+                raise UserError(
+                    f"the DataLoader's {self._kind} {said}: draw as many in each, or write run.steps(..., changes=True)",
+                    everywhere=True,
+                )
             self._drawn = {known: held for known, held in self._drawn.items() if known >= epoch - 1}
             self._drawn[epoch] = drawn
         return self._drawn[epoch]

@@ -29,6 +29,12 @@ class Mixing(DataLoader):
         return ((x.flip(0), y) for x, y in super().__iter__())
 
 
+class TwoSteps(torch.optim.SGD):  # as public implementations of SAM are
+    def first_step(self, zero_grad=False): ...
+
+    def second_step(self, zero_grad=False): ...
+
+
 class Stateful:
     def state_dict(self):
         return {"function": print}
@@ -79,6 +85,7 @@ MISTAKES = {
     "a sparse buffer": (
         dict(unprepared="net.register_buffer('graph', torch.eye(3).to_sparse())"),
         r"^graph is a sparse tensor, which a checkpoint cannot store: register the buffer with persistent=False"),
+    "SAM": (dict(prepare="net, TwoSteps(net.parameters(), lr=0.1)"), r"first_step\(\) and second_step\(\) are not called: let its step"),
     "SparseAdam": (dict(prepare="net, torch.optim.SparseAdam(net.parameters())"), "SparseAdam needs sparse gradients"),
     "sparse gradients": (
         dict(prepare="nn.Sequential(nn.Embedding(4, 2, sparse=True)), torch.optim.SGD(net.parameters(), lr=0.1)"),
@@ -116,7 +123,7 @@ MISTAKES = {
     "zero_grad in each micro-batch": (dict(before="flags.accumulate = 2", before_loss="optimizer.zero_grad()"), "leave it out, gradients"),
     "batch outside of a step": (dict(before="", at_step="pass", after="step.batch"), r"step.batch outside of step.batches"),
     "steps in a list": (dict(data="X, Y", in_epoch="list(run.steps(X, Y))"), "step 1 has no gradients"),
-    "steps twice at once": (dict(in_epoch="one = run.steps(X, Y)"), "called twice in one epoch: use one loop"),
+    "steps twice at once": (dict(in_epoch="one = run.steps(X, Y)"), "called twice in one epoch: give it both"),
     "an epoch that is left": (dict(after_update="break"), "epoch 1 was left after 0 of 40 samples"),
     "a batch loop that is left": (dict(before="flags.accumulate = 2", in_batches="break"), r"step.update\(\) inside the loop"),
     "no epochs": (dict(epochs="1.5"), "takes a whole number of at least 0, not 1.5"),
@@ -138,7 +145,7 @@ MISTAKES = {
     "tensors of other lengths": (dict(data="X, Y[1:]"), "tensors of 40, 39 samples: give equal lengths"),
     "no samples": (dict(data="X[:0], Y[:0]"), "there are no samples"),
     "tensors elsewhere": (dict(data='X.to("meta"), Y'), r"a tensor on meta, and ranks are on cpu: use run.to_device"),
-    "more samples in the next epoch": (dict(data="X[: 20 + 8 * run.state.epoch], Y[: 20 + 8 * run.state.epoch]"), "and 20 in the epoch before"),
+    "more samples in the next epoch": (dict(data="X[: 20 + 8 * run.state.epoch], Y[: 20 + 8 * run.state.epoch]"), "and 20 in the epoch before: if the data of the epochs differ, write run.steps"),
     "a loss that is not a scalar": (dict(loss='(model(x) - y).square()'), "not a scalar: take the mean"),
     "no loss": (dict(backward="step.backward(None)"), "got None, not a loss: a Hugging Face model computes one if the batch has labels"),
     "an output instead of its loss": (dict(backward="step.backward(SimpleNamespace(loss=loss))"), "a SimpleNamespace, not a scalar: give it the loss in it"),

@@ -1,0 +1,47 @@
+"""Sharpness-aware minimization: each step climbs, and descends by the gradient found there."""
+
+import torch
+import torch.nn.functional as F
+from hvdtrain import training
+from torch import nn
+
+
+class SAM(torch.optim.SGD):
+    """SGD whose updates climb by `rho` and descend from where they began, in turn."""
+
+    def __init__(self, params, rho=0.05, **options):
+        super().__init__(params, **options)
+        self.rho = rho
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any("climb" in self.state[p] for p in trained):
+            for p in trained:
+                p.sub_(self.state[p].pop("climb"))
+            super().step(closure)
+        else:
+            norm = torch.stack([p.grad.norm() for p in trained]).norm()
+            for p in trained:
+                self.state[p]["climb"] = self.rho * p.grad / norm
+                p.add_(self.state[p]["climb"])
+
+
+def main():
+    flags = training.parser("sam", __doc__, epochs=4, batch_size=32).parse_args()
+    x = torch.randn(2_000, 8, generator=torch.Generator().manual_seed(1))
+    y = (x[:, :4].prod(1) > 0).long()
+    with training.start(flags) as run:
+        net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 2))
+        net, _ = run.prepare(net, SAM(net.parameters(), lr=0.1, momentum=0.9))
+        for epoch in run.epochs(flags.epochs):
+            for step in run.steps(x, y):
+                for _ in range(2):
+                    for inputs, labels in step.batches():
+                        step.backward(F.cross_entropy(net(inputs), labels))
+                    step.update()
+    return run.exit_code
+
+
+if __name__ == "__main__":
+    training.main(main)
