@@ -6,7 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-RHO = 0.05
+
+class SAM(torch.optim.SGD):
+    """SGD whose updates climb by `rho` and descend from where they began, in turn."""
+
+    def __init__(self, params, rho=0.05, **options):
+        super().__init__(params, **options)
+        self.rho = rho
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any("climb" in self.state[p] for p in trained):
+            for p in trained:
+                p.sub_(self.state[p].pop("climb"))
+            super().step(closure)
+        else:
+            norm = torch.stack([p.grad.norm() for p in trained]).norm()
+            for p in trained:
+                self.state[p]["climb"] = self.rho * p.grad / norm
+                p.add_(self.state[p]["climb"])
 
 
 def main():
@@ -18,21 +37,14 @@ def main():
     y = (x[:, :4].prod(1) > 0).long()
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 2))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = SAM(net.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(flags.epochs):
         for indices in torch.randperm(len(x)).split(flags.batch_size):
-            optimizer.zero_grad()
-            F.cross_entropy(net(x[indices]), y[indices]).backward()
-            with torch.no_grad():
-                norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
-                climbs = [RHO * p.grad / norm for p in net.parameters()]
-                torch._foreach_add_(list(net.parameters()), climbs)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(x[indices]), y[indices])
-            loss.backward()
-            with torch.no_grad():
-                torch._foreach_sub_(list(net.parameters()), climbs)
-            optimizer.step()
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(net(x[indices]), y[indices])
+                loss.backward()
+                optimizer.step()
         print(f"epoch {epoch + 1}  loss {loss.item():.4f}")
 
 

@@ -6,6 +6,7 @@ Where the same program would be written in another way without hvdtrain, `PLAIN`
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,14 +91,18 @@ class Alone:
         self._sums: dict[str, float] = {}
         for model in self.models:
             model.eval()
+        self._inside = True
         with torch.no_grad():
             yield slice(0, count)
+        self._inside = False
         for model in self.models:
             model.train()
         self.evaluation = {name: total / count for name, total in self._sums.items()}
         self._values |= {self._epoch: self.evaluation[self._metric]} if self._metric in self.evaluation else {}
 
     def record(self, **values: Tensor) -> None:
+        if not self._inside:
+            self.evaluation |= {name: float(value) for name, value in values.items()}
         self._sums |= {name: self._sums.get(name, 0.0) + float(value.sum()) for name, value in values.items()}
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -284,37 +289,37 @@ def contrastive(run: Any) -> Any:
 
 
 def metrics_of_all_ranks(run: Any) -> Any:
-    """What is no mean over samples: an AUC, a confusion matrix, a list of boxes of unlike lengths with their image."""
+    """What is no mean over samples: an AUC, a confusion matrix, and a list of boxes of unlike lengths, with their image."""
     net = network(3)
     model, _ = run.prepare(net, sgd(net))
-    found = []
     for _ in run.epochs(EPOCHS):
         for step in run.steps(X, LABELS):
             for x, labels in step.batches():
                 step.backward(F.cross_entropy(model(x), labels))
             step.update()
         with run.evaluating(TESTED) as mine:
-            scores = model(TEST[mine]).softmax(1)
-            run.record(loss=-scores.gather(1, TEST_LABELS[mine, None]).log())
-        of_boxes = [
-            torch.cat([torch.full((k % 4, 1), float(k)), BOXES[k] * s], 1)
-            for k, s in zip(range(TESTED)[mine], scores[:, 0], strict=True)
-        ]
-        hits = run.gather(scores.argmax(1) == TEST_LABELS[mine])
-        scores, truth, boxes = run.gather(scores), run.gather(TEST_LABELS[mine]), run.gather(torch.cat(of_boxes))
+            scores, truth = model(TEST[mine]).softmax(1), TEST_LABELS[mine]
+            run.record(loss=-scores.gather(1, truth[:, None]).log())
+        scores, truth = run.gather(scores), run.gather(truth)
         above = scores[truth == 1, 1].unsqueeze(1) > scores[truth != 1, 1]
-        confusion = torch.bincount(3 * truth + scores.argmax(1), minlength=9)
-        with contextlib.suppress(ImportError):
-            from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix
+        confusion = torch.bincount(3 * truth + scores.argmax(1), minlength=9).view(3, 3)
+        run.record(auc=above.double().mean())
+        if find_spec("torchmetrics"):
+            theirs = of_torchmetrics(scores, truth)
+            torch.testing.assert_close(theirs, (above.float().mean(), confusion), check_dtype=False)
+    own = [torch.cat([torch.full((k % 4, 1), float(k)), BOXES[k]], 1) for k in range(TESTED)[mine]]
+    boxes = run.gather(torch.cat(own))
+    boxes = boxes[boxes[:, 0].argsort(stable=True)]  # a rank has every second image, or every third
+    hits = run.gather(scores.argmax(1) == truth)  # of booleans
+    return net.state_dict(), run.evaluation["auc"], run.evaluation["loss"], confusion, boxes, hits.float().mean()
 
-            same = BinaryAUROC(sync_on_compute=False)(scores[:, 1], (truth == 1).long())
-            torch.testing.assert_close(same.double(), above.double().mean())
-            torch.testing.assert_close(
-                MulticlassConfusionMatrix(3, sync_on_compute=False)(scores, truth).flatten(), confusion
-            )
-        boxes = boxes[boxes[:, 0].argsort(stable=True)]  # ranks have every second image, or every third
-        found = [above.double().mean(), confusion, boxes, int(hits.sum()), run.evaluation["loss"]]
-    return found, net.state_dict()
+
+def of_torchmetrics(scores: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix
+
+    auc = BinaryAUROC(sync_on_compute=False)(scores[:, 1], truth == 1)
+    confusion = MulticlassConfusionMatrix(3, sync_on_compute=False)(scores, truth)
+    return auc, confusion
 
 
 def mixed_by_a_generator(run: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = ROOT / "docs" / "programs"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXCERPT = re.compile(r"^```py ((?:docs/programs|tests/foreign)/\w+\.py)\n(.*?)^```$", re.M | re.S)
+EXCERPT = re.compile(r"^```py ((?:docs/programs|tests/foreign|tests/parallel)/\w+\.py)\n(.*?)^```$", re.M | re.S)
 WHOLE = re.compile(r"^```python (\w+\.py)\n(.*?)^```$", re.M | re.S)
 SHOWN = [(page.name, name, code) for page in PAGES for name, code in EXCERPT.findall(page.read_text())]
 
@@ -44,3 +44,10 @@ def test_the_steps_of_the_conversion_are_the_whole_difference():
         if line[0] in "+-"
     }
     assert different == shown
+
+
+def test_the_difference_between_ddp_and_hvdtrain_is_shown_whole():
+    one, other = ((PROGRAMS / name).read_text().splitlines() for name in ("xor_ddp.py", "xor.py"))
+    lines = [line for line in difflib.unified_diff(one, other, n=1, lineterm="") if not line.startswith("@@")][2:]
+    (shown,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "migrate.md").read_text(), re.M | re.S)
+    assert shown.splitlines() == lines
