@@ -32,13 +32,12 @@ HEAD = """# Speed
 |---|---|
 | Claim | What each row says: throughput, time or memory, compared with a bound or with another program |
 | Command | `make bench BENCH="--data-dir DIR --peers PEERS"`; what `--rows` takes, and each command, is [below](#commands) |
-| Machine | two cores of an AMD EPYC, no GPU; the load is noted with each command |
+| Machine | two cores of an AMD EPYC, no GPU; torch 2.15.0, Horovod 0.28.1, Open MPI 4.1.8; load with each command |
 | Runs, spread | n interleaved runs, both sides of a ratio in each; median and range |
 | Date | with each command |
 
 Each row is a claim. A ratio compares two sides that ran on the same machine, one after the other, in each repeat.
-"First prototype" is what the first version of this project had. Rows that miss their target are explained in
-[targets](targets.md).
+Some rows miss their target: the last column says why.
 How a row is measured is in `tests/bench/measurements.py` and `tests/bench/peers.py`. A row stays until it is measured again.
 
 """
@@ -115,7 +114,7 @@ class Found(NamedTuple):
         return f"**{median:.3g}** ({least:.3g} to {most:.3g})"
 
 
-# A row of speed.md: key, what, target, measured, repeats, prototype, what limits it.
+# A row of speed.md: key, what, target, measured, repeats, what limits it.
 ROW = re.compile(
     r"\| (?P<key>\S+) \|.*?\|.*?\| \*\*(?P<median>\S+)\*\* \((?P<least>\S+) to (?P<most>\S+)\) \| (?P<repeats>\d+) \|"
 )
@@ -142,12 +141,12 @@ def collect(known: list[Group], results: Path, page: Path) -> dict[str, Found]:
 
 def table(known: list[Group], found: dict[str, Found]) -> str:
     lines = [
-        "| row | what | target | measured: median (range) | n | first prototype | what limits it |",
-        "|---|---|---|---|---:|---|---|",
+        "| row | what | target | measured: median (range) | n | what limits it |",
+        "|---|---|---|---|---:|---|",
     ]
     for row in (row for group in known for row in group.rows):
         one = found[row.key]
-        cells = (row.key, row.what, row.target, str(one), str(one.repeats), row.prototype, row.limit)
+        cells = (row.key, row.what, row.target, str(one), str(one.repeats), row.limit)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -160,12 +159,11 @@ def commands(known: list[Group], results: Path, page: Path) -> list[str]:
         path = results / f"{group.name}.json"
         if path.exists():
             content = json.loads(path.read_text())
-            hardware, used = content["hardware"], content["versions"]
+            hardware = content["hardware"]
             where = (
                 f"{hardware['processor']}, {hardware['cores']} cores, load {hardware['load_average']:.1f} at the end"
             )
-            with_ = ", ".join(f"{name} {used[name]}" for name in ("python", "torch", "horovod") if name in used)
-            said.append(f"- {group.name}: `{group.commands}` ({content['date']}; {where}; {with_})")
+            said.append(f"- {group.name}: `{group.commands}` ({content['date']}; {where})")
         else:
             said += [line for line in lines if line.startswith(f"- {group.name}: ")]
     return said

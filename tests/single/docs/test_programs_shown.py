@@ -26,7 +26,7 @@ def test_an_excerpt_stands_in_the_program(page, name, code):
 def test_whole_programs_are_shown_as_they_are():
     found = [(name, code) for page in PAGES for name, code in WHOLE.findall(page.read_text())]
     shown = {name: code for name, code in found if (PROGRAMS / name).exists()}
-    assert "augment.py" in shown
+    assert "xor.py" in shown
     for name, code in shown.items():
         assert code == (PROGRAMS / name).read_text(), name
 
