@@ -21,7 +21,7 @@ MOST_LINES = 20  # that a program may have more than its plain version
 NEAR_THE_MIDDLE = {  # of a program's training: the optimizer step at which it is killed
     "gan": 30, "augment": 30, "tokens": 15, "weighted": 60, "distill": 60, "folds": 40, "records": 20, "semi": 10,
     "buckets": 40, "contrast": 60, "reinforce": 30, "huggingface": 20,
-    "early": 45, "xor": 60, "sam": 120,
+    "early": 45, "xor": 60, "sam": 60,
 }  # fmt: skip
 NAMES = sorted(NEAR_THE_MIDDLE)
 NEEDS = {"huggingface": "transformers"}  # beside what `make setup` installs
