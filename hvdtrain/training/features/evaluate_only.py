@@ -32,7 +32,7 @@ class EvaluationRun(Run):
         self.metrics_logger.evaluation(None)
         self.say(self.metrics_logger.epoch())
 
-    def steps(self, *data: Any) -> Iterator[Step]:
+    def steps(self, *data: Any, changes: bool = False) -> Iterator[Step]:
         self.require_head()
         self.phase = Phase.TAIL
         return iter(())
