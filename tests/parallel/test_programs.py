@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hvdtrain import training
+from hvdtrain.output.metric_names import Metric
 from hvdtrain.training.start import started
-from hvdtrain.training.state import Metric
 from tests.parallel import programs
 from tests.twins.twin import digest
 
