@@ -15,7 +15,7 @@ NP ?= 2
 EXAMPLES ?= 5000
 ENVIRONMENTS ?= --jobs 2
 BAD := tests/single/commands/test_bad_settings.py tests/single/test_bad_files.py
-.PHONY: setup run test test-slow test-all lint docs dist bench chaos chaos-attacks chaos-environments chaos-examples matrix soak flaky mutants
+.PHONY: setup run test test-slow test-all lint docs dist bench gpu chaos chaos-attacks chaos-environments chaos-examples matrix soak flaky mutants
 
 setup:
 	@$(PYTHON) launch/setup $(SETUP)
@@ -75,6 +75,10 @@ soak: setup
 
 bench: setup
 	. .venv/bin/activate && exec python -m tests.bench $(BENCH)
+
+# make gpu      on a node with GPUs: what only they can show, and rates beside plain PyTorch, into runs/gpu
+gpu: setup
+	exec bash tests/gpu/eight.sh
 
 # Break the source at random in sixty places, one at a time; the tests must notice.  make mutants MUTANTS="--count 5 --seed 7"
 mutants: setup
