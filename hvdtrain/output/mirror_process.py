@@ -133,21 +133,21 @@ class Mirror:
         if run is None or mark_of(self._output_dir / METRICS) == self._earlier:
             return
         self._require_own(run)
-        remote.run, copied = run, False
+        remote.run = run
         while new := next(filter(self._is_new, listed(self._output_dir)), None):  # a newer one may come meanwhile
             mark = mark_of(new)
             try:
+                self._copy_record()  # first: a checkpoint without a record would be of an unknown run
                 remote.put(new)
             except (Differs, OSError):
                 if new.exists() and mark_of(new) == mark:
                     raise
                 continue  # it was removed or replaced here while it was read
             self._copied[new.name] = mark
-            copied = True
         here = {path.name for path in listed(self._output_dir)}
         if gone := [name for i, name in enumerate(remote.checkpoints) if i >= self._keep and name not in here]:
             remote.remove(gone)
-        if copied or last or time.monotonic() - self._recorded >= RECORD_SECONDS:
+        if last or time.monotonic() - self._recorded >= RECORD_SECONDS:
             self._copy_record()
 
     def _copy_record(self) -> None:

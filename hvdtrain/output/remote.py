@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -80,6 +79,8 @@ class Remote:
         self.url = url.rstrip("/")
         # Listings are cached otherwise, also that a file is absent.
         self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        # Trap: object stores have none, and s3fs would create a misspelt bucket. Their clients are asynchronous.
+        self._has_directories = not self._fs.async_impl
         self.run: str | None = None  # its `identity`
         self.checkpoints: dict[str, Entry] = {}  # complete ones, by name, newest first
 
@@ -96,11 +97,18 @@ class Remote:
             raise UserError(f"{self.url}/{MANIFEST} is not of a run: name another place, or remove it") from error
 
     def make(self) -> None:
-        """Create the directories, where there are any, and write the manifest. Raises if it cannot be written."""
-        # Trap: a file system of objects has no directories, and s3fs would create a bucket whose name is misspelt.
-        if not self._fs.async_impl:
+        """Create the directories, where there are any, and write the manifest. Remove what killed writers have left.
+
+        Raises if it cannot be written.
+        """
+        if self._has_directories:
             self._fs.makedirs(self._path(CHECKPOINTS), exist_ok=True)
         self.write()
+        with contextlib.suppress(FileNotFoundError):  # an object store has no directory without an object
+            for path in self._fs.ls(self._path(CHECKPOINTS), detail=False):
+                name = path.rpartition("/")[2]
+                if NAME.fullmatch(name) and name not in self.checkpoints:
+                    self._fs.rm_file(path)
 
     def write(self) -> None:
         """Write the manifest."""
@@ -109,9 +117,10 @@ class Remote:
 
     def put_small(self, name: str, content: bytes) -> None:
         """Write a small file, so that a reader sees either the old or the new one."""
-        temporary = self._path(f".{name}.{secrets.token_hex(4)}{files.PARTIAL}")
-        self._fs.pipe_file(temporary, content)
-        self._fs.mv(temporary, self._path(name))
+        temporary = f".{name}{files.PARTIAL}" if self._has_directories else name  # an object appears when it is whole
+        self._fs.pipe_file(self._path(temporary), content)
+        if temporary != name:
+            self._fs.mv(self._path(temporary), self._path(name))
 
     def put(self, path: Path) -> None:
         """Write a checkpoint, read it back, and enter it in the manifest. Raises Differs, and OSError if `path` is gone."""

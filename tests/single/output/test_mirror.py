@@ -214,18 +214,19 @@ def test_an_outage_is_told_once_and_made_good(output, tmp_path, capfd):
     assert [int(name[5:13]) for name in manifest(tmp_path / "there")["checkpoints"]] == [3, 2, 1]
 
 
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("cut", ["put_file", "pipe_file", "mv"])
-def test_at_whatever_request_a_copy_ends_what_the_manifest_names_is_whole(cut, output, tmp_path, monkeypatch):
-    """Also where a step is copied again, as another attempt has written it: its name is then that of half a file."""
-    mirror = mirrored(output, f"file://{tmp_path}/there")
-    first = [output.save(step) for step in (1, 2)]
-    assert mirror.look()
+def test_at_whatever_request_a_copy_ends_what_the_manifest_names_is_whole(cut, again, output, tmp_path, monkeypatch):
+    """again: a step is copied again, as another attempt has written it: its name is then that of half a file."""
+    there = f"file://{tmp_path}/there"
+    mirror = mirrored(output, there)
+    if again:
+        output.save(2)
+        assert mirror.look()
     output.save(2)
     output.save(3)
-    for path in first:
-        path.unlink(missing_ok=path.name.endswith("2.safetensors"))
-    output.save(2)
-    real, calls = getattr(type(mirror._remote._fs), cut), []
+    system = type(mirror._remote._fs)
+    real, calls, whole = getattr(system, cut), [], []
 
     def fail(fs, source, *rest, **options):
         calls.append(source)
@@ -235,16 +236,19 @@ def test_at_whatever_request_a_copy_ends_what_the_manifest_names_is_whole(cut, o
             raise ConnectionError("killed here")
         return real(fs, source, *rest, **options)
 
-    monkeypatch.setattr(type(mirror._remote._fs), cut, fail)
-    whole = []
+    monkeypatch.setattr(system, cut, fail)
     while True not in whole:
         calls.clear()
         whole.append(mirror.look())
-        reader = Remote(f"file://{tmp_path}/there")
-        reader.read()
-        assert reader.checkpoints
-        for name in reader.checkpoints:
-            reader.get(name, tmp_path)  # raises if it is not whole
+        with monkeypatch.context() as patch:
+            patch.setattr(system, cut, real)
+            reader = Remote(there)
+            reader.read()
+            for name in reader.checkpoints:
+                reader.get(name, tmp_path)  # raises if it is not whole
+            if reader.checkpoints:
+                mirror_process.prepare(tmp_path / f"fresh-{len(whole)}", None, there, 3)
+                assert identity(tmp_path / f"fresh-{len(whole)}") == identity(output.directory)
     assert whole[0] is False
 
 
@@ -265,6 +269,18 @@ def test_what_was_read_back_otherwise_is_copied_again(output, tmp_path, monkeypa
         assert manifest(tmp_path / "there")["checkpoints"] == {}
     assert mirror.look()
     assert (tmp_path / "there/checkpoints" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_what_a_killed_writer_has_left_is_removed(output, tmp_path):
+    """Not what is no checkpoint: it is the user's own."""
+    there = tmp_path / "there"
+    (there / "checkpoints").mkdir(parents=True)
+    (there / "checkpoints/step-00000009.safetensors").write_bytes(b"half")
+    (there / "checkpoints/README").write_text("mine")
+    mirror = mirrored(output, f"file://{there}")
+    output.save(1)
+    assert mirror.look()
+    assert sorted(path.name for path in (there / "checkpoints").iterdir()) == ["README", "step-00000001.safetensors"]
 
 
 def test_the_best_one_is_copied_back_beside_the_newest(output, tmp_path):
