@@ -49,10 +49,10 @@ def test_it_leaves(name):
 
 
 def test_pages_that_are_too_long_are_named():
-    assert readability.lengths({"README.md": 500, "a.md": 19_000}) == []
+    assert readability.lengths({"README.md": 500, "a.md": 14_000}) == []
     assert "601 words" in readability.lengths({"README.md": 601})[0]
     assert "399 words" in readability.lengths({"README.md": 399})[0]
-    assert "more than 20,000; most are on b.md, README.md" in readability.lengths({"README.md": 500, "b.md": 19_501})[0]
+    assert "more than 15,000; most are on b.md, README.md" in readability.lengths({"README.md": 500, "b.md": 14_501})[0]
 
 
 def test_the_command_prints_where_and_fails(tmp_path, monkeypatch, capsys):
