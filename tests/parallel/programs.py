@@ -474,9 +474,9 @@ PLAIN: dict[Callable[[Any], Any], Callable[..., Any]] = {
     detection: detection_plain,
     sharpness_aware: sharpness_aware_plain,
 }
-FAST = [averaged_weights, contrastive, detection, metrics_of_all_ranks, sharpness_aware, batch_that_grows]
+FAST = [averaged_weights, contrastive, detection, batch_that_grows]
 SLOW = [
-    early_stopping, plateau, freezing, layers_added_later, class_weights, sums, mixed_by_a_generator,
-    two_models, two_optimizers, tasks_in_turn, tasks_by_epoch, data_set_that_grows,
+    early_stopping, plateau, freezing, layers_added_later, class_weights, sums, metrics_of_all_ranks, mixed_by_a_generator,
+    two_models, two_optimizers, sharpness_aware, tasks_in_turn, tasks_by_epoch, data_set_that_grows,
 ]  # fmt: skip
 WHOLE = [contrastive]  # a gather has the rows of one micro-batch
