@@ -11,13 +11,19 @@ What a training program of your own imports: `from hvdtrain import training`. [T
 "A collective" is a call that every rank must make. Made from the docstrings by `python docs/site/reference.py`.
 """
 FLAGS = "For `parser.add_argument(..., type=training.positive)`: each refuses what does not fit, in one line."
+# What a script uses of a run, in the order in which it does. Features and evaluations use more.
+RUN = (
+    "output_dir", "say", "event", "heartbeat", "alone", "raising_together", "to_device", "autocast", "describe_data",
+    "prepare", "register", "progress", "epochs_done", "best", "epochs", "total_steps", "gather", "steps", "evaluating",
+    "predict", "evaluation", "record", "export", "summary",
+)  # fmt: skip
 # Section -> (what it says first, name of each function or class -> members; None: all public ones).
 SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...] | None]]] = {
     "Starting": ("", {
         "hvdtrain.training.parser": (), "hvdtrain.cli.Parser": ("may_change_on_resume", "parse"),
         "hvdtrain.training.start": (), "hvdtrain.training.main": (),
     }),
-    "The run": ("", {"hvdtrain.training.Run": None}),
+    "The run": ("", {"hvdtrain.training.Run": RUN}),
     "A step": ("", {
         "hvdtrain.training.step.Step": ("lr", "batch", "batches", "backward", "loss", "update", "record"),
         "hvdtrain.training.inputs.Batch": None,
@@ -41,7 +47,6 @@ SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...] | None]]] = {
         **{f"hvdtrain.training.checkpoint.{name}": () for name in ("write", "read", "listed", "newest", "find", "prune")},
     }),
 }  # fmt: skip
-EXCLUDED = {"hvdtrain.training.Run.finish", "hvdtrain.training.Run.prepared"}
 
 
 def resolve(name: str) -> Any:
@@ -79,7 +84,6 @@ def members_of(name: str, chosen: tuple[str, ...] | None) -> list[str]:
         for member, what in own.items()
         if not member.startswith("_")
         and (isinstance(what, property | staticmethod | classmethod) or inspect.isfunction(what))
-        and f"{name}.{member}" not in EXCLUDED
         and getattr(getattr(resolve(name), member), "__doc__", None)
     ]
 

@@ -135,6 +135,7 @@ class Evaluations:
         prepared = run.prepared()
         self.buffers = SharedBuffers(run.engine, prepared.models)
         self.current: Evaluation | None = None  # inside `block`
+        self.last: Evaluation | None = None
 
     def _share_buffers(self, averaged: list[torch.nn.Module]) -> None:
         """Make the buffers the same on all ranks. A collective. averaged: registered modules."""
@@ -159,7 +160,7 @@ class Evaluations:
             self._share_buffers(averaged)
         whole = isinstance(data, int) and not isinstance(data, bool)
         batches = None if whole else run.data.evaluated(data)
-        self.current = evaluation = Evaluation(run.engine, data, batches, self._go_on)
+        self.current = self.last = evaluation = Evaluation(run.engine, data, batches, self._go_on)
         models = (*prepared.replicas, *averaged)
         modes = [(module, module.training) for model in models for module in model.modules()]
         for model in models:
@@ -180,7 +181,7 @@ class Evaluations:
         if not run.in_steps and run.stopping.stops_here("evaluate.stop"):
             self.buffers.restore_own()
             run.stop()
-        run.note_evaluation(evaluation)
+        run.note_evaluation()
         run.metrics_logger.evaluated(evaluation.means(), prefix)
         run.clock.leave_out(time.perf_counter() - began)
 

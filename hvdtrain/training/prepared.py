@@ -9,7 +9,6 @@ from torch import nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.names import Models
 
 ADDED = (
     "a parameter was added to an optimizer after run.prepare(): create the optimizer with all of its parameters, and freeze "
@@ -31,7 +30,7 @@ class Prepared:
     """
 
     def __init__(
-        self, engine: Engine, group: Engine, models: Models, replicas: list[nn.Module],
+        self, engine: Engine, group: Engine, models: list[nn.Module], replicas: list[nn.Module],
         optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler,
         named: Sequence[tuple[str, nn.Parameter]], *, zero_for_missing: bool,
     ):  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.buffers import running_statistics
 from hvdtrain.training.checksums import checksum
-from hvdtrain.training.names import Models, kind_of, own_name, prefixes
+from hvdtrain.training.names import kind_of, own_name, prefixes
 
 
 def give_memory(model: nn.Module) -> None:
@@ -30,7 +30,7 @@ def give_memory(model: nn.Module) -> None:
 class SharedBuffers:
     """The buffers of a run's models."""
 
-    def __init__(self, engine: Engine, models: Models):
+    def __init__(self, engine: Engine, models: Sequence[nn.Module]):
         self._engine, self._models = engine, models
         self._shared_at: object = None
         self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by id: buffers, and copies of what this rank had in them

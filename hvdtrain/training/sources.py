@@ -1,7 +1,7 @@
 """Which kind of data a program gives to `run.steps` and `run.evaluating`."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +39,8 @@ def evaluation_batches(kinds: Sequence[Kind], engine: Engine, data: Any, seed: i
 class Data:
     """What this rank reads in steps and in evaluations. flags used: seed, batch_size."""
 
-    def __init__(self, kinds: Sequence[Kind], engine: Engine, flags: Namespace, output: Any):
+    def __init__(self, kinds: Callable[[], Sequence[Kind]], engine: Engine, flags: Namespace, output: Any):
+        """kinds: returns the kinds of data, which are imported when the first is opened."""
         self._kinds, self._engine, self._flags, self._output = kinds, engine, flags, output
         self._copies = Copies(engine.device)
         self._given: tuple[Any, ...] = ()  # the arguments of `run.steps`
@@ -48,11 +49,11 @@ class Data:
     def open(self, data: tuple[Any, ...]) -> Input:
         """Return a new input for the arguments of `run.steps`. A collective. Raises UserError."""
         flags = self._flags
-        return open_input(self._kinds, self._engine, data, flags.seed, flags.batch_size, self._output)
+        return open_input(self._kinds(), self._engine, data, flags.seed, flags.batch_size, self._output)
 
     def evaluated(self, data: Any) -> Iterator[Batch]:
         """Return this rank's batches of a test set."""
-        return evaluation_batches(self._kinds, self._engine, data, self._flags.seed)
+        return evaluation_batches(self._kinds(), self._engine, data, self._flags.seed)
 
     def is_same(self, data: tuple[Any, ...]) -> bool:
         """Return whether `run.steps` was given the same again."""

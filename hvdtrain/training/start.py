@@ -21,40 +21,19 @@ from hvdtrain.hangs.monitor import monitor_ranks, remember_ignored
 from hvdtrain.hangs.start_limit import limited_start
 from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.output.metric_names import Metric, metrics_of
-from hvdtrain.output.mirror import Mirror
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import early_end
 from hvdtrain.training.feature import Feature
-from hvdtrain.training.features.evaluate_only import EvaluationRun
-from hvdtrain.training.features.images import IMAGES
-from hvdtrain.training.features.late_verdict import LateVerdict
-from hvdtrain.training.features.local_steps import LocalSteps, group_of
-from hvdtrain.training.features.non_finite import NonFinite, Skipping, most_skipped
-from hvdtrain.training.features.profile import Profile
-from hvdtrain.training.features.replicas import PeriodicReplicas, Replicas
-from hvdtrain.training.features.samplers import SAMPLED
+from hvdtrain.training.features import non_finite
+from hvdtrain.training.features.replicas import of_replicas
 from hvdtrain.training.features.schedule_rules import ScheduleRules
-from hvdtrain.training.features.several import several_of
-from hvdtrain.training.features.streams import STREAM
-from hvdtrain.training.inputs import NUMBER, TENSORS
-from hvdtrain.training.loaders import LOADER
+from hvdtrain.training.inputs import Kind
+from hvdtrain.training.loop import Phase
 from hvdtrain.training.resume import Checkpoints
-from hvdtrain.training.run import Phase, Run
+from hvdtrain.training.run import Run
 from hvdtrain.training.sources import Data
 from hvdtrain.training.stopping import Stopped, Stopping
 
-KINDS = (
-    IMAGES,
-    STREAM,
-    SAMPLED,
-    LOADER,
-    NUMBER,
-    TENSORS,
-)  # of data; the first one that takes it
-DATA = (
-    *KINDS,
-    several_of(KINDS),
-)
 _running: list[bool] = []  # one, inside `start`
 
 
@@ -121,23 +100,78 @@ def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator
         yield run
 
 
+def kinds_of_data() -> list[Kind]:
+    """Return the kinds of data that run.steps and run.evaluating take: the first one that takes it opens it."""
+    from hvdtrain.training.features.images import IMAGES
+    from hvdtrain.training.features.samplers import SAMPLED
+    from hvdtrain.training.features.several import several_of
+    from hvdtrain.training.features.streams import STREAM
+    from hvdtrain.training.loaders import LOADER
+    from hvdtrain.training.tensors import NUMBER, TENSORS
+
+    kinds: list[Kind] = [NUMBER, TENSORS]
+    kinds.append(IMAGES)
+    kinds.append(STREAM)
+    kinds.append(SAMPLED)
+    kinds.append(LOADER)
+    kinds.append(several_of(tuple(kinds)))
+    return kinds
+
+
+def group_of(engine: Engine, flags: Flags) -> Engine:
+    """Return the ranks that average their gradients in every step. A collective."""
+    if flags.sync_every > 1 and flags.evaluate is None:
+        from hvdtrain.training.features import local_steps
+
+        return local_steps.group_of(engine, flags)
+    return engine
+
+
 def features_of(
     engine: Engine, group: Engine, flags: Flags, output: RunOutput, name_of: Callable[[int], str],
     heartbeat: Callable[[], None],
 ) -> list[Feature]:  # fmt: skip
-    """Return the features that the flags ask for. Each is a file of training/features, and a line here. name_of: returns the
-    name of a rank."""
-    skipping: type[NonFinite] = Skipping if most_skipped(flags) else NonFinite
-    non_finite = LateVerdict if engine.device.type != "cpu" else skipping
-    replicas = (PeriodicReplicas if flags.check_steps else Replicas)(engine, group, flags.check_steps, name_of)
-    wanted: list[tuple[object, Callable[[], Feature]]] = [
-        (True, lambda: non_finite(engine, group, flags, output, name_of)),
-        (True, lambda: replicas),
-        (group is not engine, lambda: LocalSteps(engine, group, flags, name_of, replicas.compare)),
-        (flags.profile, lambda: Profile(engine, flags, output, heartbeat)),
-        (True, ScheduleRules),
-    ]
-    return [make() for asked, make in wanted if asked]
+    """Return the features that the flags ask for, each a file of training/features, in the order in which they are called.
+
+    group: the ranks that average their gradients in every step. name_of: returns the name of a rank.
+    """
+    features: list[Feature] = []
+
+    if engine.device.type != "cpu":
+        from hvdtrain.training.features.late_verdict import LateVerdict
+
+        features.append(LateVerdict(engine, group, flags, output, name_of))
+    else:
+        features.append(non_finite.of(engine, group, flags, output, name_of))
+    features.append(replicas := of_replicas(engine, group, flags, name_of))
+    if group is not engine:
+        from hvdtrain.training.features.local_steps import LocalSteps
+
+        features.append(LocalSteps(engine, group, flags, name_of, replicas.compare))
+    if flags.profile:
+        from hvdtrain.training.features.profile import Profile
+
+        features.append(Profile(engine, flags, output, heartbeat))
+    features.append(ScheduleRules())
+    return features
+
+
+def mirrored(engine: Engine, flags: Flags, output: RunOutput) -> Callable[[Callable[[], None]], None]:
+    """Begin to copy the run to --mirror, if that is asked for, and return what ends it. A collective."""
+    if flags.mirror is None and not (isinstance(flags.resume, str) and "://" in flags.resume):
+        return lambda heartbeat: None
+    from hvdtrain.output.mirror import Mirror
+
+    return Mirror(engine, flags, output).end
+
+
+def kind_of_run(flags: Flags) -> type[Run]:
+    """Return the class of the run: with --evaluate, one that takes no steps."""
+    if flags.evaluate is not None:
+        from hvdtrain.training.features.evaluate_only import EvaluationRun
+
+        return EvaluationRun
+    return Run
 
 
 @contextlib.contextmanager
@@ -151,7 +185,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         tensorboard=flags.tensorboard,
         track_as=(flags.track, flags.program) if flags.track else None,
     )
-    mirror = Mirror(engine, flags, output)
+    end_mirror = mirrored(engine, flags, output)
     with engine.raising_together("start"):
         checkpoints = Checkpoints(engine, flags, metrics, output)
     with contextlib.suppress(OSError):  # there is no directory for temporary files
@@ -176,15 +210,14 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
     monitor.recordings = flags.output_dir and flags.output_dir / "collectives"
     with output, Stopping(engine, output, monitor, flags.checkpoint_steps, flags.sync_every) as stopping:
         features = features_of(engine, group, flags, output, monitor.name, stopping.heartbeat)
-        kind = EvaluationRun if flags.evaluate is not None else Run
-        data = Data(DATA, engine, flags, output)
-        run = kind(engine, group, flags, metrics, output, checkpoints, stopping, data, state, features)
+        data = Data(kinds_of_data, engine, flags, output)
+        run = kind_of_run(flags)(engine, group, flags, metrics, output, checkpoints, stopping, data, state, features)
         torch.manual_seed(flags.seed)
         seed_generators(flags.seed)
         if checkpoints.continues and flags.output_dir in finished:
             how = "another training, such as the next fold, needs an --output-dir of its own"
             run.say(f"warning: this process has trained into {flags.output_dir} before, and continues that run: {how}")
-        with carried_out(run, mirror):
+        with carried_out(run, end_mirror):
             with early_end.refused(engine, lambda: f"in epoch {state.epoch + 1}, after step {state.step}"):
                 yield run
             run.finish(warn_of=metrics if named else ())
@@ -192,7 +225,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
 
 
 @contextlib.contextmanager
-def carried_out(run: Run, mirror: Mirror) -> Iterator[None]:
+def carried_out(run: Run, end_mirror: Callable[[Callable[[], None]], None]) -> Iterator[None]:
     """Context manager around a training and its end."""
     checkpoints, failed = run.checkpoints, True
     try:
@@ -206,6 +239,6 @@ def carried_out(run: Run, mirror: Mirror) -> Iterator[None]:
         run.phase = Phase.ENDED
         with run.engine.activity.during("checkpoint", 0.0):  # an exception may have come while one was written
             checkpoints.release(run.stopping.heartbeat)
-            mirror.end(run.stopping.heartbeat)
+            end_mirror(run.stopping.heartbeat)
         for feature in run.features.all:
             feature.close(failed=failed)

@@ -24,10 +24,11 @@ from hvdtrain.launching.exit_codes import run
 from hvdtrain.models.convnet import ConvNet, CosineNet
 from hvdtrain.training import step
 from hvdtrain.training.features.replicas import Replicas
-from hvdtrain.training.inputs import Tensors
+from hvdtrain.training.loop import Loop
 from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
 from hvdtrain.training.stopping import Stopping
+from hvdtrain.training.tensors import Tensors
 
 FIRST = 20  # steps left out
 seconds: dict[str, float] = defaultdict(float)
@@ -51,16 +52,16 @@ def counted(owner: Any, name: str, kind: str) -> None:
 
 
 def count_steps() -> None:
-    finish = Run._finish_step
+    finish = Loop._finish_step
 
-    def finished(self: Run, *args: Any) -> None:
+    def finished(self: Loop, *args: Any) -> None:
         finish(self, *args)
         state["steps"] += 1
         if state["steps"] == FIRST:
             state["began"] = time.perf_counter()
         state["whole"] = time.perf_counter() - state["began"]
 
-    Run._finish_step = finished  # type: ignore[method-assign]
+    Loop._finish_step = finished  # type: ignore[method-assign]
 
 
 counted(Tensors, "load", "gather")

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain import mnist, training
+from hvdtrain import mnist
 from hvdtrain.engines.errors import Failure
 from hvdtrain.engines.horovod import carries_bf16
+from hvdtrain.training import step as step_module
 from hvdtrain.training.start import started
 from tests.parallel.test_loop import a_run
 from tests.single.training.small import fit
@@ -125,8 +126,8 @@ def test_linear_scaling_and_its_warm_up_begin_at_the_rate_of_one_rank(engine, mo
     words += f" --batch-size 4 --train-samples {16 * engine.size} --epochs 2 --no-progress"
     flags = mnist.parse(["--engine", engine.name, *words.split()])
     rates = []
-    update = training.run.Step.update
-    monkeypatch.setattr(training.run.Step, "update", lambda step: (rates.append(step.lr), update(step))[1])
+    update = step_module.Step.update
+    monkeypatch.setattr(step_module.Step, "update", lambda step: (rates.append(step.lr), update(step))[1])
     with started(engine, flags, mnist.METRICS) as run:
         mnist.train(flags, run, mnist.load(flags, run))
     rise = [(1 + (engine.size - 1) * step / 4) for step in range(4)]

@@ -6,9 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.evaluation import Evaluation, Evaluations
+from hvdtrain.training.evaluation import Evaluations
 from hvdtrain.training.features.predictions import Predictions, write_predictions
-from hvdtrain.training.run import Phase, Run
+from hvdtrain.training.loop import Phase
+from hvdtrain.training.run import Run
 from hvdtrain.training.step import Step
 
 
@@ -46,11 +47,13 @@ class EvaluationRun(Run):
         self._predictions = self._predictions or Predictions(whole=evaluation.whole)
         self._predictions.add(evaluation.rows(), values)
 
-    def note_evaluation(self, evaluation: Evaluation) -> None:
-        super().note_evaluation(evaluation)
+    def note_evaluation(self) -> None:
+        super().note_evaluation()
         self._evaluated = True
         if self.flags.predict is not None:
-            predictions, self._predictions = self._predictions or Predictions(whole=evaluation.whole), None
+            assert self.evaluations.last is not None
+            whole = self.evaluations.last.whole
+            predictions, self._predictions = self._predictions or Predictions(whole=whole), None
             self._write(predictions)
 
     def _write(self, predictions: Predictions) -> None:

@@ -17,6 +17,7 @@ from hvdtrain.cli import Flags
 from hvdtrain.engines.base import WIRE_DTYPES, Engine
 from hvdtrain.engines.buffers import floating_buffers
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.parts import OneRank, RanksOfHost
 from hvdtrain.training import own_states
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.parts import Content, Part
@@ -25,12 +26,7 @@ from hvdtrain.training.step import Step
 
 
 def group_of(engine: Engine, flags: Flags) -> Engine:
-    """Return the ranks that average their gradients in every step: all of them, those of this host, or this rank alone. A
-    collective."""
-    if flags.sync_every == 1 or flags.evaluate is not None:
-        return engine
-    from hvdtrain.engines.parts import OneRank, RanksOfHost
-
+    """Return the ranks that average their gradients in every step: those of this host, or this rank alone. A collective."""
     if flags.sync_within == "rank":
         return OneRank(engine)
     group = RanksOfHost(engine)

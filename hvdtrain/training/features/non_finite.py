@@ -179,6 +179,13 @@ class Inspection:
         return self._found
 
 
+def of(
+    engine: Engine, group: Engine, flags: Flags, output: RunOutput, name_of: Callable[[int], str]
+) -> NonFinite:  # fmt: skip
+    """Return what --max-skipped asks for."""
+    return (Skipping if most_skipped(flags) else NonFinite)(engine, group, flags, output, name_of)
+
+
 class Kept:
     """Copies of all buffers before a forward pass, which changes them, or puts others in their place.
 

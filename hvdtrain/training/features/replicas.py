@@ -1,5 +1,6 @@
 """Compares the weights of all ranks, bit by bit."""
 
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -85,3 +86,8 @@ class PeriodicReplicas(Replicas):
     def before_step(self, step: Step) -> None:
         if self._run.state.step:
             self.compare(self._group)
+
+
+def of_replicas(engine: Engine, group: Engine, flags: Namespace, name_of: Callable[[int], str]) -> Replicas:
+    """Return the comparison that --check-steps asks for."""
+    return (PeriodicReplicas if flags.check_steps else Replicas)(engine, group, flags.check_steps, name_of)

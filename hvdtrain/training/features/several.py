@@ -18,10 +18,11 @@ from hvdtrain.data.plan import Plan
 from hvdtrain.data.sharding import PlannedBatch, mixed_seed
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.inputs import Batch, Input, Kind, are_tensors
+from hvdtrain.training.inputs import Batch, Input, Kind
 from hvdtrain.training.loaders import is_stream
 from hvdtrain.training.sources import open_input
 from hvdtrain.training.state import Initial, TrainState
+from hvdtrain.training.tensors import are_tensors
 
 Part = tuple[Input, int]  # a data set of the step, and its number of samples for each sample of the first one
 

@@ -16,7 +16,7 @@ def test_a_quiet_step_of_mnist_keeps_to_the_budget():
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=True)
     calls = [Call(*call) for call in json.loads(done.stdout.splitlines()[-1])]
     route = "\n".join(f"{call.file}: {call.function}" for call in calls)
-    assert calls[0] == Call("training/run.py", "Run._steps")
+    assert calls[0] == Call("training/loop.py", "Loop._steps")
     assert Call("training/step.py", "Step.backward") in calls
     assert len(calls) <= MOST_CALLS, route
     assert len({call.file for call in calls}) <= MOST_FILES, route

@@ -14,7 +14,7 @@ from hvdtrain.data.plan import Plan
 from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.features.several import beside
-from hvdtrain.training.inputs import Indices
+from hvdtrain.training.tensors import Indices
 from tests.single.training import small
 
 N = 22

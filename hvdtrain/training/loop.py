@@ -1,0 +1,425 @@
+"""The loop over epochs and steps: counts, records, saves, and ends where all ranks agree to."""
+
+import contextlib
+import enum
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from hvdtrain.cli import Flags
+from hvdtrain.data.sharding import kept
+from hvdtrain.engines.base import AMP_DTYPES, Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.output.clock import Clock
+from hvdtrain.output.metric_names import Metric
+from hvdtrain.output.metrics_logger import MetricsLogger
+from hvdtrain.output.run_output import RunOutput
+from hvdtrain.training.checkpoint import Facts
+from hvdtrain.training.feature import Feature, Features
+from hvdtrain.training.inputs import CHANGES, Input
+from hvdtrain.training.prepared import Prepared
+from hvdtrain.training.resume import Checkpoints
+from hvdtrain.training.sources import Data
+from hvdtrain.training.state import Best, Initial, TrainState
+from hvdtrain.training.step import Shared, Step
+from hvdtrain.training.stopping import Decision, Stopped, Stopping
+
+
+class Phase(enum.Enum):
+    """Where the script is in its loops."""
+
+    OUTSIDE = enum.auto()  # of the loop over `run.epochs`
+    HEAD = enum.auto()  # in an epoch, before its steps
+    STEPS = enum.auto()  # in the loop over `run.steps`
+    TAIL = enum.auto()  # in an epoch, after its steps
+    ENDED = enum.auto()  # the block of `training.start` was left
+
+
+class Length(NamedTuple):
+    """How long to train, and to which values of the evaluation at most."""
+
+    epochs: int | None = None
+    steps: int | None = None
+    goals: Mapping[str, float] = {}
+
+    def ends(self) -> dict[str, int | None]:
+        """Return epochs and steps, for checkpoints."""
+        return {"epochs": self.epochs, "steps": self.steps}
+
+
+class Loop:
+    """The position of a training and what carries it on. `Run`, which a script uses, adds what is before and beside."""
+
+    def __init__(
+        self, engine: Engine, group: Engine, flags: Flags, metrics: Mapping[str, Metric], output: RunOutput,
+        checkpoints: Checkpoints, stopping: Stopping, data: Data, state: TrainState, features: Iterable[Feature] = (),
+    ):  # fmt: skip
+        """group: the ranks that average their gradients in every step."""
+        self.engine, self.flags, self.output, self.checkpoints = engine, flags, output, checkpoints
+        self.stopping, self.data, self.features = stopping, data, Features(list(features))
+        self.state = state  # the position in training; always the same object
+        self.exit_code = 0
+        self.phase = Phase.OUTSIDE
+        self.clock = Clock(engine.device)
+        self.metrics_logger = MetricsLogger(engine, output, metrics, state)
+        self.length = Length()
+        self._group = group
+        self._shared: Shared | None = None  # from `prepare` on
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0."""
+        return self.engine.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.engine.size
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.engine.device
+
+    @property
+    def initial(self) -> Initial:
+        """The configuration with which the run began; unchanged by a resume. Derive learning rates from it."""
+        return self.checkpoints.initial
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether the script is in the loop over `run.steps`."""
+        return self.phase is Phase.STEPS
+
+    @property
+    def _in_epoch(self) -> bool:
+        return self.phase in (Phase.HEAD, Phase.STEPS, Phase.TAIL)
+
+    def say(self, line: str) -> None:
+        """Print a line on rank 0, above the progress bar."""
+        self.output.say(line)
+
+    def raising_together(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Context manager for a block that may fail on some ranks. If one rank raises, every rank raises. A collective."""
+        return self.engine.raising_together(name)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return an autocast context manager for --amp. `step.batches` and `evaluating` enter it automatically."""
+        if self.flags.amp == "off":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, AMP_DTYPES[self.flags.amp])
+
+    # ---- epochs and steps
+
+    @property
+    def progress(self) -> float:
+        """The fraction of training that is done, 0 to 1."""
+        if self.length.steps is not None:
+            return min(1.0, self.state.step / self.length.steps)
+        return self.epochs_done / self.length.epochs if self.length.epochs else 0.0
+
+    @property
+    def epochs_done(self) -> float:
+        """The number of epochs done, including the fraction of the current one."""
+        per_epoch = self.checkpoints.per_epoch if self.data.input is None else self.data.input.per_epoch
+        if not per_epoch:  # before training, and of a stream, whose length is not known
+            return float(self.state.epoch)
+        return (self.state.epoch * per_epoch + self.state.samples_of_epoch) / per_epoch
+
+    @property
+    def best(self) -> Best | None:
+        """The best epoch so far, with the current one once it is evaluated; None before the first evaluation."""
+        held = Best(**self.state.best) if self.state.best else None
+        score = self.checkpoints.score(self.state, self.state.epoch) if self._in_epoch else None
+        if score is None or math.isnan(score["value"]):
+            return held
+        now = Best(**score, epoch=self.state.epoch, step=self.state.step)
+        if held is None or (held.metric, held.direction) != (now.metric, now.direction):
+            return now
+        return now if self.metrics_logger.metrics[now.metric].better(now.value, held.value) else held
+
+    def epochs(
+        self, count: int | None = None, *, steps: int | None = None, stop_at: Mapping[str, float | None] | None = None
+    ) -> Iterator[int]:
+        """Yield the number (from 0) of each remaining epoch. A checkpoint is saved after each epoch.
+
+        count: total number of epochs; or steps: total number of steps. stop_at: stop after an epoch whose evaluation has
+        reached all of these values (None: no target). If they are not reached by the end, the exit code is 3.
+        """
+        prepared = self.prepared("run.epochs()")
+        self._set_length(count, steps, stop_at or {})
+        self.checkpoints.restore_settings(prepared.optimizers)
+        generators = self.checkpoints.generators
+        generators.begin(self.state.samples)
+        if self._has_ended():
+            return
+        while self._is_left() and not (self.length.goals and self._reached()):
+            self.phase = Phase.HEAD
+            generators.begin_epoch()
+            self.clock.restart()
+            yield self.state.epoch
+            self._close_epoch()
+
+    def _set_length(self, count: int | None, steps: int | None, stop_at: Mapping[str, float | None]) -> None:
+        if (count is None) == (steps is None):
+            raise UserError("run.epochs() takes a number of epochs, or steps=NUMBER")
+        if not isinstance(number := steps if count is None else count, int) or number < 0:
+            raise UserError(f"run.epochs() takes a whole number of at least 0, not {number!r}")
+        self._require_enough(count, steps)
+        self.length = Length(count, steps, {name: goal for name, goal in stop_at.items() if goal is not None})
+        self.metrics_logger.epochs = count
+        for name in self.length.goals:
+            if name not in self.metrics_logger.metrics:
+                raise UserError(f'stop_at: {name} has no direction: training.start(flags, metrics={{"{name}": "max"}})')
+
+    def _has_ended(self) -> bool:
+        """Return whether the run that is resumed had ended, because its program left a loop over as many epochs."""
+        facts = self.checkpoints.facts
+        if facts is None or facts["ended"] != self.length.ends() or facts["state"]["step"] != self.state.step:
+            return False
+        if self._is_left():
+            how = "with more epochs, it continues"
+            self.say(f"training has ended after epoch {self.state.epoch}, as the program left run.epochs there: {how}")
+        return True
+
+    def _require_enough(self, epochs: int | None, steps: int | None) -> None:
+        """Raise UserError if a resumed run has done more than it should do in all. 0: no training is wanted."""
+        wanted, done, unit = (steps, self.state.step, "step") if epochs is None else (epochs, self.state.epoch, "epoch")
+        if epochs is not None and self.state.samples_of_epoch:
+            done += 1
+        if wanted and wanted < done:
+            begun = f"{unit} {done} has been reached: continue with at least {done}, or use another --output-dir"
+            raise UserError(f"run.epochs() for {wanted} {unit}s, but {begun}", everywhere=True)
+
+    def _is_left(self) -> bool:
+        if self.length.steps is not None:
+            return self.state.step < self.length.steps
+        assert self.length.epochs is not None
+        return self.state.epoch < self.length.epochs
+
+    def _reached(self) -> bool:
+        held, metrics = self.state.evaluation, self.metrics_logger.metrics
+        return all(name in held and metrics[name].reached(held[name], goal) for name, goal in self.length.goals.items())
+
+    def steps(self, *data: Any, changes: bool = False) -> Iterator[Step]:
+        """Yield the remaining steps of this epoch. Over all ranks, each sample is used once per epoch, also after a resume.
+
+        data: tensors of equal length; or a number of samples, to get their indices; or a DataLoader; or a `Source`; or a
+        dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs. Of a stream (a
+        DataLoader over an IterableDataset, or a loader with a state_dict), each rank gives its part. changes: the data of
+        another epoch may be others, of another length or with other batches.
+        """
+        self.require_head()
+        self.prepared().require_same_groups()
+        self.phase = Phase.STEPS
+        return self._steps(self._open(data, changes))
+
+    def require_head(self) -> None:
+        """Raise UserError if the script is not where its loop of steps may begin."""
+        self.prepared("run.steps()")
+        if self.phase is Phase.OUTSIDE:
+            raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
+        if self.phase is not Phase.HEAD:
+            how = 'give it both data sets, run.steps({"a": ..., "b": ...}), or an epoch each, run.steps(..., changes=True)'
+            raise UserError(f"run.steps() was called twice in one epoch: {how}")
+
+    def _open(self, data: tuple[Any, ...], changes: bool) -> Input:
+        if self.data.input is not None and self.data.is_same(data) and not changes:
+            return self.data.input
+        with kept():  # a DataLoader draws a seed for its workers when it begins
+            return self._opened(data, changes)
+
+    def _opened(self, data: tuple[Any, ...], changes: bool) -> Input:
+        before, state = self.data.input, self.state
+        opened = self.data.open(data)
+        opened.changes = changes
+        how = "give every rank all samples, each takes its part of them"
+        self.engine.require_equal("the number of samples of run.steps()", opened.samples, how)
+        if before is not None and before.samples != opened.samples and not changes:
+            raise UserError(
+                f"run.steps() got {opened.samples} samples, and {before.samples} in the epoch before: {CHANGES}"
+            )
+        if before is None:
+            self.checkpoints.require_all(opened)
+            if line := opened.restore(self.checkpoints.positions, state):
+                self.say(line)
+        if state.samples_of_epoch > opened.per_epoch > 0:
+            done = f"{state.samples_of_epoch} samples of this epoch are done, and it has {opened.per_epoch}"
+            raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
+        epochs = self.length.epochs
+        if epochs is None:
+            epochs = state.epoch + 1 + (self.length.steps or 0)  # at least a step in each
+        per_epoch = opened.begin(self.engine, self.flags, self.initial, state, epochs)
+        self.metrics_logger.steps = self.length.steps or (0 if changes else epochs * per_epoch)  # 0: not known
+        self.data.take(data, opened)
+        self.checkpoints.begin_training()
+        self.stopping.begin(state.step)
+        return opened
+
+    def _steps(self, opened: Input) -> Iterator[Step]:
+        state, shared, features = self.state, self.shared(), self.features
+        self.checkpoints.generators.begin_steps(state.samples_of_epoch)
+        ahead = opened.steps(state.epoch)
+        while state.step != self.length.steps and (planned := next(ahead, None)) is not None:
+            self.engine.activity.begin_step(state.step)
+            number = state.step + 1
+            last = state.samples_of_epoch + planned.count == opened.per_epoch or number == self.length.steps
+            logged = last or number == 1 or number % self.flags.log_steps == 0
+            shared.step = step = Step(shared, planned, opened, logged=logged, last=last)
+            for every, before_step in features.before_step:
+                if state.step % every == 0:
+                    before_step(step)
+            shared.prepared.pending.clear()
+            for clear in shared.prepared.zero_grads.values():
+                clear()
+            yield step
+            shared.step = None
+            self._finish_step(step, opened, shared.prepared.scaler)
+        state.train_seconds += self.clock.lap()
+        self.metrics_logger.ranks(self.clock)
+        self.checkpoints.generators.end_steps()
+        self.phase = Phase.TAIL
+        self.engine.activity.leave_steps()
+
+    def _finish_step(self, step: Step, opened: Input, scaler: torch.amp.GradScaler) -> None:
+        """Count a step, record it, and save or stop if that is to follow."""
+        state, clock = self.state, self.clock
+        step.require_complete()
+        scaler.update()
+        now = clock.end_step(step.count, step.local_count)
+        if self.metrics_logger.unwritten:  # an evaluation within the step
+            self.metrics_logger.evaluation(opened)
+        if step.left_out is not None:  # None: a feature counts it later
+            state.skipped = state.skipped + 1 if step.left_out else 0
+        state.step += 1
+        state.samples_of_epoch += step.count
+        state.samples += step.count
+        self.engine.activity.finish_step(state.step)
+        for after_step in self.features.after_step:
+            after_step(step)
+        if step.logged:
+            self.metrics_logger.step(step, opened, clock)
+            clock.mark("reporting")
+        due = now >= self.checkpoints.interval.due_at
+        if (due or self.engine.activity.asked or state.step >= self.stopping.save_at) and not step.apart:
+            decision = self.stopping.decide(state.step, due)
+            if decision is Decision.STOP:
+                self.stop()
+            elif decision is Decision.SAVE:
+                self._save_in_steps(automatic=self.flags.checkpoint_steps is None)
+
+    def _save_in_steps(self, *, automatic: bool) -> None:
+        self.state.train_seconds += self.clock.lap()
+        self._save(automatic=automatic)
+        self.clock.mark("saving")
+
+    def stop(self) -> None:
+        """Save and raise Stopped. Every rank calls it at the same point."""
+        if self.in_steps:
+            self._save_in_steps(automatic=False)
+        else:
+            self._save()
+        raise Stopped
+
+    def _save(
+        self, *, automatic: bool = False, ends_epoch: bool = False, score: Facts | None = None, ended: bool = False
+    ) -> None:
+        prepared = self.prepared()
+        prepared.require_same_groups()
+        with self.checkpoints.interval.saving():
+            self.checkpoints.ready()
+            # The limit of a step: each tensor that is copied is progress.
+            with self.engine.activity.during("checkpoint", 0.0):
+                self.checkpoints.save(
+                    self.state,
+                    prepared.models,
+                    prepared.optimizers,
+                    prepared.scaler,
+                    automatic=automatic,
+                    ends_epoch=ends_epoch,
+                    in_steps=self.in_steps,
+                    score=score,
+                    ended=self.length.ends() if ended else None,
+                    source=self.data.input,
+                    heartbeat=self.stopping.heartbeat,
+                )
+
+    def _close_epoch(self, *, ended: bool = False) -> None:
+        """End the epoch, and save. ended: the program has left the loop over `run.epochs`."""
+        number, source = self.state.epoch + 1, self.data.input
+        self._require_steps(number)
+        best, score = self.best, self.checkpoints.score(self.state, self.state.epoch)
+        self.state.best = best._asdict() if best is not None else {}
+        self.phase = Phase.OUTSIDE
+        self.metrics_logger.evaluation(source)
+        line = self.metrics_logger.epoch()
+        for name in self.length.goals:
+            if self.evaluation and name not in self.evaluation:
+                had = ", ".join(held for held in self.evaluation if held != "count")
+                how = f"write run.record({name}=...) in it"
+                raise UserError(f"stop_at: the evaluation recorded {had}, and not {name}: {how}", everywhere=True)
+        if source is None or source.at_end(self.state.samples_of_epoch):
+            self.state.end_epoch()  # else the limit of steps was reached: with a higher one, this epoch continues
+        self._save(ends_epoch=True, score=score, ended=ended)
+        self.say(line)
+
+    def _require_steps(self, number: int) -> None:
+        """Raise UserError if the script has not taken all steps of this epoch. number: its own, from 1."""
+        if self.in_steps:
+            taken, count = self.state.samples_of_epoch, self.data.input.per_epoch if self.data.input else 0
+            part = f"{taken} of {count}" if count else f"{taken}"
+            raise UserError(
+                f"epoch {number} was left after {part} samples: let `for step in run.steps(...)` run to its end "
+                "(run.epochs(steps=N) ends after N steps)"
+            )
+        if self.phase is Phase.HEAD:
+            raise UserError(f"epoch {number} had no steps: write `for step in run.steps(...):` in it")
+
+    def leave_loop(self) -> None:
+        """Close the epoch in which the script has left the loop over `run.epochs`, if it has."""
+        if not self._in_epoch:
+            return
+        at_head = self.phase is Phase.HEAD and not self.state.samples_of_epoch
+        if self.state.step and at_head:
+            self.phase = Phase.OUTSIDE
+            self._save(ends_epoch=True, score=self.checkpoints.score(self.state, self.state.epoch - 1), ended=True)
+        else:
+            self._close_epoch(ended=True)
+
+    # ---- what features and evaluations use
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """Metrics of the last evaluation by name, and `count`."""
+        return self.state.evaluation
+
+    def note_evaluation(self) -> None:
+        """Take note of an evaluation that was not cut short."""
+        if self._in_epoch:
+            self.state.evaluated_epoch = self.state.epoch
+
+    def shared(self) -> Shared:
+        """Return what all steps share. Features put their own in place of parts of it."""
+        assert self._shared is not None
+        return self._shared
+
+    def shared_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which the weights are the same on all ranks."""
+        weights_of_all = self.prepared().weights_of_all
+        return weights_of_all() if weights_of_all is not None and self.in_steps else contextlib.nullcontext()
+
+    def _require_running(self, what: str) -> None:
+        """Raise UserError after the end of the block of `training.start`. what: name of the caller."""
+        if self.phase is Phase.ENDED:
+            raise UserError(f"{what} after the end of its training: move it into `with training.start(flags) as run:`")
+
+    def prepared(self, what: str = "training") -> Prepared:
+        """Return the prepared models and optimizers. Raises UserError before `prepare`. what: name of the caller."""
+        self._require_running(what)
+        if self._shared is None:
+            raise UserError(
+                f"{what} before run.prepare(): write `model, optimizer = run.prepare(model, optimizer)` first"
+            )
+        return self._shared.prepared
