@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from docs.programs.sam import SAM
 from hvdtrain.data.sharding import epoch_order
@@ -444,6 +444,42 @@ def data_set_that_grows(run: Any) -> Any:
     return net.state_dict()
 
 
+class Growing(Dataset[Any]):
+    count = 15
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index], Y[index]
+
+
+def loader_that_grows(run: Any) -> Any:
+    """The same loader, whose data set has more samples in each epoch."""
+    net = network()
+    model, _ = run.prepare(net, sgd(net))
+    data = Growing()
+    loader = DataLoader(data, run.flags.batch_size)
+    for epoch in run.epochs(EPOCHS):
+        data.count = 15 + 8 * epoch
+        for step in run.steps(loader, changes=True):
+            for x, y in step.batches():
+                step.backward(F.mse_loss(model(x), y))
+            step.update()
+    return net.state_dict()
+
+
+def loader_that_grows_plain() -> Any:
+    net = network()
+    optimizer = sgd(net)
+    for epoch in range(EPOCHS):
+        for i in torch.arange(15 + 8 * epoch).split(GLOBAL):
+            optimizer.zero_grad()
+            F.mse_loss(net(X[i]), Y[i]).backward()
+            optimizer.step()
+    return net.state_dict()
+
+
 def batch_that_grows(run: Any) -> Any:
     """Batches of 3, 4 and 5 samples on each rank."""
     net = network()
@@ -472,11 +508,13 @@ def batch_that_grows_plain(size: int) -> Any:
 PLAIN: dict[Callable[[Any], Any], Callable[..., Any]] = {
     layers_added_later: layers_added_later_plain,
     detection: detection_plain,
+    loader_that_grows: loader_that_grows_plain,
     sharpness_aware: sharpness_aware_plain,
 }
 FAST = [averaged_weights, contrastive, detection, batch_that_grows]
 SLOW = [
     early_stopping, plateau, freezing, layers_added_later, class_weights, sums, metrics_of_all_ranks, mixed_by_a_generator,
     two_models, two_optimizers, sharpness_aware, tasks_in_turn, tasks_by_epoch, data_set_that_grows,
+    loader_that_grows,
 ]  # fmt: skip
 WHOLE = [contrastive]  # a gather has the rows of one micro-batch
