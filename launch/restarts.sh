@@ -4,6 +4,7 @@
 # Exit codes that are not retried: done, bad input, target not reached, stopped on request or by a signal.
 final='^(0|2|3|75|129|130|143)$'
 end_seconds=10 # between SIGTERM and SIGKILL for a job that has not started
+sick=4 ask_seconds=90 # exit code of a host that is sick; nvidia-smi may take a minute
 most_pause=60 # seconds between two tries without progress, after 1, 2, 4, ...
 
 read_program() { # sets `checkpoints`, the directory or nothing, and `resume`, from the arguments of the program
@@ -56,6 +57,66 @@ hosts_that_answer() { # sets answering (as for -H) and answering_slots; without 
         answering+=${answering:+,}$entry
         if [[ $entry == *:* ]]; then ((answering_slots += ${entry##*:})); else ((answering_slots += 1)); fi
     done
+}
+
+ask() { # NAME ARGUMENTS...: a host for what would cost a run (hvdtrain/checks/quick.py). Returns its exit code, or ssh's
+    local name=$1 command quoted
+    command=(env "PATH=$PATH" "PYTHONPATH=${PYTHONPATH-}" "TMPDIR=${TMPDIR-}" "${python[@]}" -m hvdtrain.checks.quick --name "$name" --now "$(date +%s)"
+        "${@:2}")
+    if is_this_host "$name"; then
+        timeout -k 1 "$ask_seconds" "${command[@]}"
+    else
+        printf -v quoted '%q ' "${command[@]}"
+        timeout -k 1 "$ask_seconds" ssh -o BatchMode=yes -o LogLevel=ERROR -o ConnectTimeout=5 "$name" \
+            "cd ${PWD@Q} 2>/dev/null; $quoted"
+    fi </dev/null 2>&1 >/dev/null | grep -F "$name: " >&2 # not what Python says where hvdtrain is not installed
+    return "${PIPESTATUS[0]}"
+}
+
+sick_of() { # NAMES...: prints those that are sick, each after a blank, and why to standard error. All are asked at once
+    local name code
+    for name in "$@"; do { code=0 && ask "$name" || code=$?; ((code != sick)) || printf ' %s' "$name"; } & done
+    wait
+}
+
+apart_of() { # NAMES...: prints those that cannot reach the first one, of which each asks for a sum; the first one if none can
+    local i code all=("$@") failed
+    (($# > 1)) || return 0
+    failed=$(
+        for i in "${!all[@]}"; do
+            { code=0 && ask "${all[i]}" --sum "$i/$#@$1:$port" || code=$?; ((code != sick || !i)) || printf ' %s' "${all[i]}"; } &
+        done
+        wait
+    )
+    if (($# > 2 && $(wc -w <<<"$failed") == $# - 1)); then printf ' %s' "$1"; else printf %s "$failed"; fi
+}
+
+leave_out() { # FOUND: of `answering`, the hosts in this list, if enough slots remain; sets `answering_slots`
+    local entry left='' slots=0
+    [[ -n $1 ]] || return 0
+    for entry in ${answering//,/ }; do
+        [[ "$1 " != *" ${entry%%:*} "* ]] || continue
+        left+=${left:+,}$entry
+        if [[ $entry == *:* ]]; then ((slots += ${entry##*:})); else ((slots += 1)); fi
+    done
+    if ((slots >= ${min_ranks:-$ranks})); then
+        say "left out:$1"
+        answering=$left answering_slots=$slots
+    else
+        say "the job needs$1, which may cost the run: give -H spare hosts, or --min-np"
+    fi
+}
+
+look_at_hosts() { # leaves out those that are sick, before an attempt
+    local python entry names=() found
+    [[ ${program[0]} =~ (^|/)python[0-9.]*$ ]] && python=("$(command -v "${program[0]}")") || return 0
+    [[ ${program[1]-} == -m ]] || python+=(-P) # as in serve_imports
+    for entry in ${answering//,/ }; do names+=("${entry%%:*}"); done
+    found=$(sick_of "${names[@]:-$HOSTNAME}")
+    leave_out "$found"
+    names=()
+    for entry in ${answering//,/ }; do [[ "$found " == *" ${entry%%:*} "* ]] || names+=("${entry%%:*}"); done
+    leave_out "$(apart_of "${names[@]}")"
 }
 
 ask_to_stop() { # PID: Open MPI's mpirun (also under horovodrun) sends SIGKILL after SIGTERM, but forwards SIGUSR1
@@ -128,7 +189,7 @@ end_job() { # PID: SIGTERM, then SIGKILL
 run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restarts and --min-np
     local tries=0 pause=1 code before after now_ranks=$ranks child where started stopped=0 start_pipe late
     local checkpoints resume earlier from
-    answering=$hosts
+    answering=$hosts answering_slots=$slots
     read_program
     earlier=$(identity)
     # Open MPI ends the other ranks of a failed job with SIGCONT, SIGTERM and SIGKILL, this many seconds apart. Without the
@@ -139,6 +200,8 @@ run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restar
     exec {start_pipe}<> <(:) # an anonymous pipe, which ranks on this host open through /proc
     export HVDTRAIN_START_PIPE="$$ $start_pipe $(readlink "/proc/$$/fd/$start_pipe")"
     while :; do
+        look_at_hosts
+        now_ranks=$((ranks < answering_slots ? ranks : answering_slots))
         where=() late=0
         [[ -z $answering ]] || where=(-H "$answering")
         while read -r -t 0 <&"$start_pipe"; do read -r <&"$start_pipe"; done # reports of the attempt before

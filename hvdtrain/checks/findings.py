@@ -20,6 +20,7 @@ class Here:
     flags: Namespace
     versions: dict[str, str] = field(default_factory=dict)
     address: str = ""  # "" if its name does not resolve
+    gpus: bool = False  # torch sees some
 
 
 class Findings:

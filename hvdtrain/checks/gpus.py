@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdtrain.checks import nvidia_smi
+from hvdtrain.checks import host, nvidia_smi
 from hvdtrain.checks.findings import Findings, Here
 from hvdtrain.checks.nvidia_smi import Gpu
 
@@ -15,12 +15,14 @@ def check_gpus(found: Findings, here: Here) -> None:
     """Check driver, MIG and compute mode of this host's GPUs, and that torch sees them."""
     if here.flags.device == "cpu":
         return
+    here.gpus = torch.cuda.is_available()
     try:
         there = nvidia_smi.gpus()
     except OSError:  # missing, or no GPU: torch is asked when the engine starts
         return
     # Trap: `device_count` alone asks NVML, which counts GPUs for which the driver is too old.
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    seen = torch.cuda.device_count() if here.gpus else 0
+    host.check_gpu_errors(found, here)
     judge(found, there, torch.version.cuda, seen, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 

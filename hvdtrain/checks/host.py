@@ -4,17 +4,19 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from pathlib import Path
 
-import torch
-
+from hvdtrain.checks import nvidia_smi
 from hvdtrain.checks.findings import Findings, Here
-from hvdtrain.data import idx
 from hvdtrain.engines.launchers import announced
 
 LEAST_SHARED_MEMORY = 256 * 2**20  # bytes; the default in containers is 64 MiB
 LEAST_FOR_NCCL = 2**30  # bytes; what NVIDIA's containers recommend
 LEAST_SCRATCH = 2**30  # bytes
+LEAST_LEFT = 16 * 2**20  # bytes: with less, a start is hopeless
+FULL = "NCCL, MPI and data loader workers end in a bus error when it is full"
+CLOCK_SECONDS = 60.0  # ssh may take a part of it
 SLOW_INTERFACE = 1000  # Mbit/s
 
 
@@ -78,14 +80,20 @@ def check_interfaces(found: Findings, here: Here) -> None:
 
 
 def check_memory_and_disk(found: Findings, here: Here) -> None:
-    """Check the sizes of /dev/shm and of the scratch directory."""
+    """Check free memory, and the sizes of /dev/shm and of the scratch directory. What leaves none of one is a problem."""
+    if (free := free_memory()) is not None and free < LEAST_LEFT:
+        do = "end what uses it (ps aux --sort -rss), or use another host"
+        found.problem(f"{free / 2**20:.0f} MiB of memory are free", "the kernel would kill a rank", do)
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
-    least = LEAST_FOR_NCCL if torch.cuda.is_available() else LEAST_SHARED_MEMORY
+    least = LEAST_FOR_NCCL if here.gpus else LEAST_SHARED_MEMORY
     if shared is None or shared.total < least:
         size = "missing" if shared is None else f"{shared.total / 2**20:.0f} MiB"
         do = "docker run --ipc=host; Kubernetes: emptyDir medium Memory at /dev/shm; Singularity shares the host's"
-        found.warning(f"/dev/shm is {size}", "NCCL, MPI and data loader workers end in a bus error when it is full", do)
-    scratch = Path(tempfile.gettempdir())
+        found.warning(f"/dev/shm is {size}", FULL, do)
+    if shared is not None and shared.free < LEAST_LEFT:
+        do = "remove what earlier jobs have left there, or make it larger"
+        found.problem(f"/dev/shm has {shared.free / 2**20:.0f} MiB left", FULL, do)
+    scratch = Path(os.environ.get("TMPDIR") or "/tmp")  # not tempfile.gettempdir(), which tries others
     try:
         with tempfile.NamedTemporaryFile(dir=scratch) as file:
             file.write(b"x")
@@ -95,14 +103,47 @@ def check_memory_and_disk(found: Findings, here: Here) -> None:
         found.problem(f"{scratch} cannot be written: {error.strerror}", "MPI and torch need it", do)
         return
     if free < LEAST_SCRATCH:
+        add = found.problem if free < LEAST_LEFT else found.warning
         what = f"{scratch} has {free / 2**20:.0f} MiB left"
-        found.warning(what, "MPI and torch keep files there", "set TMPDIR to a directory with more space")
+        add(what, "MPI and torch keep files there", "set TMPDIR to a directory with more space")
     else:
         found.ok(f"scratch {scratch}: {free / 2**30:.0f} GiB free")
 
 
+def free_memory() -> int | None:
+    """Return how many bytes the kernel could still give to processes on this host; None if it does not say."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024  # in kB
+    return None
+
+
+def check_gpu_errors(found: Findings, here: Here) -> None:
+    """Check what nvidia-smi counts of errors, and that it answers."""
+    reset = "reset the GPU (nvidia-smi --gpu-reset) or the host, or use another one"
+    try:
+        for what in nvidia_smi.errors():
+            found.problem(what, "computations on it fail, or are wrong", reset)
+    except FileNotFoundError:  # no GPU of NVIDIA here
+        return
+    except OSError as error:
+        found.problem(str(error), "a GPU has fallen off the bus, or its driver has failed", reset)
+
+
+def check_clock(found: Findings, here: Here) -> None:
+    """Check that this host's clock agrees with that of the host that asks."""
+    ahead = time.time() - here.flags.now
+    if abs(ahead) > CLOCK_SECONDS:
+        why = "certificates and time limits are wrong there, and records of hosts do not fit together"
+        line = f"the clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+        found.problem(line, why, "start a time service (chronyd, systemd-timesyncd)")
+
+
 def check_data(found: Findings, here: Here) -> None:
     """Report where MNIST would be read from."""
+    from hvdtrain.data import idx  # which imports torch
+
     directory = here.flags.data_dir
     data = idx.load("mnist" if directory is not None else "auto", directory, download=False)
     found.ok(f"data: {data.reason}")

@@ -1,6 +1,8 @@
 """What nvidia-smi says about this host's GPUs. It needs no CUDA, and makes no context."""
 
+import contextlib
 import csv
+import errno
 import shutil
 import subprocess
 from typing import NamedTuple
@@ -9,6 +11,23 @@ COLUMNS = {"mig_mode_current": "mig.mode.current", "memory_total": "memory.total
 LIMIT = 60.0  # seconds: without nvidia-persistenced, the driver starts each GPU first
 # Oldest NVIDIA driver for each major version of CUDA (CUDA's release notes, "minor version compatibility").
 OLDEST_DRIVER = {"11": "450", "12": "525", "13": "580"}
+
+
+# Query, what a sound GPU answers (brackets: it has no such counter), and what else that means.
+ERRORS = (
+    (
+        "--query-gpu=index,ecc.errors.uncorrected.volatile.total",
+        ("0", "[N/A]"),
+        "GPU {0}: {1} uncorrectable memory errors",
+    ),
+    ("--query-gpu=index,gpu_recovery_action", ("None", "[N/A]", "N/A"), "GPU {0}: its driver asks for: {1}"),
+    ("--query-remapped-rows=gpu_uuid,remapped_rows.failure", ("No", "[N/A]"), "{0}: memory rows could not be remapped"),
+    ("--query-remapped-rows=gpu_uuid,remapped_rows.pending", ("No", "[N/A]"), "{0}: memory rows wait for a reset"),
+)  # as answered by nvidia-smi 580 on an H200
+
+
+class NotKnown(OSError):
+    """This nvidia-smi does not know the query."""
 
 
 class Gpu(NamedTuple):
@@ -31,24 +50,39 @@ class Gpu(NamedTuple):
 
 def gpus() -> list[Gpu]:
     """Return this host's GPUs, also those that CUDA_VISIBLE_DEVICES hides. Raises OSError where nvidia-smi fails."""
-    path = shutil.which("nvidia-smi")
-    if path is None:
-        raise OSError("no nvidia-smi on PATH")
-    names = ",".join(COLUMNS.get(name, name) for name in Gpu._fields)
-    command = [path, f"--query-gpu={names}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise OSError(f"nvidia-smi gave no answer in {LIMIT:.0f} s") from error
-    if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
-        raise OSError(f"nvidia-smi ended with {done.returncode}: {said[0]}")
     found = []
-    for row in filter(None, csv.reader(done.stdout.splitlines(), skipinitialspace=True)):
+    for row in answer("--query-gpu=" + ",".join(COLUMNS.get(name, name) for name in Gpu._fields)):
         if len(row) != len(Gpu._fields):
             raise OSError(f"nvidia-smi said {', '.join(row)!r} instead of {len(Gpu._fields)} values")
         memory = [int(cell) if cell.isdecimal() else 0 for cell in row[-2:]]  # [N/A] where memory is the host's
         found.append(Gpu(*row[:-2], *memory))  # type: ignore[arg-type] # the first five are text
+    return found
+
+
+def answer(query: str) -> list[list[str]]:
+    """Return the rows of an answer. Raises OSError where nvidia-smi is missing or fails, and NotKnown for a name."""
+    path = shutil.which("nvidia-smi")
+    if path is None:
+        raise FileNotFoundError(errno.ENOENT, "no nvidia-smi on PATH")
+    try:
+        command = [path, query, "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"nvidia-smi gave no answer in {LIMIT:.0f} s") from error
+    said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
+    if "is not a valid field" in said[0] or "not recognized" in said[0]:
+        raise NotKnown(said[0])
+    if done.returncode != 0:
+        raise OSError(f"nvidia-smi ended with {done.returncode}: {said[0]}")
+    return list(filter(None, csv.reader(done.stdout.splitlines(), skipinitialspace=True)))
+
+
+def errors() -> list[str]:
+    """Return which GPUs of this host have errors, in words. Raises OSError where nvidia-smi is missing or fails."""
+    found = []
+    for query, sound, words in ERRORS:
+        with contextlib.suppress(NotKnown):  # by an older nvidia-smi
+            found += [words.format(*row) for row in answer(query) if len(row) == 2 and row[1] not in sound]
     return found
 
 

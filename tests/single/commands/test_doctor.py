@@ -1,14 +1,19 @@
 """The doctor's checks of GPUs, on facts that this machine does not have; and that a check which fails hides no other."""
 
 import json
+import re
+import socket
+import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hvdtrain import doctor
-from hvdtrain.checks import build, gpus, host
+from hvdtrain.checks import build, gpus, host, quick
 from hvdtrain.checks.findings import Findings, Here, show
 from hvdtrain.checks.nvidia_smi import Gpu
 from tests.single.checks.nvidia_smi import GPU, put
@@ -71,10 +76,73 @@ def test_a_build_without_nccl_is_no_fault_where_the_cpu_trains(monkeypatch):
 def test_with_gpus_dev_shm_must_hold_what_nccl_wants(monkeypatch):
     monkeypatch.setattr(host.shutil, "disk_usage", lambda path: SimpleNamespace(total=2**29, free=2**40))
     for gpu, expected in ((False, []), (True, ["warning: /dev/shm is 512 MiB: docker run --ipc=host"])):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         found = Findings()
-        host.check_memory_and_disk(found, Here(SimpleNamespace()))
+        host.check_memory_and_disk(found, Here(SimpleNamespace(), gpus=gpu))
         assert [fault.partition(";")[0] for fault in faults(found)] == expected
+
+
+def test_what_leaves_a_host_without_memory_or_space_is_a_problem(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda path: SimpleNamespace(total=2**40, free=2**20))
+    monkeypatch.setattr(host, "free_memory", lambda: 2**21)
+    found = Findings()
+    host.check_memory_and_disk(found, Here(SimpleNamespace()))
+    assert [fault.partition(": ")[2].partition(":")[0] for fault in faults(found)] == [
+        "2 MiB of memory are free", "/dev/shm has 1 MiB left", f"{tmp_path} has 1 MiB left"
+    ]  # fmt: skip
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nothing"))  # tempfile would take another one
+    found = Findings()
+    host.check_memory_and_disk(found, Here(SimpleNamespace()))
+    assert f"problem: {tmp_path}/nothing cannot be written" in "".join(faults(found))
+
+
+SMI = """#!/bin/sh
+case $1 in
+*ecc*) printf '0, 0\\n1, [N/A]\\n2, 3\\n' ;;
+*recovery*) echo 'Field "gpu_recovery_action" is not a valid field to query.' && exit 2 ;;
+*) printf 'GPU-a, No\\nGPU-b, Yes\\n' ;;
+esac
+"""
+
+
+def test_errors_that_nvidia_smi_counts(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for script, said in (
+        (SMI, ["GPU 2: 3 uncorrectable memory errors", "GPU-b: memory rows could not be remapped",
+               "GPU-b: memory rows wait for a reset"]),
+        ("#!/bin/sh\necho 'Unable to determine the device handle for GPU0: Unknown Error'; exit 255\n",
+         ["nvidia-smi ended with 255: Unable to determine the device handle for GPU0: Unknown Error"]),
+    ):  # fmt: skip
+        (tmp_path / "nvidia-smi").write_text(script)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        found = Findings()
+        host.check_gpu_errors(found, Here(SimpleNamespace()))
+        assert [finding["what"] for finding in found.all] == said
+    (tmp_path / "nvidia-smi").unlink()
+    found = Findings()
+    host.check_gpu_errors(found, Here(SimpleNamespace()))
+    assert found.all == []
+
+
+def test_a_host_is_asked_in_a_moment(tmp_path, capfd, monkeypatch):
+    """Without torch; and a clock that differs, and a first host that cannot be reached, are told."""
+    monkeypatch.setattr(quick, "MEET_SECONDS", 0.3)
+    now = f"--now={time.time()}"
+    assert quick.main([now]) == 0
+    assert capfd.readouterr().err == ""
+    assert quick.main([f"--now={time.time() - 600}", "--name", "b"]) == quick.SICK
+    assert re.fullmatch(r"b: the clock is 60\d s ahead: start a time service .*\n", capfd.readouterr().err)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert quick.main([now, "--name", "b", "--sum", f"1/2@localhost:{port}"]) == quick.SICK
+    assert f"b: no sum by localhost, port {port} (" in capfd.readouterr().err
+    monkeypatch.setattr(quick, "MEET_SECONDS", 20.0)
+    first = threading.Thread(target=quick.main, args=([now, "--sum", f"0/3@localhost:{port}"],))
+    first.start()
+    assert [quick.main([now, "--sum", f"{number}/3@localhost:{port}"]) for number in (1, 2)] == [0, 0]
+    first.join()
+    program = "import sys; from hvdtrain.checks import quick; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 @pytest.mark.parametrize(
