@@ -61,7 +61,7 @@ tests() { timeout -k 5 "${TEST_SECONDS:-170}" "$python" -m pytest -v --dist load
 if [ ! -e "$work/tested" ]; then  # tests beside each other: no rate is measured meanwhile
     [ -n "$quick" ] && count="64 16" || count="12288 256"
     (nice -n 10 "$python" -m tests.gpu.jpegs "$work/jpegs" $count > "$work/jpegs.log" 2>&1 &)
-    for row in compile-256 gpt2-compile; do rates --warm --only $row > "$work/warm-$row.log" 2>&1 & warm="${warm-} $!"; done
+    for row in compile-256-blocks gpt2-compile; do rates --warm --only $row > "$work/warm-$row.log" 2>&1 & warm="${warm-} $!"; done
     if [ -n "$patched" ]; then
         PYTHONPATH=$patched LD_LIBRARY_PATH=$libraries HVDTRAIN_GPU_SEEN=$out/seen-patched tests -n 2 -k "horovod and (sum or learns or deterministic)" \
             > "$work/tests-patched.txt" 2>&1 & warm="$warm $!"

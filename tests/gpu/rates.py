@@ -94,7 +94,7 @@ def loop(
         if prelude:
             start = "import runpy; runpy.run_module('hvdtrain.imagenet', run_name='__main__', alter_sys=True)"
             command = command.replace(" -m hvdtrain.imagenet", f" -c {shlex.quote(f'{prelude}; {start}')}", 1)
-        day.run(command, ranks, 180.0 if "--compile" in flags else 75.0, **more)
+        day.run(command, ranks, 120.0 if "--compile" in flags else 75.0, **more)
         record = (out / "metrics.jsonl").read_text()
         (day.out / "logs" / f"{day.name}.metrics").write_text(record)
         lines = [json.loads(line) for line in record.splitlines()]
@@ -127,7 +127,7 @@ def benchmark(flags: str, quick: str) -> Row:
         words = f"{quick} --repeats 1 --steps 1 --warmup-steps 1" if day.quick or day.warm else f"{flags} --repeats 3"
         words = f"{flags} --repeats 1 --steps 1 --warmup-steps 2" if day.warm and not day.quick else words
         out = day.fresh()
-        day.run(machine.command("serial", 1, "hvdtrain.benchmark", words, day.device, out), 1, 180.0)
+        day.run(machine.command("serial", 1, "hvdtrain.benchmark", words, day.device, out), 1, 120.0)
         result = json.loads((out / "benchmark.json").read_text())
         return {"tokens/s": result["samples_per_second"]["mean"] * (result["tokens_per_sample"] or 1)}
 
@@ -174,8 +174,8 @@ def rows() -> dict[str, Row]:
         "serial-256": loop("serial", 1, 256, 48),
         "jpeg-256": loop("serial", 1, 256, 48, jpeg=True),
         "plain": plain("clock", "eager-256", "eager-64", "graph-64"),
-        "compile-256": loop("serial", 1, 256, 48, "--compile"),
         "compile-256-blocks": loop("serial", 1, 256, 48, "--compile", prelude=BLOCKS_ONLY),
+        "compile-256": loop("serial", 1, 256, 48, "--compile"),
         "horovod-256": loop("horovod", 1, 256, 48),
         "ddp-256": loop("ddp", 1, 256, 48),
         "serial-64": loop("serial", 1, 64, 160),
