@@ -27,6 +27,7 @@ from hvdtrain.engines.activity import Activity, collective
 from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction
 from hvdtrain.engines.carried import as_carried, written
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import remedy
 from hvdtrain.launching.local_rendezvous import listed
 from hvdtrain.launching.rendezvous import (
     horovods_server,
@@ -226,6 +227,9 @@ class DdpEngine(Engine):
                 how = "pip install mpi4py, or use torchrun"
                 raise UserError(f"ddp under mpirun needs mpi4py ({error}): {how}") from error
             ranks = MPI.COMM_WORLD
+            if ranks.size != size:
+                said = f"{launcher} announced {size} ranks, but mpi4py sees {ranks.size}: {remedy(launcher, 'ddp')}"
+                raise UserError(said, everywhere=True)
             same_host = ranks.Split_type(MPI.COMM_TYPE_SHARED).size == size
             if rank:
                 return join(ranks.bcast(None), size)

@@ -138,7 +138,13 @@ def remedy(launcher: str, engine: str) -> str:
             "build Horovod with the MPI of this launcher, or set MASTER_ADDR to the host of rank 0 and MASTER_PORT, "
             "and start python -m hvdtrain.starter -m ..."
         )
-    return "this Horovod was built for another MPI, or for none; run `make setup`, or start with `horovodrun --gloo`"
+    # Also Open MPI 4 in a container under mpirun 5: what PMIx 5 sends there, PMIx 3 cannot read.
+    if engine == "ddp":
+        return "this mpi4py was built for another MPI; use torchrun, or set MASTER_ADDR and MASTER_PORT"
+    return (
+        "this Horovod was built for another MPI, or for none; run `make setup`, start with `horovodrun --gloo`, or set "
+        "MASTER_ADDR to the host of rank 0 and MASTER_PORT, and start python -m hvdtrain.starter -m ..."
+    )
 
 
 def alone_in_pid_namespace(environment: Mapping[str, str], parent: int, first: str) -> bool:

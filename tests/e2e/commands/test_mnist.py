@@ -33,6 +33,15 @@ DISAGREEING = {  # what a launcher announced that started one process only
         f"torchrun announced 2 ranks, {SEES_1}: start with horovodrun or mpirun",
     ),
     "MPICH": ("PMI_RANK=0 PMI_SIZE=3", f"announced 3 ranks, {SEES_1}"),
+    # As under mpirun of Open MPI 5 around a container that has Open MPI 4.
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2",
+        f"announced 2 ranks, {SEES_1}: this Horovod was built",
+    ),
+    "Open MPI, ddp": (
+        "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 --engine ddp",
+        "announced 2 ranks, but mpi4py sees 1: this mpi4py was built for another MPI",
+    ),
 }
 
 

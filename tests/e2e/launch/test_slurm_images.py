@@ -17,7 +17,7 @@ import pytest
 from tests.e2e import slurm
 from tests.e2e.cluster import Cluster, needs_hosts
 from tests.e2e.launch.test_slurm import HOW, PROGRAM, edited, has_or_skip
-from tests.e2e.launchers import Done, events, summary
+from tests.e2e.launchers import BIN, ROOT, Done, events, summary
 from tests.waiting import wait_for
 
 IMAGE, HOME = Path("/scratch/hvdtrain.sif"), Path("/home/someone")
@@ -61,7 +61,8 @@ def new_directory(name: str) -> Path:
     directory = HOME / "out" / "".join(letter if letter.isalnum() else "-" for letter in name)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    os.chown(directory, 1234, 1234)
+    for path in (directory.parent, directory):
+        os.chown(path, 1234, 1234)
     return directory
 
 
@@ -142,6 +143,7 @@ def batch(out: Path, how: str, program: str) -> Path:
             r"^bind=\S+": f"bind={HOME}",
             r"^interface=''": "interface=eth0",
             r"^output=\S+": f"output={out}",
+            r"^checkout=\S+": f"checkout='{ROOT}'; PATH='{BIN}':$PATH",  # what a module of Open MPI 4 does
             PROGRAM: f"program=(python {program} --output-dir {out})",
         },
     )
@@ -151,7 +153,6 @@ def batch(out: Path, how: str, program: str) -> Path:
 
 @pytest.mark.parametrize("how", ["starter", "forked", "pmix", "mpirun"])
 def test_the_batch_script_with_an_image(cluster, how, expected, out):
-    """mpirun is the host's, Debian's Open MPI 5.0; that of the image is 4.1."""
     if how == "pmix":
         has_or_skip(cluster, "pmix")
     job = as_user(cluster, "sbatch", "--parsable", str(batch(out, how, TRAIN))).stdout.strip()

@@ -183,6 +183,7 @@ def test_a_program_that_a_rank_starts_is_no_rank(launcher):
         ("Flux", "horovod", "MASTER_ADDR"),
         ("Kubeflow", "horovod", "--local-ranks"),
         ("mpirun (Open MPI)", "horovod", "make setup"),
+        ("mpirun (Open MPI)", "ddp", "this mpi4py was built for another MPI"),
     ],
 )
 def test_remedy_names_what_to_type(launcher, engine, words):
