@@ -146,7 +146,7 @@ def read(results: Path) -> dict[str, dict]:
 
 def table(found: dict[str, dict]) -> str:
     """Return the rows of docs/evidence/installing.md."""
-    lines = ["| Python | PyTorch | MPI | result | set-up, s | date |", "|---|---|---|---|---:|---|"]
+    lines = ["| Python | PyTorch | MPI | result | date |", "|---|---|---|---|---|"]
     for cell in sorted(found):
         row = found[cell]
         if said := row.get("failed") or row.get("refused") or row.get("skipped"):
@@ -155,7 +155,7 @@ def table(found: dict[str, dict]) -> str:
         else:
             bad = bad_checks(row)
             result = f"all {len(row['checks'])} checks" if not bad else f"failed: {', '.join(bad)}"
-        lines.append(f"| {cell.replace('/', ' | ')} | {result} | {row.get('setup_seconds', '')} | {row['date']} |")
+        lines.append(f"| {cell.replace('/', ' | ')} | {result} | {row['date']} |")
     return "\n".join(lines)
 
 
