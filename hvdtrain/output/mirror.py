@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -58,11 +57,18 @@ class Mirror:
             self._print(kind, text)
         else:
             raise Failure(f"--mirror: its process has ended with exit code {process.wait()}")
+        if self._url is None:  # --resume alone: nothing is left to do
+            self._process = None
+            process.wait()
+            return
         threading.Thread(target=self._listen, args=(process,), name="mirror", daemon=True).start()
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         for kind, text in said_by(process):
             self._print(kind, text)
+        if self._process is not None:  # killed, as for lack of memory
+            how = "training continues; the same command, started again, copies the rest"
+            self._print("warn", f"--mirror {self._url}: its process has ended with exit code {process.wait()}: {how}")
 
     def _print(self, kind: str, text: str) -> None:
         if kind == "warn":
@@ -74,11 +80,11 @@ class Mirror:
     def end(self, heartbeat: Callable[[], None]) -> None:
         """Wait until all of the run is at the URL, for a limited time. `heartbeat` is called meanwhile. Idempotent."""
         process, self._process = self._process, None
-        if process is None or self._url is None:
+        if process is None or process.poll() is not None:
             return
         assert process.stdin is not None
         until = time.monotonic() + self._limit
-        with contextlib.suppress(OSError):  # it was killed
+        with contextlib.suppress(OSError):  # it has been killed
             process.stdin.write(END)
             process.stdin.flush()
         while process.poll() is None and time.monotonic() < until:
@@ -87,10 +93,10 @@ class Mirror:
                 process.wait(min(1.0, max(0.0, until - time.monotonic())))
         if process.poll() != 0:
             process.kill()
-            process.wait()
             how = "--output-dir has all of it; the same command copies the rest"
-            why = f"within {self._limit:g} s (--mirror-timeout)" if process.returncode == -signal.SIGKILL else "at all"
-            self._print("warn", f"--mirror {self._url}: not all of the run could be copied {why}: {how}")
+            said = f"not all of the run could be copied within {self._limit:g} s (--mirror-timeout)"
+            self._print("warn", f"--mirror {self._url}: {said}: {how}")
+            process.wait()
 
 
 def said_by(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,11 +14,13 @@ import torch
 
 from hvdtrain import export, training
 from hvdtrain.engines.errors import UserError
+from hvdtrain.launching import processes
 from hvdtrain.output import mirror_process
 from hvdtrain.output.remote import Differs, Remote, identity
 from hvdtrain.training import checkpoint
 from tests.e2e import launchers
 from tests.single.training import small
+from tests.waiting import wait_for
 
 
 class Killed(BaseException):
@@ -79,6 +82,7 @@ def test_resume_from_a_url_needs_no_mirror_and_the_url_is_not_changed(tmp_path):
     killed(tmp_path / "out", "--mirror", there, until=7)
     before = {name: (tmp_path / "there" / name).read_bytes() for name in files_in(tmp_path / "there")}
     ended = train(tmp_path / "other", "--resume", there)
+    assert launchers.events(tmp_path / "other", "error") == []
     torch.testing.assert_close(ended, whole, rtol=0, atol=0)
     assert {name: (tmp_path / "there" / name).read_bytes() for name in files_in(tmp_path / "there")} == before
 
@@ -166,6 +170,21 @@ def test_the_weights_are_exported_from_a_url(tmp_path):
         export.main([there, "--best", "--to", str(tmp_path / "best.pt")])
     with pytest.raises(UserError, match="has no checkpoint"):
         export.main([f"file://{tmp_path}/nothing", "--to", str(tmp_path / "x.pt")])
+
+
+def test_a_copying_process_that_is_killed_is_told_and_training_goes_on(tmp_path, capfd):
+    there = f"file://{tmp_path}/there"
+    with training.start(small.flags_for("--output-dir", str(tmp_path / "out"), "--mirror", there)) as run:
+        net = small.network()
+        model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
+        commands = {pid: processes.command_line(pid) for pid in processes.descendants(os.getpid())}
+        (process,) = [pid for pid, words in commands.items() if "hvdtrain.output.mirror_process" in words]
+        os.kill(process, signal.SIGKILL)
+        wait_for(lambda: launchers.events(tmp_path / "out", "error"), "nobody is told")
+        small.train(run, model)
+    assert capfd.readouterr().err.count("its process has ended with exit code -9: training continues") == 1
+    train(tmp_path / "out", "--mirror", there)
+    assert sorted(manifest(tmp_path / "there")["checkpoints"])[-1] == checkpoint.name_of(15)
 
 
 class Output:
