@@ -175,11 +175,16 @@ class Step:
         """Return how many of something there are for each sample of this step, over all micro-batches and ranks: the
         denominator of a loss of its own, such as boxes per image. A collective; before `batches`.
 
-        number: how many there are in a micro-batch.
+        number: how many there are in a micro-batch. Raises UserError.
         """
         loaded = [self._load(i) for i in range(len(self._planned.batches))]
-        own = [(float(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
-        mine = torch.tensor([sum(column) for column in zip((0.0, 0.0), *own, strict=True)], dtype=torch.float64)
+        own = [(torch.as_tensor(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
+        if wrong := [found for found, _ in own if found.numel() != 1]:
+            how = "return their number in the micro-batch, such as a sum"
+            raise UserError(f"step.per_sample() got a tensor of shape {tuple(wrong[0].shape)}: {how}")
+        mine = torch.tensor(
+            [sum(float(found) for found, _ in own), sum(count for _, count in own)], dtype=torch.float64
+        )
         total, count = self._shared.prepared.group.sum(mine, "step.per_sample").tolist()
         return total / count if count else 0.0
 

@@ -125,6 +125,7 @@ MISTAKES = {
     "steps in a list": (dict(data="X, Y", in_epoch="list(run.steps(X, Y))"), "step 1 has no gradients"),
     "steps twice at once": (dict(in_epoch="one = run.steps(X, Y)"), "called twice in one epoch: give it both"),
     "an epoch that is left": (dict(after_update="break"), "epoch 1 was left after 0 of 40 samples"),
+    "a number of each sample": (dict(at_step="step.per_sample(lambda batch: batch[0])"), r"step.per_sample\(\) got a tensor of shape \(8, 3\)"),
     "a batch loop that is left": (dict(before="flags.accumulate = 2", in_batches="break"), r"step.update\(\) inside the loop"),
     "no epochs": (dict(epochs="1.5"), "takes a whole number of at least 0, not 1.5"),
     "a loader with its own DistributedSampler": (
