@@ -4,7 +4,7 @@
 # Exit codes that are not retried: done, bad input, target not reached, stopped on request or by a signal.
 final='^(0|2|3|75|129|130|143)$'
 end_seconds=10 # between SIGTERM and SIGKILL for a job that has not started
-sick=4 ask_seconds=90 # exit code of a host that is sick; nvidia-smi may take a minute
+sick=4 no_sum=5 ask_seconds=90 # exit codes of hvdtrain/checks/quick.py; nvidia-smi may take a minute
 most_pause=60 # seconds between two tries without progress, after 1, 2, 4, ...
 
 read_program() { # sets `checkpoints`, the directory or nothing, and `resume`, from the arguments of the program
@@ -73,50 +73,43 @@ ask() { # NAME ARGUMENTS...: a host for what would cost a run (hvdtrain/checks/q
     return "${PIPESTATUS[0]}"
 }
 
-sick_of() { # NAMES...: prints those that are sick, each after a blank, and why to standard error. All are asked at once
-    local name code
-    for name in "$@"; do { code=0 && ask "$name" || code=$?; ((code != sick)) || printf ' %s' "$name"; } & done
+ask_all() { # NAMES...: prints exit code and name of each. All are asked at once; from the second on, each asks the first for a sum
+    local i code all=("$@") sum=()
+    for i in "${!all[@]}"; do
+        [[ $# == 1 || $1 =~ ^(localhost|127\.) ]] || sum=(--sum "$i/$#@$1:$port")
+        { code=0 && ask "${all[i]}" "${sum[@]}" || code=$?; printf '%s %s\n' "$code" "${all[i]}"; } &
+    done
     wait
 }
 
-apart_of() { # NAMES...: prints those that cannot reach the first one, of which each asks for a sum; the first one if none can
-    local i code all=("$@") failed
-    (($# > 1)) || return 0
-    failed=$(
-        for i in "${!all[@]}"; do
-            { code=0 && ask "${all[i]}" --sum "$i/$#@$1:$port" || code=$?; ((code != sick || !i)) || printf ' %s' "${all[i]}"; } &
-        done
-        wait
-    )
-    if (($# > 2 && $(wc -w <<<"$failed") == $# - 1)); then printf ' %s' "$1"; else printf %s "$failed"; fi
-}
-
-leave_out() { # FOUND: of `answering`, the hosts in this list, if enough slots remain; sets `answering_slots`
-    local entry left='' slots=0
-    [[ -n $1 ]] || return 0
+look_at_hosts() { # before an attempt: of `answering`, leaves out what is sick, if enough slots remain; sets answering_slots
+    local python entry names=() code name found='' apart='' left='' slots=0
+    [[ ${program[0]} =~ (^|/)python[0-9.]*$ ]] && python=("$(command -v "${program[0]}")") || return 0
+    [[ ${program[1]-} == -m ]] || python+=(-P) # as in serve_imports
+    for entry in ${answering//,/ }; do names+=("${entry%%:*}"); done
+    ((${#names[@]})) || names=("$HOSTNAME")
+    while read -r code name; do
+        ((code != sick)) || found+=" $name"
+        ((code != no_sum)) || apart+=" $name"
+    done < <(ask_all "${names[@]}")
+    if [[ "$found$apart " == *" ${names[0]} "* ]]; then
+        apart='' # it did not answer: it is sick, or another program has the port
+    elif ((${#names[@]} > 2 && $(wc -w <<<"$apart") == ${#names[@]} - 1)); then
+        apart=" ${names[0]}"
+    fi
+    found+=$apart
+    [[ -n $found ]] || return 0
     for entry in ${answering//,/ }; do
-        [[ "$1 " != *" ${entry%%:*} "* ]] || continue
+        [[ "$found " != *" ${entry%%:*} "* ]] || continue
         left+=${left:+,}$entry
         if [[ $entry == *:* ]]; then ((slots += ${entry##*:})); else ((slots += 1)); fi
     done
     if ((slots >= ${min_ranks:-$ranks})); then
-        say "left out:$1"
+        say "left out:$found"
         answering=$left answering_slots=$slots
     else
-        say "the job needs$1, which may cost the run: give -H spare hosts, or --min-np"
+        say "the job needs$found, which may cost the run: give -H spare hosts, or --min-np"
     fi
-}
-
-look_at_hosts() { # leaves out those that are sick, before an attempt
-    local python entry names=() found
-    [[ ${program[0]} =~ (^|/)python[0-9.]*$ ]] && python=("$(command -v "${program[0]}")") || return 0
-    [[ ${program[1]-} == -m ]] || python+=(-P) # as in serve_imports
-    for entry in ${answering//,/ }; do names+=("${entry%%:*}"); done
-    found=$(sick_of "${names[@]:-$HOSTNAME}")
-    leave_out "$found"
-    names=()
-    for entry in ${answering//,/ }; do [[ "$found " == *" ${entry%%:*} "* ]] || names+=("${entry%%:*}"); done
-    leave_out "$(apart_of "${names[@]}")"
 }
 
 ask_to_stop() { # PID: Open MPI's mpirun (also under horovodrun) sends SIGKILL after SIGTERM, but forwards SIGUSR1

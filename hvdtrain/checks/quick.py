@@ -18,7 +18,7 @@ from hvdtrain.cli import Parser, non_negative
 from hvdtrain.engines.lines import put
 from hvdtrain.launching.exit_codes import run
 
-SICK = 4  # exit code. 1, 126, 127 and 255: Python, a shell or ssh has failed
+SICK, NO_SUM = 4, 5  # exit codes. 1, 126, 127 and 255: Python, a shell or ssh has failed
 CHECKS = (host.check_name, host.check_memory_and_disk, host.check_clock, host.check_gpu_errors)
 MEET_SECONDS = 5.0  # for others to connect
 
@@ -39,7 +39,7 @@ def check_sum(found: Findings, number: int, count: int, name: str, port: int) ->
             serve(count, port, until)
         elif (total := ask(number, name, port, until)) != number + count:
             found.problem(f"the sum by {name} is {total}", "gradients would be wrong, too", "use another host")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: another program has the port
         do = "look at firewalls, routes and /etc/hosts, and who uses the port"
         found.problem(f"no sum by {name}, port {port} ({error})", "ranks would wait for each other", do)
 
@@ -79,12 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for check in CHECKS:
         with found.check(check.__name__):
             check(found, here)
-    if here.flags.sum is not None and found.worst() != "problem":
+    code = SICK if found.worst() == "problem" else 0
+    if here.flags.sum is not None and not code:
         check_sum(found, *here.flags.sum)
+        code = NO_SUM if found.worst() == "problem" else 0
     problems = [finding for finding in found.all if finding["level"] == "problem"]
     for problem in problems:
         put(sys.stderr, f"{here.flags.name}: {problem['what']}: {problem['do']}\n")
-    return SICK if problems else 0
+    return code
 
 
 if __name__ == "__main__":

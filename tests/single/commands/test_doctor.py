@@ -134,8 +134,12 @@ def test_a_host_is_asked_in_a_moment(tmp_path, capfd, monkeypatch):
     assert re.fullmatch(r"b: the clock is 60\d s ahead: start a time service .*\n", capfd.readouterr().err)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    assert quick.main([now, "--name", "b", "--sum", f"1/2@localhost:{port}"]) == quick.SICK
+    assert quick.main([now, "--name", "b", "--sum", f"1/2@localhost:{port}"]) == quick.NO_SUM
     assert f"b: no sum by localhost, port {port} (" in capfd.readouterr().err
+    with socket.create_server(("", port)):
+        assert quick.main([now, "--name", "a", "--sum", f"0/2@localhost:{port}"]) == quick.NO_SUM
+    assert "a: no sum by localhost, port" in (said := capfd.readouterr().err)
+    assert "Address already in use" in said
     monkeypatch.setattr(quick, "MEET_SECONDS", 20.0)
     first = threading.Thread(target=quick.main, args=([now, "--sum", f"0/3@localhost:{port}"],))
     first.start()
