@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +79,16 @@ def test_a_killed_rank_is_the_one_that_counts(launcher, tmp_path):
         if launcher == "gloo":
             assert "horovodrun: rank 1 on localhost ended the job with exit code 137 (SIGKILL)\n" in stderr
         wait_for(lambda: not members(job), lambda: f"left behind: {members(job)}")
+
+
+@pytest.mark.parametrize("start", ["horovodrun -np 2", "mpirun -np 2"])
+def test_ranks_of_this_host_need_no_ssh(start, tmp_path):
+    """As in many containers. mpirun looks for ssh and rsh before it starts anything."""
+    for folder in dict.fromkeys(Path(part).resolve() for part in ("/bin", "/usr/bin")):
+        for program in folder.iterdir():
+            if program.name not in ("ssh", "rsh"):
+                (tmp_path / program.name).symlink_to(program)
+    environment = f"{Path(PYTHON).parent}{os.pathsep}{tmp_path}"
+    done = launch(f"{start} {PYTHON} -m hvdtrain.reduce", PATH=environment)
+    assert done.code == 0, done
+    assert done.stdout.count("data 3") == 2, done

