@@ -18,6 +18,8 @@ from hvdtrain.engines.portable import to_json, unflattened
 from hvdtrain.models.weights import is_extra
 from hvdtrain.training import contents, own_states
 from hvdtrain.training.names import own_name
+from hvdtrain.training.objects import Objects
+from hvdtrain.training.parts import Content, Part
 
 HOW = "let get_extra_state return numbers, strings, bytes or tensors, also in lists and dictionaries"
 States = dict[str, dict[str, Any]]  # by module, and by the name in its state_dict
@@ -107,3 +109,27 @@ def restore(modules: Mapping[str, nn.Module], held: States) -> None:
             raise UserError(
                 f"{said}: let set_extra_state take what get_extra_state returns", everywhere=True
             ) from error
+
+
+class ExtraStates(Part):
+    """These states of models and registered modules. same: every rank gets those of rank 0, as with --evaluate."""
+
+    def __init__(self, engine: Engine, objects: Objects, *, same: bool):
+        self._engine, self._objects, self._same = engine, objects, same
+        self._held: States = {}  # of this rank in the checkpoint
+
+    def require_storable(self, modules: Mapping[str, nn.Module]) -> None:
+        """Raise UserError for a value that a checkpoint cannot store."""
+        require_storable(of(modules))
+
+    def save(self, content: Content) -> None:
+        modules = self._objects.modules() | self._objects.modules(self._objects.registered)
+        content.tensors |= gather(self._engine, modules)
+
+    def restore(self, content: Content) -> None:
+        self._held = load(self._engine, content.held, same=self._same)
+        self.take(self._objects.modules())
+
+    def take(self, modules: Mapping[str, nn.Module]) -> None:
+        """Give each module what the checkpoint has of it. Raises UserError."""
+        restore(modules, self._held)

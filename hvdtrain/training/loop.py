@@ -17,10 +17,11 @@ from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.metrics_logger import MetricsLogger
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.checkpoint import Facts
+from hvdtrain.training.checkpoints import Checkpoints
 from hvdtrain.training.feature import Feature, Features
 from hvdtrain.training.inputs import CHANGES, Input
+from hvdtrain.training.parts import Moment
 from hvdtrain.training.prepared import Prepared
-from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.sources import Data
 from hvdtrain.training.state import Best, Initial, TrainState
 from hvdtrain.training.step import Shared, Step
@@ -86,7 +87,7 @@ class Loop:
     @property
     def initial(self) -> Initial:
         """The configuration with which the run began; unchanged by a resume. Derive learning rates from it."""
-        return self.checkpoints.initial
+        return self.checkpoints.found.initial
 
     @property
     def in_steps(self) -> bool:
@@ -123,7 +124,7 @@ class Loop:
     @property
     def epochs_done(self) -> float:
         """The number of epochs done, including the fraction of the current one."""
-        per_epoch = self.checkpoints.per_epoch if self.data.input is None else self.data.input.per_epoch
+        per_epoch = self.checkpoints.found.per_epoch if self.data.input is None else self.data.input.per_epoch
         if not per_epoch:  # before training, and of a stream, whose length is not known
             return float(self.state.epoch)
         return (self.state.epoch * per_epoch + self.state.samples_of_epoch) / per_epoch
@@ -148,9 +149,9 @@ class Loop:
         count: total number of epochs; or steps: total number of steps. stop_at: stop after an epoch whose evaluation has
         reached all of these values (None: no target). If they are not reached by the end, the exit code is 3.
         """
-        prepared = self.prepared("run.epochs()")
+        self.prepared("run.epochs()")
         self._set_length(count, steps, stop_at or {})
-        self.checkpoints.restore_settings(prepared.optimizers)
+        self.checkpoints.objects.restore_settings()
         generators = self.checkpoints.generators
         generators.begin(self.state.samples)
         if self._has_ended():
@@ -176,7 +177,7 @@ class Loop:
 
     def _has_ended(self) -> bool:
         """Return whether the run that is resumed had ended, because its program left a loop over as many epochs."""
-        facts = self.checkpoints.facts
+        facts = self.checkpoints.found.facts
         if facts is None or facts["ended"] != self.length.ends() or facts["state"]["step"] != self.state.step:
             return False
         if self._is_left():
@@ -326,25 +327,15 @@ class Loop:
     def _save(
         self, *, automatic: bool = False, ends_epoch: bool = False, score: Facts | None = None, ended: bool = False
     ) -> None:
-        prepared = self.prepared()
-        prepared.require_same_groups()
+        self.prepared().require_same_groups()
+        about = {"automatic": automatic, "best": score, "ended": self.length.ends() if ended else None}
+        moment = Moment(self.in_steps, epoch_ended=ends_epoch and not self.state.samples_of_epoch)
+        activity = self.engine.activity
         with self.checkpoints.interval.saving():
             self.checkpoints.ready()
             # The limit of a step: each tensor that is copied is progress.
-            with self.engine.activity.during("checkpoint", 0.0):
-                self.checkpoints.save(
-                    self.state,
-                    prepared.models,
-                    prepared.optimizers,
-                    prepared.scaler,
-                    automatic=automatic,
-                    ends_epoch=ends_epoch,
-                    in_steps=self.in_steps,
-                    score=score,
-                    ended=self.length.ends() if ended else None,
-                    source=self.data.input,
-                    heartbeat=self.stopping.heartbeat,
-                )
+            with activity.during("checkpoint", 0.0):
+                self.checkpoints.save(self.state, moment, self.data.input, activity.heartbeat, about)
 
     def _close_epoch(self, *, ended: bool = False) -> None:
         """End the epoch, and save. ended: the program has left the loop over `run.epochs`."""

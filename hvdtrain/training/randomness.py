@@ -10,7 +10,7 @@ generators.rows    int64 [ranks, n]: of each rank, the bytes of these tensors, p
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from hvdtrain.data.sharding import mixed_seed, seed_generators
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.portable import to_json, unflattened
 from hvdtrain.training import contents, own_states
+from hvdtrain.training.parts import Content, Part
 
 States = dict[str, Any]  # by the name of the generator
 Pair = tuple[States, States]  # when the epoch began, and with which its steps go on
@@ -57,11 +58,12 @@ def set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-class Generators:
-    """The generators of this rank. keeps: whether there are checkpoints."""
+class Generators(Part):
+    """The generators of this rank. say: prints a line. keeps: whether there are checkpoints. draws: it trains, and does not
+    only evaluate."""
 
-    def __init__(self, engine: Engine, seed: int, *, keeps: bool):
-        self._engine, self._seed, self._keeps = engine, seed, keeps
+    def __init__(self, engine: Engine, seed: int, say: Callable[[str], None], *, keeps: bool, draws: bool = True):
+        self._engine, self._seed, self._say, self._keeps, self._draws = engine, seed, say, keeps, draws
         self.registered: dict[str, Any] = {}
         self._held: Pair | None = None  # of this rank in the checkpoint, until `begin`
         self._seeds_anew = False  # this rank is not in the checkpoint
@@ -115,8 +117,8 @@ class Generators:
 
     # ---- checkpoints
 
-    def gather(self, *, in_steps: bool, epoch_ended: bool) -> dict[str, Tensor]:
-        """Return the tensors for a checkpoint. A collective. in_steps: it is saved after a step, not after all of them."""
+    def save(self, content: Content) -> None:
+        in_steps, epoch_ended = content.moment
         pair: Pair | None
         if self._began is None:  # an evaluation before the first epoch was stopped
             pair = self._held
@@ -125,9 +127,15 @@ class Generators:
         else:
             pair = (self._began, self._states() if in_steps or self._go_on is None else self._go_on)
         told, rows = own_states.gather_values(self._engine, pair and list(pair), "checkpoint.generators")
-        return {"generators": contents.encoded(told), "generators.rows": rows}
+        content.tensors |= {"generators": contents.encoded(told), "generators.rows": rows}
+        if content.writes:
+            content.facts["registered_types"] = {n: contents.type_of(what) for n, what in self.registered.items()}
 
-    def load(self, tensors: Mapping[str, Tensor] | None) -> str | None:
+    def restore(self, content: Content) -> None:
+        if self._draws and (line := self._load(content.held)):
+            self._say(line)
+
+    def _load(self, tensors: Mapping[str, Tensor] | None) -> str | None:
         """Read what `begin` restores. A collective. tensors: of the checkpoint, on rank 0. Return a line if registered
         generators of this number of ranks are not in it."""
         saved = None if tensors is None else (contents.decoded(tensors["generators"]), tensors["generators.rows"])

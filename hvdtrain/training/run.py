@@ -73,10 +73,10 @@ class Run(Loop):
         data = {"dataset": name, **facts}
         self.engine.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
         with self.raising_together("output"):
-            self.checkpoints.require_fit(data)
-            self.output.open(continued=self.checkpoints.continues)
+            self.checkpoints.open(data)
+            self.output.open(continued=self.checkpoints.found.continues)
         self.metrics_logger.start(name, reason, self.flags.given())
-        self.checkpoints.announce(self.state)
+        self.checkpoints.found.announce(self.state)
 
     def prepare(self, *parts: Any, find_unused_parameters: bool = False, **named: Any) -> Any:
         """Return the models and optimizers to train with, in the order given. They are the same on every rank, and restored
@@ -96,7 +96,7 @@ class Run(Loop):
         names = [""] * len(parts) + list(named)
         parts = (*parts, *named.values())
         prepared = prepare(self.engine, self._group, self.flags, parts, names, micro_batches, find_unused_parameters)
-        self.checkpoints.restore(prepared.models, prepared.optimizers, prepared.scaler)
+        self.checkpoints.restore(prepared)
         for optimizer in prepared.optimizers:
             keep_in_order(prepared, optimizer)
         self._shared = Shared(self.engine, prepared, self.clock, self.state, self.flags.seed, self.autocast)
@@ -105,7 +105,7 @@ class Run(Loop):
             feature.prepare(self)
             for part in feature.parts():
                 self.checkpoints.add(part)
-        self.checkpoints.settle(prepared.optimizers)
+        self.checkpoints.objects.take_settings()
         return prepared.in_order_of(parts)
 
     def make_evaluations(self) -> Evaluations:
@@ -119,19 +119,18 @@ class Run(Loop):
         objects: with `state_dict` and `load_state_dict`, such as a torch scheduler or averaged weights. Or generators of
         random numbers of torch, Python or numpy, of which each rank has its own: they go on with the epoch and the step.
         """
-        prepared = self.prepared("run.register()")
+        self.prepared("run.register()")
         if self.data.input is not None:
             how = "call it before the loop over run.epochs"
             raise UserError(f"run.register() once training has begun, where a resumed run could not restore it: {how}")
         generators = {name: what for name, what in objects.items() if is_generator(what)}
         objects = {name: what for name, what in objects.items() if name not in generators}
-        self.checkpoints.register_generators(generators)
         for name, what in objects.items():
             if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
                 raise UserError(f"run.register({name}=...) got a {type(what).__name__}: it has no state_dict")
             if isinstance(what, torch.nn.Module):
                 refuse_replicas(name, what)
-        self.checkpoints.restore_registered(objects, prepared.optimizers)
+        self.checkpoints.register(objects, generators)
         require_same_on_all(self.engine, objects)
         self.checkpoints.restore_statistics(objects)
 

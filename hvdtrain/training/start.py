@@ -23,13 +23,13 @@ from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.output.metric_names import Metric, metrics_of
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import early_end
+from hvdtrain.training.checkpoints import Checkpoints
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.features import non_finite
 from hvdtrain.training.features.replicas import of_replicas
 from hvdtrain.training.features.schedule_rules import ScheduleRules
 from hvdtrain.training.inputs import Kind
 from hvdtrain.training.loop import Phase
-from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
 from hvdtrain.training.sources import Data
 from hvdtrain.training.stopping import Stopped, Stopping
@@ -191,7 +191,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
     with contextlib.suppress(OSError):  # there is no directory for temporary files
         leftovers.sweep()  # of the attempts before; also where no sample is left, and no DataLoader worker starts
     compile_cache.use_private()  # for a program that calls torch.compile itself
-    state = checkpoints.begin()
+    state = checkpoints.found.begin()
     flags.compression = precision.choose_compression(engine, flags.compression)
     flags.amp = precision.choose_amp(engine, flags.amp)
     if flags.gradient_predivide_factor is None:
@@ -214,7 +214,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         run = kind_of_run(flags)(engine, group, flags, metrics, output, checkpoints, stopping, data, state, features)
         torch.manual_seed(flags.seed)
         seed_generators(flags.seed)
-        if checkpoints.continues and flags.output_dir in finished:
+        if checkpoints.found.continues and flags.output_dir in finished:
             how = "another training, such as the next fold, needs an --output-dir of its own"
             run.say(f"warning: this process has trained into {flags.output_dir} before, and continues that run: {how}")
         with carried_out(run, end_mirror):

@@ -23,9 +23,9 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.models.convnet import ConvNet, CosineNet
 from hvdtrain.training import step
+from hvdtrain.training.checkpoints import Checkpoints
 from hvdtrain.training.features.replicas import Replicas
 from hvdtrain.training.loop import Loop
-from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.run import Run
 from hvdtrain.training.stopping import Stopping
 from hvdtrain.training.tensors import Tensors

@@ -33,7 +33,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.start import engine_class
 from hvdtrain.hangs import peers
 from hvdtrain.launching import exit_codes, processes
-from hvdtrain.training import checkpoint, contents, evaluation, resume
+from hvdtrain.training import checkpoint, checkpoints, contents, evaluation
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
 STRUCK = Path(os.environ.get("STRUCK", os.devnull))
@@ -140,16 +140,16 @@ before(training, "start", "start")
 before(torch.Tensor, "backward", "backward")
 before(training.Run, "evaluating", "evaluate")
 before(evaluation.Evaluations, "_go_on", "evaluating")
-before(resume.Checkpoints, "restore", "restore")
+before(checkpoints.Checkpoints, "restore", "restore")
 before(checkpoint, "digest", "digest")
 before(files, "sync_directory", "directory")
 before(checkpoint, "prune", "prune")
 
 real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch
-real_save, real_snapshot = resume.Checkpoints.save, contents.snapshot
+real_save, real_snapshot = checkpoints.Checkpoints.save, contents.snapshot
 
 
-def save(self: resume.Checkpoints, *args, **named) -> None:
+def save(self: checkpoints.Checkpoints, *args, **named) -> None:
     struck = come_to("snapshot")
     contents.snapshot = slowly if struck and ATTACK["kind"] == "slow" else real_snapshot
     real_save(self, *args, **named)
@@ -237,7 +237,7 @@ def listen(hosts: list[str]):
 
 peers.listen = listen
 os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch = fsync, replace, scaled, epoch
-resume.Checkpoints.save = save
+checkpoints.Checkpoints.save = save
 patch(engine_class("ddp" if "ddp" in sys.argv else "horovod"))
 if __name__ == "__main__":  # a DataLoader worker imports this file, too
     come_to("import")

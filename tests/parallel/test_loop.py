@@ -21,7 +21,7 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.horovod import carries_bf16
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
-from hvdtrain.training.resume import Checkpoints
+from hvdtrain.training.checkpoints import Checkpoints
 from hvdtrain.training.start import started
 from hvdtrain.training.stopping import Stopped
 from tests.single.training.small import fit
@@ -194,10 +194,10 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
     chance = random.Random(7)
     ends, steps, save = [], [], Checkpoints.save
 
-    def noted(self, state, *parts, automatic, **others):
-        if automatic:
+    def noted(self, state, moment, source, heartbeat, about):
+        if about["automatic"]:
             steps.append(state.step)
-        save(self, state, *parts, automatic=automatic, **others)
+        save(self, state, moment, source, heartbeat, about)
 
     monkeypatch.setattr(Checkpoints, "save", noted)
     for due in (lambda: False, lambda: engine.rank == 0 and chance.random() < 0.4):

@@ -30,8 +30,9 @@ from hvdtrain.models.convnet import MODELS
 from hvdtrain.models.weights import MOST_TENSORS, load_weights
 from hvdtrain.output import run_output
 from hvdtrain.training import checkpoint, contents
+from hvdtrain.training.checkpoints import Checkpoints
+from hvdtrain.training.preparing import prepare
 from hvdtrain.training.randomness import Generators
-from hvdtrain.training.resume import Checkpoints
 from hvdtrain.training.state import TrainState
 from tests.facts import sound_facts
 from tests.single.data import fake_mnist as fake
@@ -197,7 +198,7 @@ def saved() -> tuple[dict, dict]:
     data = {"dataset": "digits", "train_samples": 128}
     facts = sound_facts(state=state, config={"lr": 0.1, "epochs": 2}, data=data) | facts
     here = SimpleNamespace(device=torch.device("cpu"))
-    told, row = flattened([Generators(here, 1, keeps=True)._states(), {}])
+    told, row = flattened([Generators(here, 1, print, keeps=True)._states(), {}])
     tensors["generators"] = contents.encoded([{"value": told, "length": len(row)}])
     tensors["generators.rows"] = row[None]
     return facts, tensors
@@ -212,15 +213,15 @@ def go_on(directory: Path, engine: SerialEngine, resume: Path | None = None) -> 
     where = ["--output-dir", str(directory)] if resume is None else ["--resume", str(resume)]
     flags = parser.parse(["--engine", "serial", *where])
     quiet = run_output.RunOutput(engine, None, progress=False)
-    found = Checkpoints(engine, flags, {}, quiet)
+    checkpoints = Checkpoints(engine, flags, {}, quiet)
     try:
-        state = found.begin()
-        found.require_fit({"dataset": "digits", "train_samples": 128})
-        found.announce(state)
-        found.restore([model], [optimizer], torch.amp.GradScaler("cpu", enabled=False))
+        state = checkpoints.found.begin()
+        checkpoints.open({"dataset": "digits", "train_samples": 128})
+        checkpoints.found.announce(state)
+        checkpoints.restore(prepare(engine, engine, flags, [model, optimizer], ["", ""], 1, False))
         return state
     finally:
-        found.close()
+        checkpoints.close()
 
 
 def test_a_sound_checkpoint_goes_on(saved, engine, tmp_path):

@@ -163,7 +163,7 @@ class Ranks:
 
 def test_on_more_ranks_a_generator_that_all_had_alike_stays_so_and_others_get_other_seeds():
     def first(rank):
-        generators = Generators(Ranks(0, 1), 1, keeps=True)
+        generators = Generators(Ranks(0, 1), 1, print, keeps=True)
         generators.registered = dict(alike=random.Random(7), own=random.Random(rank))
         generators.begin(0)
         generators.begin_epoch()
@@ -171,6 +171,7 @@ def test_on_more_ranks_a_generator_that_all_had_alike_stays_so_and_others_get_ot
 
     from hvdtrain.engines.portable import flattened
     from hvdtrain.training import contents
+    from hvdtrain.training.parts import Content
 
     values = []
     for rank in range(2):
@@ -182,14 +183,17 @@ def test_on_more_ranks_a_generator_that_all_had_alike_stays_so_and_others_get_ot
         "generators": contents.encoded([{"value": told, "length": len(row)} for told, row in values]),
         "generators.rows": torch.stack([row for _, row in values]),
     }
-    numbers = {}
+    numbers, lines = {}, []
     for rank in range(4):
-        generators = Generators(Ranks(rank, 4), 1, keeps=True)
+        generators = Generators(Ranks(rank, 4), 1, lines.append, keeps=True)
         generators.registered = dict(alike=random.Random(), own=random.Random())
-        line = generators.load(tensors)
+        generators.restore(Content({}, tensors))
         generators.begin(100)
         numbers[rank] = [generators.registered[name].random() for name in ("alike", "own")] + [torch.rand(()).item()]
-    assert line == "the checkpoint has own of 2 ranks, each another one: on the other ranks, they begin from new seeds"
+    assert (
+        lines[-1]
+        == "the checkpoint has own of 2 ranks, each another one: on the other ranks, they begin from new seeds"
+    )
     assert len({alike for alike, _, _ in numbers.values()}) == 1
     assert [own for _, own, _ in numbers.values()][:2] == [random.Random(rank).random() for rank in range(2)]
     assert len({own for _, own, _ in numbers.values()}) == 4

@@ -25,7 +25,7 @@ def test_a_rank_that_hangs_in_a_checkpoint_has_the_limit_of_a_step_and_each_tens
 
         def copied(tensors, heartbeat):
             phases.setdefault("copy", activity.phase)
-            assert heartbeat == run.stopping.heartbeat
+            assert heartbeat == run.engine.activity.heartbeat
             del beats[:]
             copies = snapshot(tensors, lambda: beats.append(heartbeat()))
             assert len(beats) == len(copies) > 1
