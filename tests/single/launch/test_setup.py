@@ -159,7 +159,7 @@ def killed(checkout: Path, at: int) -> str:
     return done.stdout.split()[-1]
 
 
-@pytest.mark.parametrize("old", ["none", "a complete one"])
+@pytest.mark.parametrize("old", [pytest.param("none", marks=pytest.mark.slow), "a complete one"])
 def test_a_setup_killed_at_any_moment_is_followed_by_one_that_works(old: str, checkout: Path) -> None:
     venv = checkout / ".venv"
     at, event = 0, ""
@@ -175,7 +175,7 @@ def test_a_setup_killed_at_any_moment_is_followed_by_one_that_works(old: str, ch
     assert at > 4  # the directory, the record and its rename, lib64, and the log
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGKILL])
 def test_what_a_killed_setup_has_started_does_not_write_into_the_next_venv(
     number: signal.Signals, checkout: Path
 ) -> None:
