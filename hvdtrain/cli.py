@@ -35,8 +35,8 @@ UNSUPPORTED: dict[str, Refused] = {
 # Flags that may change when a run is resumed: where and how it runs, its output, and when it ends early.
 MAY_CHANGE = frozenset({
     *("check_steps", "checkpoint_steps", "compression", "deterministic", "device", "engine", "gradient_predivide_factor"),
-    *("keep", "log_steps", "max_skipped", "no_progress", "output_dir", "profile", "resume", "step_timeout", "tensorboard"),
-    *("threads", "track", "tuning", "verbose", "weights", "evaluate", "predict", "mirror", "mirror_timeout"),
+    *("keep", "log_steps", "max_skipped", "mfu", "no_progress", "output_dir", "profile", "resume", "step_timeout"),
+    *("tensorboard", "threads", "track", "tuning", "verbose", "weights", "evaluate", "predict", "mirror", "mirror_timeout"),
 })  # fmt: skip
 OF_TRAINING = frozenset({"compile", "target_accuracy"})  # flags that --evaluate does not take from the run
 PREDICTIONS = (".csv", ".safetensors")  # endings of --predict
@@ -352,6 +352,7 @@ def add_run(group: Parser) -> None:
         help="also record the run, in --output-dir unless MLFLOW_TRACKING_URI or WANDB_API_KEY say where")
     add("--profile", type=positive_int, metavar="STEPS",
         help="record this many steps, a file per rank in --output-dir/profile (for ui.perfetto.dev)")
+    add("--mfu", action="store_true", help="record the share of its peak at which rank 0's device computes")
 
 
 def add_fault_tolerance(group: Parser) -> None:

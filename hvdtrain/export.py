@@ -23,7 +23,7 @@ from hvdtrain.models import exporting, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.output import remote
-from hvdtrain.training import checkpoint, contents, extra_states
+from hvdtrain.training import checkpoint, extra_states, loading
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.names import own_name
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         exporting.write_weights(weights | extra_of(facts, tensors), flags.to)
     else:
         model, example = model_of(facts, weights)
-        contents.load_model(model, weights)
+        loading.load_model(model, weights)
         exporting.write_program(model, [example], flags.to)
     say(f"{flags.to}: {len(weights)} tensors, as after step {facts['state']['step']}{evaluated(facts)}")
     return 0

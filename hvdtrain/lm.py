@@ -39,7 +39,7 @@ from hvdtrain.engines.lines import result, warn
 from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
 from hvdtrain.output import remote
-from hvdtrain.training import checkpoint, contents, optim
+from hvdtrain.training import checkpoint, loading, optim
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
 RECIPES: dict[str, dict[str, object]] = {
@@ -252,7 +252,7 @@ def sample(flags: Flags) -> int:
         net = GPT(Sizes(**{name: facts["config"][name] for name in SIZE_FLAGS}), vocabulary.size, rows=rows)
     except (KeyError, TypeError) as error:
         raise UserError(f"--sample from {named}: not a checkpoint of hvdtrain.lm: name one that is") from error
-    contents.load_model(net, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+    loading.load_model(net, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
     asked = flags.sample.encode(errors="surrogateescape").decode(errors="replace")  # argv may hold any bytes
     prompt = vocabulary.encode(asked).tolist() or [0]
     result(printable(asked + continuation(net, vocabulary, prompt, flags, lambda: None)))

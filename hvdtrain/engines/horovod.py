@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import operator
 import os
-import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import files, gpu
+from hvdtrain.engines import gloo, gpu
 from hvdtrain.engines.activity import collective
 from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, Setting
 from hvdtrain.engines.buffers import all_tensors
@@ -40,9 +39,6 @@ LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the
 # Also an MPI error then ends its rank later by as much.
 ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "8"}
 
-GLOO_SIZES = ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")  # of the groups in which Gloo connects every rank with every other
-SPARE_FILES = 16  # open files besides Gloo's connections: the watchdog's, metrics, checkpoints
-SERVER_SECONDS = 30.0  # for the rendezvous server to accept a connection
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
 
 
@@ -73,47 +69,6 @@ def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> lis
         groups[-1].append(parameter)
         filled += size
     return groups
-
-
-def refuse_unknown_own_name(name: str) -> None:
-    """Raise UserError where the host's own `name` has no address of this host: Gloo looks it up, and crashes without one."""
-    try:
-        found = socket.getaddrinfo(
-            os.fsencode(name), None, type=socket.SOCK_STREAM
-        )  # bytes: any name that a host may have
-    except OSError:
-        how = f"add `127.0.0.1 {name}` to /etc/hosts (podman run --add-host {name}:127.0.0.1)"
-        raise UserError(f"this host's own name {name} does not resolve, and Gloo needs it: {how}") from None
-    for family, kind, _, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-            probe.bind(address)
-            return
-    said = f"this host's own name {name} resolves to {found[0][4][0]}, which is not an address of this host"
-    raise UserError(f"{said}, and Gloo needs one: correct the name's line in /etc/hosts")
-
-
-def refuse_absent_server(environment: Mapping[str, str]) -> None:
-    """Raise UserError where Horovod's rendezvous server does not answer, as where variables of a job that is over are
-    left: Horovod would crash."""
-    names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-    address, port = (environment.get(name, "") for name in names)
-    address = address.partition("/")[0]  # behind it is what only the job may know
-    try:
-        socket.create_connection((address.removesuffix(f":{port}"), int(port)), SERVER_SECONDS).close()
-    except (OSError, ValueError, OverflowError) as error:  # ValueError: not a number, or not a host name
-        said = ", ".join(f"{name}={value[:80]!r}" for name, value in zip(names, (address, port), strict=True))
-        how = "if they are left over from another job, unset all HOROVOD_* variables"
-        raise UserError(f"no rendezvous server at {said} ({error}): {how}") from None
-
-
-def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
-    """Allow this process as many open files as Gloo's connections need. Raise UserError where that is not permitted: Gloo
-    would crash."""
-    # Measured: 4 + 4 * size on one host, where each other rank is in two of Gloo's three groups.
-    needed = sum(1 for _ in Path("/proc/self/fd").iterdir()) + SPARE_FILES + 2 * (size + local_size + cross_size)
-    if not files.allow_open_files(needed):
-        how = f"raise `ulimit -n` to {needed}, or use fewer ranks"
-        raise UserError(f"this user may open fewer files than Gloo needs for {size} ranks: {how}")
 
 
 def carries_bf16() -> bool:
@@ -160,9 +115,7 @@ class HorovodEngine(Engine):
         if launcher == "mpirun (Open MPI)":
             os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
-            refuse_absent_server(os.environ)
-            refuse_unknown_own_name(socket.gethostname())
-            refuse_too_few_files(*(int(os.environ.get(f"HOROVOD_{name}", "1")) for name in GLOO_SIZES))
+            gloo.refuse_unusable(os.environ)
         first = ""
         with contextlib.suppress(OSError):  # /proc may hide the processes of others (hidepid)
             first = Path("/proc/1/comm").read_text().strip()

@@ -4,17 +4,17 @@ import contextlib
 import os
 import resource
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from hvdtrain.engines.accelerators import CPU, module_of
+from hvdtrain.engines.accelerators import CPU
 from hvdtrain.engines.base import Engine
+from hvdtrain.output.device_times import DeviceTimes
 
-MOST_EVENTS = 1000  # that are kept until a window ends: with --log-steps 100000 there would be a million
 PHASES = ("loading", "compute", "communication")
 
 
@@ -40,54 +40,6 @@ class Window(NamedTuple):
     steps: int
     ranks: list[RankTimes]
     rates: dict[str, float]  # `Clock.rates` of this rank, and each phase's share of the time of all ranks
-
-
-class DeviceTimes:
-    """Measures the time of an accelerator by phase, with events on its current stream. It never waits for the device.
-
-    The host only queues work, and is soon ahead. Where it then waits says nothing about what the device does meanwhile.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device, self._backend = device, module_of(device)
-        self._spans: deque[tuple[str, Any, Any]] = deque()  # (phase, event at its start, event at its end)
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._marked = self._now()
-
-    def _now(self) -> Any:
-        event = self._backend.Event(enable_timing=True)
-        event.record(self._backend.current_stream(self._device))
-        return event
-
-    def restart(self) -> None:
-        """Forget what has not been taken."""
-        self._spans.clear()
-        self._seconds.clear()
-        self.leave_out()
-
-    def leave_out(self) -> None:
-        """Exclude the time since the last mark."""
-        self._marked = self._now()
-
-    def mark(self, phase: str) -> None:
-        """Add the time since the last mark to `phase`: from when the device had done its work until then to when it has
-        done its work until now."""
-        event = self._now()
-        self._spans.append((phase, self._marked, event))
-        self._marked = event
-        if len(self._spans) > MOST_EVENTS:
-            self._collect()
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds of the spans that the device has completed since the last call, by phase."""
-        self._collect()
-        taken, self._seconds = self._seconds, defaultdict(float)
-        return taken
-
-    def _collect(self) -> None:
-        while self._spans and self._spans[0][2].query():
-            phase, start, end = self._spans.popleft()
-            self._seconds[phase] += start.elapsed_time(end) / 1000
 
 
 class Clock:

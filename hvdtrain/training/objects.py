@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import contents
+from hvdtrain.training import contents, loading
 from hvdtrain.training.comparison import chosen_for
 from hvdtrain.training.parts import Content, Part
 from hvdtrain.training.prepared import Prepared
@@ -65,7 +65,7 @@ class Objects(Part):
         self._of_program = settings_of(optimizers)
         with self._engine.raising_together("checkpoint"):
             if content.held is not None:
-                contents.load((content.facts, content.tensors), prepared.models, optimizers, prepared.scaler)
+                loading.load((content.facts, content.tensors), prepared.models, optimizers, prepared.scaler)
                 self._found.require_choices(self._chosen)
         for model in prepared.models:
             self._engine.broadcast_model(model)
@@ -118,11 +118,11 @@ class Objects(Part):
             self._found.require_choices(chosen)
         for name, what in objects.items():
             packed = content.facts["registered"][name]
-            state = contents.unpack_everywhere(self._engine, packed, content.tensors, f"registered.{name}")
+            state = loading.unpack_everywhere(self._engine, packed, content.tensors, f"registered.{name}")
             if self._found.lengthened and redone(what, state):
                 self._begun_again.append(what.optimizer)
             else:
-                contents.load_registered(name, what, state)
+                loading.load_registered(name, what, state)
         self.restore_settings(
             [what.optimizer for what in objects.values() if isinstance(what, lr_scheduler.LRScheduler)]
         )

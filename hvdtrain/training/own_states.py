@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.portable import flattened, unflattened
-from hvdtrain.training import contents
+from hvdtrain.training import contents, loading
 from hvdtrain.training.checkpoint import Facts
 
 
@@ -75,7 +75,7 @@ def restore(
 ) -> Facts:
     """Restore this rank's optimizers, once those of rank 0 are on every rank. Return what else is its own: "scaler",
     "skipped". A collective, with the `workers` that have written it. tensors: of the checkpoint, on rank 0.
-    names: see `contents.load_optimizers`.
+    names: see `loading.load_optimizers`.
     """
     me = sorted(set(workers)).index(workers[engine.rank])
     saved = None if tensors is None else [contents.decoded(tensors["own"]), tensors["own.rows"].shape]
@@ -86,5 +86,5 @@ def restore(
             rows.copy_(tensors["own.rows"])
         engine.broadcast_(rows, "checkpoint.own.rows")
     if me:
-        contents.load_optimizers(optimizers, models, unflattened(told[me]["optimizers"], rows[me - 1]), names)
+        loading.load_optimizers(optimizers, models, unflattened(told[me]["optimizers"], rows[me - 1]), names)
     return {name: told[me][name] for name in ("scaler", "skipped")}

@@ -152,6 +152,10 @@ def features_of(
         from hvdtrain.training.features.profile import Profile
 
         features.append(Profile(engine, flags, output, heartbeat))
+    if flags.mfu:
+        from hvdtrain.training.features.utilization import Utilization
+
+        features.append(Utilization())
     features.append(ScheduleRules())
     return features
 

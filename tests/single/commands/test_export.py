@@ -11,7 +11,7 @@ from torch import nn
 from hvdtrain import export, imagenet, lm, mnist, training
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models import exporting
-from hvdtrain.training import checkpoint, contents
+from hvdtrain.training import checkpoint, loading
 from tests import image_set
 from tests.single.trained import trained
 from tests.single.training import small
@@ -91,7 +91,7 @@ def test_the_model_of_each_script_is_made_from_its_record(name, tmp_path, monkey
     facts, tensors = checkpoint.find(tmp_path / "run", "run", print)
     weights = export.weights_of(tensors)
     model, example = export.model_of(facts, weights)
-    contents.load_model(model, weights)
+    loading.load_model(model, weights)
     torch.testing.assert_close(model.eval()(example), seen.model.eval()(example))
 
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.gloo import refuse_absent_server, refuse_unknown_own_name
 from hvdtrain.engines.horovod import (
     ABORT_DELAY,
     bucket_bytes,
     buckets,
-    refuse_absent_server,
-    refuse_unknown_own_name,
     tuned_environment,
 )
 from hvdtrain.training.resume import LOCK_SECONDS

@@ -7,7 +7,7 @@ import torch
 
 from hvdtrain.analysis.measuring import seconds_of
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.output import clock
+from hvdtrain.output import clock, device_times
 from hvdtrain.output.clock import CPU, Clock
 from hvdtrain.output.progress import hint, remedies
 
@@ -137,11 +137,11 @@ def test_a_matrix_product_is_timed_without_the_time_to_start_it_and_to_learn_of_
 
 
 def test_events_do_not_pile_up_in_a_long_window(gpu):
-    times = clock.DeviceTimes(GPU)
-    for _ in range(5 * clock.MOST_EVENTS):
+    times = device_times.DeviceTimes(GPU)
+    for _ in range(5 * device_times.MOST_EVENTS):
         gpu.run(0.5)
         gpu.wait()
         times.mark("compute")
-        assert len(times._spans) <= clock.MOST_EVENTS
-    assert times.take() == {"compute": pytest.approx(2.5 * clock.MOST_EVENTS)}
+        assert len(times._spans) <= device_times.MOST_EVENTS
+    assert times.take() == {"compute": pytest.approx(2.5 * device_times.MOST_EVENTS)}
     assert times.take() == {}

@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from hvdtrain import training
+from tests.e2e import launchers
+from tests.single.training.small import X, Y, fit, flags_for
 
 ROOT = Path(__file__).resolve().parents[3]
 FEATURES = sorted(path.stem for path in (ROOT / "hvdtrain/training/features").glob("[a-z]*.py"))
@@ -85,3 +91,20 @@ def test_a_training_that_does_not_use_a_feature_works_without_its_file(feature, 
 def test_no_file_of_the_core_imports_a_feature():
     core = [path for path in (ROOT / "hvdtrain/training").glob("*.py") if path.name != "start.py"]
     assert not [path.name for path in core if "training.features" in path.read_text()]
+
+
+def test_the_operations_of_a_step_are_counted_and_change_no_bit(tmp_path, capsys):
+    hashes, events = [], []
+    for flag in ([], ["--mfu"]):
+        out = tmp_path / "-".join(["out", *flag])
+        argv = ["--log-steps", "2", "--output-dir", str(out), *flag]
+        with training.start(flags_for(*argv)) as run:
+            net = nn.Linear(3, 5, bias=False)
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            fit(run, [X, Y], lambda step, x, y, model=model: (model(x).mean(1, keepdim=True) - y).square().mean())
+        hashes.append(launchers.summary(out)["parameters_sha256"])
+        events = launchers.events(out, "utilization")
+    assert hashes[0] == hashes[1]
+    assert [event["step"] for event in events] == [4, 5, 6, 8, 10]  # of ten steps; the second was counted
+    assert all(event["flops_per_second"] > 0 and 0 < event["peak_share"] < 1 for event in events)
+    assert "of a matrix product's" in capsys.readouterr().out
