@@ -22,7 +22,6 @@ from hvdtrain.output.remote import (
     METRICS,
     NAME,
     SUMMARY,
-    Differs,
     Remote,
     identity,
     readable,
@@ -98,6 +97,7 @@ class Mirror:
         self._recorded = 0.0  # when the record was last copied
         # As long as it is this, training has not begun, and the files may be those of a run that is about to be put aside.
         self._earlier = mark_of(output_dir / METRICS)
+        self._untidy = False  # a copy has failed, and a part of it may be there
         self._since = 0.0  # beginning of an outage, on the monotonic clock; 0: none
 
     def begin(self, resume: str) -> None:
@@ -139,11 +139,15 @@ class Mirror:
             try:
                 self._copy_record()  # first: a checkpoint without a record would be of an unknown run
                 remote.put(new)
-            except (Differs, OSError):
+            except Exception:  # of any library
+                self._untidy = True
                 if new.exists() and mark_of(new) == mark:
                     raise
                 continue  # it was removed or replaced here while it was read
             self._copied[new.name] = mark
+        if self._untidy:
+            remote.tidy()
+            self._untidy = False
         here = {path.name for path in listed(self._output_dir)}
         if gone := [name for i, name in enumerate(remote.checkpoints) if i >= self._keep and name not in here]:
             remote.remove(gone)

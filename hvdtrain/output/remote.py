@@ -97,13 +97,14 @@ class Remote:
             raise UserError(f"{self.url}/{MANIFEST} is not of a run: name another place, or remove it") from error
 
     def make(self) -> None:
-        """Create the directories, where there are any, and write the manifest. Remove what killed writers have left.
-
-        Raises if it cannot be written.
-        """
+        """Create the directories, where there are any, and write the manifest. Raises if it cannot be written."""
         if self._has_directories:
             self._fs.makedirs(self._path(CHECKPOINTS), exist_ok=True)
         self.write()
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove checkpoints that the manifest does not name, as of writers that were killed."""
         with contextlib.suppress(FileNotFoundError):  # an object store has no directory without an object
             for path in self._fs.ls(self._path(CHECKPOINTS), detail=False):
                 name = path.rpartition("/")[2]
@@ -126,6 +127,7 @@ class Remote:
         """Write a checkpoint, read it back, and enter it in the manifest. Raises Differs, and OSError if `path` is gone."""
         with files.opened(path) as file:
             sha256 = sha256_of(file)
+        best = best_in(path)
         held = self.checkpoints.get(path.name)
         if held is not None:
             if held["sha256"] == sha256:
@@ -137,7 +139,7 @@ class Remote:
         with self._fs.open(there, "rb") as file:
             if sha256_of(file) != sha256:
                 raise Differs(f"{path.name} is not there what it is here")
-        self.checkpoints[path.name] = {"sha256": sha256, "best": best_in(path)}
+        self.checkpoints[path.name] = {"sha256": sha256, "best": best}
         self.write()
 
     def remove(self, names: list[str]) -> None:

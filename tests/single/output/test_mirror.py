@@ -290,6 +290,26 @@ def test_what_was_read_back_otherwise_is_copied_again(output, tmp_path, monkeypa
     assert (tmp_path / "there/checkpoints" / path.name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize("fault", [None, RuntimeError("cut, as a library says it")])
+def test_a_checkpoint_that_is_pruned_here_while_it_is_copied_leaves_nothing_there(fault, output, tmp_path, monkeypatch):
+    mirror = mirrored(output, f"file://{tmp_path}/there", keep=1)
+    real = type(mirror._remote._fs).put_file
+
+    def put_file(fs, source, target, **options):
+        real(fs, source, target, **options)
+        if source.endswith("1.safetensors"):
+            output.save(2)
+            Path(source).unlink()
+            if fault is not None:
+                raise fault
+
+    monkeypatch.setattr(type(mirror._remote._fs), "put_file", put_file)
+    output.save(1)
+    assert mirror.look()
+    assert list(manifest(tmp_path / "there")["checkpoints"]) == [checkpoint.name_of(2)]
+    assert [path.name for path in (tmp_path / "there/checkpoints").iterdir()] == [checkpoint.name_of(2)]
+
+
 def test_what_a_killed_writer_has_left_is_removed(output, tmp_path):
     """Not what is no checkpoint: it is the user's own."""
     there = tmp_path / "there"
