@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RING = "64"  # collectives, about 0.5 KB each
-SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # torch reads the second one, in all versions
+SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # torch 2.11 warns of the second one
+RENAMED = (2, 11)
 _kind = ""  # of the recorder that is on: "nccl", or "fr" for Gloo's
 
 
@@ -28,7 +29,9 @@ def record(environment: MutableMapping[str, str] = os.environ, kind: str = "nccl
     """Record collectives from now on, unless the user has set the size of the ring. Call it before a group is made."""
     global _kind
     if not any(name in environment for name in SIZES):
-        environment[SIZES[1]] = RING
+        import torch
+
+        environment[SIZES[0] if torch.__version__ >= RENAMED else SIZES[1]] = RING
     _kind = kind
 
 

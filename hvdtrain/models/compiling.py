@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -39,7 +39,8 @@ def compiled(model: nn.Module, device: torch.device, backend: Any = "inductor") 
     """Compile `model` for training, and return it. Raises UserError.
 
     Its blocks are compiled one by one, because the gradients of compiled code are ready all at once, at its end: of a model
-    compiled as one, no gradient would be reduced during the backward pass. In evaluation mode, the model runs as before.
+    compiled as one, no gradient would be reduced during the backward pass. What is around the blocks is not compiled, which
+    gained nothing (docs/evidence/gpus.md). In evaluation mode, the model runs as before.
     """
     require_compiler(device)
     if isinstance(model, nn.DataParallel):  # copies the modules in each step, and with them the compiled calls
@@ -48,23 +49,10 @@ def compiled(model: nn.Module, device: torch.device, backend: Any = "inductor") 
 
     name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # before torch 2.7
     setattr(limits, name, max(MOST_COMPILATIONS, getattr(limits, name)))
-    found = list(blocks(model))
-    for block in found or [model]:
+    for block in list(blocks(model)) or [model]:
         # Not `nn.Module.compile`: the layers' names and the state_dict stay, but evaluations and samples would be compiled.
         block.forward = _in_training(block, torch.compile(block.forward, dynamic=False, backend=backend))
-    if found:
-        around(model, found, backend)
     return model
-
-
-def around(model: nn.Module, found: Sequence[nn.Module], backend: Any) -> None:
-    """Compile what is around the blocks that were `found`: ResNet's first convolution, its batch norm and pooling.
-
-    The blocks stay apart. What torch.compile cannot split at them, it leaves as it is.
-    """
-    for block in found:
-        block.forward = torch.compiler.disable(block.forward, recursive=False)
-    model.forward = _in_training(model, torch.compile(model.forward, dynamic=False, backend=backend))
 
 
 def _in_training(module: nn.Module, fast: Callable[..., Any]) -> Callable[..., Any]:

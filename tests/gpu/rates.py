@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import statistics
 import sys
@@ -21,10 +20,6 @@ from typing import Any
 
 from tests.e2e.launchers import PYTHON, ROOT, launch
 from tests.gpu import machine
-
-BLOCKS_ONLY = (
-    "from hvdtrain.models import compiling; compiling.around = lambda *_: None"  # as before the stem was compiled
-)
 
 
 @dataclass
@@ -68,7 +63,6 @@ def loop(
     flags: str = "",
     *,
     jpeg: bool = False,
-    prelude: str = "",
     **more: str,
 ) -> Row:
     """Return a row: images/s of the training loop itself, with checks and metrics; the median of its logged windows."""
@@ -91,9 +85,6 @@ def loop(
             day.device,
             out,
         )
-        if prelude:
-            start = "import runpy; runpy.run_module('hvdtrain.imagenet', run_name='__main__', alter_sys=True)"
-            command = command.replace(" -m hvdtrain.imagenet", f" -c {shlex.quote(f'{prelude}; {start}')}", 1)
         day.run(command, ranks, 120.0 if "--compile" in flags else 75.0, **more)
         record = (out / "metrics.jsonl").read_text()
         (day.out / "logs" / f"{day.name}.metrics").write_text(record)
@@ -162,7 +153,6 @@ def patched(row: Row) -> Row:
 
 GPT2 = "--model gpt2 --amp bf16 --warmup-steps 8"
 SMALL = "--model gpt-small --batch-size 2 --amp bf16"
-RECORDING = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
 
 
 def rows() -> dict[str, Row]:
@@ -172,26 +162,24 @@ def rows() -> dict[str, Row]:
     return {
         **of_all,
         "serial-256": loop("serial", 1, 256, 48),
-        "jpeg-256": loop("serial", 1, 256, 48, jpeg=True),
-        "plain": plain("clock", "eager-256", "eager-64", "graph-64"),
-        "compile-256-blocks": loop("serial", 1, 256, 48, "--compile", prelude=BLOCKS_ONLY),
-        "compile-256": loop("serial", 1, 256, 48, "--compile"),
         "horovod-256": loop("horovod", 1, 256, 48),
         "ddp-256": loop("ddp", 1, 256, 48),
-        "serial-64": loop("serial", 1, 64, 160),
-        "horovod-64": loop("horovod", 1, 64, 160),
-        "ddp-64": loop("ddp", 1, 64, 160),
         "horovod-2x128": loop("horovod", 2, 128, 48),
         "horovod-2x128-patched": patched(loop("horovod", 2, 128, 48)),
         "ddp-2x128": loop("ddp", 2, 128, 48),
+        "all-reduce": all_reduce,
+        "serial-64": loop("serial", 1, 64, 160),
+        "horovod-64": loop("horovod", 1, 64, 160),
+        "ddp-64": loop("ddp", 1, 64, 160),
+        "plain": plain("clock", "eager-256", "eager-64", "graph-64"),
+        "jpeg-256": loop("serial", 1, 256, 48, jpeg=True),
+        "compile-256": loop("serial", 1, 256, 48, "--compile"),
+        "horovod-2x128-fp16": loop("horovod", 2, 128, 48, "--compression fp16"),
         "wire": plain("wire-fp16", "wire-bf16"),
         "gpt2-compile": benchmark(f"{GPT2} --compile", SMALL),
         "gpt2": benchmark(GPT2, SMALL),
-        "ddp-2x128-unrecorded": loop("ddp", 2, 128, 48, **RECORDING),
-        "all-reduce": all_reduce,
-        "plain-compiled": plain("compile-64", "compile-256"),
-        "horovod-2x128-fp16": loop("horovod", 2, 128, 48, "--compression fp16"),
         "serial-256-fp32": loop("serial", 1, 256, 24, "--amp off"),
+        "plain-compiled": plain("compile-64", "compile-256"),
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.cluster import SET_ENVIRONMENT
 from tests.e2e.launchers import ROOT, environment, launch
-from tests.hidden_gpus import HIDDEN
+from tests.hidden_gpus import HIDDEN, KEPT
 
 SHOW = "import os; print([os.environ.get(name) for name in {!r}])"
 NONE = "['', '', '']"
@@ -31,12 +31,14 @@ def test_a_launch_hides_what_this_process_sees(name, monkeypatch):
 
 def test_pytest_hides_them_before_the_tests_are_imported(tmp_path):
     """And the tests for GPUs are given those that were there, however pytest was started."""
-    show = "import os, tests.conftest, tests.hidden_gpus as gpus; "
-    show += "print(os.environ['CUDA_VISIBLE_DEVICES'] + '.', gpus.GIVEN)"
-    bare = {
-        name: value for name, value in os.environ.items() if name not in HIDDEN
-    }  # a worker of pytest-xdist has them
-    shown = subprocess.check_output(
-        [sys.executable, "-c", show], text=True, cwd=ROOT, env=bare | {"CUDA_VISIBLE_DEVICES": "3"}
+    show = "import os, sys, subprocess, tests.conftest, tests.hidden_gpus as gpus; "
+    show += "print(os.environ['CUDA_VISIBLE_DEVICES'] + '.', gpus.GIVEN, flush=True); "
+    worker = (
+        "subprocess.run([sys.executable, '-c', sys.argv[1]])"  # as pytest-xdist starts one, with the same environment
     )
-    assert shown.strip() == ". {'CUDA_VISIBLE_DEVICES': '3'}"
+    bare = {name: value for name, value in os.environ.items() if name not in (*HIDDEN, KEPT)}
+    for given in ({"CUDA_VISIBLE_DEVICES": "3"}, {}):
+        shown = subprocess.check_output(
+            [sys.executable, "-c", show + worker, show], text=True, cwd=ROOT, env=bare | given
+        )
+        assert shown.splitlines() == [f". {given}"] * 2

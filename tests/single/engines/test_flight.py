@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from hvdtrain.engines import flight
 from hvdtrain.engines.flight import Last, explain, record
@@ -72,9 +73,11 @@ def test_the_line_names_the_collective_and_the_ranks_that_did_not_come(found, ex
     assert explain(found, NAMES) == expected
 
 
-def test_the_users_own_size_of_the_ring_stays(monkeypatch):
+@pytest.mark.parametrize(("version", "name"), [("2.10.0", flight.SIZES[1]), ("2.11.0+cu130", flight.SIZES[0])])
+def test_the_ring_is_asked_for_by_the_name_that_this_torch_does_not_warn_of(version, name, monkeypatch):
     monkeypatch.setattr(flight, "_kind", "")
-    for own, expected in (({}, {flight.SIZES[1]: flight.RING}), ({flight.SIZES[0]: "0"}, {flight.SIZES[0]: "0"})):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    for own, expected in (({}, {name: flight.RING}), ({flight.SIZES[0]: "0"}, {flight.SIZES[0]: "0"})):
         record(own)
         assert own == expected
 

@@ -1,6 +1,5 @@
 """--compile compiles block by block, so that gradients are ready during the backward pass."""
 
-import copy
 import os
 import stat
 import subprocess
@@ -81,29 +80,6 @@ def test_compiled_blocks_compute_the_same_in_training_only_and_keep_their_names(
     torch.testing.assert_close(model(tokens), expected)
     assert compilations
     assert list(model.state_dict()) == names
-
-
-def test_what_is_around_the_blocks_is_compiled_too_with_the_same_results():
-    torch.manual_seed(1)
-    model, images = build_model("resnet18", 10, 32), torch.randn(2, 3, 32, 32)
-    other = copy.deepcopy(model)
-    graphs = []
-
-    def backend(graph, inputs):
-        takes_images = any(getattr(each, "shape", None) == images.shape for each in inputs)
-        classifies = any(node.target is torch._C._nn.linear for node in graph.graph.nodes)
-        graphs.append((takes_images, classifies))
-        return graph.forward
-
-    compiled(model, CPU, backend)
-    assert torch.equal(model(images), other(images))
-    assert sorted(graph for graph in graphs if any(graph)) == [(False, True), (True, False)], graphs
-    count = len(graphs)
-    assert count > 5  # the blocks have their own
-    model.eval()
-    other.eval()
-    assert torch.equal(model(images), other(images))
-    assert len(graphs) == count
 
 
 @pytest.fixture
