@@ -51,17 +51,10 @@ pytestmark = [
 
 def user(command: str) -> str:
     """Return a command line as an ordinary user of that root, who has this checkout, and a TMPDIR that containers lack."""
-    bound = [
-        "--bind",
-        str(ROOT),
-        "--bind",
-        "/etc/ssl/certs",
-        "--bind",
-        str(HERE / "checkout"),
-        "--bind",
-        f"{HERE}/base=/base",
-    ]
-    bound += ["--bind", "/etc/pip.conf"] if Path("/etc/pip.conf").exists() else []
+    paths = [str(ROOT), "/etc/ssl/certs", str(HERE / "checkout"), f"{HERE}/base=/base"]
+    paths += [f"{HERE}/gpu-base=/gpu-base"] if (HERE / "gpu-base").exists() else []
+    paths += ["/etc/pip.conf"] if Path("/etc/pip.conf").exists() else []
+    bound = [word for path in paths for word in ("--bind", path)]
     enter = [str(ROOT / "tests" / "e2e" / "roots" / "enter.sh"), str(HERE / "host"), "--user", "1234"]
     words = [*enter, *bound, "env", "TMPDIR=/scratch/job1"]
     return shlex.join([*words, "sh", "-euc", command])
@@ -199,7 +192,10 @@ def test_the_hosts_mpirun_around_containers(options, image, expected, out):
 
 def test_an_mpirun_of_open_mpi_5_around_containers(image, expected, out):
     """Debian 13 has 5.0.7. What its PMIx 5 sends, the PMIx 3 of the image's Open MPI 4 cannot read."""
-    ranks = f"/usr/bin/mpirun -np 2 -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29511 {APPTAINER} {IMAGE} python"
+    mpirun = (
+        "unset OPAL_PREFIX; /usr/bin/mpirun -np 2 -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29511"  # that of our 4.1.8
+    )
+    ranks = f"{mpirun} {APPTAINER} {IMAGE} python"
     done = as_user(f"{ranks} {TRAIN} --output-dir out/{out.name}")
     assert done.code == 2, done
     assert "announced 2 ranks, but horovod sees 1: this Horovod was built for another MPI" in done.stderr, done
