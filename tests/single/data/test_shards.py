@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from hvdtrain.data import loading, make_shards, shard_index, shard_reading, shards
+from hvdtrain.data import loading, make_shards, shard_index, shard_reading, sharding, shards
 from hvdtrain.data.shard_index import obtain, save, scan
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
@@ -106,7 +106,7 @@ def test_one_order_on_any_number_of_ranks_and_workers(size, workers, tars, numbe
     assert steps == [some.tolist() for order in orders for some in order.split(12)]
     assert all(count == 2 for count in Counter(itertools.chain(*steps)).values())
     assert orders[0].tolist() != orders[1].tolist()
-    assert orders[0].tolist() != loading.epoch_order(TRAIN, 1, 0).tolist()  # a window at a time
+    assert orders[0].tolist() != sharding.epoch_order(TRAIN, 1, 0).tolist()  # a window at a time
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (1, 2)])

@@ -290,6 +290,7 @@ def test_deterministic_and_fast_arithmetic_are_set_before_the_engine_starts_and_
     compared: list[object] = []
     monkeypatch.setattr("hvdtrain.engines.start.engine_class", lambda name: Gpu)
     monkeypatch.setattr("hvdtrain.engines.gpu.require_own", compared.append)
+    monkeypatch.setattr("hvdtrain.engines.gpu.pci_address", lambda device: "0000:00:00.0")
     threads = torch.get_num_threads()
     engine = start("serial", tuning=tuning, device=device, threads=threads, deterministic=deterministic)
     assert compared == [engine]  # with the GPUs of the other ranks
