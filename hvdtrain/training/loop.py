@@ -305,11 +305,15 @@ class Loop:
             clock.mark("reporting")
         due = now >= self.checkpoints.interval.due_at
         if (due or self.engine.activity.asked or state.step >= self.stopping.save_at) and not step.apart:
-            decision = self.stopping.decide(state.step, due)
-            if decision is Decision.STOP:
-                self.stop()
-            elif decision is Decision.SAVE:
-                self._save_in_steps(automatic=self.flags.checkpoint_steps is None)
+            self._decide(due)
+
+    def _decide(self, due: bool) -> None:
+        """Save or stop, if all ranks agree that this is the step for it. due: an automatic checkpoint is."""
+        decision = self.stopping.decide(self.state.step, due)
+        if decision is Decision.STOP:
+            self.stop()
+        elif decision is Decision.SAVE:
+            self._save_in_steps(automatic=self.flags.checkpoint_steps is None)
 
     def _save_in_steps(self, *, automatic: bool) -> None:
         self.state.train_seconds += self.clock.lap()

@@ -55,6 +55,8 @@ class Outputs:
 def instead_of_a_loss(given: object) -> str:
     """Return what `given` is, and what to give instead, for a message."""
     how = "take the mean over this micro-batch, loss.mean()"
+    if isinstance(given, Tensor) and given.numel() == 1:
+        return "a loss without a gradient: compute it from the model, without detach()"
     if isinstance(given, Tensor):
         return f"a tensor of shape {tuple(given.shape)}, not a scalar: {how}"
     if given is None:

@@ -26,35 +26,48 @@ REPLICAS = nn.DataParallel, nn.parallel.DistributedDataParallel
 _of_earlier_runs: weakref.WeakSet[object] = weakref.WeakSet()  # layers with trainable parameters
 
 
-def refuse_layer(name: str, layer: nn.Module, engine: Engine, *, local_steps: bool) -> None:
-    """Raise UserError for a layer with which ranks cannot train, or would train wrongly without an error."""
-    said = ""
-    of_torch = isinstance(layer, nn.SyncBatchNorm)
-    synchronizes = type(layer).__name__ == "SyncBatchNorm"
+def about_layer(name: str, layer: nn.Module, engine: Engine) -> str:
+    """Return why ranks cannot train with a layer, or would train wrongly without an error; "": they can."""
+    name = name or "the model"
+    embeds = isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
     if isinstance(layer, REPLICAS):
         kind = type(layer).__name__
-        said = f"a {kind} would reduce gradients, too: give it the model inside, and choose by --engine"
-    elif isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
-        said = f"{name or 'the model'} has sparse gradients, which are not reduced: leave sparse=True out"
-    elif synchronizes and local_steps:
-        said = "SyncBatchNorm makes ranks wait in every step: use nn.BatchNorm, or leave --sync-every out"
-    elif isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None and engine.size > 1:
+        return f"a {kind} would reduce gradients, too: give it the model inside, and choose by --engine"
+    if embeds and layer.sparse:
+        return f"{name} has sparse gradients, which are not reduced: leave sparse=True out"
+    if embeds and layer.max_norm is not None and engine.size > 1:
         after = f"weight.data.renorm_({layer.norm_type:g}, 0, {layer.max_norm:g})"
         how = f"leave it out, and write {after} of the layer after step.update()"
-        said = f"{name or 'the model'} has max_norm, which changes its weights on each rank alone: {how}"
-    elif synchronizes and engine.device.type == "cpu" and not (of_torch and engine.name == "serial"):
-        said = f"{name or 'the model'} is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs"
-    elif of_torch and engine.name == "horovod":
-        how = "use horovod.torch.SyncBatchNorm, or --engine ddp"
-        said = f"torch.nn.SyncBatchNorm synchronizes nothing under Horovod: {how}"
-    elif synchronizes and not of_torch and engine.name == "ddp":
-        how = "use torch.nn.SyncBatchNorm, or --engine horovod"
-        said = f"horovod.torch.SyncBatchNorm does not work under --engine ddp: {how}"
-    elif layer in _of_earlier_runs:
+        return f"{name} has max_norm, which changes its weights on each rank alone: {how}"
+    if layer in _of_earlier_runs:
         how = "create models and optimizers anew for each run, or copy.deepcopy(model) to go on with its weights"
-        said = f"this {type(layer).__name__} was trained by an earlier run: {how}"
-    if said:
-        raise UserError(f"run.prepare(): {said}")
+        return f"this {type(layer).__name__} was trained by an earlier run: {how}"
+    return ""
+
+
+def about_batch_norm(name: str, layer: nn.Module, engine: Engine, *, local_steps: bool) -> str:
+    """Return why a SyncBatchNorm of torch or of Horovod does not work here; "": it does, or is none."""
+    of_torch = isinstance(layer, nn.SyncBatchNorm)
+    if not of_torch and type(layer).__name__ != "SyncBatchNorm":
+        return ""
+    if local_steps:
+        return "SyncBatchNorm makes ranks wait in every step: use nn.BatchNorm, or leave --sync-every out"
+    if engine.device.type == "cpu" and not (of_torch and engine.name == "serial"):
+        return f"{name or 'the model'} is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs"
+    if of_torch and engine.name == "horovod":
+        how = "use horovod.torch.SyncBatchNorm, or --engine ddp"
+        return f"torch.nn.SyncBatchNorm synchronizes nothing under Horovod: {how}"
+    if not of_torch and engine.name == "ddp":
+        how = "use torch.nn.SyncBatchNorm, or --engine horovod"
+        return f"horovod.torch.SyncBatchNorm does not work under --engine ddp: {how}"
+    return ""
+
+
+def refuse_layer(name: str, layer: nn.Module, engine: Engine, *, local_steps: bool) -> None:
+    """Raise UserError for a layer with which ranks cannot train, or would train wrongly without an error."""
+    message = about_batch_norm(name, layer, engine, local_steps=local_steps) or about_layer(name, layer, engine)
+    if message:
+        raise UserError(f"run.prepare(): {message}")
 
 
 def callable_alone(function: Callable[..., object]) -> bool:

@@ -259,25 +259,15 @@ class Step:
         batch = self._batch
         if batch is None:
             raise UserError(f"step.backward() outside of step.batches(): {BACKWARD}")
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UserError(f"step.backward() got {instead_of_a_loss(loss)}")
-        if not loss.requires_grad:
-            raise UserError(
-                "step.backward() got a loss without a gradient: compute it from the model, without detach()"
-            )
         prepared = self._shared.prepared
         chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
         loss = loss.reshape(())
         if self._inspection is not None:
             self._inspection.backward(loss, prepared.named(chosen))
             return
-        for one in chosen:
-            if one in self._reduced:
-                raise UserError(f"step {self.number}: step.backward() before the last gradients were applied: {UPDATE}")
-            if one not in self.backwards and one in self._updated:  # another update in the same step
-                prepared.zero_grads[one]()
-            prepared.pending.add(one)
-            self.backwards[one] = self.backwards.get(one, 0) + 1
+        self._begin_backward(chosen)
         if count is None:
             weight: Tensor | float = batch.weight
             self._uncounted.update(chosen)
@@ -289,6 +279,17 @@ class Step:
         self._calls += 1
         if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`
             self._add("loss", loss.detach(), batch.count if count is None else count)
+
+    def _begin_backward(self, chosen: Sequence[torch.optim.Optimizer]) -> None:
+        """Count a backward pass of these optimizers. Raises UserError if they have gradients that are not applied yet."""
+        prepared = self._shared.prepared
+        for one in chosen:
+            if one in self._reduced:
+                raise UserError(f"step {self.number}: step.backward() before the last gradients were applied: {UPDATE}")
+            if one not in self.backwards and one in self._updated:  # another update in the same step
+                prepared.zero_grads[one]()
+            prepared.pending.add(one)
+            self.backwards[one] = self.backwards.get(one, 0) + 1
 
     def _differentiate(self, loss: Tensor, weight: Tensor | float, chosen: Sequence[torch.optim.Optimizer]) -> None:
         """Run the backward pass of `weight` times `loss`, for the parameters of the `chosen` optimizers."""
@@ -345,6 +346,12 @@ class Step:
                 self.missing = prepared.missing_gradients(optimizer)
             prepared.group.synchronize(optimizer)
             self._reduced[optimizer] = True
+        if self.items is not None or self._input.may_leave_out:
+            self._divide()
+        shared.clock.mark("communication")
+
+    def _divide(self) -> None:
+        """Turn the gradients of means over the planned samples into those of means over what was counted. A collective."""
         if self.items is not None and self.items.given:
             if self._uncounted:
                 how = "give it in all, or in none"
@@ -353,7 +360,6 @@ class Step:
         elif self._input.may_leave_out:
             planned = sum(batch.local_count for batch in self._planned.batches)
             self._counts().make_up(sum(batch.count for batch in self.loaded), planned, list(self.backwards))
-        shared.clock.mark("communication")
 
     def read(self) -> bool:
         """Return whether the gradients of this loop are finite. The update of those that are not is skipped."""
