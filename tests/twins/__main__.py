@@ -11,6 +11,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, environment
@@ -19,7 +20,7 @@ from tests.twins.page import PAGE, Verdicts, page, worst
 from tests.twins.twin import SKIPPED, Verdict
 
 WAYS = [(engine, ranks) for engine in ("horovod", "ddp") for ranks in (1, 2, 3)]
-STALL, ALONE = 120.0, 15.0  # seconds without a verdict of any rank; without one of the others, after a rank's
+AT_ONCE = 130  # twins in one job
 
 
 def command(engine: str, ranks: int, directory: str) -> list[str]:
@@ -27,76 +28,64 @@ def command(engine: str, ranks: int, directory: str) -> list[str]:
     return [*start, *([] if engine == "ddp" else PYTHON.split()), "-m", "tests.twins.ranks", engine, directory]
 
 
-def read(directory: Path) -> list[dict[str, Verdict]]:
-    """Return what each rank has written."""
-    found = []
-    for path in sorted(directory.glob("rank-*")):
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
-        found.append({name: Verdict(kind, detail) for name, kind, detail, _ in lines})
-    return found
+def end(directory: Path, job: "subprocess.Popen[bytes]") -> None:
+    """Kill the ranks, and wait for their launcher."""
+    for path in directory.glob("pid-*"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.name.removeprefix("pid-")), signal.SIGKILL)
+    try:
+        job.wait(20)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
 
 
 def run_once(engine: str, ranks: int, names: list[str]) -> Verdicts:
-    """Start a job for these twins, and return the verdicts until it ended or one of them hung."""
+    """Start a job for these twins, and return the verdicts until it ended."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         (directory / "names").write_text("\n".join(names))
         with (directory / "log").open("w") as log:
             job = subprocess.Popen(
-                command(engine, ranks, scratch),
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                env=environment(),
-                start_new_session=True,
-            )
-            state: list[int] = []
-            changed = time.monotonic()
+                command(engine, ranks, scratch), cwd=ROOT, stdout=log, stderr=log, env=environment(), start_new_session=True
+            )  # fmt: skip
             while job.poll() is None:
-                time.sleep(0.2)
-                lengths = [len(rank) for rank in read(directory)]
-                if lengths != state:
-                    state, changed = lengths, time.monotonic()
-                uneven = len(set(lengths)) > 1 or (state and len(state) < ranks)
-                if time.monotonic() - changed > (ALONE if uneven else STALL):
-                    job.send_signal(signal.SIGTERM)
-                    try:
-                        job.wait(10)
-                    except subprocess.TimeoutExpired:
-                        job.kill()
+                time.sleep(0.1)
+                if (directory / "ended").exists() or any(path.stat().st_size for path in directory.glob("stack-*")):
+                    time.sleep(0.2)  # until the stack is written
                     break
-            job.wait()
-        for path in directory.glob("pid-*"):  # those that the launcher has left
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(path.name.removeprefix("pid-")), signal.SIGKILL)
-        by_rank = read(directory)
-        verdicts = {
-            name: worst([rank[name] for rank in by_rank if name in rank])
-            for name in names
-            if any(name in rank for rank in by_rank)
-        }
-        for name, verdict in verdicts.items():
-            silent = ranks - sum(name in rank for rank in by_rank)
-            if silent and verdict.kind in ("works", "differs"):
-                verdicts[name] = Verdict("HANGS", f"{silent} of {ranks} ranks")
-        if len(verdicts) < len(names) and job.returncode != 0 and all(len(rank) == len(verdicts) for rank in by_rank):
-            lost = next(name for name in names if name not in verdicts)
-            end = (directory / "log").read_text().strip().splitlines()[-3:]
-            verdicts[lost] = Verdict("DIES", " | ".join(end)[:200])
-        return verdicts
+            end(directory, job)
+        return what_became(directory, ranks, job.returncode)
 
 
-def run(engine: str, ranks: int, names: list[str]) -> Verdicts:
-    """Return the verdict of each twin. After one that hung or died, the rest is run in another job."""
+def what_became(directory: Path, ranks: int, code: int) -> Verdicts:
+    """Return the verdicts that the ranks have written, with one for the twin at which the job ended."""
+    by_rank = [path.read_text().splitlines() for path in sorted(directory.glob("rank-*"))]
+    entries = [[json.loads(line) for line in each if line.endswith("]")] for each in by_rank]
     verdicts: Verdicts = {}
-    while left := [name for name in names if name not in verdicts]:
-        more = run_once(engine, ranks, left)
+    for name in dict.fromkeys(entry[0] for each in entries for entry in each):
+        found = [Verdict(*entry[1:3]) for each in entries for entry in each if entry[0] == name and len(entry) > 1]
+        if len(found) < ranks and all(verdict.kind in ("works", "differs") for verdict in found):
+            stacks = [path.read_text() for path in sorted(directory.glob("stack-*"))]
+            frames = [line.strip() for stack in stacks for line in stack.splitlines() if "/hvdtrain/" in line][:1]
+            said = (directory / "log").read_text().strip().splitlines()[-3:]
+            hung = any(stacks) or found
+            verdicts[name] = Verdict("HANGS", "".join(frames)) if hung else Verdict("DIES", " | ".join(said)[:200])
+        else:
+            verdicts[name] = worst(found)
+    return verdicts
+
+
+def run(engine: str, ranks: int, names: list[str]) -> Iterator[Verdicts]:
+    """Yield the verdicts, a job at a time. After a twin that hung or died, the rest is run in another job."""
+    while names:
+        more = run_once(engine, ranks, names[:AT_ONCE])
         if not more:
             raise SystemExit(
                 f"{engine}, {ranks} ranks: nothing was run: {' '.join(command(engine, ranks, 'DIRECTORY'))}"
             )
-        verdicts |= more
-    return verdicts
+        yield more
+        names = [name for name in names if name not in more]
 
 
 def read_json(path: Path) -> dict[str, Verdicts]:
@@ -136,11 +125,13 @@ def main() -> int:
     for engine, ranks in ways:
         began = time.monotonic()
         verdicts = table.setdefault(f"{engine}{ranks}", {})
-        verdicts |= run(engine, ranks, [name for name in names if name not in verdicts])
-        for name in names:
-            verdict = verdicts[name]
-            if flags.verbose or verdict.kind not in ("works", "differs", "torch"):
-                print(f"{engine} {ranks}  {name}: {verdict.kind} {verdict.detail}", flush=True)
+        for more in run(engine, ranks, [name for name in names if name not in verdicts]):
+            verdicts |= more
+            for name, verdict in more.items():
+                if flags.verbose or verdict.kind not in ("works", "differs", "torch"):
+                    print(f"{engine} {ranks}  {name}: {verdict.kind} {verdict.detail}", flush=True)
+            if flags.json:
+                flags.json[0].write_text(json.dumps(table, indent=0))
         print(
             engine,
             ranks,
@@ -148,8 +139,6 @@ def main() -> int:
             f"{time.monotonic() - began:.0f} s",
             flush=True,
         )
-        if flags.json:
-            flags.json[0].write_text(json.dumps(table, indent=0))
     if not words and len(ways) == len(WAYS):
         PAGE.write_text(page(table))
     return 0

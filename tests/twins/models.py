@@ -110,7 +110,7 @@ def layers() -> Iterator[Twin]:
             return Around(layer, shape, inputs_of(layer), whole)
 
         frozen = {"find_unused_parameters": True} if whole else {}
-        yield Twin(f"layer {name}", model=model, prepare=frozen)
+        yield Twin(f"layer {name}", model=model, prepare=frozen, keeps=any(True for _ in layer.state_dict()))
 
 
 # ---- losses
@@ -194,7 +194,7 @@ def losses() -> Iterator[Twin]:
                 return value if how == "mean" else value.sum() / len(x) if how == "sum" else value.mean()
 
             wide = functools.partial(nn.Linear, WIDTH, WIDTH)
-            yield Twin(f"loss {name}, {reduction}", model=wide, loss=loss)
+            yield Twin(f"loss {name}, {reduction}", model=wide, loss=loss, keeps=False)
     for name, reductions in WITH_WEIGHTS.items():
         for reduction in reductions:
             yield Twin(

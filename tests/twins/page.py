@@ -14,10 +14,10 @@ HEAD = """# What of torch works, differs, is refused
 
 | | |
 |---|---|
-| Claim | {works} of {all} small programs train as plain PyTorch does; engines and ranks: {names} |
+| Claim | of {all} small programs, {works} train as in plain PyTorch, {differs} differ as said here, {refused} are refused; {silent} |
 | Command | `python -m tests.twins` |
 | Machine | virtual machine with two cores, no GPU, PyTorch {torch} |
-| Runs, spread | once with each engine and number of ranks; also killed and resumed, except with DataLoader workers |
+| Runs, spread | once with each engine and number of ranks, and once more killed and resumed |
 | Date | {date} |
 
 The command walks torch's namespaces, and makes a program of each layer, loss, optimizer, scheduler, sampler and so on.
@@ -25,40 +25,55 @@ Each is trained by hvdtrain and by a plain loop. A new version of torch is one r
 
 **works**: within rounding, it has the losses and weights of the plain loop with the global batch. Samples are the same in
 each epoch. The evaluation is that of the whole set. All ranks have the same bits, and so has a run that is killed and
-resumed.
+resumed. Programs with DataLoader workers are not resumed here. Neither are losses, and layers without weights.
 
-**differs**: a plain loop cannot give the same numbers. The program draws random numbers, or the loss of a sample depends on
-the others of its batch, and each rank has its own ([why](../how-it-works.md#the-gradient)). Samples, evaluation, ranks and
-the resumed run are compared as above. On one rank, only random numbers may differ.
+**differs**: a plain loop with the global batch cannot give the same numbers. Samples, evaluation, ranks and the resumed run
+are compared as above. Where the loss of a sample depends on the others of its batch, each rank has its own
+([why](../how-it-works.md#the-gradient)). Losses and weights then are those of a plain loop that sums up the gradients of the
+ranks' parts.
 
-**refused**: exit code 2 and one line, which the table quotes.
+**refused**: exit code 2 and one line, which the table quotes. It counts here if one way refuses it.
 
+| ranks and engine | works | differs | refused | fails in one line | another value | traceback | hangs |
+|---|---:|---:|---:|---:|---:|---:|---:|
 """
+KINDS = ["works", "differs", "refused", "failed", "WRONG", "TRACEBACK", "HANGS"]
 
 
 def page(table: dict[str, Verdicts]) -> str:
     """Return the page of these verdicts, by way and name."""
-    names = list(next(iter(table.values())))
+    names = [name for name in next(iter(table.values())) if all(name in verdicts for verdicts in table.values())]
     by_name = {name: {way: table[way][name] for way in table} for name in names}
     kinds = {name: worst(list(verdicts.values())).kind for name, verdicts in by_name.items()}
     tried = [name for name in names if kinds[name] != "torch"]
+    total = Counter(kinds[name] for name in tried)
+    rest = len(tried) - sum(total[kind] for kind in ("works", "differs", "refused"))
     text = HEAD.format(
-        works=sum(kinds[name] == "works" for name in tried), all=len(tried), names=", ".join(table),
+        works=total["works"], all=len(tried), differs=total["differs"], refused=total["refused"],
+        silent=f"{rest} are wrong" if rest else "none is wrong in silence, hangs or ends in a traceback",
         torch=torch.__version__.partition("+")[0], date=time.strftime("%Y-%m-%d"),
     )  # fmt: skip
-    text += "| kind | programs | works | differs | refused | otherwise |\n|---|---:|---:|---:|---:|---:|\n"
+    for way in table:
+        of = Counter(table[way][name].kind for name in tried)
+        of["HANGS"] += of["DIES"]
+        text += f"| {way[-1]}, {way[:-1]} | {' | '.join(str(of[kind]) for kind in KINDS)} |\n"
+    text += (
+        "\n## By kind\n\n| kind | programs | works | differs | refused | otherwise |\n|---|---:|---:|---:|---:|---:|\n"
+    )
     families = dict.fromkeys(family(name) for name in tried)
     for each in families:
         of = Counter(kinds[name] for name in tried if family(name) == each)
         rest = sum(of.values()) - of["works"] - of["differs"] - of["refused"]
         text += f"| {each} | {sum(of.values())} | {of['works']} | {of['differs']} | {of['refused']} | {rest} |\n"
-    text += "\n## Not as in the plain loop\n\n| program | where | what |\n|---|---|---|\n"
+    text += "\n## Refused, or otherwise than in the plain loop\n\n| programs | where | what |\n|---|---|---|\n"
+    rows: dict[tuple[str, str], list[str]] = {}
     for name in tried:
         if kinds[name] not in ("works", "differs"):
             for verdict in dict.fromkeys(v for v in by_name[name].values() if v.kind not in ("works", "differs")):
                 where = [way for way in table if by_name[name][way] == verdict]
-                everywhere = "everywhere" if len(where) == len(table) else ", ".join(where)
-                text += f"| {name} | {everywhere} | {verdict.kind}: {cell(verdict.detail)} |\n"
+                said = verdict.detail if verdict.kind == "refused" else f"{verdict.kind}: {verdict.detail}"
+                rows.setdefault((said, "everywhere" if len(where) == len(table) else ", ".join(where)), []).append(name)
+    text += "".join(f"| {cell('; '.join(of))} | {where} | {cell(said)} |\n" for (said, where), of in rows.items())
     text += "\n## Differs\n\n| why | programs |\n|---|---|\n"
     differs = {name: worst(list(by_name[name].values())).detail for name in tried if kinds[name] == "differs"}
     for why in dict.fromkeys(differs.values()):
@@ -67,11 +82,13 @@ def page(table: dict[str, Verdicts]) -> str:
     for each in families:
         works = [name.removeprefix(each).strip() for name in tried if family(name) == each and kinds[name] == "works"]
         text += f"| {each} | {cell('; '.join(works))} |\n" if works else ""
-    text += "\n## Not tried\n\n| what | why |\n|---|---|\n"
-    refused = {name: next(iter(by_name[name].values())).detail for name in names if kinds[name] == "torch"}
+    text += "\n## Not tried\n\nPlain PyTorch refuses these on a CPU, or no arguments were found.\n\n"
+    text += "| why | what |\n|---|---|\n"
+    reasons: dict[str, list[str]] = {}
+    refused = {name: worst(list(by_name[name].values())).detail for name in names if kinds[name] == "torch"}
     for name, why in (SKIPPED | refused).items():
-        text += f"| {name} | {cell(why)} |\n"
-    return text
+        reasons.setdefault(why, []).append(name)
+    return text + "".join(f"| {cell(why)} | {cell('; '.join(of))} |\n" for why, of in reasons.items())
 
 
 def family(name: str) -> str:

@@ -97,6 +97,7 @@ class Twin:
     refusal: bool = False  # the plain loop would be another: only what hvdtrain says of it
     draws: bool = False  # the loader draws samples at random: their number is compared
     brief: bool = False  # starts processes: without a resumed run
+    keeps: bool = True  # what a checkpoint must hold, besides weights; also whatever draws random numbers
     differs: str = ""  # why a plain loop cannot have the same steps, though it has the same samples
     near: float = 1e-4
 
@@ -189,12 +190,13 @@ def buffers_of(net: nn.Module) -> Kept:
             else copy.deepcopy(module.get_extra_state())
         )
 
-    return [(m, {name: copied(b) for name, b in m._buffers.items()}, extra(m)) for m in net.modules()]
+    return [(m, {name: copied(b) for name, b in m.named_buffers(recurse=False)}, extra(m)) for m in net.modules()]
 
 
 def put_back(kept: Kept) -> None:
     for module, buffers, extra in kept:
-        module._buffers |= {name: copied(buffer) for name, buffer in buffers.items()}
+        for name, buffer in buffers.items():
+            setattr(module, name, copied(buffer))
         if extra is not None:
             module.set_extra_state(extra)
 
@@ -240,7 +242,7 @@ def plain(twin: Twin, pieces: int = 1, seed: int = 7) -> Result:
                 size = len(first_column(batch))
                 weighed = float(twin.count(*values)) if twin.count else size
                 before, summed = buffers_of(net), Gradients(net)
-                for number, some in enumerate(torch.arange(size).tensor_split(min(pieces, size))):
+                for number, some in enumerate(torch.arange(size)[first::pieces] for first in range(min(pieces, size))):
                     if number:  # each rank has buffers of its own
                         put_back(before)
                     piece = values if pieces == 1 else tree_map(lambda leaf, some=some: rows(leaf, some), values)
@@ -347,8 +349,13 @@ def unlike(ours: object, theirs: object, near: float) -> bool:
     return False
 
 
-def comparable(twin: Twin) -> tuple[Result, str]:
-    """Return what plain PyTorch gives, and why several ranks cannot give the same; "": they can."""
+DEPENDS = "a sample's loss depends on the others of its batch"
+
+
+def comparable(twin: Twin, ranks: int) -> tuple[Result, str]:
+    """Return what plain PyTorch gives, and why several ranks cannot give the same; "": they can. If it is DEPENDS, the
+    plain loop sums up the gradients of as many parts of each batch.
+    """
     whole = plain(twin)
     with twin.context():
         twin.model().load_state_dict(whole.state)  # which torch cannot, of some dtypes
@@ -361,7 +368,7 @@ def comparable(twin: Twin) -> tuple[Result, str]:
     except Exception as error:  # such as a batch that has no rows
         return whole, f"a batch cannot be divided ({type(error).__name__})"
     if unlike(whole.losses, in_parts.losses, twin.near) or unlike(whole.state, in_parts.state, twin.near):
-        return whole, "a sample's loss depends on the others of its batch"
+        return in_parts if ranks == 3 else plain(twin, pieces=ranks), DEPENDS
     return whole, ""
 
 
@@ -371,13 +378,14 @@ def judge(engine: Engine, twin: Twin, resume: bool = True) -> Verdict:
         ours(engine, twin)
         return Verdict("WRONG", "is not refused")
     try:
-        expected, why = comparable(twin)
+        expected, why = comparable(twin, engine.size)
     except Exception as error:
         return Verdict("torch", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     result = ours(engine, twin)
     if wrong := compare(engine, twin, result, expected, why):
         return Verdict("WRONG", wrong)
-    if resume and not twin.brief and (wrong := resumed(engine, twin, result)):
+    keeps = twin.keeps or why == "random numbers"
+    if resume and keeps and not twin.brief and (wrong := resumed(engine, twin, result)):
         return Verdict("WRONG", wrong)
     different = why if why in ("random numbers", twin.differs) or engine.size > 1 else ""
     return Verdict("differs", different) if different else Verdict("works")
@@ -401,9 +409,13 @@ def compare(engine: Engine, twin: Twin, result: Result, expected: Result, why: s
         alone = evaluate(twin, net, loader) if not twin.draws else result.evaluation
     if why != "random numbers" and unlike(result.evaluation, alone, max(twin.near, 1e-5)):
         return f"evaluation: {result.evaluation} and not {alone}"
-    if twin.draws or (why in ("random numbers", twin.differs) and why) or (why and engine.size > 1):
+    in_parts = why == DEPENDS and engine.size > 1
+    if twin.draws or (why in ("random numbers", twin.differs) and why) or (why and engine.size > 1 and not in_parts):
         return ""
-    for what in ("losses", "state", "evaluation", "found"):
+    if in_parts:  # each rank has buffers of its own, of which an evaluation takes the mean
+        trained = [name for name, _ in net.named_parameters()]
+        result, expected = (r._replace(state={name: r.state[name] for name in trained}) for r in (result, expected))
+    for what in ("losses", "state") if in_parts else ("losses", "state", "evaluation", "found"):
         if unlike(getattr(result, what), getattr(expected, what), twin.near):
             return f"{what}: {first_difference(getattr(result, what), getattr(expected, what))}"
     return ""
