@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, environment
+from tests.e2e.launchers import LAUNCHERS, ROOT, environment
 from tests.twins.catalogue import catalogue
 from tests.twins.page import PAGE, Verdicts, page, worst
 from tests.twins.twin import SKIPPED, Verdict
@@ -24,8 +24,8 @@ AT_ONCE = 130  # twins in one job
 
 
 def command(engine: str, ranks: int, directory: str) -> list[str]:
-    start = (TORCHRUN if engine == "ddp" else LAUNCHERS["mpirun"]).format(ranks=ranks).split()
-    return [*start, *([] if engine == "ddp" else PYTHON.split()), "-m", "tests.twins.ranks", engine, directory]
+    """All ranks are forked from one import."""
+    return [*LAUNCHERS["starter"].format(ranks=ranks).split(), "-m", "tests.twins.ranks", engine, directory]
 
 
 def end(directory: Path, job: "subprocess.Popen[bytes]") -> None:

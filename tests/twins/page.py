@@ -14,7 +14,7 @@ HEAD = """# What of torch works, differs, is refused
 
 | | |
 |---|---|
-| Claim | of {all} small programs, {works} train as in plain PyTorch, {differs} differ as said here, {refused} are refused; {silent} |
+| Claim | of {all} programs, {works} train as in plain PyTorch, {differs} differ as said, {refused} are refused; {silent} |
 | Command | `python -m tests.twins` |
 | Machine | virtual machine with two cores, no GPU, PyTorch {torch} |
 | Runs, spread | once with each engine and number of ranks, and once more killed and resumed |

@@ -6,7 +6,6 @@ import hashlib
 import io
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from hvdtrain.training.start import started
 
 SAMPLES, EPOCHS, GLOBAL_BATCH = 31, 2, 12  # three steps in an epoch, the last one with 7 samples
 WIDTH = 4
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # for checkpoints, which are synced to the disk
 ARITHMETIC = {
     torch.float16,
     torch.bfloat16,
@@ -116,10 +116,6 @@ class Verdict(NamedTuple):
 
     kind: str
     detail: str = ""
-
-
-class Killed(Exception):
-    pass
 
 
 def parts(batch: Any) -> Sequence[Any]:
@@ -273,7 +269,7 @@ def step_by_epoch(scheduler: Any, evaluation: float) -> None:
 @contextlib.contextmanager
 def a_run(engine: Engine, twin: Twin, directory: str | None) -> Iterator[training.Run]:
     parser = training.parser("twin", None, epochs=EPOCHS, batch_size=GLOBAL_BATCH // engine.size)
-    kept = ["--output-dir", directory, "--checkpoint-steps", "1"] if directory else []
+    kept = ["--output-dir", directory, "--checkpoint-steps", "2", "--keep", "9"] if directory else []
     flags = parser.parse(["--engine", engine.name, "--no-progress", "--log-steps", "1", *kept, *twin.flags])
     said.seek(0)
     said.truncate()
@@ -285,8 +281,8 @@ def a_run(engine: Engine, twin: Twin, directory: str | None) -> Iterator[trainin
         yield run
 
 
-def ours(engine: Engine, twin: Twin, directory: str | None = None, kill: int = 0) -> Result:
-    """Train with hvdtrain. directory: for checkpoints, and to resume a run in it. kill: raise Killed after this step."""
+def ours(engine: Engine, twin: Twin, directory: str | None = None) -> Result:
+    """Train with hvdtrain. directory: for checkpoints, and to resume a run in it."""
     with twin.context(), a_run(engine, twin, directory) as run:
         part[:] = [engine.rank, engine.size]
         torch.manual_seed(5)
@@ -315,14 +311,6 @@ def ours(engine: Engine, twin: Twin, directory: str | None = None, kill: int = 0
                 losses.append(step.loss)
                 if scheduler is not None and not twin.by_epoch:
                     scheduler.step()
-                if step.number == kill:
-                    until = time.monotonic() + 30  # written in the background; some cannot be written at all
-                    while engine.rank == 0 and time.monotonic() < until:
-                        if list(Path(str(directory), "checkpoints").glob("step-*")) or "not written" in said.getvalue():
-                            break
-                        time.sleep(0.01)
-                    engine.barrier()
-                    raise Killed
             everyone = engine.all_gather_object(column, "seen")
             seen.append(sorted(value for rank in everyone for value in rank))
             with run.evaluating(loader) as mine:
@@ -381,11 +369,18 @@ def judge(engine: Engine, twin: Twin, resume: bool = True) -> Verdict:
         expected, why = comparable(twin, engine.size)
     except Exception as error:
         return Verdict("torch", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    result = ours(engine, twin)
-    if wrong := compare(engine, twin, result, expected, why):
-        return Verdict("WRONG", wrong)
-    keeps = twin.keeps or why == "random numbers"
-    if resume and keeps and not twin.brief and (wrong := resumed(engine, twin, result)):
+    if not resume or twin.brief or not (twin.keeps or why == "random numbers"):
+        result = ours(engine, twin)
+        wrong = compare(engine, twin, result, expected, why)
+    else:
+        directory = engine.broadcast_object(tempfile.mkdtemp(dir=MEMORY) if engine.rank == 0 else None, "directory")
+        try:
+            result = ours(engine, twin, directory)
+            wrong = compare(engine, twin, result, expected, why) or resumed(engine, twin, result, directory)
+        finally:
+            if engine.rank == 0:
+                shutil.rmtree(directory, ignore_errors=True)
+    if wrong:
         return Verdict("WRONG", wrong)
     different = why if why in ("random numbers", twin.differs) or engine.size > 1 else ""
     return Verdict("differs", different) if different else Verdict("works")
@@ -429,19 +424,22 @@ def first_difference(ours: Any, theirs: Any) -> str:
     return f"{str(ours)[:80]} and not {str(theirs)[:80]}"
 
 
-def resumed(engine: Engine, twin: Twin, whole: Result) -> str:
-    """Kill a run, and resume it: return what is not as without, "": nothing."""
-    directory = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None, "directory")
-    try:
-        with contextlib.suppress(Killed):
-            ours(engine, twin, directory, kill=len(whole.losses) * 2 // 3)
-        written = engine.broadcast_object(len(list(Path(directory, "checkpoints").glob("step-*"))), "written")
-        again = ours(engine, twin, directory)
-    finally:
-        if engine.rank == 0:
-            shutil.rmtree(directory, ignore_errors=True)
-    if not written:
+def resumed(engine: Engine, twin: Twin, whole: Result, directory: str) -> str:
+    """Train again from a checkpoint of the run in `directory`. Return what is not as without, "": nothing."""
+    if engine.rank == 0:
+        saved = sorted(Path(directory, "checkpoints").glob("step-*"))
+        steps = [int(path.stem.removeprefix("step-")) for path in saved]
+        for path, step in zip(saved, steps, strict=True):
+            if step >= len(whole.losses):
+                path.unlink()
+        Path(directory, "summary.json").unlink(missing_ok=True)
+    else:
+        steps = []
+    if not any(step < len(whole.losses) for step in engine.broadcast_object(steps, "steps")):
         return "no checkpoint could be written, which a warning alone says"
+    again = ours(engine, twin, directory)
+    if len(again.losses) >= len(whole.losses):
+        return "it began anew"
     return "" if again.bits == whole.bits else f"resumed: other bits, {first_difference(again.state, whole.state)}"
 
 
