@@ -221,6 +221,24 @@ class Stream(IterableDataset[Any]):
         yield from (data[i] for i in (mine[worker.id :: worker.num_workers] if worker else mine))
 
 
+class Resumable(Stream):
+    """Tells where it is, and goes on there."""
+
+    at = first = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for self.at, sample in enumerate(super().__iter__(), start=1):
+            if self.at > first:
+                yield sample
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["at"]
+
+
 class Numbers(IterableDataset[Any]):
     def __init__(self, first: int, last: int):
         self.first, self.last = first, last
@@ -247,6 +265,7 @@ def datasets() -> Iterator[Twin]:
     yield Twin(
         "dataset random_split", data=lambda: random_split(numbered(), [25, 6], torch.Generator().manual_seed(1))[0]
     )
+    yield Twin("dataset IterableDataset with state_dict", data=Resumable)
     yield Twin("dataset with __getitems__", data=Together)
     yield Twin("dataset Subset of one with __getitems__", data=lambda: Subset(Together(), range(25)))
     for form in (
