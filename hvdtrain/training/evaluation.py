@@ -83,21 +83,25 @@ class Evaluation:
     def _counted(self, name: str) -> int:
         """Return by how many samples of this rank the sum of a metric is divided: as many as there are values of it, where a
         collate_fn makes several of a sample. Raises UserError."""
-        if self._loaded is None or name not in self._rows:
-            return self._samples
+        samples = self._held()
+        if name not in self._rows:
+            return samples
         rows = self._rows[name] + self._rows_in_sums.get(name, 0)
-        if rows % self._samples if self._samples else rows:
+        if rows % samples if samples else rows:
             how = "give a value for each sample, or their sum, or count=, the number of values"
-            raise UserError(f"run.record({name}=...) got {rows} values for {self._samples} samples: {how}")
+            raise UserError(f"run.record({name}=...) got {rows} values for {samples} samples: {how}")
         return rows
+
+    def _held(self) -> int:
+        """Return how many samples this rank has; of a loader, so far."""
+        return len(range(self._data)[self.mine()]) if self._loaded is None else self._samples
 
     def means(self) -> dict[str, float]:
         """Return the means over the samples of all ranks, and `count`, that of the first. A collective. Raises UserError on
         every rank."""
         # A rank without samples has recorded nothing, so collect the names from all ranks.
         split = split_of(getattr(self._data, "dataset", None))
-        held = len(range(self._data)[self.mine()]) if self._loaded is None else self._samples
-        told = [list(self._sums), list(self._counts), split, held]
+        told = [list(self._sums), list(self._counts), split, self._held()]
         everyone = self._engine.all_gather_object(told, "evaluate.names")
         if any(theirs[2] != split for theirs in everyone):
             raise UserError(
@@ -117,8 +121,6 @@ class Evaluation:
         mine = torch.tensor([*read(own), *rows], dtype=torch.float64)
         sums = self._engine.sum(mine, "evaluate").tolist()
         counts = dict(zip(names, sums[-len(names) :], strict=True))
-        if self._loaded is None:
-            counts = dict.fromkeys(names, float(self._data))
         counts |= dict(zip(counted, sums[len(names) : -len(names)], strict=True))
         totals = [counts[name] for name in names]
         if min(totals) <= 0:

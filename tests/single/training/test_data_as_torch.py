@@ -368,6 +368,12 @@ def test_several_values_of_a_sample_are_a_mean_over_them_and_too_few_are_one_lin
         with pytest.raises(UserError, match=complaint), run.evaluating(DataLoader(Numbers(), 4)) as mine:
             for batch in mine:
                 run.record(value=batch[:3, 0])
+        with run.evaluating(N) as mine:
+            run.record(value=torch.arange(N)[mine].repeat(2))
+        assert run.evaluation["value"] == pytest.approx((N - 1) / 2)
+        complaint = r"run.record\(value=...\) got 30 values for 20 samples"
+        with pytest.raises(UserError, match=complaint), run.evaluating(N):
+            run.record(value=torch.ones(30))
 
 
 # ---- another split when the run is resumed
