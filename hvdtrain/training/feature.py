@@ -4,8 +4,8 @@ A feature is one file in training/features, and one line in training/start.py, w
 core calls these methods and imports no feature. Without the file and the line, all else works.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the core hands these over; importing them would be a circle
     from hvdtrain.training.parts import Part
@@ -20,6 +20,9 @@ class Feature:
 
     def prepare(self, run: "Run") -> None:
         """Called at the end of `run.prepare`: models and optimizers are wrapped and restored."""
+
+    def registered(self, objects: Mapping[str, Any]) -> None:
+        """Called at the end of `run.register`: the objects are restored, with what rank 0 had."""
 
     def before_step(self, step: "Step") -> None:
         """Called before the script gets a step."""

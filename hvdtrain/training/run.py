@@ -133,6 +133,8 @@ class Run(Loop):
         self.checkpoints.register(objects, generators)
         require_same_on_all(self.engine, objects)
         self.checkpoints.restore_statistics(objects)
+        for feature in self.features.all:
+            feature.registered(objects)
 
     # ---- the loop
 

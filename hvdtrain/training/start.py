@@ -26,6 +26,7 @@ from hvdtrain.training import early_end
 from hvdtrain.training.checkpoints import Checkpoints
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.features import non_finite
+from hvdtrain.training.features.differing import Differing
 from hvdtrain.training.features.replicas import of_replicas
 from hvdtrain.training.features.schedule_rules import ScheduleRules
 from hvdtrain.training.inputs import Kind
@@ -156,7 +157,7 @@ def features_of(
         from hvdtrain.training.features.utilization import Utilization
 
         features.append(Utilization())
-    features.append(ScheduleRules())
+    features += [ScheduleRules(), Differing()]
     return features
 
 

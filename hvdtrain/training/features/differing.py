@@ -1,0 +1,87 @@
+"""Registered objects whose states differ between ranks, such as a buffer of images that each rank has made.
+
+A checkpoint has rank 0's of every registered object. If that of another rank differs, it also has:
+
+differing        JSON as uint8: of each rank, the states by name, with shape and type of their tensors
+differing.rows   int64 [ranks, n]: of each rank, the bytes of their tensors, one after the other, padded
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hvdtrain.engines.buffers import running_statistics
+from hvdtrain.engines.portable import to_json, unflattened
+from hvdtrain.training import contents, own_states
+from hvdtrain.training.checksums import checksum
+from hvdtrain.training.feature import Feature
+from hvdtrain.training.parts import Content, Part
+from hvdtrain.training.run import Run
+
+HOW = "leave it out, or register an object whose state_dict has only numbers, strings and tensors"
+
+
+def state_of(what: Any) -> Any:
+    """Return the state of a registered object; of a module, without running statistics, of which each rank has its own."""
+    if not isinstance(what, nn.Module):
+        return what.state_dict()
+    statistics = {buffer.data_ptr() for buffer in running_statistics([what])}
+    return {name: held for name, held in contents.tensors_of(what).items() if held.data_ptr() not in statistics}
+
+
+def digest(state: Any) -> str:
+    """Return a hash of nested values."""
+
+    def put(tensor: Tensor) -> object:
+        return int(checksum(tensor))
+
+    return hashlib.sha256(json.dumps(to_json(state, put)).encode()).hexdigest()
+
+
+class Differing(Feature, Part):
+    """Saves and restores them."""
+
+    def prepare(self, run: Run) -> None:
+        self._run, self._own = run, dict[str, dict[str, Any]]()
+
+    def parts(self) -> Sequence[Part]:
+        return [self]
+
+    def save(self, content: Content) -> None:
+        engine, states = self._run.engine, {}
+        if engine.size == 1:
+            return
+        for name, what in self._run.checkpoints.registered.items():
+            with contents.storable(f"run.register({name}=...): its state_dict", HOW):
+                states[name] = digest(state := state_of(what)), state
+        everyone = (
+            engine.all_gather_object({name: own for name, (own, _) in states.items()}, "registered") if states else []
+        )
+        unlike = [name for name in states if any(theirs.get(name) != everyone[0][name] for theirs in everyone)]
+        if unlike:
+            own = {name: {"state": states[name][1]} for name in unlike}
+            told, rows = own_states.gather_values(engine, own, "checkpoint.differing")
+            content.tensors |= {"differing": contents.encoded(told), "differing.rows": rows}
+
+    def restore(self, content: Content) -> None:
+        engine, tensors, saved = self._run.engine, content.tensors, None
+        if "differing" in tensors:
+            saved = (contents.decoded(tensors["differing"]), tensors["differing.rows"])
+        if not engine.broadcast_object(saved is not None, "checkpoint.differing.any"):
+            return
+        told, rows = own_states.broadcast_values(engine, saved, "checkpoint.differing")
+        if len(told) == engine.size:
+            self._own = unflattened(told[engine.rank]["value"], rows[engine.rank])
+        else:
+            names = ", ".join(told[0]["value"])
+            self._run.say(f"each rank had its own {names}: on another number of ranks, all begin with rank 0's")
+
+    def registered(self, objects: Mapping[str, Any]) -> None:
+        for name, what in objects.items():
+            if name in self._own:
+                state = self._own[name]["state"]
+                whole = contents.tensors_of(what) | state if isinstance(what, nn.Module) else state
+                contents.load_registered(name, what, whole)
