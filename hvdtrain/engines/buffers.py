@@ -39,7 +39,7 @@ def flatten(buffers: Iterable[Tensor]) -> Tensor:
     """Return this rank's floating-point `buffers` as one tensor [n]: float32, or float64 if one of them is."""
     parts = [buffer.detach().reshape(-1) for buffer in buffers]
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-    return torch.cat([part.to(dtype) for part in parts]) if parts else torch.zeros(0)
+    return torch.cat([part.to(dtype) for part in parts]) if parts else torch.zeros(0, dtype=dtype)
 
 
 def unflatten(flat: Tensor, buffers: Iterable[Tensor]) -> None:

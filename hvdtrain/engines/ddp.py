@@ -315,7 +315,7 @@ class DdpEngine(Engine):
         sent = as_carried(tensor.contiguous())
         parts = [torch.empty_like(sent) for _ in range(self.size)]
         torch.distributed.all_gather(parts, sent, group=self._group)
-        return torch.stack(parts).view(tensor.dtype).reshape(self.size, *tensor.shape)
+        return torch.stack(parts).reshape(-1).view(tensor.dtype).reshape(self.size, *tensor.shape)
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:

@@ -305,7 +305,7 @@ class HorovodEngine(Engine):
         gathered: Tensor = self.hvd.allgather(
             as_carried(tensor.contiguous(), known(tensor.dtype)).unsqueeze(0), name=name
         )
-        return gathered.view(tensor.dtype).reshape(self.size, *tensor.shape)
+        return gathered.reshape(-1).view(tensor.dtype).reshape(self.size, *tensor.shape)
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:

@@ -175,12 +175,12 @@ def require_own(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None
         ranks = decoded(tensors, "generators")
         require(len(ranks) == size, "generators")
         require_rows(ranks, tensors.get("generators.rows"), [one.get("value") for one in ranks], "generators")
-    if "extra" in tensors:
-        ranks = decoded(tensors, "extra")
-        require(
-            len(ranks) == size and all(mapping_to(mapping_to(anything))(one.get("value")) for one in ranks), "extra"
-        )
-        require_rows(ranks, tensors.get("extra.rows"), [one["value"] for one in ranks], "extra")
+    for name in ("extra", "differing"):
+        if name in tensors:
+            ranks = decoded(tensors, name)
+            values = [one.get("value") for one in ranks]
+            require(len(ranks) == size and all(map(mapping_to(mapping_to(anything)), values)), name)
+            require_rows(ranks, tensors.get(f"{name}.rows"), values, name)
     if facts["workers"]:
         require(len(facts["workers"]) == size and max(facts["workers"]) < size, "workers")
         workers = decoded(tensors, "own")

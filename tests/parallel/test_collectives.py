@@ -32,6 +32,13 @@ def test_all_gather(engine, shape):
     assert torch.equal(gathered, torch.stack([data(rank, torch.float32, shape) for rank in range(engine.size)]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint16])
+def test_all_gather_of_nothing(engine, dtype):
+    gathered = engine.all_gather(torch.empty(0, dtype=dtype), "nothing")
+    assert gathered.shape == (engine.size, 0)
+    assert gathered.dtype is dtype
+
+
 @pytest.mark.parametrize("dtype", SENT, ids=str)
 @pytest.mark.parametrize("shape", [(), (3, 2)], ids=str)
 def test_broadcast(engine, shape, dtype):

@@ -1,5 +1,6 @@
 """Registered objects of which each rank has its own state: a resumed run goes on with it."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,11 +26,16 @@ class Pool:
         assert len(self.rows) == state["length"]
 
 
+class Interrupted(Exception):
+    """What ends a training on every rank, in place of SIGKILL."""
+
+
 def train(engine, directory, stop_at=0):
-    """Return what is registered after so many steps (0: all), and when it was restored; and the last weights."""
+    """Return what this rank has registered at the end, the weights, and the number of the first step."""
     parser = training.parser("test", None, epochs=2, batch_size=2)
     where = ["--output-dir", str(directory), "--checkpoint-steps", "1"]
     flags = parser.parse(["--engine", engine.name, "--no-progress", *where])
+    first = 0
     with started(engine, flags, {"loss": Metric("min")}) as run:
         net = nn.Linear(3, 1)
         model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -37,28 +43,29 @@ def train(engine, directory, stop_at=0):
         pool, queue = Pool(), nn.Module()
         queue.register_buffer("keys", torch.zeros(4, 3))
         run.register(pool=pool, queue=queue, scheduler=scheduler)
-        restored = [[row.tolist() for row in pool.rows], queue.keys.tolist()]
         for _ in run.epochs(2):
             for step in run.steps(X):
+                first = first or step.number
                 for (x,) in step.batches():
                     if step.batch.count:
                         pool.rows = [*pool.rows, *x][-3:]
                         queue.keys = torch.cat([x, queue.keys])[:4]
-                    step.backward(
-                        F.mse_loss(model(torch.stack(pool.rows) + queue.keys.mean(0)), torch.ones(len(pool.rows), 1))
-                    )
+                    y = model(torch.stack(pool.rows) + queue.keys.mean(0))
+                    step.backward(F.mse_loss(y, torch.ones_like(y)))
                 step.update()
                 scheduler.step()
                 if step.number == stop_at:
-                    return [[row.tolist() for row in pool.rows], queue.keys.tolist()], restored, net.weight.tolist()
-    return None, restored, net.weight.tolist()
+                    raise Interrupted
+    return [[row.tolist() for row in pool.rows], queue.keys.tolist()], net.weight.tolist(), first
 
 
 def test_each_rank_goes_on_with_its_own_state_of_a_registered_object(engine, shared_directory):
-    _, _, uninterrupted = train(engine, f"{shared_directory}/whole")
-    left, _, _ = train(engine, f"{shared_directory}/stopped", stop_at=3)
-    _, restored, weights = train(engine, f"{shared_directory}/stopped")
-    assert restored == left
-    assert weights == uninterrupted
-    ranks = engine.all_gather_object(restored, "restored")
+    held, weights, _ = train(engine, f"{shared_directory}/whole")
+    with pytest.raises(Interrupted):
+        train(engine, f"{shared_directory}/stopped", stop_at=3)
+    again = train(engine, f"{shared_directory}/stopped")
+    assert again[0] == held
+    assert again[1] == weights
+    assert again[2] > 1
+    ranks = engine.all_gather_object(held, "held")
     assert engine.size == 1 or ranks[0] != ranks[1]

@@ -14,6 +14,7 @@ SAMPLE = [
     (models.losses, "loss CrossEntropyLoss, weight= and count=", "works"),
     (models.parametrizations, "parametrization nn.utils.parametrizations.weight_norm", "works"),
     (updates.optimizers, "optimizer Adagrad", "works"),
+    (updates.precisions, "default dtype torch.bfloat16", "works"),
     (updates.schedulers, "scheduler CosineAnnealingLR, by epoch", "works"),
     (updates.module_hooks, "module hooks that change values", "works"),
     (data.datasets, "dataset items: with a string", "works"),

@@ -417,7 +417,7 @@ def compare(engine: Engine, twin: Twin, result: Result, expected: Result, why: s
         net = twin.model()
         net.load_state_dict(result.state)
         twin.attach(net, twin.optimizer(net))
-        loader = twin.loader(twin.data(), GLOBAL_BATCH // engine.size)
+        loader = twin.loader(twin.data(), GLOBAL_BATCH)
         alone = evaluate(twin, net, loader) if not twin.draws else result.evaluation
     if why != "random numbers" and unlike(result.evaluation, alone, max(twin.near, 1e-5)):
         return f"evaluation: {result.evaluation} and not {alone}"
@@ -458,7 +458,7 @@ def resumed(engine: Engine, twin: Twin, whole: Result, directory: str) -> str:
     if engine.broadcast_object(ANEW in said.getvalue(), "anew"):
         return ANEW
     if len(again.losses) >= len(whole.losses):
-        return "it began anew"
+        return "it began anew, and said " + " | ".join(said.getvalue().splitlines()[:6])
     return "" if again.bits == whole.bits else f"resumed: other bits, {first_difference(again.state, whole.state)}"
 
 
