@@ -18,6 +18,7 @@ from hvdtrain.engines.portable import to_json, unflattened
 from hvdtrain.training import contents, own_states
 from hvdtrain.training.checksums import checksum
 from hvdtrain.training.feature import Feature
+from hvdtrain.training.loading import load_registered
 from hvdtrain.training.parts import Content, Part
 from hvdtrain.training.run import Run
 
@@ -84,4 +85,4 @@ class Differing(Feature, Part):
             if name in self._own:
                 state = self._own[name]["state"]
                 whole = contents.tensors_of(what) | state if isinstance(what, nn.Module) else state
-                contents.load_registered(name, what, whole)
+                load_registered(name, what, whole)
