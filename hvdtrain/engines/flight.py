@@ -31,7 +31,7 @@ def record(environment: MutableMapping[str, str] = os.environ, kind: str = "nccl
     if not any(name in environment for name in SIZES):
         import torch
 
-        environment[SIZES[0] if torch.__version__ >= RENAMED else SIZES[1]] = RING
+        environment[SIZES[0] if tuple(map(int, torch.__version__.split(".")[:2])) >= RENAMED else SIZES[1]] = RING
     _kind = kind
 
 
