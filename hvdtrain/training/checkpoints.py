@@ -220,8 +220,8 @@ class Checkpoints:
             message = self._unsaved(self._writer.failed)
             if self._writer.failed.errno in (errno.ESTALE, errno.EBUSY):  # do not write another run's summary.json
                 self.output.output_dir = None
-        told: str | None = self.engine.broadcast_object(message, "checkpoint.close")
-        return told
+        everywhere: str | None = self.engine.broadcast_object(message, "checkpoint.close")
+        return everywhere
 
     def _unsaved(self, error: OSError) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

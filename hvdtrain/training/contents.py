@@ -5,7 +5,7 @@ optimizer.N, or optimizers.K.N      tensor N of the optimizer's state_dict
 registered.NAME.N                   tensor N of the object registered under NAME (`Run.register`)
 buffers, statistics.NAME            [ranks, n]: each rank's own buffers, of the models and of the registered module NAME
 positions                           each rank's position in its stream, JSON as uint8
-outer.momentum                      with --sync-every: see local_steps.py, and own_states.py for own and own.rows
+outer.momentum                      with --sync-every: see features/local_steps.py, and own_states.py for own and own.rows
 """
 
 import contextlib

@@ -55,8 +55,8 @@ def gather(engine: Engine, modules: Mapping[str, nn.Module]) -> dict[str, Tensor
     if not states:
         return {}
     require_storable(states)
-    told, rows = own_states.gather_values(engine, states, "checkpoint.extra")
-    return {"extra": contents.encoded(told), "extra.rows": rows}
+    packed, rows = own_states.gather_values(engine, states, "checkpoint.extra")
+    return {"extra": contents.encoded(packed), "extra.rows": rows}
 
 
 def from_file(tensors: Mapping[str, Tensor], rank: int = 0) -> States:
@@ -77,17 +77,17 @@ def load(engine: Engine, tensors: Mapping[str, Tensor] | None, *, same: bool) ->
         saved = (contents.decoded(tensors["extra"]), tensors["extra.rows"])
     if not engine.broadcast_object(saved is not None, "checkpoint.extra.any"):
         return {}
-    told, rows = own_states.broadcast_values(engine, saved, "checkpoint.extra")
-    rank = engine.rank if len(told) == engine.size and not same else 0
-    states: States = unflattened(told[rank]["value"], rows[rank])
+    packed, rows = own_states.broadcast_values(engine, saved, "checkpoint.extra")
+    rank = engine.rank if len(packed) == engine.size and not same else 0
+    states: States = unflattened(packed[rank]["value"], rows[rank])
     return states
 
 
 def share(engine: Engine, modules: Mapping[str, nn.Module]) -> None:
     """Give every rank rank 0's. A collective, if the modules have such state."""
     if states := of(modules):
-        told, rows = own_states.gather_values(engine, states, "extra.share")
-        restore(modules, unflattened(told[0]["value"], rows[0]))
+        packed, rows = own_states.gather_values(engine, states, "extra.share")
+        restore(modules, unflattened(packed[0]["value"], rows[0]))
 
 
 def restore(modules: Mapping[str, nn.Module], held: States) -> None:

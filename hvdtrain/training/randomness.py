@@ -126,8 +126,8 @@ class Generators(Part):
             pair = (self._states(), {})
         else:
             pair = (self._began, self._states() if in_steps or self._go_on is None else self._go_on)
-        told, rows = own_states.gather_values(self._engine, pair and list(pair), "checkpoint.generators")
-        content.tensors |= {"generators": contents.encoded(told), "generators.rows": rows}
+        packed, rows = own_states.gather_values(self._engine, pair and list(pair), "checkpoint.generators")
+        content.tensors |= {"generators": contents.encoded(packed), "generators.rows": rows}
         if content.writes:
             content.facts["registered_types"] = {n: contents.type_of(what) for n, what in self.registered.items()}
 
@@ -139,13 +139,13 @@ class Generators(Part):
         """Read what `begin` restores. A collective. tensors: of the checkpoint, on rank 0. Return a line if registered
         generators of this number of ranks are not in it."""
         saved = None if tensors is None else (contents.decoded(tensors["generators"]), tensors["generators.rows"])
-        told, rows = own_states.broadcast_values(self._engine, saved, "checkpoint.generators")
-        ranks, rank = len(told), self._engine.rank
-        if any(one["value"] is None for one in told):
+        packed, rows = own_states.broadcast_values(self._engine, saved, "checkpoint.generators")
+        ranks, rank = len(packed), self._engine.rank
+        if any(one["value"] is None for one in packed):
             return None
 
         def pair_of(number: int) -> Pair:
-            began, go_on = unflattened(told[number]["value"], rows[number])
+            began, go_on = unflattened(packed[number]["value"], rows[number])
             return began, go_on
 
         if rank < ranks:

@@ -1,9 +1,9 @@
-"""Local steps: each worker trains alone for --sync-every steps, then the ranks exchange how far they have come (DiLoCo,
-arXiv:2311.08105). A worker is a rank, or the ranks of a host, which average their gradients in every step and stay equal.
+"""Local steps: each group trains alone for --sync-every steps, then the ranks exchange how far they have come (DiLoCo,
+arXiv:2311.08105). A group is a rank, or the ranks of a host, which average their gradients in every step and stay equal.
 
 At an exchange, the weights' changes since the last one are averaged over ranks. The shared weights take a step of SGD with
 Nesterov momentum in that direction, the same on all ranks, and every rank continues from there. In a mean over ranks, a host
-counts by the number of its ranks. The optimizers' states stay with their workers. Whatever needs equal weights happens at
+counts by the number of its ranks. The optimizers' states stay with their groups. Whatever needs equal weights happens at
 exchanges only: checkpoints, stops, comparisons. An evaluation between two exchanges sees the weights of the first one.
 """
 
@@ -48,7 +48,7 @@ class LocalSteps(Feature, Part):
         self._check_steps: int = flags.check_steps
         self._rate, self._decay = flags.outer_lr, flags.outer_momentum
         self._wire, self._predivide = WIRE_DTYPES[flags.compression], flags.gradient_predivide_factor
-        self._workers: list[int] = engine.all_gather_object(
+        self._leaders: list[int] = engine.all_gather_object(
             group.ranks()[0], "workers"
         )  # of each rank, its group's first
 
@@ -181,18 +181,18 @@ class LocalSteps(Feature, Part):
 
     def save(self, content: Content) -> None:
         prepared, skipped = self._prepared, self._run.state.skipped
-        content.tensors |= own_states.gather(self._engine, self._workers, prepared.optimizers, prepared.scaler, skipped)
+        content.tensors |= own_states.gather(self._engine, self._leaders, prepared.optimizers, prepared.scaler, skipped)
         content.live["outer.momentum"] = self._momentum()
-        content.facts |= {"outer": self._names(), "workers": self._workers}
+        content.facts |= {"outer": self._names(), "workers": self._leaders}
 
     def restore(self, content: Content) -> None:
         facts, prepared, engine = content.facts, self._prepared, self._engine
         if not facts["workers"]:  # of a run without --sync-every
             return
         tensors = content.tensors or None
-        if facts["workers"] == self._workers:
+        if facts["workers"] == self._leaders:
             own = own_states.restore(
-                engine, self._workers, tensors, prepared.optimizers, prepared.models, facts["parameters"]
+                engine, self._leaders, tensors, prepared.optimizers, prepared.models, facts["parameters"]
             )
             self._run.state.skipped = own["skipped"]
             if own["scaler"]:

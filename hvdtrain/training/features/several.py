@@ -27,7 +27,7 @@ from hvdtrain.training.tensors import are_tensors
 Part = tuple[Input, int]  # a data set of the step, and its number of samples for each sample of the first one
 
 
-def beside(plan: Plan, part: Part, done: int, seed: int) -> Iterator[tuple[int, PlannedBatch]]:
+def of_other(plan: Plan, part: Part, done: int, seed: int) -> Iterator[tuple[int, PlannedBatch]]:
     """Yield (epoch, batch), as a Plan does: this rank's samples of another data set than the first.
 
     plan: of the first one. done: samples of the first one that are done. seed: of the order.
@@ -88,8 +88,8 @@ class Several(Input):
         self._first.read(plan)
         for name, part in self._others:
             given = plan, part, self._state.samples, mixed_seed(plan.seed, name) >> 1
-            part[0].read(beside(*given))
-            self._planned[name] = beside(*given)
+            part[0].read(of_other(*given))
+            self._planned[name] = of_other(*given)
 
     def close(self) -> None:
         for source, _ in self._parts.values():

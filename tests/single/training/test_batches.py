@@ -13,7 +13,7 @@ from hvdtrain import training
 from hvdtrain.data.plan import Plan
 from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.features.several import beside
+from hvdtrain.training.features.several import of_other
 from hvdtrain.training.tensors import Indices
 from tests.single.training import small
 
@@ -191,7 +191,7 @@ def test_over_any_number_of_ranks_a_step_takes_the_same_samples_of_both():
         of_ranks = []
         for rank in range(size):
             plan = Plan(N, N, 1, 2, rank, size, 12 // size)
-            for (_, mine), (_, theirs) in zip(plan, beside(plan, (other, 3), 0, 5), strict=True):
+            for (_, mine), (_, theirs) in zip(plan, of_other(plan, (other, 3), 0, 5), strict=True):
                 assert theirs.local_count == 3 * mine.local_count
                 assert theirs.weight == mine.weight
                 of_ranks += theirs.indices[: theirs.local_count].tolist()
