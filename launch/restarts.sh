@@ -61,13 +61,14 @@ hosts_that_answer() { # sets answering (as for -H) and answering_slots; without 
 
 ask() { # NAME ARGUMENTS...: a host for what would cost a run (hvdtrain/checks/quick.py). Returns its exit code, or ssh's
     local name=$1 command quoted
+    local limit=$((0 < start_timeout && start_timeout < ask_seconds ? start_timeout : ask_seconds))
     command=(env "PATH=$PATH" "PYTHONPATH=${PYTHONPATH-}" "TMPDIR=${TMPDIR-}" "${python[@]}" -m hvdtrain.checks.quick --name "$name" --now "$(date +%s)"
         "${@:2}")
     if is_this_host "$name"; then
-        timeout -k 1 "$ask_seconds" "${command[@]}"
+        timeout -k 1 "$limit" "${command[@]}"
     else
         printf -v quoted '%q ' "${command[@]}"
-        timeout -k 1 "$ask_seconds" ssh -o BatchMode=yes -o LogLevel=ERROR -o ConnectTimeout=5 "$name" \
+        timeout -k 1 "$limit" ssh -o BatchMode=yes -o LogLevel=ERROR -o ConnectTimeout=5 "$name" \
             "cd ${PWD@Q} 2>/dev/null; $quoted"
     fi </dev/null 2>&1 >/dev/null | grep -F "$name: " >&2 # not what Python says where hvdtrain is not installed
     return "${PIPESTATUS[0]}"
