@@ -100,6 +100,7 @@ OWN = {
     "an iterable without length": lambda data: Without(), "one that grows": lambda data: Growing(),
 }  # fmt: skip
 BY_SEED = "a shuffled order is hvdtrain's own, by --seed"
+OF_ONE_RANK = "with drop_last, an evaluation leaves out less than a batch of one rank, not of all"
 WHOLE = "a batch of a batch_sampler stays whole, on one rank"
 
 
@@ -158,7 +159,7 @@ def loader_options() -> Iterator[Twin]:
             yield Twin(
                 f"DataLoader {option}={value}",
                 loader=loader,
-                differs=BY_SEED if option == "generator" else "",
+                differs={"generator": BY_SEED, "drop_last": OF_ONE_RANK}.get(option, ""),
                 brief=option in arguments.NEEDS_WORKERS,
             )
 

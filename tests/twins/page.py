@@ -17,7 +17,7 @@ HEAD = """# What of torch works, differs, is refused
 | Claim | of {all} programs, {works} train as in plain PyTorch, {differs} differ as said, {refused} are refused; {silent} |
 | Command | `python -m tests.twins` |
 | Machine | virtual machine with two cores, no GPU, PyTorch {torch} |
-| Runs, spread | once with each engine and number of ranks, and once more killed and resumed |
+| Runs, spread | once with each engine and number of ranks that the table names, and once more killed and resumed |
 | Date | {date} |
 
 The command walks torch's namespaces, and makes a program of each layer, loss, optimizer, scheduler, sampler and so on.

@@ -47,9 +47,10 @@ def main() -> None:
     wanted = set((directory / "names").read_text().splitlines())
     warnings.simplefilter("ignore")
     (directory / f"pid-{os.getpid()}").touch()
+    twins = list(catalogue())  # before the engine is started: SyncBatchNorm then runs on GPUs only
     with start(engine_name, device="cpu") as engine, (directory / f"rank-{engine.rank}").open("a") as file:
         stack = (directory / f"stack-{engine.rank}").open("w")
-        for twin in catalogue():
+        for twin in twins:
             if twin.name not in wanted:
                 continue
             began = time.monotonic()

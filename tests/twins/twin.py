@@ -417,7 +417,7 @@ def compare(engine: Engine, twin: Twin, result: Result, expected: Result, why: s
         net = twin.model()
         net.load_state_dict(result.state)
         twin.attach(net, twin.optimizer(net))
-        loader = twin.loader(twin.data(), GLOBAL_BATCH)
+        loader = twin.loader(twin.data(), GLOBAL_BATCH // engine.size)
         alone = evaluate(twin, net, loader) if not twin.draws else result.evaluation
     if why != "random numbers" and unlike(result.evaluation, alone, max(twin.near, 1e-5)):
         return f"evaluation: {result.evaluation} and not {alone}"
