@@ -157,7 +157,8 @@ def features_of(
         from hvdtrain.training.features.utilization import Utilization
 
         features.append(Utilization())
-    features += [ScheduleRules(), Differing()]
+    features.append(ScheduleRules())
+    features.append(Differing())
     return features
 
 

@@ -46,7 +46,7 @@ class Without(ast.NodeTransformer):
             mine = [one for one in node.names if node.module == self.module or (node.module, one.name) == before[::2]]
             self.names |= {one.asname or one.name for one in mine}
             return self._remove() if mine else node
-        if isinstance(node, ast.Expr | ast.Assign | ast.Return):
+        if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Return):
             used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
             return self._remove() if used & self.names else node
         self.generic_visit(node)
@@ -76,9 +76,9 @@ def results(tmp_path_factory) -> dict[str, dict[str, object]]:
     done = subprocess.run(
         [sys.executable, "-c", RUNS, *map(str, places.values())], capture_output=True, text=True, timeout=600
     )
-    found = {name: place / "out/summary.json" for name, place in places.items()}
-    assert all(path.exists() for path in found.values()), done.stdout[-2000:] + done.stderr[-2000:]
-    return {name: json.loads(path.read_text()) for name, path in found.items()}
+    summaries = {name: place / "out/summary.json" for name, place in places.items()}
+    assert all(path.exists() for path in summaries.values()), done.stdout[-2000:] + done.stderr[-2000:]
+    return {name: json.loads(path.read_text()) for name, path in summaries.items()}
 
 
 @pytest.mark.slow
