@@ -19,7 +19,6 @@ VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCHES = Path(__file__).resolve().parent / "patches"
-WITHOUT_MPI = PATCHES / "optional" / "without-mpi.patch"
 
 
 def checked_sdist(path: Path) -> Path:
@@ -74,7 +73,7 @@ def cxx_standard(torch_version: str) -> int:
 
 def patches(mpi: bool) -> list[Path]:
     """Return the patches for this build, in the order in which they apply."""
-    return sorted(PATCHES.glob("*.patch")) + ([] if mpi else [WITHOUT_MPI])
+    return sorted(PATCHES.glob("*.patch")) + ([] if mpi else [PATCHES / "optional" / "without-mpi.patch"])
 
 
 def apply_patch(source: Path, patch: Path) -> None:
@@ -110,6 +109,6 @@ def apply_patches(source: Path, mpi: bool = True) -> None:
 def fingerprint() -> str:
     """Return a digest for the wheel cache's key. It changes with the source and the diffs, not with a patch's header."""
     digest = hashlib.sha256(SDIST_SHA256.encode())
-    for patch in (*sorted(PATCHES.glob("*.patch")), WITHOUT_MPI):  # of optional/, the one that is applied
+    for patch in patches(mpi=False):  # all that a build may apply
         digest.update(patch.read_text().partition("\n--- a/")[2].encode())
     return digest.hexdigest()[:12]
