@@ -128,7 +128,7 @@ PATCHES = sorted(horovod_source.PATCHES.rglob("*.patch"))
 def test_each_patch_says_why_is_documented_and_in_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: Path
 ) -> None:
-    """Each changed line of what a build applies is in the key of the cache; the header, which nothing is built from, is not."""
+    """The key of the cache has each line of what a build applies, and no header: nothing is built from that."""
     text = patch.read_text()
     header = text.partition("\n--- a/")[0]
     for field in ("Reason: ", "Upstream: ") + ("Safe: ",) * (patch.parent == horovod_source.PATCHES):
