@@ -1,7 +1,5 @@
 """Gradients that are not finite, read one step late as on an accelerator: on all ranks as if they had been read at once."""
 
-import importlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,13 +9,11 @@ from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
-from hvdtrain.training.features import late_verdict
+from hvdtrain.training.features import late_verdict, non_finite
 from hvdtrain.training.features.late_verdict import LateVerdict
 from hvdtrain.training.stopping import Decision, Stopping
 from tests.parallel.test_loop import N, X, Y, a_run
 from tests.single.training.small import fit
-
-start_module = importlib.import_module("hvdtrain.training.start")  # the package has a function of this name
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4):
     pytest.skip("fused optimizers of a CPU are in torch 2.4 and newer", allow_module_level=True)
@@ -33,8 +29,7 @@ class Arrived:
 @pytest.fixture(autouse=True)
 def flags(monkeypatch):
     """Let the fused optimizers of a CPU take flags, as those of an accelerator do."""
-    monkeypatch.setattr(start_module, "NonFinite", LateVerdict)
-    monkeypatch.setattr(start_module, "Skipping", LateVerdict)
+    monkeypatch.setattr(non_finite, "of", LateVerdict)
     monkeypatch.setattr(late_verdict, "takes_flag", lambda optimizer: bool(optimizer.param_groups[0].get("fused")))
     monkeypatch.setattr(late_verdict, "Delayed", Arrived)
 

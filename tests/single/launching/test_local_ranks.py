@@ -472,9 +472,12 @@ def test_what_fails_on_one_host_ends_the_others(start, breaks, imports):
     assert not imports or "ZeroDivisionError: no disk" in ends[breaks][2]
     said = f"{HOST}: its import ended with code 1" if imports else f"rank {2 * breaks} was killed by SIGSEGV"
     which = "error: " if breaks == 1 else f"error: on {HOST}, host 1 of 2 (from 0): "
-    assert ends[1 - breaks][2].startswith(f"hvdtrain.starter: {which}"), ends
-    assert said in ends[1 - breaks][2]
-    assert len(ends[1 - breaks][2].splitlines()) == 1, ends
+    # On a busy machine, one host may have begun to wait for the other.
+    [line] = [
+        line for line in ends[1 - breaks][2].splitlines() if not line.startswith("hvdtrain.starter: waiting for ")
+    ]
+    assert line.startswith(f"hvdtrain.starter: {which}"), ends
+    assert said in line
 
 
 @pytest.mark.parametrize("options", ["--bad", "--wait -1", "--interface nope"])
