@@ -10,6 +10,7 @@ from tests.gpu.rates import rows
 
 
 @pytest.mark.slow
+@pytest.mark.leaves("pytest-of-")  # directories of the pytest that it starts
 @pytest.mark.timeout(2400)
 def test_the_script_runs_its_tests_and_rates_on_processors(tmp_path):
     own = dict(OUT=str(tmp_path / "out"), WORK=str(tmp_path / "work"), DEVICE="cpu", QUICK="--quick", NO_INSTALL="1")
