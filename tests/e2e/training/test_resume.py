@@ -23,8 +23,8 @@ def whole(tmp_path_factory):
     [
         ("starter", dict(rank=1, point="backward", count=5, kind="kill")),
         pytest.param("mpirun", dict(rank=1, point="backward", count=5, kind="kill"), marks=pytest.mark.slow),
-        # with half a checkpoint written
-        pytest.param("mpirun", dict(rank=0, point="half", count=4, kind="kill"), marks=pytest.mark.slow),
+        # with half of the second checkpoint written: a busy machine writes few, because one that is due waits for the last
+        pytest.param("mpirun", dict(rank=0, point="half", count=2, kind="kill"), marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_ends_as_if_nothing_had_been(launcher, attack, whole, tmp_path):

@@ -60,6 +60,7 @@ def test_the_api_page_has_the_batch_of_a_step():
 @pytest.mark.slow  # `make docs` builds it, too
 def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
     site = tmp_path / "site"
+    subprocess.run([sys.executable, str(SITE / "messages.py")], check=True)  # as `make docs` does
     done = build(ROOT, site)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     for page in [*navigation(), "README", "search", "index"]:
