@@ -3,9 +3,9 @@
 # reach. As root, with debootstrap:   tests/e2e/roots/apptainer.sh DIR [MIRROR]       five minutes, 1.5 GB
 # DIR/host is Debian 13 with Apptainer of the unstable suite, the only one that has it. DIR/base stands for docker://debian.
 set -eu
-mirror=${2:-http://deb.debian.org/debian}
 mkdir -p "$1"
-debootstrap --variant=minbase --include=ca-certificates bookworm "$1/base" "$mirror"
+debootstrap --variant=minbase --include=ca-certificates bookworm "$1/base" ${2-} # none: the one that debootstrap knows
+mirror=$(awk '$1 == "deb" { print $2; exit }' "$1/base/etc/apt/sources.list")
 rm -rf "$1/base/dev"
 mkdir "$1/base/dev"
 chown -R 1234:1234 "$1/base"
