@@ -10,6 +10,7 @@ HEAD = """# API
 What a training program of your own imports: `from hvdtrain import training`. [Training](../training.md) shows them in use.
 "A collective" is a call that every rank must make. Made from the docstrings by `python docs/site/reference.py`.
 """
+SHORT = "Types of flags"  # a line for each
 FLAGS = "For `parser.add_argument(..., type=training.positive)`: each refuses what does not fit, in one line."
 # What a script uses of a run, in the order in which it does. Features and evaluations use more.
 RUN = (
@@ -17,34 +18,39 @@ RUN = (
     "prepare", "register", "progress", "epochs_done", "best", "epochs", "total_steps", "gather", "steps", "evaluating",
     "predict", "evaluation", "record", "export", "summary",
 )  # fmt: skip
-# Section -> (what it says first, name of each function or class -> members; None: all public ones).
-SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...] | None]]] = {
+# What a loop of one's own uses of an engine. Those who write an engine read hvdtrain/engines/base.py.
+ENGINE = (
+    "distribute", "broadcast", "micro_batch", "synchronized", "all_reduce_", "all_gather", "broadcast_", "sum", "barrier",
+    "all_gather_object", "broadcast_object", "raising_together", "require_equal", "average_buffers", "shutdown",
+)  # fmt: skip
+CREATED = {"Metric"}  # the only class that programs create themselves: of others, how to is not shown
+# Section -> (what it says first, name of each function or class -> members).
+SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "Starting": ("", {
         "hvdtrain.training.parser": (), "hvdtrain.cli.Parser": ("may_change_on_resume", "parse"),
         "hvdtrain.training.start": (), "hvdtrain.training.main": (),
     }),
     "The run": ("", {"hvdtrain.training.Run": RUN}),
     "A step": ("", {
-        "hvdtrain.training.step.Step": ("lr", "batch", "batches", "backward", "loss", "update", "record"),
-        "hvdtrain.training.inputs.Batch": None,
+        "hvdtrain.training.step.Step": ("lr", "batch", "batches", "backward", "per_sample", "loss", "update", "record"),
+        "hvdtrain.training.inputs.Batch": (),
     }),
     "State and metrics": ("", {
-        "hvdtrain.training.Metric": ("better", "reached", "show"), "hvdtrain.training.state.TrainState": (),
+        "hvdtrain.training.Metric": (), "hvdtrain.training.state.TrainState": (),
         "hvdtrain.training.state.Initial": ("global_batch",),
     }),
     "Learning rates and optimizers": ("", {
         f"hvdtrain.training.optim.{name}": () for name in (
             "scaled_rate", "warmup_factor", "schedule_factor", "decay_groups", "build")
     }),
-    "Types of flags": (FLAGS, {
+    SHORT: (FLAGS, {
         f"hvdtrain.training.{name}": () for name in ("count", "fraction", "non_negative", "positive", "positive_int")
     }),
     "Errors": ("", {"hvdtrain.training.UserError": (), "hvdtrain.training.Failure": ()}),
     "Lower-level parts": ("For a loop of your own, each usable by itself.", {
-        "hvdtrain.engines.start.start": (), "hvdtrain.engines.base.Engine": None,
-        **{f"hvdtrain.data.sharding.{name}": () for name in (
-            "epoch_order", "steps_per_epoch", "passes_per_step", "shard", "steps")},
-        **{f"hvdtrain.training.checkpoint.{name}": () for name in ("write", "read", "listed", "newest", "find", "prune")},
+        "hvdtrain.engines.start.start": (), "hvdtrain.engines.base.Engine": ENGINE,
+        **{f"hvdtrain.data.sharding.{name}": () for name in ("epoch_order", "shard", "steps")},
+        "hvdtrain.training.checkpoint.read": (),
     }),
 }  # fmt: skip
 
@@ -58,13 +64,13 @@ def signature(name: str, what: Any) -> str:
     """Return `what` as it is called, without `self` and the modules of types."""
     if isinstance(what, property) or not callable(what):
         return name
-    if inspect.isclass(what) and issubclass(what, Exception):
+    if inspect.isclass(what) and name not in CREATED:
         return name
     try:
         said = str(inspect.signature(what))
     except ValueError:
         return name
-    said = re.sub(r" at 0x[0-9a-f]+", "", said)
+    said = said.removesuffix(" -> None")
     said = re.sub(r"\((?:self|cls)(?:, )?", "(", said, count=1)
     return name + re.sub(r"\b(?:\w+\.)+(?=[A-Z]\w*)", "", said.replace("'", ""))
 
@@ -75,28 +81,23 @@ def entry(name: str, shown: str, what: Any) -> str:
     return f'<a id="{name}"></a>\n\n```text\n{inside}\n```\n'
 
 
-def members_of(name: str, chosen: tuple[str, ...] | None) -> list[str]:
-    if chosen is not None:
-        return list(chosen)
-    own = vars(resolve(name))
-    return [
-        member
-        for member, what in own.items()
-        if not member.startswith("_")
-        and (isinstance(what, property | staticmethod | classmethod) or inspect.isfunction(what))
-        and getattr(getattr(resolve(name), member), "__doc__", None)
-    ]
+def line(name: str, last: str, what: Any) -> str:
+    text = " ".join(inspect.cleandoc(what.__doc__).split()).removesuffix(" Raises ArgumentTypeError.")
+    return f'- <a id="{name}"></a>`{last}`: {text.removeprefix("Return `text` as ")}'
 
 
 def page() -> str:
     parts = [HEAD]
     for section, (said, names) in SECTIONS.items():
         parts += [f"## {section}\n", *([f"{said}\n"] if said else [])]
-        for name, chosen in names.items():
+        if section == SHORT:
+            parts.append("\n".join(line(name, name.rpartition(".")[2], resolve(name)) for name in names) + "\n")
+            continue
+        for name, members in names.items():
             what, last = resolve(name), name.rpartition(".")[2]
             parts.append(f"### {name.removeprefix('hvdtrain.')}\n")
             parts.append(entry(name, last, what))
-            for member in members_of(name, chosen):
+            for member in members:
                 held = inspect.getattr_static(what, member)
                 held = held if isinstance(held, property) else getattr(what, member)
                 parts.append(entry(f"{name}.{member}", f"{last}.{member}", held))

@@ -43,40 +43,46 @@ def flags_of(parser: argparse.ArgumentParser, recipes: cli.Recipes | None = None
             continue
         name = ", ".join(action.option_strings) or action.metavar or action.dest
         if action.choices:
-            name += f" {{{','.join(map(str, action.choices))}}}"
+            name += f"={{{','.join(map(str, action.choices))}}}"
         elif action.option_strings and action.nargs != 0:
-            name += f" {action.metavar or action.dest.upper()}"
+            name += f"{'=' if action.nargs is None else ' '}{action.metavar or action.dest.upper()}"
         text = (action.help or "").replace("%%", "%")
         said = re.search(r" ?\(?default: ([^()]*(?:\([^()]*\))?[^()]*)\)?", text)
         text = text.replace(said[0], "") if said else text
         default = "" if action.default in (None, False, argparse.SUPPRESS) else str(action.default)
-        by_recipe = [
-            f"{recipe}: {values[action.dest]}"
+        chosen = {
+            recipe: str(values[action.dest])
             for recipe, values in (recipes or {}).items()
             if values.get(action.dest) is not None
-        ]
+        }
+        by_recipe = [f"{recipe}: {value}" for recipe, value in chosen.items()]
+        if chosen.keys() == (recipes or {}).keys() and len(set(chosen.values())) == 1:
+            by_recipe = [*set(chosen.values())]
         default = said[1].strip() if said else default or "; ".join(by_recipe)
         flags[str(name)] = (default, text.strip().removesuffix(";"))
     return flags
 
 
-def table(flags: dict[str, tuple[str, str]]) -> str:
-    escaped = {name.replace("|", "\\|"): said for name, said in flags.items()}
-    rows = [f"| `{name}` | {default} | {text} |" for name, (default, text) in escaped.items()]
-    return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows]) + "\n"
+def listed(flags: dict[str, tuple[str, str]]) -> str:
+    rows = [
+        f"- `{name}`: {text}{f' (default: {default})' if default else ''}" for name, (default, text) in flags.items()
+    ]
+    return "\n".join(rows) + "\n"
 
 
 def flags_page() -> str:
     common = flags_of(cli.training_parser("program", None))
     parts = ["# Flags\n", MADE, "`--help` prints the same. Paths may begin with `~`.\n", "## Every training run\n"]
-    parts += ["Of `mnist`, `imagenet`, `lm` and of programs with `training.parser`.\n", table(common)]
+    parts += ["Of `mnist`, `imagenet`, `lm` and of programs with `training.parser`.\n", listed(common)]
     for command in COMMANDS:
         flags = flags_of(parser_of(command), getattr(importlib.import_module(f"hvdtrain.{command}"), "RECIPES", None))
         parts.append(f"## hvdtrain.{command}\n")
+        own = {name: said for name, said in flags.items() if common.get(name) != said}
         if "--accumulate" in " ".join(flags):
             parts.append("Beside those of [every training run](#every-training-run):\n")
-            flags = {name: said for name, said in flags.items() if common.get(name) != said}
-        parts.append(table(flags))
+        elif shared := [f"`{re.split('[=,]', name)[0]}`" for name in flags if name not in own]:
+            parts.append(f"As for [every training run](#every-training-run): {', '.join(shared)}. Also:\n")
+        parts.append(listed(own))
     return "\n".join(parts)
 
 
