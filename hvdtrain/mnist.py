@@ -88,7 +88,7 @@ def shared_batch(ranks: int) -> int:
     """Return the samples per rank of a step of 256 samples over all ranks, but from 16 to 128 per rank.
 
     More samples in a step are fewer steps in an epoch: with 128 on each of 8 ranks, the digits reached 87 % instead of 96 %
-    (docs/evidence/network.md).
+    (docs/evidence/accuracy.md).
     """
     return max(16, min(128, 256 // ranks))
 

@@ -18,10 +18,9 @@ RUN = (
     "prepare", "register", "progress", "epochs_done", "best", "epochs", "total_steps", "gather", "steps", "evaluating",
     "predict", "evaluation", "record", "export", "summary",
 )  # fmt: skip
-# What a loop of one's own uses of an engine. Those who write an engine read hvdtrain/engines/base.py.
+# Collectives for a program's own values. Those who write an engine read hvdtrain/engines/base.py.
 ENGINE = (
-    "distribute", "broadcast", "micro_batch", "synchronized", "all_reduce_", "all_gather", "broadcast_", "sum", "barrier",
-    "all_gather_object", "broadcast_object", "raising_together", "require_equal", "average_buffers", "shutdown",
+    "all_reduce_", "all_gather", "broadcast_", "sum", "barrier", "all_gather_object", "broadcast_object", "require_equal",
 )  # fmt: skip
 CREATED = {"Metric"}  # the only class that programs create themselves: of others, how to is not shown
 # Section -> (what it says first, name of each function or class -> members).
@@ -47,10 +46,9 @@ SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         f"hvdtrain.training.{name}": () for name in ("count", "fraction", "non_negative", "positive", "positive_int")
     }),
     "Errors": ("", {"hvdtrain.training.UserError": (), "hvdtrain.training.Failure": ()}),
-    "Lower-level parts": ("For a loop of your own, each usable by itself.", {
-        "hvdtrain.engines.start.start": (), "hvdtrain.engines.base.Engine": ENGINE,
-        **{f"hvdtrain.data.sharding.{name}": () for name in ("epoch_order", "shard", "steps")},
-        "hvdtrain.training.checkpoint.read": (),
+    "Collectives and shards of your own": ("An `Engine` is `run.engine`.", {
+        "hvdtrain.engines.base.Engine": ENGINE,
+        "hvdtrain.data.sharding.epoch_order": (), "hvdtrain.data.sharding.shard": (),
     }),
 }  # fmt: skip
 
@@ -64,8 +62,6 @@ def signature(name: str, what: Any) -> str:
     """Return `what` as it is called, without `self` and the modules of types."""
     if isinstance(what, property) or not callable(what):
         return name
-    if inspect.isclass(what) and name not in CREATED:
-        return name
     try:
         said = str(inspect.signature(what))
     except ValueError:
@@ -77,7 +73,8 @@ def signature(name: str, what: Any) -> str:
 
 def entry(name: str, shown: str, what: Any) -> str:
     text = inspect.cleandoc(getattr(what, "__doc__", None) or "")
-    inside = "\n\n".join(part for part in (signature(shown, what), text) if part)
+    said = "" if inspect.isclass(what) and shown not in CREATED else signature(shown, what)  # the heading has its name
+    inside = "\n\n".join(part for part in (said, text) if part)
     return f'<a id="{name}"></a>\n\n```text\n{inside}\n```\n'
 
 

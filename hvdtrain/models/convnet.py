@@ -27,7 +27,7 @@ class CosineNet(nn.Sequential):
     """A fixed cosine transform, two trained convolutions with batch norm, one linear layer: 39,329 parameters, 375 fixed.
 
     Input float32 [b, 1, 28, 28] in [0, 1], output logits [b, 10]; 1.5 million floating-point operations forward, per
-    sample. Designed to reach 99 % on MNIST in the shortest time (docs/evidence/network.md describes the search). The first
+    sample. Designed to reach 99 % on MNIST in the shortest time (docs/evidence/accuracy.md describes the search). The first
     layer computes the lowest frequencies of the discrete cosine transform of 5 x 5 pixels, with both signs, at every second
     pixel. It is not trained, so it has no backward pass, and the next layer needs no gradient of its input. A fixed first
     layer with both signs is known from the whitening layer of arXiv:2404.00498; here it does not depend on the data.

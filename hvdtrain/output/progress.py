@@ -39,7 +39,7 @@ def remedies(config: Mapping[str, object], hosts: int, device: str) -> dict[str,
     found = {}
     if config.get("workers") is not None and config.get("dataset") != "synthetic":
         found["loading"] = f"try more --workers (now {config['workers']}), or storage nearer to this host"
-    # Within a host, casting costs more than it saves (docs/evidence/tuning.md), unless a GPU does it.
+    # Within a host, casting costs more than it saves (docs/choosing.md), unless a GPU does it.
     casting_pays = hosts > 1 or device == "cuda"
     fp16 = "--compression fp16 or " if casting_pays and config.get("compression") == "none" else ""
     threads = "" if config.get("threads") == 1 or device != "cpu" else "--threads 1, "

@@ -30,15 +30,15 @@ HEAD = """# Speed
 
 | | |
 |---|---|
-| Claim | What each row says: throughput, time or memory, compared with a bound or with another program |
-| Command | `make bench BENCH="--data-dir DIR --peers PEERS"`; what `--rows` takes, and each command, is [below](#commands) |
-| Machine | two cores of an AMD EPYC, no GPU; torch 2.15.0, Horovod 0.28.1, Open MPI 4.1.8; load with each command |
+| Claim | What each row says: throughput unless another unit is named, compared with a bound or with another program |
+| Command | `make bench BENCH="--data-dir DIR --peers PEERS"`; some: `python -m tests.bench --rows jpeg` ([names](#dates)) |
+| Machine | two cores of an AMD EPYC, no GPU; torch 2.15.0, Horovod 0.28.1, Open MPI 4.1.8; its load [below](#dates) |
 | Runs, spread | n interleaved runs, both sides of a ratio in each; median and range |
-| Date | with each command |
+| Date | [below](#dates) |
 
-Each row is a claim. A ratio compares two sides that ran on the same machine, one after the other, in each repeat.
-Some rows miss their target: the last column says why.
-How a row is measured is in `tests/bench/measurements.py` and `tests/bench/peers.py`. A row stays until it is measured again.
+DDP has our input, memory format and malloc. Untuned Horovod has one thread per rank. `cosinenet` is the default network.
+Some rows miss their target: the last column says why. How a row is measured is in `tests/bench/measurements.py` and
+`tests/bench/peers.py`. A row stays until it is measured again.
 
 """
 
@@ -151,8 +151,8 @@ def table(known: list[Group], found: dict[str, Found]) -> str:
     return "\n".join(lines)
 
 
-def commands(known: list[Group], results: Path, page: Path) -> list[str]:
-    """Return a line per group: what a reader types, when and where it was measured."""
+def dates(known: list[Group], results: Path, page: Path) -> list[str]:
+    """Return a line per group: when it was measured, and the load at the end."""
     lines = page.read_text().splitlines() if page.exists() else []
     said = []
     for group in known:
@@ -160,10 +160,7 @@ def commands(known: list[Group], results: Path, page: Path) -> list[str]:
         if path.exists():
             content = json.loads(path.read_text())
             hardware = content["hardware"]
-            where = (
-                f"{hardware['processor']}, {hardware['cores']} cores, load {hardware['load_average']:.1f} at the end"
-            )
-            said.append(f"- {group.name}: `{group.commands}` ({content['date']}; {where})")
+            said.append(f"- {group.name}: {content['date']}, load {hardware['load_average']:.1f}")
         else:
             said += [line for line in lines if line.startswith(f"- {group.name}: ")]
     return said
@@ -173,8 +170,8 @@ def write(known: list[Group], found: dict[str, Found], results: Path, docs: Path
     parts = [
         HEAD,
         table(known, found),
-        "\n\n## Commands\n\n",
-        "\n".join(commands(known, results, docs / "speed.md")),
+        "\n\n## Dates\n\n",
+        "\n".join(dates(known, results, docs / "speed.md")),
         "\n",
     ]
     with files.replacing(docs / "speed.md") as file:

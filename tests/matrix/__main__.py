@@ -145,18 +145,26 @@ def read(results: Path) -> dict[str, dict]:
 
 
 def table(found: dict[str, dict]) -> str:
-    """Return the rows of docs/evidence/installing.md."""
-    lines = ["| Python | PyTorch | MPI | result | date |", "|---|---|---|---|---|"]
-    for cell in sorted(found):
-        row = found[cell]
-        if said := row.get("failed") or row.get("refused") or row.get("skipped"):
-            kind = next(kind for kind in ("failed", "refused", "skipped") if kind in row)
-            result = f"{kind}: {said}"
-        else:
-            bad = bad_checks(row)
-            result = f"all {len(row['checks'])} checks" if not bad else f"failed: {', '.join(bad)}"
-        lines.append(f"| {cell.replace('/', ' | ')} | {result} | {row['date']} |")
+    """Return the table of docs/evidence/installing.md: by torch and Python, each MPI and what failed with it."""
+    cells = {cell: tuple(cell.split("/")) for cell in found}
+    pythons = sorted({python for python, _, _ in cells.values()}, key=numbers)
+    lines = [f"| PyTorch | {' | '.join(f'Python {python}' for python in pythons)} |", "|---" * (len(pythons) + 1) + "|"]
+    for torch in sorted({torch for _, torch, _ in cells.values()}, key=numbers):
+        tried = [[f"{mpi}{outcome(found[cell])}" for cell, (python, its_torch, mpi) in sorted(cells.items())
+                  if (python, its_torch) == (column, torch)] for column in pythons]  # fmt: skip
+        lines.append(f"| {torch} | {' | '.join('; '.join(each) for each in tried)} |")
     return "\n".join(lines)
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def outcome(row: dict) -> str:
+    for kind in ("failed", "refused", "skipped"):
+        if said := row.get(kind):
+            return f": {kind}: {said}"
+    return f": failed: {', '.join(bad)}" if (bad := bad_checks(row)) else ""
 
 
 def bad_checks(row: dict) -> list[str]:

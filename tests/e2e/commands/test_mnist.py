@@ -167,7 +167,7 @@ def test_real_mnist_two_ranks_reach_ninety_nine_percent(tmp_path):
     assert (result["samples"], result["test_count"]) == (60_000, 10_000)
     assert (
         result["test_accuracy"] >= 0.988
-    )  # the mean over seeds is above 0.99 (docs/evidence/network.md); this is one seed
+    )  # the mean over seeds is above 0.99 (docs/evidence/accuracy.md); this is one seed
 
 
 @pytest.mark.parametrize("case", REFUSALS)

@@ -121,7 +121,7 @@ def test_python_shown_runs(page):
 
 
 EVIDENCE = [
-    page for page in (ROOT / "docs" / "evidence").glob("*.md") if page.stem not in ("index", "libraries", "measuring")
+    page for page in (ROOT / "docs" / "evidence").glob("*.md") if page.stem not in ("index", "measuring")
 ]
 
 
