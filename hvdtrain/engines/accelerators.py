@@ -95,3 +95,8 @@ def read(values: "list[Tensor | float]") -> list[float]:
     away = [value for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
     arrived = iter(torch.stack([value.detach().double() for value in away]).tolist() if away else ())
     return [next(arrived) if isinstance(v, Tensor) and v.device.type != "cpu" else float(v) for v in values]
+
+
+def exact(value: object) -> Tensor:
+    """Return `value` as a tensor. A number keeps its digits, also where torch's default dtype is a short one."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)

@@ -3,6 +3,7 @@ ends a process.
 """
 
 import contextlib
+import functools
 import io
 import os
 import select
@@ -71,6 +72,12 @@ def say(line: str) -> Exception | None:
 def warn(line: str) -> None:
     """Write a warning to standard error, as `put` does."""
     put(sys.stderr, f"warning: {line}\n")
+
+
+@functools.cache
+def warn_once(line: str) -> None:
+    """Write a warning once in this process."""
+    warn(line)
 
 
 def result(text: str) -> None:

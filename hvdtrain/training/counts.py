@@ -30,6 +30,8 @@ class Counts:
         self.given = True
         for one in optimizers:
             self._counts.setdefault(one, {})[number] = count
+        if isinstance(count, Tensor) and not count.is_floating_point():  # else torch divides in its default dtype
+            count = count.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
         return count * self._engine.size / self._samples
 
     def divide(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.data.sharding import mixed_seed, seed_generators, shard
-from hvdtrain.engines.accelerators import read
+from hvdtrain.engines.accelerators import exact, read
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.inputs import Batch
@@ -70,7 +70,7 @@ class Evaluation:
         for name, value in values.items():
             if name in self._sums and (count is not None) != (name in self._counts):
                 raise UserError("run.record(count=...) in one batch and not in another: give it in all, or in none")
-            given = torch.as_tensor(value).detach()
+            given = exact(value).detach()
             if given.ndim and (len(given) != 1 or self._in_batch == 1):
                 self._rows[name] = self._rows.get(name, 0) + len(given)
             else:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hvdtrain.data import loading
 from hvdtrain.data.plan import Plan
 from hvdtrain.data.sharding import PlannedBatch, kept, mixed_seed, shard
+from hvdtrain.engines import lines
 from hvdtrain.engines.accelerators import Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -48,6 +49,12 @@ class Loader(Input):
         self._read_sampler()
         require_batch_size(given, batch_size)
         self.may_leave_out = may_leave_out(given.collate_fn)
+        sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
+        if any(
+            type(part).__module__ == RandomSampler.__module__ and getattr(part, "generator", None)
+            for part in parts_of(sampler)
+        ):
+            output.say("samples: in an order by --seed and the epoch, also of a sampler with a generator= of its own")
 
     def _read_sampler(self) -> None:
         """Take the order of a sampler of the user's own; here, there is none."""
@@ -241,8 +248,13 @@ def evaluated(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Bat
 
 def in_batches(engine: Engine, given: DataLoader[Any], seed: int, order: Tensor) -> Iterator[Batch]:
     """Yield this rank's batches of a test set in this order, int64 [n]."""
-    if given.drop_last and given.batch_size:  # as torch leaves out the last batch
-        order = order[: len(order) - len(order) % given.batch_size]
+    if (
+        given.drop_last and given.batch_size and (rest := len(order) % given.batch_size)
+    ):  # as torch leaves out the last batch
+        if engine.size > 1 and engine.rank == 0:
+            said = f"the evaluation leaves out {rest} of {len(order)} samples: drop_last=True, batch_size={given.batch_size}"
+            lines.warn_once(f"{said}, whatever the number of ranks; write drop_last=False to evaluate all")
+        order = order[:-rest]
     mine = order[shard(len(order), engine.rank, engine.size)]
     yield from loaded(engine, given, seed, [part for part in mine.split(given.batch_size or 1) if len(part)])
 

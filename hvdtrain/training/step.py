@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.data.sharding import PlannedStep, mixed_seed, seed_generators
+from hvdtrain.engines.accelerators import exact
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.output.clock import Clock
@@ -178,7 +179,7 @@ class Step:
         number: how many there are in a micro-batch. Raises UserError.
         """
         loaded = [self._load(i) for i in range(len(self._planned.batches))]
-        own = [(torch.as_tensor(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
+        own = [(exact(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
         if wrong := [found for found, _ in own if found.numel() != 1]:
             how = "return their number in the micro-batch, such as a sum"
             raise UserError(f"step.per_sample() got a tensor of shape {tuple(wrong[0].shape)}: {how}")
@@ -314,7 +315,7 @@ class Step:
 
     def _add(self, name: str, mean: Tensor, count: Tensor | float) -> None:
         """Add the mean over `count` samples to the sum `name`. The mean over none, NaN, adds nothing."""
-        product = mean * count
+        product = (mean.float() if mean.element_size() < 4 else mean) * count  # a sum of float16 ends at 65504
         if isinstance(count, Tensor):
             product = torch.where(count > 0, product, torch.zeros_like(product))
         elif not count:
@@ -415,7 +416,7 @@ class Step:
         if not self.logged or self._inspection is not None:
             return
         for name, value in values.items():
-            mean = torch.as_tensor(value).detach().float().mean()
+            mean = exact(value).detach().float().mean()
             self._add("reported_loss" if name == "loss" else name, mean, batch.count)
 
     def require_complete(self) -> None:

@@ -18,6 +18,7 @@ SAMPLE = [
     (updates.schedulers, "scheduler CosineAnnealingLR, by epoch", "works"),
     (updates.module_hooks, "module hooks that change values", "works"),
     (data.datasets, "dataset items: with a string", "works"),
+    (data.loader_options, "DataLoader drop_last=True", "differs"),
     (states.parameters, "parameter torch.float64", "works"),
     (states.averages, "AveragedModel ema, use_buffers=True, no buffers", "works"),
 ]

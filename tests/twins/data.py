@@ -114,17 +114,23 @@ def samplers() -> Iterator[Twin]:
                 loader=lambda data, batch, make=make: DataLoader(data, batch, sampler=make(data)),
                 draws=name == "WeightedRandomSampler" or how.startswith(("replacement", "num_samples")),
                 differs=BY_SEED if how == "generator" else "",
+                says="order by --seed" if how == "generator" else "",
             )
     for name, make in OWN.items():
         loader = lambda data, batch, make=make: DataLoader(data, batch, sampler=make(data))  # noqa: E731
         yield Twin(f"sampler {name}", loader=loader)
     for drop in (False, True):
-        batches = lambda data, drop=drop: BatchSampler(SequentialSampler(data), 4, drop)  # noqa: E731
-        loader = lambda data, batch, make=batches: DataLoader(data, batch_sampler=make(data))  # noqa: E731
-        yield Twin(f"batch sampler BatchSampler, drop_last={drop}", loader=loader, differs=WHOLE)
+        batches = lambda data, batch, drop=drop: BatchSampler(SequentialSampler(data), batch, drop)  # noqa: E731
+        loader = lambda data, batch, make=batches: DataLoader(data, batch_sampler=make(data, batch))  # noqa: E731
+        yield Twin(
+            f"batch sampler BatchSampler, drop_last={drop}",
+            loader=loader,
+            differs=OF_ONE_RANK if drop else "",
+            differs_alone=False,
+        )
     unequal = [list(range(3)), list(range(3, 13)), list(range(13, 18)), [18], list(range(19, 31))]
     listed = lambda data, batch: DataLoader(data, batch_sampler=unequal)  # noqa: E731
-    yield Twin("batch sampler a list of unequal batches", loader=listed, differs=WHOLE)
+    yield Twin("batch sampler a list of unequal batches", loader=listed, differs=WHOLE, differs_alone=False)
 
 
 # ---- options
@@ -160,6 +166,8 @@ def loader_options() -> Iterator[Twin]:
                 f"DataLoader {option}={value}",
                 loader=loader,
                 differs={"generator": BY_SEED, "drop_last": OF_ONE_RANK}.get(option, ""),
+                differs_alone=option != "drop_last",
+                says={"generator": "order by --seed", "drop_last": "leaves out"}.get(option, ""),
                 brief=option in arguments.NEEDS_WORKERS,
             )
 

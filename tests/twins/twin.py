@@ -99,7 +99,9 @@ class Twin:
     draws: bool = False  # the loader draws samples at random: their number is compared
     brief: bool = False  # starts processes: without a resumed run
     keeps: bool = True  # what a checkpoint must hold, besides weights; also whatever draws random numbers
+    says: str = ""  # what a run on several ranks must print
     differs: str = ""  # why a plain loop cannot have the same steps, though it has the same samples
+    differs_alone: bool = True  # in one process, too
     near: float = 1e-4
 
 
@@ -360,8 +362,9 @@ def comparable(twin: Twin, ranks: int) -> tuple[Result, str]:
     whole = plain(twin)
     with twin.context():
         twin.model().load_state_dict(whole.state)  # which torch cannot, of some dtypes
-    if twin.differs or twin.brief:
-        return whole, twin.differs
+    differs = twin.differs if twin.differs_alone or ranks > 1 else ""
+    if differs or twin.brief:
+        return whole, differs
     if unlike(whole.losses, plain(twin, seed=8).losses, twin.near):
         return whole, "random numbers"
     try:
@@ -389,7 +392,11 @@ def judge(engine: Engine, twin: Twin, resume: bool = True) -> Verdict:
         directory = engine.broadcast_object(tempfile.mkdtemp(dir=MEMORY) if engine.rank == 0 else None, "directory")
         try:
             result = ours(engine, twin, directory)
-            wrong = compare(engine, twin, result, expected, why) or resumed(engine, twin, result, directory)
+            wrong = (
+                unsaid(engine, twin)
+                or compare(engine, twin, result, expected, why)
+                or resumed(engine, twin, result, directory)
+            )
         finally:
             if engine.rank == 0:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -401,6 +408,12 @@ def judge(engine: Engine, twin: Twin, resume: bool = True) -> Verdict:
         return Verdict("WRONG", wrong)
     different = why if why in ("random numbers", twin.differs) or engine.size > 1 else ""
     return Verdict("differs", different) if different else Verdict("works")
+
+
+def unsaid(engine: Engine, twin: Twin) -> str:
+    """Return what the last run should have printed, "": nothing."""
+    missing = twin.says not in said.getvalue() and engine.size > 1
+    return f"nothing is said of {twin.says!r}" if engine.broadcast_object(missing, "said") else ""
 
 
 def compare(engine: Engine, twin: Twin, result: Result, expected: Result, why: str) -> str:

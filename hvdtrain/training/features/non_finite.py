@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hvdtrain.cli import Flags
 from hvdtrain.engines import lines
+from hvdtrain.engines.accelerators import exact
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure
 from hvdtrain.output.run_output import RunOutput
@@ -65,7 +66,7 @@ class NonFinite(Feature):
         """
         if of.items is not None:
             of.items.require_some()
-        were_finite = all(bool(torch.as_tensor(value).isfinite().all()) for value in of.sums.values())
+        were_finite = all(bool(exact(value).isfinite().all()) for value in of.sums.values())
         same_weights = of is step or len(self.prepared.optimizers) == 1
         inspection = Inspection(self.prepared.models, were_finite, same_weights=same_weights)
         with inspection.hooks():

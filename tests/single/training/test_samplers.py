@@ -153,6 +153,23 @@ def test_a_sample_that_is_drawn_again_is_augmented_anew(in_batches):
     assert [once[index] for index in (2, 0, 1)] == [drawn[place][1] for place in (0, 1, 3)]
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"shuffle": True, "generator": torch.Generator()}, True),
+        ({"sampler": Weighted(torch.ones(N), N, generator=torch.Generator())}, True),
+        ({"sampler": Weighted(torch.ones(N), N)}, False),
+        ({"sampler": Own(random.Random(3))}, False),  # which may seed it itself, by the epoch
+    ],
+)
+def test_a_generator_of_torch_whose_seed_has_no_effect_is_told(options, told, capsys):
+    with training.start(flags_for(epochs=1)) as run:
+        net = nn.Linear(1, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
+        small.fit(run, [DataLoader(DATA, 4, **options)], lambda step, x, y: F.mse_loss(model(x), y))
+    assert ("a generator= of its own" in capsys.readouterr().out) == told
+
+
 def test_drawing_leaves_the_generators_alone():
     torch.manual_seed(1)
     random.seed(1)
