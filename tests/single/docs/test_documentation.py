@@ -120,9 +120,7 @@ def test_python_shown_runs(page):
         exec(compile(code, str(page), "exec"), {})
 
 
-EVIDENCE = [
-    page for page in (ROOT / "docs" / "evidence").glob("*.md") if page.stem not in ("index", "measuring")
-]
+EVIDENCE = [page for page in (ROOT / "docs" / "evidence").glob("*.md") if page.stem not in ("index", "measuring")]
 
 
 @pytest.mark.parametrize("page", EVIDENCE, ids=lambda path: path.name)
