@@ -34,9 +34,10 @@ UNSUPPORTED: dict[str, Refused] = {
 }
 # Flags that may change when a run is resumed: where and how it runs, its output, and when it ends early.
 MAY_CHANGE = frozenset({
-    *("check_steps", "checkpoint_steps", "compression", "deterministic", "device", "engine", "gradient_predivide_factor"),
-    *("keep", "log_steps", "max_skipped", "mfu", "no_progress", "output_dir", "profile", "resume", "step_timeout"),
-    *("tensorboard", "threads", "track", "tuning", "verbose", "weights", "evaluate", "predict", "mirror", "mirror_timeout"),
+    *("check_steps", "checkpoint_steps", "compression", "debug_page", "deterministic", "device", "energy", "engine"),
+    *("gradient_predivide_factor", "keep", "log_steps", "max_skipped", "memory", "mfu", "no_progress", "output_dir"),
+    *("profile", "resume", "step_timeout", "tensorboard", "threads", "track", "tuning", "verbose", "weights", "evaluate"),
+    *("predict", "mirror", "mirror_timeout"),
 })  # fmt: skip
 OF_TRAINING = frozenset({"compile", "target_accuracy"})  # flags that --evaluate does not take from the run
 PREDICTIONS = (".csv", ".safetensors")  # endings of --predict
@@ -333,7 +334,7 @@ def add_run(group: Parser) -> None:
     add("--outer-lr", type=positive, help="with --sync-every: learning rate of the shared weights (default: 1)")
     add("--outer-momentum", type=fraction, help="with --sync-every: their Nesterov momentum (default: 0.5)")
     add("--weights", type=Path, help="start from the state_dict in this file (.pt or .safetensors)")
-    add("--evaluate", type=Path, metavar="PATH",
+    add("--evaluate", type=place, metavar="PATH|URL",
         help="do not train: evaluate this checkpoint, or the newest of a run; flags not given are the run's")
     add("--predict", type=prediction_file, metavar="FILE",
         help="with --evaluate: also write what the model says about each sample (.csv or .safetensors)")
@@ -353,6 +354,8 @@ def add_run(group: Parser) -> None:
     add("--profile", type=positive_int, metavar="STEPS",
         help="record this many steps, a file per rank in --output-dir/profile (for ui.perfetto.dev)")
     add("--mfu", action="store_true", help="record the share of its peak at which rank 0's device computes")
+    add("--memory", action="store_true", help="record the peak memory of gradients, updates and evaluations")
+    add("--energy", action="store_true", help="record the joules of NVIDIA GPUs, in the line of each epoch, too")
 
 
 def add_fault_tolerance(group: Parser) -> None:
@@ -372,6 +375,8 @@ def add_fault_tolerance(group: Parser) -> None:
         help="steps between two checks that the weights are the same on all ranks (default: 100; 0: never)")
     add("--max-skipped", type=count,
         help="skip up to this many steps in a row whose gradients are not finite (default: 0; 20 with --amp fp16)")
+    add("--debug-page", type=port, metavar="PORT",
+        help="serve torch's page of stacks and collectives of all ranks at this port of rank 0's host")
     add("--step-timeout", type=non_negative, metavar="SECONDS",
         help="end the job after so long without progress (default: 30, or 20 times the longest step; 0: never)")
 
@@ -444,6 +449,11 @@ def positive_int(text: str) -> int:
 def count(text: str) -> int:
     """Return `text` as an int of at least 0. Raises ArgumentTypeError."""
     return whole(text, 0)
+
+
+def port(text: str) -> int:
+    """Return `text` as the number of a TCP port. Raises ArgumentTypeError."""
+    return whole(text, 1, 65_535)
 
 
 def seed(text: str) -> int:

@@ -14,6 +14,7 @@ from hvdtrain.cli import Flags
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
+from hvdtrain.output import remote
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import checkpoint, contents
 from hvdtrain.training.checkpoint import Facts
@@ -58,7 +59,8 @@ class Resume:
             if output_dir is not None and (output_dir / "checkpoints").exists():
                 how = "name another one for the record of the evaluation, or leave it out"
                 raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {how}")
-            self._found = checkpoint.find(evaluate, f"--evaluate {evaluate}", self._warn, keep_names=True)
+            with remote.local(evaluate, "--evaluate", self._warn) as path:
+                self._found = checkpoint.find(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
             return
         if self.directory is not None:
             if os.path.islink(self.directory):  # noqa: PTH114 (Path's own raises where the name is too long)

@@ -172,6 +172,25 @@ def test_the_weights_are_exported_from_a_url(tmp_path):
         export.main([f"file://{tmp_path}/nothing", "--to", str(tmp_path / "x.pt")])
 
 
+def test_a_run_at_a_url_is_evaluated_as_the_one_here_is(tmp_path, capsys):
+    there = f"file://{tmp_path}/there"
+    train(tmp_path / "out", "--mirror", there)
+    capsys.readouterr()
+    losses = []
+    for place in (str(tmp_path / "out"), there):
+        with training.start(small.flags_for("--evaluate", place)) as run:
+            net = small.network()
+            model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
+            for _ in run.epochs(3):
+                with run.evaluating(small.N) as mine:
+                    run.record(loss=(model(small.X[mine]) - small.Y[mine]).square().flatten())
+        losses.append(run.evaluation["loss"])
+    assert losses[0] == losses[1]
+    assert "copied" not in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--evaluate file:.*nothing has no checkpoint"):
+        training.start(small.flags_for("--evaluate", f"file://{tmp_path}/nothing")).__enter__()
+
+
 def test_a_copying_process_that_is_killed_is_told_and_training_goes_on(tmp_path, capfd):
     there = f"file://{tmp_path}/there"
     with training.start(small.flags_for("--output-dir", str(tmp_path / "out"), "--mirror", there)) as run:
