@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import re
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
 from typing import Any
 
 HEAD = """# API
@@ -38,9 +40,9 @@ SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "hvdtrain.training.Metric": (), "hvdtrain.training.state.TrainState": (),
         "hvdtrain.training.state.Initial": ("global_batch",),
     }),
-    "Learning rates and optimizers": ("", {
+    "Learning rates": ("", {
         f"hvdtrain.training.optim.{name}": () for name in (
-            "scaled_rate", "warmup_factor", "schedule_factor", "decay_groups", "build")
+            "scaled_rate", "warmup_factor", "schedule_factor")
     }),
     SHORT: (FLAGS, {
         f"hvdtrain.training.{name}": () for name in ("count", "fraction", "non_negative", "positive", "positive_int")
@@ -73,8 +75,11 @@ def signature(name: str, what: Any) -> str:
 
 def entry(name: str, shown: str, what: Any) -> str:
     text = inspect.cleandoc(getattr(what, "__doc__", None) or "")
-    said = "" if inspect.isclass(what) and shown not in CREATED else signature(shown, what)  # the heading has its name
-    inside = "\n\n".join(part for part in (said, text) if part)
+    created = not inspect.isclass(what) or shown in CREATED  # of other classes, the heading has the name
+    fields = [] if created or not is_dataclass(what) else [field.name for field in dataclass_fields(what)]
+    fields = fields or list(getattr(what, "_fields", ()))  # of a NamedTuple
+    attributes = f"Attributes: {', '.join(fields)}." if fields else ""
+    inside = "\n\n".join(part for part in (signature(shown, what) if created else "", text, attributes) if part)
     return f'<a id="{name}"></a>\n\n```text\n{inside}\n```\n'
 
 
