@@ -135,11 +135,3 @@ def test_the_index_of_evidence_has_every_page():
     index = (ROOT / "docs" / "evidence" / "index.md").read_text()
     names = {page.name for page in (ROOT / "docs" / "evidence").glob("*.md")} - {"index.md"}
     assert {name for name in names if f"]({name})" not in index} == set()
-
-
-def test_quoted_lines_are_in_the_source():
-    """docs/how-it-works.md explains lines of the training script, the run and the engine: the ones that are there."""
-    source = "".join(path.read_text() for path in (ROOT / "hvdtrain").rglob("*.py"))
-    quoted = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "how-it-works.md").read_text(), re.M)
-    assert len(quoted) > 15
-    assert [line for line in quoted if line not in source] == []
