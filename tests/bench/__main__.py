@@ -151,19 +151,24 @@ def table(known: list[Group], found: dict[str, Found]) -> str:
     return "\n".join(lines)
 
 
+DATED = re.compile(r"([\w-]+) \(load ([\d.]+)\)")
+
+
 def dates(known: list[Group], results: Path, page: Path) -> list[str]:
-    """Return a line per group: when it was measured, and the load at the end."""
+    """Return a line per date: the groups that were measured then, each with the load at the end."""
     lines = page.read_text().splitlines() if page.exists() else []
-    said = []
+    earlier = {
+        name: (line[2:12], load) for line in lines if line.startswith("- 20") for name, load in DATED.findall(line)
+    }
+    by_date: dict[str, list[str]] = {}
     for group in known:
-        path = results / f"{group.name}.json"
+        path, found = results / f"{group.name}.json", earlier.get(group.name)
         if path.exists():
             content = json.loads(path.read_text())
-            hardware = content["hardware"]
-            said.append(f"- {group.name}: {content['date']}, load {hardware['load_average']:.1f}")
-        else:
-            said += [line for line in lines if line.startswith(f"- {group.name}: ")]
-    return said
+            found = content["date"], f"{content['hardware']['load_average']:.1f}"
+        if found:
+            by_date.setdefault(found[0], []).append(f"{group.name} (load {found[1]})")
+    return [f"- {date}: {', '.join(groups)}" for date, groups in sorted(by_date.items())]
 
 
 def write(known: list[Group], found: dict[str, Found], results: Path, docs: Path) -> None:

@@ -27,7 +27,7 @@ from tests.bench.peers import whole
 class Row:
     key: str
     what: str
-    target: str  # "at least 2", "at most 1"
+    target: str  # "≥ 2", "≤ 1"
     limit: str  # what holds it back; "" where nothing is known to
 
 
@@ -52,8 +52,8 @@ OVERLAPS = (
 
 def groups() -> tuple[Group, ...]:
     return (
-        *of_convnet(2, "at least 0.97"),
-        *of_convnet(8, "at least 0.92"),
+        *of_convnet(2, "≥ 0.97"),
+        *of_convnet(8, "≥ 0.92"),
         *of_one_host(),
         *of_two_hosts(),
         *of_training(),
@@ -65,13 +65,13 @@ def of_convnet(ranks: int, target: str) -> tuple[Group, ...]:
     return (
         Group(f"throughput-{ranks}", throughput(ranks), (
             Row(f"bound-{ranks}", f"{what} {ranks} ranks that never communicate", target, LESS),
-            Row(f"ddp-{ranks}", f"{what} DDP (Gloo)", "at least 2", "both compute the same"),
-            Row(f"horovod-untuned-{ranks}", f"{what} untuned Horovod (MPI)", "at least 1", ""),
-            Row(f"horovod-gloo-{ranks}", f"{what} untuned Horovod (Gloo)", "at least 1", ""),
+            Row(f"ddp-{ranks}", f"{what} DDP (Gloo)", "≥ 2", "both compute the same"),
+            Row(f"horovod-untuned-{ranks}", f"{what} untuned Horovod (MPI)", "≥ 1", ""),
+            Row(f"horovod-gloo-{ranks}", f"{what} untuned Horovod (Gloo)", "≥ 1", ""),
         )),
         Group(f"start-{ranks}", start_up(ranks), (
             Row(f"start-{ranks}", f"{ranks} ranks: time of a first step, over {IMPORTS.format(ranks)}",
-                "at most 1.15", "the first step"),
+                "≤ 1.15", "the first step"),
         )),
     )  # fmt: skip
 
@@ -82,20 +82,20 @@ def of_one_host() -> tuple[Group, ...]:
     resnet_50 = "ResNet-50, 2 ranks,"
     return (
         Group("input", mnist_input, (
-            Row("input", "input of MNIST, over torchvision's data set with a DataLoader", "at least 100",
+            Row("input", "input of MNIST, over torchvision's data set with a DataLoader", "≥ 100",
                 "memory"),
         )),
         Group("jpeg", jpeg, (
-            Row("jpeg", f"{small}, {torchvision}", "at least 2", both),
-            Row("jpeg-2000", f"{large}, {torchvision}", "at least 1", both),
-            Row("jpeg-reduced", f"{small}, with `--reduced-decode`, {torchvision}", "at least 2",
+            Row("jpeg", f"{small}, {torchvision}", "≥ 2", both),
+            Row("jpeg-2000", f"{large}, {torchvision}", "≥ 1", both),
+            Row("jpeg-reduced", f"{small}, with `--reduced-decode`, {torchvision}", "≥ 2",
                 "too small to be reduced"),
-            Row("jpeg-reduced-2000", f"{large}, with `--reduced-decode`, {torchvision}", "at least 2",
+            Row("jpeg-reduced-2000", f"{large}, with `--reduced-decode`, {torchvision}", "≥ 2",
                 "Huffman decoding of the whole image"),
         )),
         Group("resnet", resnet, (
-            Row("resnet", f"{resnet_50} in bf16 and channels_last over float32 and NCHW", "at least 1.6", ""),
-            Row("resnet-compile", f"{resnet_50} in bf16 with `--compile` over without", "at least 1", ""),
+            Row("resnet", f"{resnet_50} in bf16 and channels_last over float32 and NCHW", "≥ 1.6", ""),
+            Row("resnet-compile", f"{resnet_50} in bf16 with `--compile` over without", "≥ 1", ""),
             Row("resnet-compile-seconds", "ResNet-50, 2 ranks, bf16: seconds of compiling", "", ""),
         )),
     )  # fmt: skip
@@ -105,20 +105,20 @@ def of_two_hosts() -> tuple[Group, ...]:
     over_tcp = "all-reduce, over TCP in both directions"
     return (
         Group("wire-100", wire(100), (
-            Row("wire-100", f"2 hosts, 100 Mbit/s: {over_tcp}", "at least 0.95", ""),
+            Row("wire-100", f"2 hosts, 100 Mbit/s: {over_tcp}", "≥ 0.95", ""),
         )),
         Group("wire-1000", wire(1000), (
-            Row("wire-1000", f"2 hosts, 1,000 Mbit/s: {over_tcp}", "at least 0.95", ""),
+            Row("wire-1000", f"2 hosts, 1,000 Mbit/s: {over_tcp}", "≥ 0.95", ""),
         )),
         Group("compressed", compressed, (
             Row("wire-fp16", "ResNet-18, 2 hosts, 100 Mbit/s: `--compression fp16` over none",
-                "at least 1.95", "2, less the computation"),
+                "≥ 1.95", "2, less the computation"),
         )),
         *(
             Group(f"overlap-{megabits}-{images}", overlap(megabits, images), (
                 Row(f"overlap-{megabits}-{images}",
                 f"ResNet-18, 2 hosts, {megabits:,} Mbit/s, {images} images per rank: time of a step, over that of "
-                    f"its longer part, which is {which}", "at most 1.1", limit),
+                    f"its longer part, which is {which}", "≤ 1.1", limit),
             ))
             for megabits, images, which, limit in OVERLAPS
         ),
@@ -131,24 +131,24 @@ def of_training() -> tuple[Group, ...]:
     return (
         Group("no-communication", no_communication, tuple(
             Row(f"no-communication-{ranks}x{samples}",
-                f"{default}, {ranks} ranks of {samples} samples, over {ranks} ranks that never communicate", "at least 0.92",
+                f"{default}, {ranks} ranks of {samples} samples, over {ranks} ranks that never communicate", "≥ 0.92",
                 LESS if ranks == 2 else "[turns on a core](tuning.md#eight-ranks-on-two-cores)")
             for ranks, samples in SHARES
         )),
         Group("fixed-cost", fixed_cost, (
             Row("fixed-cost", f"{default}, 2 ranks: milliseconds of a step without forward, backward and loading",
-                "at most 1", "the optimizer, and waiting for the other rank"),
+                "≤ 1", "the optimizer, and waiting for the other rank"),
         )),
         Group("guards", guards, (
-            Row("checkpoints", f"{share} a checkpoint every 50 steps", "at most 0.01", ""),
-            Row("guards", f"{share} all guards", "at most 0.01", "a sum of each gradient"),
+            Row("checkpoints", f"{share} a checkpoint every 50 steps", "≤ 0.01", ""),
+            Row("guards", f"{share} all guards", "≤ 0.01", "a sum of each gradient"),
         )),
         Group("whole", whole, (
             Row("whole-seconds", f"{epoch}: seconds of the whole command", "", ""),
-            Row("whole-accuracy", f"{epoch}: test accuracy", "at least 0.99", ""),
+            Row("whole-accuracy", f"{epoch}: test accuracy", "≥ 0.99", ""),
             Row("whole-horovod", "Horovod's MNIST example, 2 ranks: its time to 99.0 %, or to its end, over ours",
-                "at least 25", ""),
-            Row("whole-pytorch", "PyTorch's MNIST example: its time to 99.0 % over ours", "at least 45", ""),
+                "≥ 25", ""),
+            Row("whole-pytorch", "PyTorch's MNIST example: its time to 99.0 % over ours", "≥ 45", ""),
         )),
     )  # fmt: skip
 
