@@ -32,7 +32,7 @@ HEAD = """# Speed
 |---|---|
 | Claim | What each row says: throughput unless another unit is named, compared with a bound or with another program |
 | Command | `make bench BENCH="--data-dir DIR --peers PEERS"`; some: `python -m tests.bench --rows jpeg` ([names](#dates)) |
-| Machine | two cores of an AMD EPYC, no GPU; torch 2.15.0, Horovod 0.28.1, Open MPI 4.1.8; its load [below](#dates) |
+| Machine | two cores of an AMD EPYC, no GPU; torch 2.15.0, Horovod 0.28.1, Open MPI 4.1.8; its load at the end [below](#dates) |
 | Runs, spread | n interleaved runs, both sides of a ratio in each; median and range |
 | Date | [below](#dates) |
 
@@ -151,7 +151,7 @@ def table(known: list[Group], found: dict[str, Found]) -> str:
     return "\n".join(lines)
 
 
-DATED = re.compile(r"([\w-]+) \(load ([\d.]+)\)")
+DATED = re.compile(r"([\w-]+) \(([\d.]+)\)")  # a group and its load
 
 
 def dates(known: list[Group], results: Path, page: Path) -> list[str]:
@@ -167,7 +167,7 @@ def dates(known: list[Group], results: Path, page: Path) -> list[str]:
             content = json.loads(path.read_text())
             found = content["date"], f"{content['hardware']['load_average']:.1f}"
         if found:
-            by_date.setdefault(found[0], []).append(f"{group.name} (load {found[1]})")
+            by_date.setdefault(found[0], []).append(f"{group.name} ({found[1]})")
     return [f"- {date}: {', '.join(groups)}" for date, groups in sorted(by_date.items())]
 
 
