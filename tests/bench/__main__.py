@@ -32,7 +32,7 @@ HEAD = """# Speed
 |---|---|
 | Claim | What each row says: throughput unless another unit is named, compared with a bound or with another program |
 | Command | `make bench BENCH="--data-dir DIR --peers PEERS"`; some: `python -m tests.bench --rows jpeg` ([names](#dates)) |
-| Machine | two cores of an AMD EPYC, no GPU; torch 2.15.0, Horovod 0.28.1, Open MPI 4.1.8; its load at the end [below](#dates) |
+| Machine | two cores of an AMD EPYC, no GPU; torch 2.15.0, Horovod 0.28.1, Open MPI 4.1.8; load at the end [below](#dates) |
 | Runs, spread | n interleaved runs, both sides of a ratio in each; median and range |
 | Date | [below](#dates) |
 
