@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hvdtrain.cli import Parser, non_negative, positive, positive_int
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.launchers import Announced, announced, bound_by_default
+from hvdtrain.engines.launchers import GLOO_ALONE, Announced, announced, bound_by_default
 from hvdtrain.launching import import_timeout, run_script
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.launching.job_secret import job_secret
@@ -84,6 +84,8 @@ def start_one(options: argparse.Namespace, told: Announced, words: list[str]) ->
             error.everywhere = False  # the others may be told something else, or nothing
             raise
         os.environ.update(meeting.environment(told.rank))
+    else:
+        os.environ.update(GLOO_ALONE)
     return run_script.find(words)
 
 

@@ -29,7 +29,7 @@ from hvdtrain.engines.buffers import all_tensors
 from hvdtrain.engines.carried import KNOWN, as_carried, written
 from hvdtrain.engines.compression import GradientCompressor, send_buckets_together
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.launchers import alone_in_pid_namespace
+from hvdtrain.engines.launchers import GLOO_ALONE, alone_in_pid_namespace
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, tuned_environment
 from hvdtrain.hangs import leaving
 
@@ -112,6 +112,8 @@ class HorovodEngine(Engine):
 
         # Without a launcher, Open MPI 4 would start a daemon first. That takes time, and fails if MPI was relocated.
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
+        if size == 1 and launcher == "Slurm" and "PMIX_RANK" not in os.environ and hvd.gloo_built():
+            os.environ.update(GLOO_ALONE)  # Open MPI would end a single process that srun has started, for want of PMI
         if launcher == "mpirun (Open MPI)":
             os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:

@@ -65,6 +65,7 @@ MANAGERS = ("torchrun", "Flux", "Slurm")
 HYDRAS_MARK = "MPI_LOCALRANKID"
 # Variables that tell of one process among several, set by launchers that tell no size.
 OTHERS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MPIRUN_RANK", "PMI_RANK", "FLUX_TASK_RANK")
+GLOO_ALONE = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # no MPI in a job of one process
 NUMBERS_OF_HOSTS = {"Slurm": "SLURM_NNODES", "Flux": "FLUX_JOB_NNODES"}
 
 

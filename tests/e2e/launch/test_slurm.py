@@ -78,6 +78,29 @@ def test_trains_on_two_nodes(cluster, how, transport, tmp_path):
     assert summary(tmp_path / "out")["world_size"] == 2
 
 
+@pytest.fixture
+def sick_node(cluster):
+    """Node b, whose /dev/shm has no space left."""
+    cluster.cluster.sh("b", "mount -t tmpfs -o size=1m tmpfs /dev/shm")
+    yield
+    cluster.cluster.sh("b", "umount /dev/shm")
+
+
+@pytest.mark.parametrize(
+    ("how", "least", "hosts"),
+    [("starter", "1", "a"), ("forked", "1", "a"), ("mpirun", "1", "a"), ("pmix", "1", "a"), ("starter", "", "ab")],
+)
+def test_a_sick_node_is_named_and_left_out_where_one_is_enough(cluster, sick_node, how, least, hosts, tmp_path):
+    if how == "pmix":
+        has_or_skip(cluster, "pmix")
+    edits = {HOW: f"how={how}", PROGRAM: train(tmp_path), r"^interface=''": "interface=eth0"}
+    state, log = cluster.batch(edited(tmp_path, edits | {r"^min_nodes=''": f"min_nodes={least}"}), 120)
+    assert state == "COMPLETED", log
+    assert "b: /dev/shm has 1 MiB left: " in log
+    assert ("left out: b\n" if least else "sick nodes may cost the run: b ") in log
+    assert [rank["host"] for rank in events(tmp_path / "out", "start")[0]["ranks"]] == list(hosts)
+
+
 @pytest.mark.parametrize("kind", ["none", "pmi2", "cray_shasta"])
 def test_srun_without_pmix_and_without_the_starter_trains_nothing(cluster, kind):
     """Else it would be two jobs of one rank that train side by side and say nothing."""
@@ -123,15 +146,37 @@ def test_srun_with_another_pmi(cluster, kind, program, lines, tmp_path):
         assert line in done.stdout + done.stderr, done
 
 
+@pytest.mark.parametrize("program", [MNIST, "-m hvdtrain.starter SUMS"], ids=["Horovod", "a script"])
+def test_one_task(cluster, program, tmp_path):
+    """As in a shell of `srun --pty bash`. MPI ends a single process there that has no PMI."""
+    (tmp_path / "sums.py").write_text(SUMS)
+    words = program.replace("OUT", f"{tmp_path}/out").replace("SUMS", f"{tmp_path}/sums.py").split()
+    done = cluster("a", "srun", "-n1", sys.executable, *words, timeout=120)
+    assert done.code == 0, done
+    assert "horovod over Gloo" in done.stdout or "rank 0 of 1: sum 1, Gloo" in done.stdout, done
+
+
 @pytest.mark.parametrize("kind", ["none", "cray_shasta"])
 def test_torchs_variables_set_from_slurms(cluster, kind, tmp_path):
-    """As centres document it for torch (CSCS): neither the starter nor --engine ddp is needed."""
+    """As centres document it for torch (CSCS; NERSC with WORLD_RANK): neither the starter nor --engine ddp is needed."""
     has_or_skip(cluster, kind)
-    told = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=a MASTER_PORT=29500"
+    told = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS WORLD_RANK=$SLURM_PROCID"
+    told += " MASTER_ADDR=a MASTER_PORT=29500"
     rank = f"export {told}; exec '{sys.executable}' {MNIST.replace('OUT', str(tmp_path / 'out'))}"
     done = cluster("a", "srun", f"--mpi={kind}", "-N2", "-n3", "bash", "-c", rank, timeout=120)
     assert done.code == 0, done
     assert "3 ranks on 2 hosts, ddp" in done.stdout, done
+
+
+def test_torchrun_on_each_node(cluster, tmp_path):
+    """As TAMU starts it on ACES."""
+    torchrun = (
+        f"'{BIN}/torchrun' --nproc_per_node=2 --nnodes=2 --node_rank=$SLURM_NODEID --rdzv_id=$SLURM_JOB_ID "
+        f"--rdzv_backend=c10d --rdzv_endpoint=a:29500 {MNIST.replace('OUT', str(tmp_path / 'out'))}"
+    )
+    done = cluster("a", "srun", "-N2", "--ntasks-per-node=1", "bash", "-c", torchrun, timeout=150)
+    assert done.code == 0, done
+    assert "4 ranks on 2 hosts, ddp" in done.stdout, done
 
 
 def test_signal_before_the_limit_requeues_until_done(cluster, tmp_path):

@@ -121,12 +121,45 @@ ENVIRONMENTS = [
         "torchrun 1 2 2",
     ),
     (
-        "srun --mpi=cray_shasta, with torch's variables set from Slurm's around each rank, as CSCS documents it", "run",
+        "srun --mpi=cray_shasta, with torch's variables set from Slurm's around each rank (docs.cscs.ch/software/ml)", "run",
         SLURM + " PALS_APID=31.0 PALS_RANKID=5 PMI_RANK=5 PMI_SIZE=8 RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 MASTER_ADDR=a",
         "torchrun 5 8 ?",
     ),
     (
-        "the same under srun --mpi=none", "run",
+        "the same with WORLD_RANK (Perlmutter: github.com/NERSC/nersc-dl-multigpu, export_DDP_vars.sh)", "run",
+        SLURM + " PALS_APID=31.0 PALS_RANKID=5 PMI_RANK=5 PMI_SIZE=8 RANK=5 WORLD_RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 "
+        "MASTER_ADDR=a MASTER_PORT=29500",
+        "torchrun 5 8 ?",
+    ),
+    (
+        "srun --mpi=cray_shasta with MASTER_ADDR alone, as OLCF documents it (Frontier)",
+        "read: docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html",
+        SLURM + " PALS_APID=31.0 PALS_RANKID=5 PMI_RANK=5 PMI_SIZE=8 MASTER_ADDR=10.0.0.1 MASTER_PORT=3442",
+        "Slurm 5 8 4",
+    ),
+    (
+        "torchrun on each node, started by srun, as TAMU does (ACES): "
+        "github.com/tamu-edu/dor-hprc-drona-environments, AdvancedHuggingFaceDrona/additional_files/run_slurm.sh", "run",
+        "SLURM_JOB_ID=31 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2) "
+        "RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=31 MASTER_ADDR=a MASTER_PORT=29500",
+        "torchrun 3 4 2",
+    ),
+    (
+        "mpirun of the Open MPI module around singularity exec, as TAMU does for Horovod (ACES)",
+        "read: github.com/tamu-edu/dor-hprc-benchmarks-AI-ML-ACES, Guidance to run Horovod TensorFlow ResNet50",
+        "SLURM_PROCID=0 SLURM_NTASKS=8 OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_SIZE=1 "
+        "PMIX_RANK=5 SINGULARITY_CONTAINER=x.sif",
+        "mpirun (Open MPI) 5 8 1",
+    ),
+    (
+        "torchrun on each node, started by mpirun, as TACC documents it (Vista)",
+        "read: docs.tacc.utexas.edu/hpc/vista",
+        "SLURM_PROCID=0 SLURM_NTASKS=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1 "
+        "RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 TORCHELASTIC_RUN_ID=none",
+        "torchrun 1 2 1",
+    ),
+    (
+        "torch's variables set around each rank of srun --mpi=none", "run",
         SLURM + " RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=29500",
         "torchrun 5 8 ?",
     ),
