@@ -1,8 +1,6 @@
 """Programs as people write them, on all ranks: as in plain PyTorch, and killed and resumed to the same bits."""
 
 import contextlib
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,18 +9,15 @@ from hvdtrain import training
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.training.start import started
 from tests.parallel import programs
+from tests.single.training.small import Killed, kill_at
 from tests.twins.twin import digest
 
 ALL = [*programs.FAST, *(pytest.param(program, marks=pytest.mark.slow) for program in programs.SLOW)]
 KILLS = (2, 3, 4, 6)  # steps: within the first epoch, and at the ends and heads of epochs
 
 
-class Killed(Exception):
-    pass
-
-
 def trained(engine, program, *argv, accumulate=1, kill=None):
-    """Return what the program returns. kill: raise Killed once it has done all of this step but its end."""
+    """Return what the program returns. kill: the step in which it is killed, once it has done all of it but its end."""
     batch = programs.GLOBAL // engine.size // accumulate
     parser = training.parser("program", None, epochs=1, batch_size=batch)
     argv = ["--engine", engine.name, "--no-progress", "--accumulate", str(accumulate), *argv]
@@ -33,13 +28,7 @@ def trained(engine, program, *argv, accumulate=1, kill=None):
         def until_killed(*data, **options):
             for step in steps(*data, **options):
                 yield step
-                if step.number == kill:
-                    written = Path(flags.output_dir, "checkpoints")
-                    until = time.monotonic() + 60  # in the background
-                    while engine.rank == 0 and not list(written.glob("step-*")) and time.monotonic() < until:
-                        time.sleep(0.01)
-                    engine.barrier()
-                    raise Killed
+                kill_at(kill)(step)
 
         run.steps = until_killed
         return program(run)

@@ -1,15 +1,17 @@
-"""Registered objects of which each rank has its own state: a resumed run goes on with it."""
+"""What each rank has of its own, in a run that is interrupted and resumed: registered objects, and numbers drawn outside of
+`step.batches`."""
 
+import random
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hvdtrain import training
-from hvdtrain.output.metric_names import Metric
-from hvdtrain.training.start import started
-
-X = torch.randn(22, 3, generator=torch.Generator().manual_seed(1))
+from tests.parallel.test_loop import X, a_run
+from tests.single.training.small import Killed, kill_at
 
 
 class Pool:
@@ -26,46 +28,54 @@ class Pool:
         assert len(self.rows) == state["length"]
 
 
-class Interrupted(Exception):
-    """What ends a training on every rank, in place of SIGKILL."""
-
-
-def train(engine, directory, stop_at=0):
-    """Return what this rank has registered at the end, the weights, and the number of the first step."""
-    parser = training.parser("test", None, epochs=2, batch_size=2)
-    where = ["--output-dir", str(directory), "--checkpoint-steps", "1"]
-    flags = parser.parse(["--engine", engine.name, "--no-progress", *where])
-    first = 0
-    with started(engine, flags, {"loss": Metric("min")}) as run:
+def train(engine, directory, kill=None):
+    """Return what this rank has drawn, by place, what its registered objects hold at the end, and the weights."""
+    seen = {}
+    with a_run(engine, "--output-dir", str(directory), "--checkpoint-steps", "1", batch_size=2) as run:
         net = nn.Linear(3, 1)
         model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        own, alike = np.random.default_rng(run.rank), random.Random(3)
         pool, queue = Pool(), nn.Module()
         queue.register_buffer("keys", torch.zeros(4, 3))
-        run.register(pool=pool, queue=queue, scheduler=scheduler)
-        for _ in run.epochs(2):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        run.register(own=own, alike=alike, pool=pool, queue=queue, scheduler=scheduler)
+        for epoch in run.epochs(2):
+            seen["head", epoch] = [
+                torch.rand(()).item(),
+                random.random(),
+                np.random.rand(),
+                own.random(),
+                alike.random(),
+            ]
             for step in run.steps(X):
-                first = first or step.number
+                scale = torch.rand(()) + alike.random()
                 for (x,) in step.batches():
                     if step.batch.count:
                         pool.rows = [*pool.rows, *x][-3:]
                         queue.keys = torch.cat([x, queue.keys])[:4]
-                    y = model(torch.stack(pool.rows) + queue.keys.mean(0))
+                    y = model(scale * torch.stack(pool.rows) + queue.keys.mean(0))
                     step.backward(F.mse_loss(y, torch.ones_like(y)))
                 step.update()
                 scheduler.step()
-                if step.number == stop_at:
-                    raise Interrupted
-    return [[row.tolist() for row in pool.rows], queue.keys.tolist()], net.weight.tolist(), first
+                kill_at(kill)(step)
+                seen["step", step.number] = [scale.item(), random.random(), np.random.rand(), own.random()]
+    return seen, [[row.tolist() for row in pool.rows], queue.keys.tolist()], net.weight.tolist()
 
 
-def test_each_rank_goes_on_with_its_own_state_of_a_registered_object(engine, shared_directory):
-    held, weights, _ = train(engine, f"{shared_directory}/whole")
-    with pytest.raises(Interrupted):
-        train(engine, f"{shared_directory}/stopped", stop_at=3)
-    again = train(engine, f"{shared_directory}/stopped")
-    assert again[0] == held
-    assert again[1] == weights
-    assert again[2] > 1
+@pytest.mark.parametrize("in_epoch", [1, 2])
+def test_each_rank_goes_on_with_what_it_had(in_epoch, engine, shared_directory):
+    whole, held, weights = train(engine, Path(shared_directory, "whole"))
     ranks = engine.all_gather_object(held, "held")
     assert engine.size == 1 or ranks[0] != ranks[1]
+    steps = max(number for place, number in whole if place == "step") // 2
+    stop_at = 2 if in_epoch == 1 else steps + 2
+    with pytest.raises(Killed):
+        train(engine, Path(shared_directory, "apart"), stop_at)
+    apart, *resumed = train(engine, Path(shared_directory, "apart"))
+    assert resumed == [held, weights]
+    assert ("step", 1) not in apart
+    assert {place: whole[place] for place in apart} == apart
+    assert {place for place in whole if place not in apart} == {
+        *(("step", number) for number in range(1, stop_at)),
+        *((("head", 0),) if in_epoch == 2 else ()),
+    }

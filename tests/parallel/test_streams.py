@@ -1,8 +1,6 @@
 """Streams of unequal lengths on all ranks: each sample once, the gradient of all, resumed to the bit; equal ones refused."""
 
 import copy
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hvdtrain.engines.errors import UserError
 from tests.parallel.test_loop import a_run
+from tests.single.training.small import Killed, kill_at
 
 N = 45
 
@@ -33,10 +32,6 @@ class Share(IterableDataset):
 
     def load_state_dict(self, state):
         self.at = state["at"]
-
-
-class Killed(Exception):
-    pass
 
 
 def descend(net, inputs):
@@ -70,11 +65,7 @@ def train(engine, directory=None, kill=None, mine=True, epochs=2):
                 counts.append(step.count)
                 descend(reference, [x for rank in engine.all_gather_object(mine, "mine") for x in rank])
                 torch.testing.assert_close(net.weight, reference.weight)
-                if step.number == kill:
-                    while engine.rank == 0 and not list(Path(directory, "checkpoints").glob("step-*")):
-                        time.sleep(0.01)  # written in the background
-                    engine.barrier()
-                    raise Killed
+                kill_at(kill)(step)
     return seen, counts, [p.tolist() for p in net.parameters()]
 
 

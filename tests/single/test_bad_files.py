@@ -37,7 +37,7 @@ from hvdtrain.training.state import TrainState
 from tests.facts import sound_facts
 from tests.single.data import fake_mnist as fake
 from tests.single.examples import JSON, changed, little_memory, one_line, spoilt, tried
-from tests.single.training.small import N, X, Y, flags_for
+from tests.single.training.small import Killed, N, X, Y, flags_for, kill_at
 
 # IDX
 
@@ -351,7 +351,7 @@ def trained(tmp_path_factory) -> tuple[dict, dict]:
 def a_program(directory: Path, stop_after: int = 0) -> None:
     """Train two epochs of five steps, with all that a program may register."""
     flags = flags_for("--output-dir", str(directory), "--checkpoint-steps", "1")
-    with contextlib.suppress(InterruptedError), training.start(flags) as run:
+    with contextlib.suppress(Killed), training.start(flags) as run:
         net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
         model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
@@ -364,8 +364,7 @@ def a_program(directory: Path, stop_after: int = 0) -> None:
                 step.update()
                 scheduler.step()
                 averaged.update_parameters(net)
-                if step.number == stop_after:
-                    raise InterruptedError
+                kill_at(stop_after)(step)
             with run.evaluating(N) as mine:
                 run.record(loss=(model(X[mine]) - Y[mine]).square())
 
@@ -435,7 +434,7 @@ def test_facts_that_would_take_much_memory_are_neither_read_nor_written(content,
         checkpoint.write(path, {"facts": json.loads(content)}, {})
 
 
-@tried(60)
+@tried(30)
 @given(data=st.data())
 def test_any_facts_with_a_right_checksum_are_refused_in_one_line_or_trained_on(data, trained, tmp_path_factory):
     facts, tensors = trained

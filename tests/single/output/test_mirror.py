@@ -23,27 +23,18 @@ from tests.single.training import small
 from tests.waiting import wait_for
 
 
-class Killed(BaseException):
-    """Ends a run in the middle, as nothing of hvdtrain catches it."""
-
-
 def train(out: Path, *flags: str, until: int | None = None, epochs: int = 3) -> dict[str, torch.Tensor]:
-    """Train, and return the weights. until: the run ends by an exception after this step."""
-
-    def each(step):
-        if step.number == until:
-            raise Killed
-
+    """Train, and return the weights. until: the step in which the run is killed."""
     with training.start(small.flags_for("--output-dir", str(out), *flags, epochs=epochs)) as run:
         torch.manual_seed(3)
         net = small.network()
         model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
-        small.train(run, model, each=each)
+        small.train(run, model, each=small.kill_at(until))
     return net.state_dict()
 
 
 def killed(out: Path, *flags: str, until: int) -> None:
-    with pytest.raises(Killed):
+    with pytest.raises(small.Killed):
         train(out, *flags, until=until)
 
 

@@ -17,6 +17,20 @@ X = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True).sin()
 
 
+class Killed(Exception):
+    """What ends a training in a test, in place of SIGKILL. A checkpoint that is being written is written to its end."""
+
+
+def kill_at(number: int | None) -> Callable[[Step], None]:
+    """Return what ends the training after the update of this step, before it is saved."""
+
+    def each(step: Step) -> None:
+        if step.number == number:
+            raise Killed
+
+    return each
+
+
 def flags_for(*argv: str, epochs: int = 2, batch_size: int = 8) -> Flags:
     """Return the flags of a run of the serial engine."""
     parser = training.parser("test", None, epochs=epochs, batch_size=batch_size)

@@ -1,6 +1,5 @@
 """Batches as the loader has collated them, and several data sets in one step, each with its position kept."""
 
-import time
 from collections import Counter, OrderedDict, UserDict, namedtuple
 
 import pytest
@@ -131,7 +130,7 @@ def two(**options):
     return {"labelled": first, "unlabelled": other}
 
 
-def used(flags, data, fail_at=None):
+def used(flags, data, kill=None):
     seen = {"labelled": [], "unlabelled": []}
 
     def take(batch, step):
@@ -139,13 +138,7 @@ def used(flags, data, fail_at=None):
             seen[name].extend(x[:, 0].int().tolist())
         return torch.cat([x for (x,) in batch.values()])
 
-    def each(step):
-        if step.number == fail_at:
-            while not list((flags.output_dir / "checkpoints").glob("*.safetensors")):  # written in the background
-                time.sleep(0.01)
-            raise RuntimeError("killed")
-
-    trained(flags, data, take, each)
+    trained(flags, data, take, small.kill_at(kill))
     return seen
 
 
@@ -160,8 +153,8 @@ def test_two_data_sets_each_keep_their_position(options, tmp_path):
         assert (first == list(range(31))) == (not options)
         assert (whole["unlabelled"][31:62] == first) == (not options)
     flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(RuntimeError):
-        used(flags, two(**options), fail_at=8)
+    with pytest.raises(small.Killed):
+        used(flags, two(**options), kill=8)
     rest = used(flags, two(**options))
     for name, samples in rest.items():
         assert 0 < len(samples) < len(whole[name])

@@ -11,13 +11,9 @@ from hvdtrain import export, training
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import checkpoint
 from tests.e2e.launchers import events, summary
-from tests.single.training.small import N, X, Y, flags_for
+from tests.single.training.small import Killed, N, X, Y, flags_for
 
 VALUES = [0.3, 0.7, 0.9, 0.9, 0.8, 0.2, 0.1, 0.1]  # of the evaluations: the third epoch is the best
-
-
-class Interrupted(Exception):
-    """What ends a training in these tests, in place of SIGKILL."""
 
 
 def program(directory, *argv, epochs=8, patience=2, at_head=False, values=VALUES, stop_in=None, every=1):
@@ -40,7 +36,7 @@ def program(directory, *argv, epochs=8, patience=2, at_head=False, values=VALUES
                     run.record(loss=(model(X[mine]) - Y[mine]).square())
                 run.record(score=values[epoch])
             if epoch == stop_in:
-                raise Interrupted
+                raise Killed
             seen.append((epoch, run.best and (run.best.epoch, run.best.value)))
             if not at_head and patience is not None and epoch - run.best.epoch >= patience:
                 break
@@ -68,7 +64,7 @@ def test_a_run_that_early_stopping_has_ended_trains_no_more(at_head, tmp_path, c
 
 
 def test_a_killed_run_stops_where_an_uninterrupted_one_does(tmp_path):
-    with pytest.raises(Interrupted):
+    with pytest.raises(Killed):
         program(tmp_path, stop_in=3)
     assert program(tmp_path) == STOPPED[3:]
 

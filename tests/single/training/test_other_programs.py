@@ -8,11 +8,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
-from tests.single.training.small import X, Y, fit, flags_for
-
-
-class Interrupted(Exception):
-    """What ends a training in these tests, in place of SIGKILL."""
+from tests.single.training.small import Killed, X, Y, fit, flags_for, kill_at
 
 
 def trained(directory, make, optimizer_of, *argv, stop_after=None, registered=None, epochs=2, data=(X, Y)):
@@ -24,18 +20,13 @@ def trained(directory, make, optimizer_of, *argv, stop_after=None, registered=No
         net = make()
         model, optimizer = run.prepare(net, optimizer_of(net))
         run.register(**(registered(net, optimizer) if registered else {}))
-
-        def each(step):
-            if step.number == stop_after:
-                raise Interrupted
-
-        fit(run, data, lambda step, x, y: F.mse_loss(model(x), y), each=each)
+        fit(run, data, lambda step, x, y: F.mse_loss(model(x), y), each=kill_at(stop_after))
     return net
 
 
 def stopped(*arguments, **options):
     """Train three steps, of which two are in the checkpoint."""
-    with pytest.raises(Interrupted):
+    with pytest.raises(Killed):
         trained(*arguments, stop_after=3, **options)
 
 

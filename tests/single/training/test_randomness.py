@@ -12,12 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.randomness import Generators
-from tests.single.training.small import N, X, Y, flags_for
-
-
-class Interrupted(Exception):
-    """What ends a training in these tests, in place of SIGKILL."""
-
+from tests.single.training.small import Killed, N, X, Y, flags_for
 
 GENERATORS = {
     "torch": lambda: torch.Generator().manual_seed(4),
@@ -45,7 +40,7 @@ def program(directory, stop=None, *, epochs=3, data=(X, Y), **more):
 
     def at(*place):
         if stop == place:
-            raise Interrupted
+            raise Killed
         seen[place] = all_drawn(own)
 
     flags = flags_for("--output-dir", str(directory), "--checkpoint-steps", "1", epochs=epochs)
@@ -86,7 +81,7 @@ PLACES = [
 def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(place, loader, tmp_path):
     data = (DataLoader(TensorDataset(X, Y), batch_size=8, shuffle=True),) if loader else (X, Y)
     whole = program(tmp_path / "whole", data=data)
-    with pytest.raises(Interrupted):
+    with pytest.raises(Killed):
         program(tmp_path / "apart", place, data=data)
     apart = program(tmp_path / "apart", data=data)
     heads = [which for which in apart if which[0] == "head" and which not in whole]  # the one of the resumed epoch

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from collections import namedtuple
 
 import numpy as np
@@ -167,16 +166,6 @@ def train(flags, loader, each=lambda step: None, steps=None):
     return seen, [p.tolist() for p in net.parameters()]
 
 
-def killed_at(number, directory):
-    def each(step):
-        if step.number == number:
-            while not list((directory / "checkpoints").glob(f"step-*{number - 1}.safetensors")):
-                time.sleep(0.01)  # written in the background
-            raise RuntimeError("killed")
-
-    return each
-
-
 def resumed_at(directory):
     return events(directory, "resume")[0]["taken"]
 
@@ -185,8 +174,8 @@ def killed_and_continued(make, tmp_path):
     seen, weights = train(flags_for(), make())
     assert [sorted(seen[epoch]) for epoch in (0, 1)] == [list(range(N))] * 2
     flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(RuntimeError, match="killed"):
-        train(flags, make(), killed_at(19, tmp_path))  # of 26 steps
+    with pytest.raises(small.Killed):
+        train(flags, make(), small.kill_at(19))  # of 26 steps
     rest, after = train(flags, make())
     taken = resumed_at(tmp_path)
     assert 0 < taken < N
@@ -222,8 +211,8 @@ ANEW = {
 def test_without_a_position_the_epoch_begins_anew_and_says_so(kind, tmp_path, capsys):
     make, make_again, why = ANEW[kind]
     flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(RuntimeError, match="killed"):
-        train(flags, make(), killed_at(5, tmp_path))
+    with pytest.raises(small.Killed):
+        train(flags, make(), small.kill_at(5))
     said = capsys.readouterr().out
     lost = "Numbers has no state_dict and load_state_dict: a resumed run begins the epoch of this stream anew"
     assert (lost in said) == (make_again is None)

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from hvdtrain.data import loading
 from tests.single.training import test_streams
-from tests.single.training.test_streams import N, flags_for, killed_at, resumed_at, train
+from tests.single.training.small import Killed, kill_at
+from tests.single.training.test_streams import N, flags_for, resumed_at, train
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "data.md"
 SHARDS = 8
@@ -95,8 +96,8 @@ def test_datasets_still_mistakes_the_state_of_a_worker_for_that_of_the_rank(tmp_
         return DataLoader(hugging_face({}), 4, collate_fn=collate, num_workers=2)
 
     flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(RuntimeError, match="killed"):
-        train(flags, loader(), killed_at(5, tmp_path))
+    with pytest.raises(Killed):
+        train(flags, loader(), kill_at(5))
     with pytest.raises(IndexError, match="list index out of range"):
         train(flags, loader())
 
@@ -129,8 +130,8 @@ def test_a_killed_run_on_a_webdataset_begins_its_epoch_anew_and_says_so(workers,
     seen, _ = train(flags_for(), loader())
     assert [sorted(seen[epoch]) for epoch in (0, 1)] == [list(range(N))] * 2
     flags = flags_for("--output-dir", str(tmp_path / "out"), "--checkpoint-steps", "1")
-    with pytest.raises(RuntimeError, match="killed"):
-        train(flags, loader(), killed_at(19, tmp_path / "out"))
+    with pytest.raises(Killed):
+        train(flags, loader(), kill_at(19))
     lost = "WebDataset has no state_dict and load_state_dict: a resumed run begins the epoch of this stream anew"
     assert lost in capsys.readouterr().out
     rest, _ = train(flags, loader())
