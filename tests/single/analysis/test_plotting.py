@@ -2,10 +2,7 @@
 
 import struct
 
-import pytest
-
 from hvdtrain.analysis import plotting
-from hvdtrain.engines.errors import UserError
 
 
 def lines(axes) -> None:
@@ -27,9 +24,3 @@ def test_curves_can_be_told_apart():
     looks = [plotting.look(place) for place in range(12)]
     assert len({(look["color"], look["linestyle"]) for look in looks}) == 12
     assert len({look["color"] for look in looks[:6]}) == len({look["marker"] for look in looks[:6]}) == 6
-
-
-def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr(plotting, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'hvdtrain\[plot\]'$"):
-        plotting.require_matplotlib()

@@ -19,7 +19,7 @@ from hvdtrain.engines.launchers import Announced
 from hvdtrain.engines.tuning import FAST
 from hvdtrain.launching import processes, run_script
 from hvdtrain.launching.processes import Process
-from hvdtrain.tuned import parse, refuse_torchrun, say, tune
+from hvdtrain.tuned import refuse_torchrun, say, tune
 
 ROOT = Path(__file__).resolve().parents[3]
 SET = ("OMP_NUM_THREADS", *FAST, "OMPI_MCA_ess_singleton_isolated")
@@ -216,11 +216,6 @@ def test_torchrun_is_refused_once(tmp_path):
     assert time.monotonic() - began > 1.5  # rank 1 lets rank 0 speak first
     with pytest.raises(UserError, match="torchrun"):
         refuse_torchrun(Announced("torchrun", 0, 1))
-
-
-def test_options_end_where_the_script_begins():
-    assert parse(["train.py", "--watch", "3"])[1] == ["train.py", "--watch", "3"]
-    assert parse(["-m", "package.train", "--help"])[1] == ["-m", "package.train", "--help"]
 
 
 def test_threads_are_left_alone_where_the_launcher_does_not_tell_the_ranks_of_this_host(monkeypatch):

@@ -203,32 +203,19 @@ def test_a_step_left_out_takes_back_a_buffer_that_was_replaced():
     assert net.seen.isfinite().all()
 
 
-def regression(directory, *argv, epochs=3, stop_after=None):
-    """A program without accuracy, with a scheduler of torch's and averaged weights; return the run."""
-    parser = training.parser("regression", None, epochs=epochs, batch_size=8)
-    flags = parser.parse([
-        "--engine", "serial", "--no-progress", "--threads", "1", "--checkpoint-steps", "1", "--keep", "2",
-        "--output-dir", str(directory), *argv,
-    ])  # fmt: skip
-    with training.start(flags, metrics={"error": "min"}) as run:
-        net = network()
-        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
-        averaged = torch.optim.swa_utils.AveragedModel(net)
-        run.register(scheduler=scheduler, averaged=averaged)
+def regression(directory, epochs):
+    """A program without accuracy, of which each step is saved."""
+    argv = ("--checkpoint-steps", "1", "--keep", "2", "--tensorboard", "--output-dir", str(directory))
+    with training.start(flags_for(*argv, epochs=epochs), metrics={"error": "min"}) as run:
+        model, _ = prepared(run)
         for _ in run.epochs(epochs):
             for step in run.steps(X, Y):
                 for x, y in step.batches():
                     step.backward(F.mse_loss(model(x), y))
                 step.update(clip_norm=1.0)
-                scheduler.step()
-                averaged.update_parameters(net)
-                if step.number == stop_after:
-                    raise RuntimeError("stopped")
             with run.evaluating(N) as mine:
                 run.record(error=F.mse_loss(model(X[mine]), Y[mine], reduction="none"))
             run.record(root=math.sqrt(run.evaluation["error"]))
-    return run, dict(averaged.state_dict()), optimizer.param_groups[0]["lr"]
 
 
 class Nested(torch.optim.SGD):
@@ -435,20 +422,9 @@ def test_a_schedule_made_of_the_rate_that_the_optimizer_has_goes_on(scheduled, t
     assert all(torch.equal(whole[name], apart[name]) for name in whole)
 
 
-def test_schedulers_and_averaged_weights_go_on_with_the_run(tmp_path):
-    _, whole, rate = regression(tmp_path / "whole")
-    with pytest.raises(RuntimeError):
-        regression(tmp_path / "apart", stop_after=7)
-    _, apart, rate_apart = regression(tmp_path / "apart")
-    assert rate == rate_apart
-    assert all(torch.equal(whole[name], apart[name]) for name in whole)
-    sums = [summary(tmp_path / name) for name in ("whole", "apart")]
-    assert sums[0]["parameters_sha256"] == sums[1]["parameters_sha256"]
-
-
 def test_metrics_are_the_scripts_own(tmp_path, capsys):
     """No word of accuracy: in the record, the report, TensorBoard, the best checkpoint, and on the screen."""
-    regression(tmp_path, "--tensorboard", "--resume", "never", epochs=3)
+    regression(tmp_path, epochs=3)
     evaluations = events(tmp_path, "evaluate")
     assert [set(line) >= {"error", "root", "count"} for line in evaluations] == [True] * 3
     assert "accuracy" not in (tmp_path / "metrics.jsonl").read_text()

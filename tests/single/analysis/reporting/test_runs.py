@@ -12,7 +12,6 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.output.metric_names import Metric, Series, named_values, recorded_metrics
 from tests.single.analysis.reporting.run_records import (
     ACCURACY,
-    GAN,
     LOSS,
     RANKS,
     WHOLE,
@@ -144,11 +143,6 @@ def test_a_record_without_its_last_line_has_the_summary(leave):
     (there / "summary.json").unlink()
     os.mkfifo(there / "summary.json")
     assert "summary.json is damaged: left out" in read_runs([there])[0].notes
-
-
-def test_a_run_without_an_evaluation_is_noted(leave):
-    (gan,) = read_runs([leave("gan", *GAN[:-1])])
-    assert any("no evaluation yet" in note for note in gan.notes)
 
 
 def test_the_best_evaluation_is_one_with_a_number(leave):
