@@ -92,7 +92,6 @@ def test_two_ranks_learn_the_digits_under_every_launcher(launcher, tmp_path):
     ("ranks", "launchers"),
     [
         (2, ("horovodrun", "starter")),  # over MPI and over Gloo: a sum of two has one order
-        (3, ("mpirun", "horovodrun")),
         (3, ("gloo", "starter")),  # ranks that were started apart, and ranks of one process
         (8, ("mpirun", "horovodrun")),
     ],

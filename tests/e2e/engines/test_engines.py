@@ -43,26 +43,14 @@ def alone(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
     return root, several("alone", 1, root, runs)
 
 
-@pytest.mark.parametrize(
-    ("start", "ranks", "engine", "reason"),
-    [
-        (
-            f"{LAUNCHERS['starter'].format(ranks=2)} {PYTHON}",
-            2,
-            "ddp",
-            "Horovod is not installed here; `make setup` builds it",
-        ),
-        (PYTHON, 1, "serial", "--engine auto: one process"),
-    ],
-)
-def test_without_horovod_the_first_command_trains_and_its_first_line_says_how(
-    start, ranks, engine, reason, tmp_path, without_horovod
-):
-    done = launch(f"{start} -m hvdtrain.mnist {QUICK} --output-dir {tmp_path / 'out'}", PYTHONPATH=without_horovod)
+def test_without_horovod_the_first_command_trains_and_its_first_line_says_how(tmp_path, without_horovod):
+    """One process: tests/single/engines/test_choice.py."""
+    start = f"{LAUNCHERS['starter'].format(ranks=2)} -m hvdtrain.mnist"
+    done = launch(f"{start} {QUICK} --output-dir {tmp_path / 'out'}", PYTHONPATH=without_horovod)
     assert done.code == 0, done
-    assert reason in done.stdout.splitlines()[0], done
+    assert "Horovod is not installed here; `make setup` builds it" in done.stdout.splitlines()[0], done
     result = summary(tmp_path / "out")
-    assert (result["engine"], result["world_size"], result["samples"]) == (engine, ranks, 1415)
+    assert (result["engine"], result["world_size"], result["samples"]) == ("ddp", 2, 1415)
 
 
 def losses(directory: Path) -> list[float]:

@@ -50,7 +50,7 @@ if __name__ == "__main__":
 # How the program is started; what it does when it is imported; what that prints; whether the server has imported it.
 # It has imported torch in any case.
 PROGRAMS = {
-    "FILE": (
+    "FILE, with a Path in sys.argv": (
         ["numbers_of.py"],
         """
 int(sys.argv[1])  # it looks at its arguments
@@ -58,15 +58,14 @@ print('imported')
 from mpi4py import MPI
 assert MPI.Is_initialized() == (__name__ == '__main__')
 import atexit, pathlib
+sys.argv.append(pathlib.Path('elsewhere'))
 own = os.getpid()
 if __name__ != '__main__':
     atexit.register(lambda: os.getpid() == own and pathlib.Path('exited').touch())
 """,
         ["imported"], True,
     ),
-    "-m NAME, with a Path in sys.argv": (
-        ["-m", "numbers_of"], "import pathlib; sys.argv.append(pathlib.Path('elsewhere'))", [], True,
-    ),
+    "-m NAME": (["-m", "numbers_of"], "", [], True),
     "whose import ends the server": (
         ["numbers_of.py"], "if __name__ != '__main__' and os.environ.pop('FIRST', ''): sys.exit(2)", [], False,
     ),
@@ -74,7 +73,10 @@ if __name__ != '__main__':
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PROGRAMS)
+SLOW = {"-m NAME"}  # after it has the name, the server does as with a file
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in PROGRAMS])
 def test_the_server_imports_the_program_for_its_workers_and_freezes_it(case, tmp_path):
     command, top, prints, in_server = PROGRAMS[case]
     (tmp_path / "numbers_of.py").write_text(PROGRAM.format(top=top))
@@ -128,6 +130,7 @@ def test_a_program_that_would_train_in_each_worker_ends_with_one_line(tmp_path):
     assert done.stderr.count("\n") == 1, done
 
 
+@pytest.mark.slow  # the workers do as where the import of the program ends the server
 def test_workers_work_whose_server_cannot_import_hvdtrain(tmp_path):
     """As for a program beside a checkout, started from another directory: the server does not know the rank's sys.path."""
     packages = Path(torch.__file__).parents[1]

@@ -513,6 +513,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow  # tests/single/data/test_input_workers.py has another program that no server can import
 def test_a_program_from_standard_input_has_workers():
     command = [sys.executable, "-", "--engine", "serial", "--no-progress", "--threads", "1"]
     done = subprocess.run(command, input=STDIN, capture_output=True, text=True, timeout=120, cwd=ROOT)
