@@ -28,7 +28,7 @@ def begin() -> None:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, end_imports)
     if "torch" not in sys.modules:
-        # Garbage collection would take a sixth of the time of the imports and free nothing (docs/evidence/start-up.md).
+        # Garbage collection would take a sixth of the time of the imports and free nothing (docs/evidence/tuning.md).
         paused = gc.isenabled()
         gc.disable()
         import_timeout.import_torch()
@@ -62,7 +62,7 @@ def end_of_imports() -> None:
         if signal.getsignal(number) == end_imports:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # What is imported stays until the end. Without this, a last collection over torch's objects takes 0.6 s of CPU time
-    # (docs/evidence/start-up.md).
+    # (docs/evidence/tuning.md).
     freeze()
     if paused:
         paused = False
