@@ -57,14 +57,7 @@ def page(table: dict[str, Verdicts]) -> str:
         of = Counter(table[way][name].kind for name in tried)
         of["HANGS"] += of["DIES"]
         text += f"| {way[-1]}, {way[:-1]} | {' | '.join(str(of[kind]) for kind in KINDS)} |\n"
-    text += (
-        "\n## By kind\n\n| kind | programs | works | differs | refused | otherwise |\n|---|---:|---:|---:|---:|---:|\n"
-    )
     families = dict.fromkeys(family(name) for name in tried)
-    for each in families:
-        of = Counter(kinds[name] for name in tried if family(name) == each)
-        rest = sum(of.values()) - of["works"] - of["differs"] - of["refused"]
-        text += f"| {each} | {sum(of.values())} | {of['works']} | {of['differs']} | {of['refused']} | {rest} |\n"
     text += "\n## Refused, or otherwise than in the plain loop\n\n| programs | where | what |\n|---|---|---|\n"
     rows: dict[tuple[str, str], list[str]] = {}
     for name in tried:
@@ -78,10 +71,13 @@ def page(table: dict[str, Verdicts]) -> str:
     differs = {name: worst(list(by_name[name].values())).detail for name in tried if kinds[name] == "differs"}
     for why in dict.fromkeys(differs.values()):
         text += f"| {why} | {cell('; '.join(name for name in differs if differs[name] == why))} |\n"
-    text += "\n## Works\n\n| kind | programs |\n|---|---|\n"
+    text += "\n## Works\n\nBy kind, with the number of programs that work. A name stands for its variants, such as `foreach=True`.\n"
+    text += "\n"
     for each in families:
-        works = [name.removeprefix(each).strip() for name in tried if family(name) == each and kinds[name] == "works"]
-        text += f"| {each} | {cell('; '.join(works))} |\n" if works else ""
+        of_kind = [name for name in tried if family(name) == each]
+        works = [name.removeprefix(each).strip() for name in of_kind if kinds[name] == "works"]
+        shown = ", ".join(dict.fromkeys(name.partition(",")[0] for name in works if name))
+        text += f"- {each.rstrip(',:')}, {len(works)} of {len(of_kind)}{f': {cell(shown)}' if shown else ''}\n"
     text += "\n## Not tried\n\nPlain PyTorch refuses these on a CPU, or no arguments were found.\n\n"
     text += "| why | what |\n|---|---|\n"
     reasons: dict[str, list[str]] = {}
