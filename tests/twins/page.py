@@ -71,8 +71,7 @@ def page(table: dict[str, Verdicts]) -> str:
     differs = {name: worst(list(by_name[name].values())).detail for name in tried if kinds[name] == "differs"}
     for why in dict.fromkeys(differs.values()):
         text += f"| {why} | {cell('; '.join(name for name in differs if differs[name] == why))} |\n"
-    text += "\n## Works\n\nBy kind, with the number of programs that work. A name stands for its variants, such as `foreach=True`.\n"
-    text += "\n"
+    text += "\n## Works\n\nBy kind, and how many do. A name stands for its variants, such as `foreach=True`.\n\n"
     for each in families:
         of_kind = [name for name in tried if family(name) == each]
         works = [name.removeprefix(each).strip() for name in of_kind if kinds[name] == "works"]
