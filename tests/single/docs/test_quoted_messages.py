@@ -71,16 +71,12 @@ def everything_said() -> list[list[str]]:
 
 
 def quotes(page: str) -> Iterator[str]:
-    """Yield what stands in code marks in the first column of tables headed "it says", and lines that look like a message."""
-    in_table = False
+    """Yield the messages at the beginning of items under "Messages explained", and lines that look like a message."""
+    explained = False
     for line in page.splitlines():
-        heading = line.lower().startswith("| it says ")
-        in_table = line.startswith("|") and (in_table or heading)
-        if in_table and not heading:
-            cell = re.split(r"(?<!\\) \|", line)[0].replace("\\|", "|")
-            yield from re.split(
-                r"`(?:, | or | \(and |, the same of | in place of )`", cell[cell.find("`") : cell.rfind("`")]
-            )
+        explained = line == "## Messages explained" or (explained and not line.startswith("## "))
+        if explained and line.startswith("- `"):
+            yield from re.split(r"`(?:, | or |, or )`", line[line.find("`") : line.rfind("`")])
         elif OPENING.match(line.strip(" `|")):
             yield line.strip(" `|")
 
@@ -128,7 +124,7 @@ def test_the_search_finds_what_it_is_for():
     assert min(found["tuned.md"], found["watching.md"]) > 0
     code = 'raise UserError(f"{n} new words that nobody has written down: try again")'
     said = "new words that nobody has written down: try again"
-    (quote,) = quotes(f"| it says | meaning |\n| `N {said}` | |\n")
+    (quote,) = quotes(f"## Messages explained\n\n- `N {said}`\n  Why.\n")
 
     def left(code: str) -> list[str]:
         return stale(quote, [fixed_parts(text) for text in strings(code)])
