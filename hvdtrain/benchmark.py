@@ -37,6 +37,7 @@ from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import start
+from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
@@ -51,7 +52,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 Result = dict[str, Any]  # the content of benchmark.json
 
 
-def parse(argv: Sequence[str] | None = None) -> cli.Flags:
+def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.benchmark", __doc__)
     add = parser.add_argument
@@ -97,7 +98,7 @@ def parse(argv: Sequence[str] | None = None) -> cli.Flags:
     return flags
 
 
-def random_batches(flags: cli.Flags, engine: Engine, classes: int, shape: Sequence[int]) -> Batches:
+def random_batches(flags: Flags, engine: Engine, classes: int, shape: Sequence[int]) -> Batches:
     """Yield random batches without end, different on each rank. shape: of an image, or (context,) for tokens."""
     generator, size = torch.Generator().manual_seed(flags.seed + engine.rank), flags.batch_size
     pool = size * POOL_BATCHES
@@ -119,7 +120,7 @@ def random_batches(flags: cli.Flags, engine: Engine, classes: int, shape: Sequen
 class Trainer:
     """Trains the steps to measure. Creating it is a collective."""
 
-    def __init__(self, flags: cli.Flags, engine: Engine, model: nn.Module, batches: Batches):
+    def __init__(self, flags: Flags, engine: Engine, model: nn.Module, batches: Batches):
         self.flags, self.engine, self.batches = flags, engine, batches
         self.others: Engine = engine  # whose gradients are averaged
         if flags.no_communication:
@@ -190,7 +191,7 @@ def measure(trainer: Trainer) -> Result:
     )  # fmt: skip
 
 
-def summarize(flags: cli.Flags, engine: Engine, measured: Result) -> Result:
+def summarize(flags: Flags, engine: Engine, measured: Result) -> Result:
     """Return the content of benchmark.json."""
     return measured | dict(
         model=flags.model, batch_size_per_rank=flags.batch_size, engine=engine.name, description=engine.description,
@@ -234,7 +235,7 @@ def _phases(seconds: dict[str, float]) -> str:
     return "  ".join(f"{phase} {value * 1e6:,.1f} ({value / total:.0%})" for phase, value in seconds.items())
 
 
-def built(flags: cli.Flags, engine: Engine) -> tuple[nn.Module, Batches]:
+def built(flags: Flags, engine: Engine) -> tuple[nn.Module, Batches]:
     """Return the model on the device, and its random input."""
     if flags.compile:
         require_compiler(engine.device)

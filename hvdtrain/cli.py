@@ -4,17 +4,15 @@ Does not import torch, so that a command line with a mistake fails at once.
 """
 
 import argparse
-import contextlib
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import FunctionType
 from typing import NoReturn
 
 from hvdtrain.engines import choice
 from hvdtrain.engines.errors import UserError
-from hvdtrain.output.remote import is_url
+from hvdtrain.flags import MAY_CHANGE, Flags, absolute, absolute_path, expanded, is_url, names_files
 
 ENGINES = ("horovod", "ddp", "dataparallel", "serial")
 AMP = ("off", "fp16", "bf16", "auto")
@@ -32,86 +30,9 @@ UNSUPPORTED: dict[str, Refused] = {
     "dataparallel": IN_ONE_PROCESS,
     "serial": IN_ONE_PROCESS,
 }
-# Flags that may change when a run is resumed: where and how it runs, its output, and when it ends early.
-MAY_CHANGE = frozenset({
-    *("check_steps", "checkpoint_steps", "compression", "debug_page", "deterministic", "device", "energy", "engine"),
-    *("gradient_predivide_factor", "keep", "log_steps", "max_skipped", "memory", "mfu", "no_progress", "output_dir"),
-    *("profile", "resume", "step_timeout", "tensorboard", "threads", "track", "tuning", "verbose", "weights", "evaluate"),
-    *("predict", "mirror", "mirror_timeout"),
-})  # fmt: skip
-OF_TRAINING = frozenset({"compile", "target_accuracy"})  # flags that --evaluate does not take from the run
 PREDICTIONS = (".csv", ".safetensors")  # endings of --predict
 LARGEST = 1e38  # upper limit of floating-point flags: they are combined with float32 weights, whose maximum is 3.4e38
 Recipes = Mapping[str, Mapping[str, object]]
-
-
-class Flags(argparse.Namespace):
-    """The parsed flags of `parser`.
-
-    may_change: names of the flags that may change when a run is resumed. derived: names of the flags that were not given,
-    and whose value follows from the number of ranks; it may differ when another number of ranks resumes.
-    """
-
-    def __init__(self, parser: "Parser", words: Sequence[str] = ()):
-        super().__init__()
-        self._program, self._may_change, self._derived = parser.prog, parser.may_change, frozenset[str]()
-        self._parser, self._words = parser, words
-        self._typed: dict[str, object] = {}
-        self._engine_reason = ""
-
-    def __getstate__(self) -> dict[str, object]:
-        # Without the parser, whose types may be functions that cannot be sent to a data set's worker.
-        return {name: value for name, value in vars(self).items() if name != "_parser"}
-
-    @property
-    def program(self) -> str:
-        return self._program
-
-    @property
-    def may_change(self) -> frozenset[str]:
-        return self._may_change
-
-    @property
-    def derived(self) -> frozenset[str]:
-        return self._derived
-
-    @property
-    def typed(self) -> dict[str, object]:
-        """The flags that name files, as they were given. They stay the same where a run is moved with its program."""
-        return self._typed
-
-    @property
-    def engine_reason(self) -> str:
-        """Why --engine auto chose this engine; "" if the engine was named."""
-        return self._engine_reason
-
-    def derive(self, name: str, value: object) -> None:
-        """Set a flag that was not given, from the number of ranks."""
-        setattr(self, name, value)
-        self._derived |= {name}
-
-    def adopt(self, config: Mapping[str, object]) -> None:
-        """With --evaluate: set each flag that was not given to the value that it had in the run. Raises UserError.
-
-        config: of its checkpoint. Where and how to compute is this command's choice.
-        """
-        theirs = {name: value for name, value in config.items() if name not in MAY_CHANGE | OF_TRAINING}
-        mine = argparse.ArgumentParser.parse_args(self._parser, self._words, argparse.Namespace(**theirs))
-        left = {name: value for name, value in theirs.items() if getattr(mine, name) is value}  # not given
-        try:
-            words = [*self._parser.words_of(left), *self._words]
-            parsed = argparse.ArgumentParser.parse_args(self._parser, words, argparse.Namespace(**theirs))
-        except UserError as error:
-            said = f"the checkpoint to evaluate has a flag that is not valid ({error})"
-            raise UserError(f"{said}: give this flag", everywhere=True) from error
-        absolute(parsed)
-        for name in left.keys() & self.given().keys():
-            setattr(self, name, getattr(parsed, name))
-
-    def given(self) -> dict[str, object]:
-        """Return the flags by name, as stored in records and checkpoints: functions by their names, not their addresses."""
-        held = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {name: value.__qualname__ if isinstance(value, FunctionType) else value for name, value in held.items()}
 
 
 class Parser(argparse.ArgumentParser):
@@ -232,32 +153,6 @@ def settle_local_steps(flags: argparse.Namespace) -> None:
     flags.sync_within = flags.sync_within or "rank"
     flags.outer_lr = 1.0 if flags.outer_lr is None else flags.outer_lr
     flags.outer_momentum = 0.5 if flags.outer_momentum is None else flags.outer_momentum
-
-
-def expanded(path: Path) -> Path:
-    """Return `path` with a leading ~ expanded, which the shell does not do in --data-dir=~/x."""
-    with contextlib.suppress(RuntimeError):  # no such user
-        return path.expanduser()
-    return path
-
-
-def absolute_path(path: Path) -> Path:
-    """Return `path` made absolute."""
-    return expanded(path).absolute()
-
-
-def absolute(flags: argparse.Namespace, change: Callable[[Path], Path] = absolute_path) -> None:
-    """Make the paths in `flags` absolute, because the program may change its working directory later; or `change` them."""
-    for name, value in vars(flags).items():
-        if isinstance(value, Path):
-            setattr(flags, name, change(value))
-        elif isinstance(value, list) and names_files(value):
-            setattr(flags, name, [change(item) if isinstance(item, Path) else item for item in value])
-
-
-def names_files(value: object) -> bool:
-    """Return whether a flag's value is a path, or a list of paths."""
-    return isinstance(value, Path) or (isinstance(value, list) and any(isinstance(item, Path) for item in value))
 
 
 def resumed(text: str) -> str | Path:

@@ -22,6 +22,7 @@ from hvdtrain.checks.findings import Findings, Here, merged, show
 from hvdtrain.engines import choice
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.start import start
+from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import LINGER_SECONDS, run
 
 ALONE = (  # checks of each rank on its own: one that raises does not hide the others
@@ -34,7 +35,7 @@ TOGETHER = (
 )  # fmt: skip
 
 
-def parse(argv: Sequence[str] | None = None) -> cli.Flags:
+def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.doctor", __doc__)
     parser.add_argument(

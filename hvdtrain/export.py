@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.cli import Flags, Parser, place
+from hvdtrain.cli import Parser, place
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import say, warn
+from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import exporting, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision

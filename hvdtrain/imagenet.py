@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain import training
-from hvdtrain.cli import Flags, add_optimization
+from hvdtrain.cli import add_optimization
 from hvdtrain.data.corrupt import CorruptSamples
 from hvdtrain.data.images import TEST_BATCH, open_folder
 from hvdtrain.data.loading import Source, default_workers, start_workers_early
@@ -35,6 +35,7 @@ from hvdtrain.data.shards import open_shards
 from hvdtrain.data.shared_memory import workers_that_fit
 from hvdtrain.data.synthetic import open_synthetic
 from hvdtrain.engines.start import cores_of_rank
+from hvdtrain.flags import Flags
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled
 from hvdtrain.training import optim

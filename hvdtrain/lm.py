@@ -30,12 +30,12 @@ from torch import Tensor
 
 from hvdtrain import training
 from hvdtrain.analysis.measuring import matrix_product_rate
-from hvdtrain.cli import Flags
 from hvdtrain.data import text, vocabularies
 from hvdtrain.engines.base import AMP_DTYPES
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import result, warn
+from hvdtrain.flags import Flags
 from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
 from hvdtrain.output import remote

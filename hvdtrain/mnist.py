@@ -25,10 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain import training
-from hvdtrain.cli import Flags, add_optimization
+from hvdtrain.cli import add_optimization
 from hvdtrain.data import idx
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
+from hvdtrain.flags import Flags
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.training import optim
 

@@ -20,6 +20,7 @@ from hvdtrain import cli
 from hvdtrain.engines import lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import start
+from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import run
 
 REDUCTIONS = ("sum", "average", "min", "max", "product")
@@ -29,7 +30,7 @@ DTYPES = (
 )  # fmt: skip
 
 
-def parse(argv: Sequence[str] | None = None) -> cli.Flags:
+def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.reduce", __doc__)
     # dest: `refuse_unsupported` has other rules for a `reduction` of gradients.

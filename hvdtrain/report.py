@@ -23,10 +23,11 @@ from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import say
+from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import run
 
 
-def parse(argv: Sequence[str] | None = None) -> cli.Flags:
+def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.report", __doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="--output-dir of a run")

@@ -14,13 +14,14 @@ from hvdtrain import cli
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import say
+from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import run
 
 PACKAGE = Path(__file__).resolve().parent
 BESIDE = PACKAGE / "_checkout"  # setup.py puts it into the wheel
 
 
-def parse(argv: Sequence[str] | None = None) -> cli.Flags:
+def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.unpack", __doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="directory to write to; new, or empty")

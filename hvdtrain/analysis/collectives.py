@@ -15,6 +15,7 @@ from hvdtrain.analysis import measuring
 from hvdtrain.engines import lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.flags import Flags
 
 Row = dict[str, Any]  # of the table
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -32,14 +33,14 @@ def add_flags(parser: cli.Parser) -> None:
     add("--seconds-per-size", type=cli.positive, default=0.5, help="of --collectives, about (default: 0.5)")
 
 
-def settle(flags: cli.Flags) -> None:
+def settle(flags: Flags) -> None:
     """Raise UserError for sizes that do not go together."""
     if flags.min_bytes > flags.max_bytes:
         said = f"--min-bytes {flags.min_bytes} is more than --max-bytes {flags.max_bytes}: swap them"
         raise UserError(said, everywhere=True)
 
 
-def sweep(engine: Engine, flags: cli.Flags) -> list[Row]:
+def sweep(engine: Engine, flags: Flags) -> list[Row]:
     """Measure every size and dtype. Rank 0 prints the table, and all return its rows. A collective."""
     rows: list[Row] = []
     if engine.rank == 0:

@@ -25,6 +25,7 @@ from hvdtrain.analysis.launching import INTERRUPTED, VARIANTS, command, complain
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
+from hvdtrain.flags import Flags
 from hvdtrain.output.run_output import versions
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=cli.positive, default=600, help="with --np: of a run, in seconds (default: 600)")
 
 
-def settle(flags: cli.Flags, argv: Sequence[str]) -> None:
+def settle(flags: Flags, argv: Sequence[str]) -> None:
     """Set what follows from --np; `flags.passed` is what each rank gets. Raises UserError."""
     if announced().size > 1:
         raise UserError("--np starts the launchers itself: leave out yours, or --np", everywhere=True)
@@ -97,7 +98,7 @@ def configurations(engines: Sequence[str], ranks: Sequence[int]) -> list[Configu
     return found
 
 
-def command_of(which: Configuration, flags: cli.Flags, directory: Path) -> list[str]:
+def command_of(which: Configuration, flags: Flags, directory: Path) -> list[str]:
     """Return the command line that runs one configuration."""
     bound = which.name in (ALONE, APART)
     variant = "ddp" if bound else which.name  # without communication, Gloo's threads sleep; Horovod's do not
@@ -105,7 +106,7 @@ def command_of(which: Configuration, flags: cli.Flags, directory: Path) -> list[
     return command(variant, which.ranks, "hvdtrain.benchmark", words, flags.hosts, flags.interface)
 
 
-def measure(which: Configuration, flags: cli.Flags, directory: Path) -> dict[str, Any] | str:
+def measure(which: Configuration, flags: Flags, directory: Path) -> dict[str, Any] | str:
     """Run one configuration once, and return the content of benchmark.json, or why there is none."""
     log, result = directory / "log", directory / "benchmark.json"
     try:
@@ -124,9 +125,7 @@ def measure(which: Configuration, flags: cli.Flags, directory: Path) -> dict[str
     return dict(json.loads(result.read_text()))
 
 
-def measure_all(
-    flags: cli.Flags, planned: list[Configuration], rounds: Rounds, failed: dict[Configuration, str]
-) -> None:
+def measure_all(flags: Flags, planned: list[Configuration], rounds: Rounds, failed: dict[Configuration, str]) -> None:
     """Fill `rounds` and `failed` after each run, so that an interruption loses nothing. What failed is not run again."""
     order = random.Random(flags.seed)
     for number in range(1, flags.rounds + 1):
@@ -202,7 +201,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(shown)
 
 
-def write(flags: cli.Flags, rows: Sequence[Row], rounds: Rounds, failed: dict[Configuration, str]) -> None:
+def write(flags: Flags, rows: Sequence[Row], rounds: Rounds, failed: dict[Configuration, str]) -> None:
     """Write scaling.json and its plots, scaling.png, to --output-dir. Raises UserError."""
     runs = [
         dict(round=number, name=which.name, **result)
@@ -241,7 +240,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     plotting.write(path, title, [throughput, share])
 
 
-def run(flags: cli.Flags) -> int:
+def run(flags: Flags) -> int:
     """Measure, print the table, write the files. Returns the exit code."""
     plotting.require_matplotlib()
     measuring.make_directory(flags.output_dir)

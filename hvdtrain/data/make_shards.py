@@ -22,6 +22,7 @@ from hvdtrain.data.shard_index import obtain
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.errors import UserError
+from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import run
 
 
@@ -51,7 +52,7 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
     return count
 
 
-def parse(argv: Sequence[str] | None = None) -> cli.Flags:
+def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the command's flags. Raises UserError."""
     parser = cli.Parser("hvdtrain.data.make_shards", __doc__)
     parser.add_argument("folder", type=Path, help="has train/CLASS/* and val/CLASS/*")

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import torch
 
-from hvdtrain.cli import names_files
 from hvdtrain.engines import arithmetic, gpu
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.cores import cpu_quota, near_gpu, threads_for
@@ -97,10 +96,9 @@ def engine_class(name: str) -> type[Engine]:
     return single.DataParallelEngine if name == "dataparallel" else single.SerialEngine
 
 
-def require_same_flags(engine: Engine, flags: Mapping[str, object]) -> None:
-    """Raise UserError on every rank if flags differ between ranks. Paths may differ between hosts. A collective."""
-    mine = {name: str(value) for name, value in flags.items() if not names_files(value) and name != "data_dir"}
-    everyone = engine.all_gather_object(mine, "flags")
+def require_same_flags(engine: Engine, flags: Mapping[str, str]) -> None:
+    """Raise UserError on every rank if flags differ between ranks. A collective."""
+    everyone = engine.all_gather_object(dict(flags), "flags")
     for rank, theirs in enumerate(everyone):
         if unlike := [name for name in everyone[0] | theirs if theirs.get(name) != everyone[0].get(name)]:
             pairs = (f"--{name.replace('_', '-')} {everyone[0].get(name)} and {theirs.get(name)}" for name in unlike)

@@ -16,8 +16,8 @@ import hvdtrain
 from hvdtrain.engines import lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.flags import is_url
 from hvdtrain.output.mirror_process import END
-from hvdtrain.output.remote import is_url
 from hvdtrain.output.run_output import RunOutput
 
 

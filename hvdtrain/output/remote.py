@@ -21,7 +21,6 @@ from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.output.best import best_of
 
-URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
 MANIFEST, CHECKPOINTS, METRICS, SUMMARY = "mirror.json", "checkpoints", "metrics.jsonl", "summary.json"
 CHUNK = 2**20  # bytes
@@ -30,11 +29,6 @@ Entry = dict[str, Any]
 
 class Differs(Exception):
     """What was read back, or downloaded, does not have the checksum of what was written."""
-
-
-def is_url(text: object) -> bool:
-    """Return whether a flag's value names a place for fsspec, such as s3://bucket/run, and not a path."""
-    return isinstance(text, str) and URL.fullmatch(text) is not None
 
 
 def step_of(name: str) -> int:

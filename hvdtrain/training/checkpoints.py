@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli import Flags
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.flags import Flags
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import checkpoint, contents

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from hvdtrain.cli import Flags
+from hvdtrain.flags import Flags
 from hvdtrain.training.contents import IMPLEMENTATION, plain
 from hvdtrain.training.state import Initial
 

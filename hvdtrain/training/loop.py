@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvdtrain.cli import Flags
 from hvdtrain.data.sharding import kept
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.flags import Flags
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.metrics_logger import MetricsLogger

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.cli import Flags
 from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
+from hvdtrain.flags import Flags
 from hvdtrain.models.weights import load_weights
 from hvdtrain.training import extra_states
 from hvdtrain.training.names import Models, kind_of, named_parameters

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hvdtrain.cli import Flags
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
+from hvdtrain.flags import Flags
 from hvdtrain.output import remote
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import checkpoint, contents

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hvdtrain.cli import Flags
 from hvdtrain.data import compile_cache, leftovers
 from hvdtrain.data.sharding import seed_generators
 from hvdtrain.engines import precision
@@ -18,6 +17,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import require_same_flags
 from hvdtrain.engines.start import start as start_engine
+from hvdtrain.flags import Flags
 from hvdtrain.hangs.monitor import monitor_ranks, remember_ignored
 from hvdtrain.hangs.start_limit import limited_start
 from hvdtrain.hangs.timeouts import HangTimeouts
@@ -200,7 +200,7 @@ def kind_of_run(flags: Flags) -> type[Run]:
 @contextlib.contextmanager
 def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, named: bool = False) -> Iterator[Run]:
     """Do the same as `start`, with an engine that is already running. named: whether the script has named `metrics`."""
-    require_same_flags(engine, flags.given())
+    require_same_flags(engine, flags.of_all_ranks())
     output = RunOutput(
         engine,
         flags.output_dir,

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.cli import Flags
 from hvdtrain.engines.base import WIRE_DTYPES, Engine
 from hvdtrain.engines.buffers import floating_buffers
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.parts import OneRank, RanksOfHost
+from hvdtrain.flags import Flags
 from hvdtrain.training import own_states
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.parts import Content, Part

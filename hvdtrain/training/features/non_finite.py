@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.cli import Flags
 from hvdtrain.engines import lines
 from hvdtrain.engines.accelerators import exact
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure
+from hvdtrain.flags import Flags
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.names import own_name, prefixes

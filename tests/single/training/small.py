@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvdtrain import training
-from hvdtrain.cli import Flags
+from hvdtrain.flags import Flags
 from hvdtrain.training.run import Run
 from hvdtrain.training.step import Step
 
