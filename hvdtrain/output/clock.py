@@ -55,6 +55,7 @@ class Clock:
     def restart(self) -> None:
         """Reset the clock at the beginning of an epoch."""
         self._began = self._marked = time.perf_counter()
+        self.step_seconds = 0.0  # of the last step, and of what was done since the one before
         self.totals: list[RankTimes] = []  # sums over all windows since `restart`, by rank
         if self._device_times is not None:
             self._device_times.restart()
@@ -81,7 +82,9 @@ class Clock:
         self._steps += 1
         self._samples += samples
         self._local_samples += local_samples
-        return self.mark("compute")
+        now = self.mark("compute")
+        self.step_seconds, self._began = now - self._began, now
+        return now
 
     def leave_out(self, seconds: float) -> None:
         """Exclude the last `seconds` from all phases, rates and laps."""
@@ -101,7 +104,7 @@ class Clock:
         return rates
 
     def lap(self) -> float:
-        """Return the seconds since the last call, or since `restart`."""
+        """Return the seconds since the last step, or since `restart`."""
         began, self._began = self._began, time.perf_counter()
         return self._began - began
 

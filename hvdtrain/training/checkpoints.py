@@ -133,23 +133,28 @@ class Checkpoints:
 
     # ---- saving
 
-    def ready(self) -> None:
-        """Call it before `save`, also in a run that writes no checkpoints. A collective."""
-        for part in self._parts:
-            part.ready()
-
     def save(
-        self, state: TrainState, moment: Moment, source: Input | None, heartbeat: Callable[[], None], about: Facts
-    ) -> None:
+        self, state: TrainState, source: Input | None, moment: Moment, *, automatic: bool = False,
+        score: Facts | None = None, ended: Facts | None = None,
+    ) -> None:  # fmt: skip
         """Take a snapshot and return. Rank 0 writes it in the background. A collective.
 
-        source: what the steps read. heartbeat: called for each tensor and each registered object. about: facts about this
-        checkpoint. automatic: not requested by the user; the next automatic checkpoint replaces it. best: metric, direction
-        and value of the evaluation, if it follows one. ended: how long the loop over run.epochs was that the program left.
+        source: what the steps read. automatic: not requested by the user; the next automatic checkpoint replaces it. score:
+        of the evaluation, if it follows one. ended: how long the loop over run.epochs was that the program left.
         """
-        if not self.writes:
-            self.objects.restore_settings()  # an evaluation before run.epochs was stopped
-            return
+        with self.interval.saving():
+            for part in (self.objects, *self._parts):
+                part.ready()
+            # The limit of a step: each tensor that is copied is progress.
+            with self.engine.activity.during("checkpoint", 0.0):
+                if self.writes:
+                    about = {"automatic": automatic, "best": score, "ended": ended}
+                    self._save(state, source, moment, about)
+                else:
+                    self.objects.restore_settings()  # an evaluation before run.epochs was stopped
+
+    def _save(self, state: TrainState, source: Input | None, moment: Moment, about: Facts) -> None:
+        heartbeat = self.engine.activity.heartbeat
         content = Content(
             {"outer": [], "workers": []}, moment=moment, writes=self._writer is not None, heartbeat=heartbeat
         )

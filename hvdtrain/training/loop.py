@@ -20,7 +20,7 @@ from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.checkpoints import Checkpoints
 from hvdtrain.training.feature import Feature, Features
 from hvdtrain.training.inputs import CHANGES, Input
-from hvdtrain.training.parts import Moment
+from hvdtrain.training.parts import HERE, IN_STEPS, Moment
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.sources import Data
 from hvdtrain.training.state import Best, Initial, TrainState
@@ -290,6 +290,7 @@ class Loop:
         step.require_complete()
         scaler.update()
         now = clock.end_step(step.count, step.local_count)
+        state.train_seconds += clock.step_seconds
         if self.metrics_logger.unwritten:  # an evaluation within the step
             self.metrics_logger.evaluation(opened)
         if step.left_out is not None:  # None: a feature counts it later
@@ -305,41 +306,23 @@ class Loop:
             clock.mark("reporting")
         due = now >= self.checkpoints.interval.due_at
         if (due or self.engine.activity.asked or state.step >= self.stopping.save_at) and not step.apart:
-            self._decide(due)
-
-    def _decide(self, due: bool) -> None:
-        """Save or stop, if all ranks agree that this is the step for it. due: an automatic checkpoint is."""
-        decision = self.stopping.decide(self.state.step, due)
-        if decision is Decision.STOP:
-            self.stop()
-        elif decision is Decision.SAVE:
-            self._save_in_steps(automatic=self.flags.checkpoint_steps is None)
-
-    def _save_in_steps(self, *, automatic: bool) -> None:
-        self.state.train_seconds += self.clock.lap()
-        self._save(automatic=automatic)
-        self.clock.mark("saving")
+            decision = self.stopping.decide(state.step, due)
+            if decision is not Decision.GO_ON:
+                automatic = decision is Decision.SAVE and self.flags.checkpoint_steps is None
+                self.checkpoints.save(state, opened, IN_STEPS, automatic=automatic)
+                clock.mark("saving")
+            if decision is Decision.STOP:
+                raise Stopped
 
     def stop(self) -> None:
-        """Save and raise Stopped. Every rank calls it at the same point."""
-        if self.in_steps:
-            self._save_in_steps(automatic=False)
-        else:
-            self._save()
+        """Save outside of steps, and raise Stopped. Every rank calls it at the same point."""
+        self.checkpoints.save(self.state, self.data.input, HERE)
         raise Stopped
 
-    def _save(
-        self, *, automatic: bool = False, ends_epoch: bool = False, score: Facts | None = None, ended: bool = False
-    ) -> None:
-        self.prepared().require_same_groups()
-        about = {"automatic": automatic, "best": score, "ended": self.length.ends() if ended else None}
-        moment = Moment(self.in_steps, epoch_ended=ends_epoch and not self.state.samples_of_epoch)
-        activity = self.engine.activity
-        with self.checkpoints.interval.saving():
-            self.checkpoints.ready()
-            # The limit of a step: each tensor that is copied is progress.
-            with activity.during("checkpoint", 0.0):
-                self.checkpoints.save(self.state, moment, self.data.input, activity.heartbeat, about)
+    def _save_epoch(self, score: Facts | None, *, ended: bool) -> None:
+        moment = Moment(epoch_ended=not self.state.samples_of_epoch)
+        ends = self.length.ends() if ended else None
+        self.checkpoints.save(self.state, self.data.input, moment, score=score, ended=ends)
 
     def _close_epoch(self, *, ended: bool = False) -> None:
         """End the epoch, and save. ended: the program has left the loop over `run.epochs`."""
@@ -357,7 +340,7 @@ class Loop:
                 raise UserError(f"stop_at: the evaluation recorded {had}, and not {name}: {how}", everywhere=True)
         if source is None or source.at_end(self.state.samples_of_epoch):
             self.state.end_epoch()  # else the limit of steps was reached: with a higher one, this epoch continues
-        self._save(ends_epoch=True, score=score, ended=ended)
+        self._save_epoch(score, ended=ended)
         self.say(line)
 
     def _require_steps(self, number: int) -> None:
@@ -379,7 +362,7 @@ class Loop:
         at_head = self.phase is Phase.HEAD and not self.state.samples_of_epoch
         if self.state.step and at_head:
             self.phase = Phase.OUTSIDE
-            self._save(ends_epoch=True, score=self.checkpoints.score(self.state, self.state.epoch - 1), ended=True)
+            self._save_epoch(self.checkpoints.score(self.state, self.state.epoch - 1), ended=True)
         else:
             self._close_epoch(ended=True)
 

@@ -50,6 +50,9 @@ class Objects(Part):
         self._saved: Settings = []  # of the optimizers in the checkpoint, until training begins
         self._begun_again: list[torch.optim.Optimizer] = []  # those of which a scheduler has another length
 
+    def ready(self) -> None:
+        self._prepared.require_same_groups()
+
     def save(self, content: Content) -> None:
         self.restore_settings()  # an evaluation before run.epochs was stopped
         if not content.writes:

@@ -15,7 +15,7 @@ class Moment(NamedTuple):
     epoch_ended: bool = False  # after the evaluation of a whole epoch
 
 
-HERE = Moment()
+HERE, IN_STEPS = Moment(), Moment(in_steps=True)
 
 
 class Content:
