@@ -1,4 +1,5 @@
-"""The buffers of models. Each rank changes its own in its forward passes, such as batch norm's running statistics."""
+"""What a model has beside its parameters. Each rank changes its own buffers in its forward passes, such as batch norm's
+running statistics."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,6 +18,11 @@ def all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return each parameter and buffer once, with its name. Without sparse ones, which collectives do not carry."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return [(name, tensor) for name, tensor in named if tensor.layout is torch.strided]
+
+
+def is_extra(name: str, value: object) -> bool:
+    """Return whether an entry of a state_dict is neither parameter nor buffer: what a layer's `get_extra_state` returns."""
+    return name.rpartition(".")[2] == "_extra_state" or not isinstance(value, Tensor)
 
 
 def running_statistics(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.engines.buffers import is_extra
 from hvdtrain.engines.errors import UserError
 
 MOST_HEADER_BYTES = 2**26
@@ -60,11 +61,6 @@ def require_values(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
             of = "complex"
         if of or tensor.is_meta:
             raise ValueError(f"{name} is {of or 'without values (on the meta device)'}")
-
-
-def is_extra(name: str, value: object) -> bool:
-    """Return whether an entry of a state_dict is neither parameter nor buffer: what a layer's `get_extra_state` returns."""
-    return name.rpartition(".")[2] == "_extra_state" or not isinstance(value, Tensor)
 
 
 def require_match(state: Mapping[str, Any], expected: Mapping[str, Any], *, types: bool = False) -> None:

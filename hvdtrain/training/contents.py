@@ -5,7 +5,7 @@ optimizer.N, or optimizers.K.N      tensor N of the optimizer's state_dict
 registered.NAME.N                   tensor N of the object registered under NAME (`Run.register`)
 buffers, statistics.NAME            [ranks, n]: each rank's own buffers, of the models and of the registered module NAME
 positions                           each rank's position in its stream, JSON as uint8
-outer.momentum                      with --sync-every: see features/local_steps.py, and own_states.py for own and own.rows
+outer.momentum                      with --sync-every: see features/local_steps.py, also for own and own.rows
 """
 
 import contextlib
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.accelerators import module_of
+from hvdtrain.engines.buffers import is_extra
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import to_json
-from hvdtrain.models.weights import is_extra
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.names import named_parameters, own_name
 

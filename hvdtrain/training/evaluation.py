@@ -13,8 +13,8 @@ from hvdtrain.engines.accelerators import exact, read
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.inputs import Batch
-from hvdtrain.training.sameness import SPLIT, split_of
 from hvdtrain.training.shared_buffers import SharedBuffers
+from hvdtrain.training.splits import SPLIT, split_of
 
 if TYPE_CHECKING:
     from hvdtrain.training.run import Run
@@ -189,6 +189,6 @@ class Evaluations:
 
     def _go_on(self) -> None:
         """Called for each batch. After a stop request, ranks leave an evaluation at any batch, except inside a step."""
-        self._run.stopping.heartbeat()
+        self._run.engine.activity.heartbeat()
         if self._run.stopping.stop_requested and not self._run.in_steps:
             raise CutShort

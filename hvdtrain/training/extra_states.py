@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
+from hvdtrain.engines.buffers import is_extra
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import to_json, unflattened
-from hvdtrain.models.weights import is_extra
-from hvdtrain.training import contents, own_states
+from hvdtrain.training import contents
 from hvdtrain.training.names import own_name
 from hvdtrain.training.objects import Objects
 from hvdtrain.training.parts import Content, Part
@@ -55,7 +55,7 @@ def gather(engine: Engine, modules: Mapping[str, nn.Module]) -> dict[str, Tensor
     if not states:
         return {}
     require_storable(states)
-    packed, rows = own_states.gather_values(engine, states, "checkpoint.extra")
+    packed, rows = engine.all_gather_nested(states, "checkpoint.extra")
     return {"extra": contents.encoded(packed), "extra.rows": rows}
 
 
@@ -77,7 +77,7 @@ def load(engine: Engine, tensors: Mapping[str, Tensor] | None, *, same: bool) ->
         saved = (contents.decoded(tensors["extra"]), tensors["extra.rows"])
     if not engine.broadcast_object(saved is not None, "checkpoint.extra.any"):
         return {}
-    packed, rows = own_states.broadcast_values(engine, saved, "checkpoint.extra")
+    packed, rows = engine.broadcast_nested(saved, "checkpoint.extra")
     rank = engine.rank if len(packed) == engine.size and not same else 0
     states: States = unflattened(packed[rank]["value"], rows[rank])
     return states
@@ -86,7 +86,7 @@ def load(engine: Engine, tensors: Mapping[str, Tensor] | None, *, same: bool) ->
 def share(engine: Engine, modules: Mapping[str, nn.Module]) -> None:
     """Give every rank rank 0's. A collective, if the modules have such state."""
     if states := of(modules):
-        packed, rows = own_states.gather_values(engine, states, "extra.share")
+        packed, rows = engine.all_gather_nested(states, "extra.share")
         restore(modules, unflattened(packed[0]["value"], rows[0]))
 
 

@@ -21,7 +21,8 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.fetching import COMPARISON, Fetched, Samples, may_leave_out
 from hvdtrain.training.inputs import CHANGES, Batch, Input, Kind
-from hvdtrain.training.sameness import SPLIT, require_same, some_of, split_of
+from hvdtrain.training.sameness import require_same, some_of
+from hvdtrain.training.splits import SPLIT, split_of
 from hvdtrain.training.state import Initial, TrainState
 
 FILLERS = 8  # batches of which one has a sample that a collate_fn leaves in

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from hvdtrain.engines.base import Engine, lay_state_as_weights
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.collectives import lay_state_as_weights
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import TENSOR, from_json
 from hvdtrain.models.weights import require_match

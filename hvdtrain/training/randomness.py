@@ -19,7 +19,7 @@ from torch import Tensor
 from hvdtrain.data.sharding import mixed_seed, seed_generators
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.portable import to_json, unflattened
-from hvdtrain.training import contents, own_states
+from hvdtrain.training import contents
 from hvdtrain.training.parts import Content, Part
 
 States = dict[str, Any]  # by the name of the generator
@@ -126,7 +126,7 @@ class Generators(Part):
             pair = (self._states(), {})
         else:
             pair = (self._began, self._states() if in_steps or self._go_on is None else self._go_on)
-        packed, rows = own_states.gather_values(self._engine, pair and list(pair), "checkpoint.generators")
+        packed, rows = self._engine.all_gather_nested(pair and list(pair), "checkpoint.generators")
         content.tensors |= {"generators": contents.encoded(packed), "generators.rows": rows}
         if content.writes:
             content.facts["registered_types"] = {n: contents.type_of(what) for n, what in self.registered.items()}
@@ -139,7 +139,7 @@ class Generators(Part):
         """Read what `begin` restores. A collective. tensors: of the checkpoint, on rank 0. Return a line if registered
         generators of this number of ranks are not in it."""
         saved = None if tensors is None else (contents.decoded(tensors["generators"]), tensors["generators.rows"])
-        packed, rows = own_states.broadcast_values(self._engine, saved, "checkpoint.generators")
+        packed, rows = self._engine.broadcast_nested(saved, "checkpoint.generators")
         ranks, rank = len(packed), self._engine.rank
         if any(one["value"] is None for one in packed):
             return None

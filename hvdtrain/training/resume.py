@@ -21,7 +21,7 @@ from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.comparison import Difference, differences, in_words, other_choices, other_lengths
 from hvdtrain.training.inputs import Input
 from hvdtrain.training.parts import Content
-from hvdtrain.training.sameness import SPLIT
+from hvdtrain.training.splits import SPLIT
 from hvdtrain.training.state import Initial, TrainState
 
 LONGEST_NAME = "x" * 100  # of what is written beside a checkpoint

@@ -6,14 +6,12 @@ does not read twice alike, because the data set has a generator of its own, is l
 """
 
 import hashlib
-import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, SubsetRandomSampler
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -24,31 +22,9 @@ VALUES = 16  # of a tensor
 EXACT = 64  # values: classes, lengths, tokens; larger tensors of integers are pictures
 NEAR = 0.02  # of the largest value: decoders differ by 1 or 2 of 255, other pictures by more
 FEW, NEAR_FEW = 4, 1e-4  # of so few values, such as a target
-SPLIT = "draw it from a generator of its own, random_split(..., generator=torch.Generator().manual_seed(0))"
 ALIKE = "sort the names of files and classes, and seed what is drawn before training.start()"
 Leaf = list[Any]  # JSON: kind, and values of one part of a sample
 Told = list[list[Leaf] | None]  # JSON: of each sample, its parts; None: it could not be read
-
-
-def split_of(*held: Any) -> int | None:
-    """Return 63 bits of a hash of the indices of all subsets in data sets and samplers; None if there are none."""
-    all_indices = [[int(index) for index in indices] for indices in indices_in(held)]
-    if not all_indices:
-        return None
-    return int.from_bytes(hashlib.blake2b(json.dumps(all_indices).encode(), digest_size=8).digest()) >> 1
-
-
-def indices_in(held: Iterable[Any]) -> Iterator[Any]:
-    """Yield the indices of the subsets that data sets of torch, and samplers, are made of."""
-    for one in held:
-        if isinstance(one, (Subset, SubsetRandomSampler)):
-            yield one.indices
-        if isinstance(one, Subset):
-            yield from indices_in([one.dataset])
-        elif isinstance(one, ConcatDataset):
-            yield from indices_in(one.datasets)
-        elif type(one) is StackDataset:
-            yield from indices_in(list(one.datasets.values() if isinstance(one.datasets, dict) else one.datasets))
 
 
 def some_of(order: torch.Tensor) -> list[int]:

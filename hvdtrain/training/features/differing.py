@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.buffers import running_statistics
 from hvdtrain.engines.portable import to_json, unflattened
-from hvdtrain.training import contents, own_states
+from hvdtrain.training import contents
 from hvdtrain.training.checksums import checksum
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.loading import load_registered
@@ -64,7 +64,7 @@ class Differing(Feature, Part):
         unlike = [name for name in states if any(theirs.get(name) != everyone[0][name] for theirs in everyone)]
         if unlike:
             own = {name: {"state": states[name][1]} for name in unlike}
-            told, rows = own_states.gather_values(engine, own, "checkpoint.differing")
+            told, rows = engine.all_gather_nested(own, "checkpoint.differing")
             content.tensors |= {"differing": contents.encoded(told), "differing.rows": rows}
 
     def restore(self, content: Content) -> None:
@@ -73,7 +73,7 @@ class Differing(Feature, Part):
             saved = (contents.decoded(tensors["differing"]), tensors["differing.rows"])
         if not engine.broadcast_object(saved is not None, "checkpoint.differing.any"):
             return
-        told, rows = own_states.broadcast_values(engine, saved, "checkpoint.differing")
+        told, rows = engine.broadcast_nested(saved, "checkpoint.differing")
         if len(told) == engine.size:
             self._own = unflattened(told[engine.rank]["value"], rows[engine.rank])
         else:

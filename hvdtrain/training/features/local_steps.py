@@ -5,6 +5,12 @@ At an exchange, the weights' changes since the last one are averaged over ranks.
 Nesterov momentum in that direction, the same on all ranks, and every rank continues from there. In a mean over ranks, a host
 counts by the number of its ranks. The optimizers' states stay with their groups. Whatever needs equal weights happens at
 exchanges only: checkpoints, stops, comparisons. An evaluation between two exchanges sees the weights of the first one.
+
+A checkpoint has the state of rank 0, and what each group has of its own: optimizers, loss scaler, number of skipped steps.
+The states in a group are equal, so its first rank's is saved.
+
+own        JSON as uint8: of each group, the state that is no tensor, with shape and type of its tensors
+own.rows   int64 [groups - 1, n]: of each but the first, the bytes of its tensors, one after the other, padded
 """
 
 import contextlib
@@ -17,8 +23,10 @@ from hvdtrain.engines.base import WIRE_DTYPES, Engine
 from hvdtrain.engines.buffers import floating_buffers
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.parts import OneRank, RanksOfHost
+from hvdtrain.engines.portable import flattened, unflattened
 from hvdtrain.flags import Flags
-from hvdtrain.training import own_states
+from hvdtrain.training import contents, loading
+from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.parts import Content, Part
 from hvdtrain.training.run import Run
@@ -166,7 +174,7 @@ class LocalSteps(Feature, Part):
             with torch.no_grad():
                 torch._foreach_copy_(tensors, own)
 
-    # ---- checkpoints: what is equal on all ranks, and what each group has of its own (own_states.py)
+    # ---- checkpoints: what is equal on all ranks, and what each group has of its own
 
     def parts(self) -> Sequence[Part]:
         return [self]
@@ -181,7 +189,7 @@ class LocalSteps(Feature, Part):
 
     def save(self, content: Content) -> None:
         prepared, skipped = self._prepared, self._run.state.skipped
-        content.tensors |= own_states.gather(self._engine, self._leaders, prepared.optimizers, prepared.scaler, skipped)
+        content.tensors |= states_of_groups(self._engine, self._leaders, prepared.optimizers, prepared.scaler, skipped)
         content.live["outer.momentum"] = self._momentum()
         content.facts |= {"outer": self._names(), "workers": self._leaders}
 
@@ -191,9 +199,7 @@ class LocalSteps(Feature, Part):
             return
         tensors = content.tensors or None
         if facts["workers"] == self._leaders:
-            own = own_states.restore(
-                engine, self._leaders, tensors, prepared.optimizers, prepared.models, facts["parameters"]
-            )
+            own = restore_own(engine, self._leaders, tensors, prepared.optimizers, prepared.models, facts["parameters"])
             self._run.state.skipped = own["skipped"]
             if own["scaler"]:
                 prepared.scaler.load_state_dict(own["scaler"])
@@ -217,3 +223,48 @@ class LocalSteps(Feature, Part):
         ordered = [own[name] for name in names]
         for momentum, part in zip(ordered, flat.split([one.numel() for one in ordered]), strict=True):
             momentum.copy_(part.view_as(momentum))
+
+
+def states_of_groups(
+    engine: Engine,
+    leaders: Sequence[int],
+    optimizers: Sequence[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+    skipped: int,
+) -> dict[str, Tensor]:
+    """Return the tensors for a checkpoint. A collective. Every rank needs memory for the states of all.
+
+    leaders: of each rank, the first rank of its group.
+    """
+    first = sorted(set(leaders))
+    kinds = " or ".join(type(optimizer).__name__ for optimizer in optimizers)
+    with contents.storable(f"the state of {kinds}", "use another optimizer"):
+        packed, row = flattened([optimizer.state_dict() for optimizer in optimizers])
+    facts = {"optimizers": packed, "scaler": scaler.state_dict(), "skipped": skipped, "length": len(row)}
+    ranks, rows = engine.all_gather_flattened(facts, row, "checkpoint.own")
+    return {"own": contents.encoded([ranks[rank] for rank in first]), "own.rows": rows[first[1:]].clone()}
+
+
+def restore_own(
+    engine: Engine,
+    leaders: Sequence[int],
+    tensors: Mapping[str, Tensor] | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    models: Sequence[nn.Module],
+    names: Sequence[Sequence[Sequence[str]]],
+) -> Facts:
+    """Restore this rank's optimizers, once those of rank 0 are on every rank. Return what else is its own: "scaler",
+    "skipped". A collective, with the `leaders` that have written it. tensors: of the checkpoint, on rank 0.
+    names: see `loading.load_optimizers`.
+    """
+    me = sorted(set(leaders)).index(leaders[engine.rank])
+    saved = None if tensors is None else [contents.decoded(tensors["own"]), tensors["own.rows"].shape]
+    packed, shape = engine.broadcast_object(saved, "checkpoint.own")
+    rows = torch.zeros(shape, dtype=torch.int64)
+    if rows.numel():
+        if tensors is not None:
+            rows.copy_(tensors["own.rows"])
+        engine.broadcast_(rows, "checkpoint.own.rows")
+    if me:
+        loading.load_optimizers(optimizers, models, unflattened(packed[me]["optimizers"], rows[me - 1]), names)
+    return {name: packed[me][name] for name in ("scaler", "skipped")}

@@ -58,7 +58,7 @@ class Replicas(Feature, Part):
         self._compared_at: tuple[int, int] | None = None  # step and number of ranks of the last comparison
 
     def prepare(self, run: Run) -> None:
-        self._run = run
+        self._state, self._models = run.state, run.prepared().models
 
     def parts(self) -> Sequence[Part]:
         return [self]
@@ -69,11 +69,11 @@ class Replicas(Feature, Part):
     def compare(self, among: Engine) -> None:
         """Raise Failure on every rank if the weights differ among these. A collective. A second call after the same step
         does nothing: a checkpoint and --check-steps may both ask for it."""
-        step = self._run.state.step
+        step = self._state.step
         if self._compared_at != (step, among.size):
             self._compared_at = step, among.size
             everywhere = among.size == self._engine.size
-            compare(among, self._run.prepared().models, self._name_of, step, self.check_steps, everywhere)
+            compare(among, self._models, self._name_of, step, self.check_steps, everywhere)
 
 
 class PeriodicReplicas(Replicas):
@@ -84,7 +84,7 @@ class PeriodicReplicas(Replicas):
         self.every = check_steps
 
     def before_step(self, step: Step) -> None:
-        if self._run.state.step:
+        if self._state.step:
             self.compare(self._group)
 
 
