@@ -24,7 +24,7 @@ from hvdtrain.models import exporting, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.output import remote
-from hvdtrain.training import checkpoint, extra_states, loading
+from hvdtrain.training import extra_states, loading, reading
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.names import own_name
 
@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = exporting.require_kind(flags.to)
     with remote.local(flags.run, "the run at", warn, best=flags.best) as path:
         if flags.best and path == flags.run:
-            facts, tensors = checkpoint.best(path, str(flags.run), warn)
+            facts, tensors = reading.best(path, str(flags.run), warn)
         else:
-            facts, tensors = checkpoint.find(path, str(flags.run), warn, keep_names=True)
+            facts, tensors = reading.find(path, str(flags.run), warn, keep_names=True)
     weights = weights_of(tensors)
     if kind in exporting.WEIGHTS:
         exporting.write_weights(weights | extra_of(facts, tensors), flags.to)

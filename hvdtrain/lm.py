@@ -39,7 +39,7 @@ from hvdtrain.flags import Flags
 from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
 from hvdtrain.output import remote
-from hvdtrain.training import checkpoint, loading, optim
+from hvdtrain.training import loading, optim, reading
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
 RECIPES: dict[str, dict[str, object]] = {
@@ -245,7 +245,7 @@ def sample(flags: Flags) -> int:
     if named is None:
         raise UserError("--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir")
     with remote.local(named, "--sample from", warn) as path:
-        facts, tensors = checkpoint.find(path, f"--sample from {named}", warn, keep_names=True)
+        facts, tensors = reading.find(path, f"--sample from {named}", warn, keep_names=True)
     try:
         vocabulary = vocabularies.restore(**facts["registered"]["vocabulary"])
         rows = tensors["model.tokens.weight"].shape[0]

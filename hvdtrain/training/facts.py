@@ -3,7 +3,6 @@
 A checksum says that a file is what somebody wrote, and not that it was hvdtrain.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engines.portable import TENSOR, Held, from_json, unflattened
+from hvdtrain.training.checkpoint import parsed
 from hvdtrain.training.state import TrainState
 
-MOST_BYTES = 2**25
-MOST_VALUES = 2**21  # each takes up to 64 bytes of memory: 60 MB of brackets took 3.6 GB
 DEEPEST = 50
 LARGEST = 2**53  # of whole numbers
 
@@ -114,18 +112,6 @@ TABLE: dict[str, Kind] = {
     "ended": optional(record(epochs=optional(whole()), steps=optional(whole()))),
 }
 assert STATE.keys() == {field.name for field in fields(TrainState)}
-
-
-def parsed(content: str) -> Any:
-    """Return the JSON. Raises ValueError if it would take too much memory."""
-    require_small(content)
-    return json.loads(content)
-
-
-def require_small(content: str) -> None:
-    """Raise ValueError if the JSON would take too much memory to be read."""
-    if len(content) > MOST_BYTES or sum(map(content.count, "[{,")) > MOST_VALUES:
-        raise ValueError(f"its facts are more than {MOST_BYTES:,} bytes or {MOST_VALUES:,} values")
 
 
 def require_sound(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -178,7 +178,9 @@ class Loop:
     def _has_ended(self) -> bool:
         """Return whether the run that is resumed had ended, because its program left a loop over as many epochs."""
         facts = self.checkpoints.found.facts
-        if facts is None or facts["ended"] != self.length.ends() or facts["state"]["step"] != self.state.step:
+        if facts is None or facts["ended"] is None or facts["state"]["step"] != self.state.step:
+            return False
+        if facts["ended"] != self.length.ends():
             return False
         if self._is_left():
             how = "with more epochs, it continues"

@@ -16,7 +16,7 @@ from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.flags import Flags
 from hvdtrain.output import remote
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training import checkpoint, contents
+from hvdtrain.training import contents, reading
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.comparison import Difference, differences, in_words, other_choices, other_lengths
 from hvdtrain.training.inputs import Input
@@ -60,7 +60,7 @@ class Resume:
                 how = "name another one for the record of the evaluation, or leave it out"
                 raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {how}")
             with remote.local(evaluate, "--evaluate", self._warn) as path:
-                self._found = checkpoint.find(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
+                self._found = reading.find(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
             return
         if self.directory is not None:
             if os.path.islink(self.directory):  # noqa: PTH114 (Path's own raises where the name is too long)
@@ -69,10 +69,10 @@ class Resume:
             self._take(self.directory)
             files.remove_partial(self.directory)
         if resume == "auto" and self.directory is not None:
-            self._found = checkpoint.newest(self.directory, self._warn)
+            self._found = reading.newest(self.directory, self._warn)
             self.continues = self._found is not None
         elif isinstance(resume, Path):
-            self._found = checkpoint.find(resume, f"--resume {resume}", self._warn)
+            self._found = reading.find(resume, f"--resume {resume}", self._warn)
         if self._found is None and self._warnings:
             self._warn("no checkpoint is valid: training starts from the beginning")
 
@@ -125,7 +125,7 @@ class Resume:
                 self._asked = self._flags.given()
             return TrainState(**self.facts["state"])
         except (KeyError, TypeError) as error:
-            raise UserError(checkpoint.OTHER_VERSION, everywhere=True) from error
+            raise UserError(reading.OTHER_VERSION, everywhere=True) from error
 
     def content(self) -> Content | None:
         """Return what is restored; None in a new run."""

@@ -12,7 +12,7 @@ from hvdtrain.cli import Parser
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import result
 from hvdtrain.launching.exit_codes import run
-from hvdtrain.training.checkpoint import Damaged, read
+from hvdtrain.training.reading import Damaged, read
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, reading
 from tests.chaos.outcomes import Outcome
 
 KINDS = ("cut", "flip", "empty", "zeroed", "swapped", "appended", "put in", "header")
@@ -82,7 +82,7 @@ def damages(run: Path, scratch: Path, number: int, chance: random.Random) -> Ite
     """Yield the outcome of each of `number` damages to the newest checkpoint of the run in `run`, which stays as it is."""
     newest, before = checkpoint.listed(run / "checkpoints")[:2]
     sound = newest.read_bytes()
-    expected_facts, expected = checkpoint.read(before)
+    expected_facts, expected = reading.read(before)
     directory = scratch / "damaged"
     directory.mkdir()
     shutil.copy(before, directory)
@@ -90,7 +90,7 @@ def damages(run: Path, scratch: Path, number: int, chance: random.Random) -> Ite
         what, data = damaged(chance, sound)
         (directory / newest.name).write_bytes(data)
         said: list[str] = []
-        found = checkpoint.newest(directory, said.append)
+        found = reading.newest(directory, said.append)
         aside = directory / f"{newest.name}.damaged"
         rejected = aside.exists() and len(said) == 1 and f"{newest.name} is damaged" in said[0]
         equal = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, reading
 from tests.chaos.lineage import all_struck, attacked, results, seconds_lost, tally
 from tests.chaos.outcomes import Outcome
 
@@ -64,7 +64,7 @@ def differences(apart: Path, together: Path) -> list[str]:
         abs(mine["test_accuracy"] - theirs["test_accuracy"]) > 1.5 / 382
     ):  # one sample on the border may fall to either side
         unlike.append(f"test_accuracy: {mine['test_accuracy']}, {theirs['test_accuracy']}")
-    weights = [checkpoint.read(checkpoint.listed(path / "checkpoints")[0])[1] for path in (apart, together)]
+    weights = [reading.read(checkpoint.listed(path / "checkpoints")[0])[1] for path in (apart, together)]
     unlike += [
         f"{name}: up to {(weights[0][name] - weights[1][name]).abs().max():.1e} apart"
         for name in weights[1]

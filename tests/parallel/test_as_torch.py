@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, reading
 from hvdtrain.training.contents import decoded, encoded
 from tests.parallel.test_loop import N, X, Y, a_run, alone, fit, same
 
@@ -173,7 +173,7 @@ def test_buffers_of_a_run_on_other_ranks_are_means_only_if_they_are_statistics(e
             kept = engine.all_gather(net.first, "kept")[0]
         if epochs == 1 and engine.rank == 0:
             path = checkpoint.listed(Path(shared_directory) / "checkpoints")[0]
-            facts, tensors = checkpoint.read(path)
+            facts, tensors = reading.read(path)
             tensors["buffers"] = tensors["buffers"].repeat(2, 1)
             tensors["buffers"][:, 6:9] = torch.arange(2.0 * engine.size).unsqueeze(1)
             facts["own"]["buffers"][0] = 2 * engine.size

@@ -27,9 +27,10 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.portable import flattened
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.models.convnet import MODELS
-from hvdtrain.models.weights import MOST_TENSORS, load_weights
+from hvdtrain.models.weight_files import MOST_TENSORS
+from hvdtrain.models.weights import load_weights
 from hvdtrain.output import run_output
-from hvdtrain.training import checkpoint, contents
+from hvdtrain.training import checkpoint, contents, reading
 from hvdtrain.training.checkpoints import Checkpoints
 from hvdtrain.training.preparing import prepare
 from hvdtrain.training.randomness import Generators
@@ -284,8 +285,8 @@ def test_headers_that_lie_are_refused_without_taking_the_memory(tensors, metadat
     header = json.dumps(tensors | {"__metadata__": metadata}).encode()
     path = tmp_path / "lying"
     path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + body)
-    with little_memory(), pytest.raises(checkpoint.Damaged) as caught:
-        checkpoint.read(path)
+    with little_memory(), pytest.raises(reading.Damaged) as caught:
+        reading.read(path)
     assert len(str(caught.value).splitlines()) == 1
     assert checkpoint.read_facts(path) == {}
 
@@ -301,8 +302,8 @@ def test_a_million_empty_tensors_cost_neither_time_nor_memory(count, key, tmp_pa
     path = tmp_path / "many.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     del tensors, header
-    with little_memory(), pytest.raises(checkpoint.Damaged, match="it names more than 100,000 tensors"):
-        checkpoint.read(path)
+    with little_memory(), pytest.raises(reading.Damaged, match="it names more than 100,000 tensors"):
+        reading.read(path)
     assert checkpoint.read_facts(path) == {}
     with pytest.raises(UserError, match=r"not a file of weights .it names more than 100,000 tensors"):
         load_weights(torch.nn.Linear(1, 1), path)
@@ -335,7 +336,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(name, engine, tmp_path, cap
     if path.suffix == ".safetensors":
         assert checkpoint.read_facts(path) == {}
         with pytest.raises(UserError, match="--resume X: it is not a regular file"):
-            checkpoint.find(path, "--resume X", print)
+            reading.find(path, "--resume X", print)
         assert go_on(tmp_path, engine).step == 0  # the one before would be taken, if there were one
         assert "is damaged (it is not a regular file)" in capfd.readouterr().err
 
@@ -345,7 +346,7 @@ def trained(tmp_path_factory) -> tuple[dict, dict]:
     """Facts and tensors of the checkpoint that a run of `a_program` has left in the middle of an epoch."""
     directory = tmp_path_factory.mktemp("trained")
     a_program(directory, stop_after=7)
-    return checkpoint.read(checkpoint.listed(directory / "checkpoints")[0])
+    return reading.read(checkpoint.listed(directory / "checkpoints")[0])
 
 
 def a_program(directory: Path, stop_after: int = 0) -> None:
@@ -402,8 +403,8 @@ def test_hostile_facts_with_a_right_checksum_are_damaged(case, trained, tmp_path
     facts = json.loads(json.dumps(facts))
     HOSTILE[case](facts)
     checkpoint.write(tmp_path / checkpoint.name_of(7), facts, tensors)
-    with pytest.raises(checkpoint.Damaged, match=r"^its facts are not those of a run: ") as caught:
-        checkpoint.read(tmp_path / checkpoint.name_of(7))
+    with pytest.raises(reading.Damaged, match=r"^its facts are not those of a run: ") as caught:
+        reading.read(tmp_path / checkpoint.name_of(7))
     one_line(caught.value)
 
 
@@ -415,8 +416,8 @@ def test_states_of_ranks_that_are_not_what_they_should_be_are_damaged(name, valu
     facts, tensors = trained
     facts = facts | ({"workers": [0]} if name == "own.rows" else {})
     checkpoint.write(tmp_path / checkpoint.name_of(7), facts, tensors | {name: value})
-    with pytest.raises(checkpoint.Damaged, match=r"^its facts are not those of a run: "):
-        checkpoint.read(tmp_path / checkpoint.name_of(7))
+    with pytest.raises(reading.Damaged, match=r"^its facts are not those of a run: "):
+        reading.read(tmp_path / checkpoint.name_of(7))
 
 
 @pytest.mark.parametrize("content", ["[" + "[]," * 1_200_000 + "[]]", '["' + "x" * 2**25 + '"]'])
@@ -427,8 +428,8 @@ def test_facts_that_would_take_much_memory_are_neither_read_nor_written(content,
     path = tmp_path / checkpoint.name_of(1)
     metadata = {"facts": content, "sha256": checkpoint.digest(content, {})}
     save_file({}, path, metadata)
-    with pytest.raises(checkpoint.Damaged, match=r"^its facts are more than 33,554,432 bytes or 2,097,152 values"):
-        checkpoint.read(path)
+    with pytest.raises(reading.Damaged, match=r"^its facts are more than 33,554,432 bytes or 2,097,152 values"):
+        reading.read(path)
     assert checkpoint.read_facts(path) == {}
     with pytest.raises(ValueError, match="its facts are more than"):
         checkpoint.write(path, {"facts": json.loads(content)}, {})

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import imagenet, lm, mnist, training
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, reading
 from hvdtrain.training.features.predictions import Predictions, write_predictions
 from tests import image_set
 from tests.single.trained import trained
@@ -181,7 +181,7 @@ PREDICT = (*EVALUATE, "--predict", "{tmp}/p.csv")
 def test_a_checkpoint_whose_flags_are_a_list_is_refused_in_one_line(flag, name, tmp_path):
     own_program(tmp_path / "run")
     path = checkpoint.listed(tmp_path / "run" / "checkpoints")[0]
-    facts, tensors = checkpoint.read(path)
+    facts, tensors = reading.read(path)
     checkpoint.write(path, facts | {name: [1, 2]}, tensors)
     with pytest.raises(UserError, match=rf"its facts are not those of a run: {name}"):
         own_program(None, f"--{flag}", str(path))

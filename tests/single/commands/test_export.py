@@ -11,7 +11,7 @@ from torch import nn
 from hvdtrain import export, imagenet, lm, mnist, training
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models import exporting
-from hvdtrain.training import checkpoint, loading
+from hvdtrain.training import loading, reading
 from tests import image_set
 from tests.single.trained import trained
 from tests.single.training import small
@@ -88,7 +88,7 @@ def test_the_model_of_each_script_is_made_from_its_record(name, tmp_path, monkey
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 30)
     script, flags = SCRIPTS[name]
     seen = trained(script, flags.format(text=tmp_path / "text"), tmp_path / "run")
-    facts, tensors = checkpoint.find(tmp_path / "run", "run", print)
+    facts, tensors = reading.find(tmp_path / "run", "run", print)
     weights = export.weights_of(tensors)
     model, example = export.model_of(facts, weights)
     loading.load_model(model, weights)

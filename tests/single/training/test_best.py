@@ -9,7 +9,7 @@ from torch import nn
 
 from hvdtrain import export, training
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, reading
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import Killed, N, X, Y, flags_for
 
@@ -96,7 +96,7 @@ def test_the_best_epoch_is_kept_recorded_and_exported(tmp_path, capsys):
         said = capsys.readouterr().out
         assert said.endswith(f"as after step {15 if flags else 25}, score {0.9 if flags else 0.8:.4f}\n")
         exported[flags] = torch.load(tmp_path / "weights.pt", weights_only=True)
-    _, tensors = checkpoint.read(tmp_path / "run" / "checkpoints" / best)
+    _, tensors = reading.read(tmp_path / "run" / "checkpoints" / best)
     assert torch.equal(exported["--best"]["weight"], tensors["model.weight"])
     assert not torch.equal(exported["--best"]["weight"], exported[""]["weight"])
 

@@ -16,7 +16,7 @@ from hvdtrain.engines import files
 from hvdtrain.engines.activity import Activity
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, reading
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.state import Initial
 from tests.e2e.launchers import events, summary
@@ -75,7 +75,7 @@ def test_without_a_number_of_steps_checkpoints_are_saved_by_time(tmp_path, monke
         directory = tmp_path / f"out{len(flags)}"
         assert alone(directory, f"--batch-size 16 {flags}") == 0
         saved[flags] = {line["step"] for line in events(directory, "checkpoint")}
-        facts = checkpoint.read(checkpoint.listed(directory / "checkpoints")[0])[0]
+        facts = reading.read(checkpoint.listed(directory / "checkpoints")[0])[0]
         assert not facts["automatic"]  # the last epoch's
     assert saved["--checkpoint-steps 0"] <= {8, 16}
     assert len(saved[""]) > 3
@@ -247,7 +247,7 @@ def test_a_path_without_room_for_the_names_of_checkpoints_is_said_at_the_start(t
 
 def test_more_samples_than_an_epoch_has_are_refused(copy):
     newest = checkpoint.listed(copy / "checkpoints")[0]
-    facts, tensors = checkpoint.read(newest)
+    facts, tensors = reading.read(newest)
     facts["state"] |= dict(epoch=1, samples=10**9, samples_of_epoch=10**6)
     checkpoint.write(newest, facts, tensors)
     with pytest.raises(
@@ -294,7 +294,7 @@ def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(training.Run, "evaluating", remove)
     assert alone(tmp_path / "out") == 0
-    checkpoint.read(tmp_path / "out" / "checkpoints" / checkpoint.name_of(4))
+    reading.read(tmp_path / "out" / "checkpoints" / checkpoint.name_of(4))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hvdtrain.analysis.reporting.runs import read_runs
 from hvdtrain.data import leftovers
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, reading
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
 
@@ -291,7 +291,7 @@ def test_statistics_that_all_ranks_had_alike_are_evaluated_to_the_bit(tmp_path):
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         fit(run, [X], lambda step, x: model(x).square().mean())
     path = checkpoint.listed(tmp_path / "checkpoints")[0]
-    facts, tensors = checkpoint.read(path)
+    facts, tensors = reading.read(path)
     value = next(one for one in torch.rand(1000) if one.repeat(3).mean() != one)
     tensors["buffers"] = torch.full((3, *tensors["buffers"].shape[1:]), float(value))
     facts["own"]["buffers"][0] = 3
