@@ -7,13 +7,15 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from hvdtrain.engines.accelerators import CPU
 from hvdtrain.engines.base import Engine
-from hvdtrain.output.device_times import DeviceTimes
+
+if TYPE_CHECKING:
+    from hvdtrain.output.device_times import DeviceTimes
 
 PHASES = ("loading", "compute", "communication")
 
@@ -49,7 +51,7 @@ class Clock:
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
-        self._device_times = None if device.type == "cpu" else DeviceTimes(device)
+        self._device_times = None if device.type == "cpu" else device_times(device)
         self.restart()
 
     def restart(self) -> None:
@@ -128,6 +130,13 @@ class Clock:
     def per_rank(self) -> dict[str, list[float]]:
         """Return the sums since `restart` under their names in a record, each a list over ranks."""
         return by_rank(self.totals)
+
+
+def device_times(device: torch.device) -> "DeviceTimes":
+    """Return what measures the phases of an accelerator."""
+    from hvdtrain.output.device_times import DeviceTimes
+
+    return DeviceTimes(device)
 
 
 _set_back: dict[torch.device, int] = {}  # the largest peak of a GPU that was set back

@@ -12,7 +12,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from io import FileIO
 from pathlib import Path
@@ -27,9 +27,9 @@ from hvdtrain.launching import processes
 from hvdtrain.output import records
 from hvdtrain.output.clock import Window
 from hvdtrain.output.metric_names import Metric
-from hvdtrain.output.progress import Display, remedies
 
 if TYPE_CHECKING:
+    from hvdtrain.output.progress import Display
     from hvdtrain.output.tensorboard import Board
     from hvdtrain.output.tracking import Tracker
 
@@ -57,7 +57,7 @@ class RunOutput:
         self._wants_board, self._track_as = tensorboard, track_as
         self._board: Board | None = None
         self._tracker: Tracker | None = None
-        self._display = Display(self.say) if progress and self.speaks else None
+        self._display = display(self.say) if progress and self.speaks else None
 
     def open(self, *, continued: bool) -> None:
         """Open the files on rank 0. Raises UserError if `output_dir` cannot be written.
@@ -159,6 +159,8 @@ class RunOutput:
         ranks = engine.all_gather_object(facts, "ranks")
         hosts, threads = len({rank["host"] for rank in ranks}), torch.get_num_threads()
         if self._display is not None:
+            from hvdtrain.output.progress import remedies
+
             self._display.hosts = [rank["host"] for rank in ranks]
             self._display.remedies = remedies(config | {"threads": threads}, hosts, engine.device.type)
         self.say(
@@ -204,6 +206,13 @@ class RunOutput:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def display(say: Callable[[str], None]) -> "Display":
+    """Return what shows the progress. say: prints a line."""
+    from hvdtrain.output.progress import Display
+
+    return Display(say)
 
 
 def automatic(notes: Sequence[str], verbose: bool) -> list[str]:

@@ -33,6 +33,7 @@ Facts = dict[str, Any]  # JSON: all of a checkpoint that is not a tensor
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
 FORMAT = 4
+OTHER_VERSION = "another version of hvdtrain wrote this checkpoint: use that one, or train anew with --resume never"
 PATIENCE_SECONDS = 600.0  # how long `Writer.flush` waits for a file system that hangs
 MOST_BYTES = 2**25
 MOST_VALUES = 2**21  # each takes up to 64 bytes of memory: 60 MB of brackets took 3.6 GB

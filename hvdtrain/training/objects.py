@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import contents, loading
+from hvdtrain.training import contents
 from hvdtrain.training.comparison import chosen_for
 from hvdtrain.training.parts import Content, Part
 from hvdtrain.training.prepared import Prepared
@@ -64,6 +64,8 @@ class Objects(Part):
         content.live |= tensors
 
     def restore(self, content: Content) -> None:
+        from hvdtrain.training import loading
+
         prepared, optimizers = self._prepared, self._prepared.optimizers
         self._of_program = settings_of(optimizers)
         with self._engine.raising_together("checkpoint"):
@@ -113,6 +115,8 @@ class Objects(Part):
         self._chosen |= (chosen := chosen_for([], objects))
         if content is None:
             return
+        from hvdtrain.training import loading
+
         for name, what in objects.items():
             self.require_registered(name, what)
             if name not in content.facts["registered"]:

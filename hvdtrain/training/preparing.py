@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 from hvdtrain.flags import Flags
-from hvdtrain.models.weights import load_weights
 from hvdtrain.training import extra_states
 from hvdtrain.training.names import Models, kind_of, named_parameters
 from hvdtrain.training.prepared import Prepared, parameters_of
@@ -214,6 +213,8 @@ def prepare(
         model.to(engine.device)
         give_memory(model)
     if flags.weights is not None:
+        from hvdtrain.models.weights import load_weights
+
         with engine.raising_together("weights"):
             if engine.rank == 0:
                 load_weights(models[0], flags.weights)

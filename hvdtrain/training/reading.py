@@ -10,10 +10,19 @@ from torch import Tensor
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models.weight_files import refuse_large_header
 from hvdtrain.output.best import best_of
-from hvdtrain.training.checkpoint import FORMAT, Facts, digest, lacks_memory, listed, name_of, parsed, read_facts
+from hvdtrain.training.checkpoint import (
+    FORMAT,
+    OTHER_VERSION,
+    Facts,
+    digest,
+    lacks_memory,
+    listed,
+    name_of,
+    parsed,
+    read_facts,
+)
 from hvdtrain.training.facts import require_sound
 
-OTHER_VERSION = "another version of hvdtrain wrote this checkpoint: use that one, or train anew with --resume never"
 # Its errors; the others are of the one who has named a file.
 OF_THE_FILE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 

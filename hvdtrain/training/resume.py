@@ -16,7 +16,7 @@ from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.flags import Flags
 from hvdtrain.output import remote
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training import contents, reading
+from hvdtrain.training import checkpoint, contents
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.comparison import Difference, differences, in_words, other_choices, other_lengths
 from hvdtrain.training.inputs import Input
@@ -55,6 +55,10 @@ class Resume:
 
     def _open(self) -> None:
         resume, evaluate, output_dir = self._flags.resume, self._flags.evaluate, self._flags.output_dir
+        if evaluate is None and self.directory is None and not isinstance(resume, Path):
+            return  # nothing is read or written
+        from hvdtrain.training import reading
+
         if evaluate is not None:  # the run may still be training, and nothing of it is changed
             if output_dir is not None and (output_dir / "checkpoints").exists():
                 how = "name another one for the record of the evaluation, or leave it out"
@@ -125,7 +129,7 @@ class Resume:
                 self._asked = self._flags.given()
             return TrainState(**self.facts["state"])
         except (KeyError, TypeError) as error:
-            raise UserError(reading.OTHER_VERSION, everywhere=True) from error
+            raise UserError(checkpoint.OTHER_VERSION, everywhere=True) from error
 
     def content(self) -> Content | None:
         """Return what is restored; None in a new run."""

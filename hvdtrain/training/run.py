@@ -15,12 +15,10 @@ from torch import Tensor
 from hvdtrain.data.sharding import passes_per_step
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.launching.exit_codes import TARGET_MISSED
-from hvdtrain.models import exporting
 from hvdtrain.output.metric_names import require_free
 from hvdtrain.training.checkpoint import name_of
 from hvdtrain.training.checksums import require_same_on_all
 from hvdtrain.training.evaluation import Evaluations
-from hvdtrain.training.gather import gather
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.names import own_name
 from hvdtrain.training.preparing import prepare, refuse_replicas
@@ -158,6 +156,8 @@ class Run(Loop):
         a loss that compares rows compares fewer. The numbers of rows may differ. Of a rank that has no sample in this
         micro-batch (`step.batch.count` is 0), there is none. This rank's rows begin at `step.batch.first`.
         """
+        from hvdtrain.training.gather import gather
+
         self._require_running("run.gather()")
         if not isinstance(rows, Tensor) or not rows.ndim:
             what = "a scalar" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
@@ -221,6 +221,8 @@ class Run(Loop):
         of `prepare`, or of the script, such as averaged weights (default: the first of `prepare`). example: what a call
         of it gets, with at least two samples; only for programs.
         """
+        from hvdtrain.models import exporting
+
         path, prepared = Path(path), self.prepared("run.export()")
         # Of nn.DataParallel and of a compiled model: the one inside.
         own = dict(zip(prepared.replicas, prepared.models, strict=True))

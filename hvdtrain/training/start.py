@@ -26,10 +26,6 @@ from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import early_end
 from hvdtrain.training.checkpoints import Checkpoints
 from hvdtrain.training.feature import Feature
-from hvdtrain.training.features import non_finite
-from hvdtrain.training.features.differing import Differing
-from hvdtrain.training.features.replicas import of_replicas
-from hvdtrain.training.features.schedule_rules import ScheduleRules
 from hvdtrain.training.inputs import Kind
 from hvdtrain.training.loop import Phase
 from hvdtrain.training.run import Run
@@ -137,6 +133,10 @@ def features_of(
 
     group: the ranks that average their gradients in every step. name_of: returns the name of a rank.
     """
+    from hvdtrain.training.features.differing import Differing
+    from hvdtrain.training.features.replicas import of_replicas
+    from hvdtrain.training.features.schedule_rules import ScheduleRules
+
     features: list[Feature] = []
 
     if engine.device.type != "cpu":
@@ -144,6 +144,8 @@ def features_of(
 
         features.append(LateVerdict(engine, group, flags, output, name_of))
     else:
+        from hvdtrain.training.features import non_finite
+
         features.append(non_finite.of(engine, group, flags, output, name_of))
     features.append(replicas := of_replicas(engine, group, flags, name_of))
     if group is not engine:

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,13 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.metric_names import require_free
-from hvdtrain.training.counts import Counts
 from hvdtrain.training.inputs import Batch, Input
-from hvdtrain.training.mistakes import Outputs, explained, instead_of_a_loss
 from hvdtrain.training.prepared import ADDED, Prepared
 from hvdtrain.training.state import TrainState
+
+if TYPE_CHECKING:
+    from hvdtrain.training.counts import Counts
+    from hvdtrain.training.mistakes import Outputs
 
 UPDATE = "call step.update() after the loop over step.batches()"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
@@ -208,8 +210,7 @@ class Step:
         self.backwards = {}
         seed_generators(self._seed(loop), shared.engine.device)
         if count > 1 and len(prepared.optimizers) > 1:
-            self._outputs = self._outputs or Outputs(prepared.replicas, self.number)
-            self._outputs.begin(loop)
+            self._watch_outputs(loop)
         for number in range(count):
             batch = self._batch = self._load(number)
             shared.clock.mark("loading")
@@ -229,6 +230,13 @@ class Step:
         if not sound:
             self.left_out = True
             yield from shared.unsound(self, loop)
+
+    def _watch_outputs(self, loop: int) -> None:
+        """Notice a model's output that is kept from one loop to the next."""
+        from hvdtrain.training.mistakes import Outputs
+
+        self._outputs = self._outputs or Outputs(self._shared.prepared.replicas, self.number)
+        self._outputs.begin(loop)
 
     def _seed(self, loop: int) -> int:
         """Return the seed of this rank's random numbers in this step, so that dropout is the same after a restart."""
@@ -261,6 +269,8 @@ class Step:
         if batch is None:
             raise UserError(f"step.backward() outside of step.batches(): {BACKWARD}")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            from hvdtrain.training.mistakes import instead_of_a_loss
+
             raise UserError(f"step.backward() got {instead_of_a_loss(loss)}")
         prepared = self._shared.prepared
         chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
@@ -306,6 +316,8 @@ class Step:
             try:
                 scaled.backward(inputs=inputs)
             except Exception as error:
+                from hvdtrain.training.mistakes import explained
+
                 for one in prepared.optimizers:  # Horovod's error is one about tensors
                     prepared.require_dense(one)
                 if (mistake := explained(error, self.number)) is None:
@@ -323,7 +335,9 @@ class Step:
         self.sums[name] = self.sums.get(name, 0.0) + product
         self.counts[name] = self.counts.get(name, 0.0) + count
 
-    def _counts(self) -> Counts:
+    def _counts(self) -> "Counts":
+        from hvdtrain.training.counts import Counts
+
         self.items = self.items or Counts(self._shared.engine, self._shared.prepared, self.number, self.count)
         return self.items
 
