@@ -33,20 +33,8 @@ def differences(
 
     config, data: of this run, as `contents.plain` gives them.
     """
-    theirs, began = facts["config"], Initial(**facts["initial"])
-    now = Initial(ranks, flags.batch_size, flags.accumulate)
-    unlike = []
-    for name, mine in config.items():
-        if name in flags.may_change or name in LENGTHS or theirs.get(name, mine) == mine:
-            continue
-        # The same global batch, divided differently: the user has adapted --batch-size to the new number of ranks.
-        if now.global_batch == began.global_batch and name in ("batch_size", "accumulate"):
-            continue
-        if name in flags.derived and began.ranks != ranks:
-            continue
-        if name in flags.typed and facts.get("typed", {}).get(name) == plain(flags.typed[name]):
-            continue
-        unlike.append(Difference(f"--{name.replace('_', '-')}", theirs[name], mine))
+    began = Initial(**facts["initial"])
+    unlike = other_flags(facts, flags, config, ranks)
     unlike.sort(key=lambda one: one.name != "--model")  # --model first: it may be the cause of the other differences
     unlike += [
         Difference(name, there, data.get(name)) for name, there in facts["data"].items() if there != data.get(name)
@@ -54,6 +42,24 @@ def differences(
     if flags.reduction != "average" and began.ranks != ranks:
         unlike.append(Difference("the number of ranks, on which this --reduction depends", began.ranks, ranks))
     return unlike
+
+
+def other_flags(facts: Mapping[str, Any], flags: Flags, config: Mapping[str, object], ranks: int) -> list[Difference]:
+    """Return the flags that differ, and should not."""
+    theirs, began = facts["config"], Initial(**facts["initial"])
+    allowed = {*flags.may_change, *LENGTHS}
+    # The same global batch, divided differently: the user has adapted --batch-size to the new number of ranks.
+    if Initial(ranks, flags.batch_size, flags.accumulate).global_batch == began.global_batch:
+        allowed |= {"batch_size", "accumulate"}
+    if began.ranks != ranks:
+        allowed |= flags.derived
+    typed = facts.get("typed", {})
+    allowed |= {name for name, here in flags.typed.items() if typed.get(name) == plain(here)}
+    return [
+        Difference(f"--{name.replace('_', '-')}", theirs[name], mine)
+        for name, mine in config.items()
+        if name not in allowed and theirs.get(name, mine) != mine
+    ]
 
 
 def other_lengths(facts: Mapping[str, Any], config: Mapping[str, object]) -> list[Difference]:

@@ -99,22 +99,7 @@ class Evaluation:
     def means(self) -> dict[str, float]:
         """Return the means over the samples of all ranks, and `count`, that of the first. A collective. Raises UserError on
         every rank."""
-        # A rank without samples has recorded nothing, so collect the names from all ranks.
-        split = split_of(getattr(self._data, "dataset", None))
-        told = [list(self._sums), list(self._counts), split, self._held()]
-        everyone = self._engine.all_gather_object(told, "evaluate.names")
-        if any(theirs[2] != split for theirs in everyone):
-            raise UserError(
-                f"ranks disagree about which samples the subset of the test set has: {SPLIT}", everywhere=True
-            )
-        names, counted = (list(dict.fromkeys(n for theirs in everyone for n in theirs[part])) for part in (0, 1))
-        if not names:
-            raise UserError("run.evaluating() recorded nothing: write run.record(loss=...) in it", everywhere=True)
-        for rank, (recorded, _, _, samples) in enumerate(everyone):
-            missing = [name for name in names if name not in recorded and name not in counted]
-            if samples and missing:
-                how = "record it on every rank, or give the number of its values as count="
-                raise UserError(f"run.record({missing[0]}=...) was not called on rank {rank}: {how}", everywhere=True)
+        names, counted = self._names()
         own = [self._sums.get(name, 0.0) for name in names] + [self._counts.get(name, 0.0) for name in counted]
         with self._engine.raising_together("evaluate.rows"):
             rows = [0 if name in counted else self._counted(name) for name in names]
@@ -127,6 +112,26 @@ class Evaluation:
             raise UserError("the test set has no readable samples: see --test-shards, --data-dir", everywhere=True)
         means = {name: value / total for name, value, total in zip(names, sums, totals, strict=False)}
         return means | {"count": totals[0]}
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        """Return the names of all sums, and of those with a `count`: a rank without samples has recorded nothing. A
+        collective. Raises UserError on every rank."""
+        split = split_of(getattr(self._data, "dataset", None))
+        mine = [list(self._sums), list(self._counts), split, self._held()]
+        everyone = self._engine.all_gather_object(mine, "evaluate.names")
+        if any(theirs[2] != split for theirs in everyone):
+            raise UserError(
+                f"ranks disagree about which samples the subset of the test set has: {SPLIT}", everywhere=True
+            )
+        names, counted = (list(dict.fromkeys(n for theirs in everyone for n in theirs[part])) for part in (0, 1))
+        if not names:
+            raise UserError("run.evaluating() recorded nothing: write run.record(loss=...) in it", everywhere=True)
+        for rank, (recorded, _, _, samples) in enumerate(everyone):
+            missing = [name for name in names if name not in recorded and name not in counted]
+            if samples and missing:
+                how = "record it on every rank, or give the number of its values as count="
+                raise UserError(f"run.record({missing[0]}=...) was not called on rank {rank}: {how}", everywhere=True)
+        return names, counted
 
 
 class Evaluations:

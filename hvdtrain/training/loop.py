@@ -310,8 +310,7 @@ class Loop:
         if (due or self.engine.activity.asked or state.step >= self.stopping.save_at) and not step.apart:
             decision = self.stopping.decide(state.step, due)
             if decision is not Decision.GO_ON:
-                automatic = decision is Decision.SAVE and self.flags.checkpoint_steps is None
-                self.checkpoints.save(state, opened, IN_STEPS, automatic=automatic)
+                self.checkpoints.save(state, opened, IN_STEPS, automatic=decision is Decision.SAVE_AUTOMATICALLY)
                 clock.mark("saving")
             if decision is Decision.STOP:
                 raise Stopped

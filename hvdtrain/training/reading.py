@@ -69,31 +69,38 @@ def newest(
 ) -> tuple[Facts, dict[str, Tensor]] | None:
     """Return facts and tensors of the newest valid checkpoint, or None. Damaged files are renamed, unless `keep_names`, and
     reported to `warn`. Raises Failure if there are some, and none can be read for now."""
-    unread: OSError | None = None
+    unread: list[OSError] = []
     try:
-        for path in listed(directory):
-            try:
-                facts, tensors = read(path)
-                own = path.with_name(own_name(facts, path.name))
-                if own == path or (keep_names and not own.exists()):
-                    return facts, tensors
-                if own.exists():
-                    raise Damaged(f"it is a copy of {own.name}")
-                path.rename(own)
-                warn(f"checkpoint {path} is of another step: renamed to {own.name}")
-                return newest(directory, warn)
-            except OSError as error:  # may be temporary: do not rename the file
-                unread = unread or error
-                warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
-            except Damaged as error:
-                where = "" if keep_names else f": {put_aside(path)}"
-                warn(f"checkpoint {path} is damaged ({error}){where}; trying the previous one")
+        paths = listed(directory)
     except OSError as error:
-        unread = error
-    if unread is not None:
+        paths, unread = [], [error]
+    for path in paths:
+        try:
+            facts, tensors = read(path)
+            own = path.with_name(own_name(facts, path.name))
+            if own == path or (keep_names and not own.exists()):
+                return facts, tensors
+            rename(path, own, warn)
+            return newest(directory, warn)
+        except OSError as error:  # may be temporary: do not rename the file
+            unread.append(error)
+            warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
+        except Damaged as error:
+            where = "" if keep_names else f": {put_aside(path)}"
+            warn(f"checkpoint {path} is damaged ({error}){where}; trying the previous one")
+    if unread:
         how = "nothing was changed; start again once it can be read, or use another --output-dir"
-        raise Failure(f"no checkpoint in {directory} can be read ({unread.strerror or unread}): {how}") from unread
+        reason = unread[0].strerror or unread[0]
+        raise Failure(f"no checkpoint in {directory} can be read ({reason}): {how}") from unread[0]
     return None
+
+
+def rename(path: Path, own: Path, warn: Callable[[str], None]) -> None:
+    """Give a checkpoint its `own` name. Raises Damaged if there is one of this name."""
+    if own.exists():
+        raise Damaged(f"it is a copy of {own.name}")
+    path.rename(own)
+    warn(f"checkpoint {path} is of another step: renamed to {own.name}")
 
 
 def own_name(facts: Facts, name: str) -> str:

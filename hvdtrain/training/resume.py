@@ -14,7 +14,6 @@ from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.flags import Flags
-from hvdtrain.output import remote
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import checkpoint, contents
 from hvdtrain.training.checkpoint import Facts
@@ -54,34 +53,41 @@ class Resume:
                 raise
 
     def _open(self) -> None:
-        resume, evaluate, output_dir = self._flags.resume, self._flags.evaluate, self._flags.output_dir
-        if evaluate is None and self.directory is None and not isinstance(resume, Path):
-            return  # nothing is read or written
-        from hvdtrain.training import reading
-
-        if evaluate is not None:  # the run may still be training, and nothing of it is changed
-            if output_dir is not None and (output_dir / "checkpoints").exists():
-                how = "name another one for the record of the evaluation, or leave it out"
-                raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {how}")
-            with remote.local(evaluate, "--evaluate", self._warn) as path:
-                self._found = reading.find(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
+        if self._flags.evaluate is not None:
+            self._open_to_evaluate(self._flags.evaluate)
             return
         if self.directory is not None:
-            if os.path.islink(self.directory):  # noqa: PTH114 (Path's own raises where the name is too long)
-                how = "give the real directory with --output-dir"
-                raise UserError(f"{self.directory} is a symbolic link, which is not followed: {how}")
             self._take(self.directory)
-            files.remove_partial(self.directory)
+        resume = self._flags.resume
         if resume == "auto" and self.directory is not None:
+            from hvdtrain.training import reading
+
             self._found = reading.newest(self.directory, self._warn)
             self.continues = self._found is not None
         elif isinstance(resume, Path):
+            from hvdtrain.training import reading
+
             self._found = reading.find(resume, f"--resume {resume}", self._warn)
         if self._found is None and self._warnings:
             self._warn("no checkpoint is valid: training starts from the beginning")
 
+    def _open_to_evaluate(self, evaluate: Path | str) -> None:
+        """Read a checkpoint of a run that may still be training: nothing of it is changed."""
+        from hvdtrain.output import remote
+        from hvdtrain.training import reading
+
+        output_dir = self._flags.output_dir
+        if output_dir is not None and (output_dir / "checkpoints").exists():
+            how = "name another one for the record of the evaluation, or leave it out"
+            raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {how}")
+        with remote.local(evaluate, "--evaluate", self._warn) as path:
+            self._found = reading.find(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
+
     def _take(self, directory: Path) -> None:
         """Create the directory of the checkpoints and lock the one above it, so that no other run writes there."""
+        if os.path.islink(directory):  # noqa: PTH114 (Path's own raises where the name is too long)
+            how = "give the real directory with --output-dir"
+            raise UserError(f"{directory} is a symbolic link, which is not followed: {how}")
         output_dir = directory.parent
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -99,6 +105,7 @@ class Resume:
             which = f"{directory}: {error.strerror}" if self.lock is not None else error.strerror
             how = "name another directory, or free some space"
             raise UserError(f"--output-dir {output_dir} cannot be written ({which}): {how}") from error
+        files.remove_partial(directory)
 
     def release(self) -> None:
         """Release the lock on the output directory. Idempotent."""

@@ -30,13 +30,13 @@ BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
 def finite(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether the reduced gradients are finite. The result is the same on all ranks, because NaN and infinity
     propagate through the reduction."""
-    tensors = [p.grad for p in parameters if p.grad is not None]
-    if not tensors:
-        return True
     # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
-    real = [(torch.view_as_real(t) if t.is_complex() else t).sum(dtype=torch.float32) for t in tensors]
-    sums = torch.stack(real).tolist()
-    return all(map(math.isfinite, sums))
+    sums = [
+        (torch.view_as_real(gradient) if gradient.is_complex() else gradient).sum(dtype=torch.float32)
+        for parameter in parameters
+        if (gradient := parameter.grad) is not None
+    ]
+    return not sums or all(map(math.isfinite, torch.stack(sums).tolist()))
 
 
 def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
@@ -202,15 +202,7 @@ class Step:
             raise UserError("step.batches() inside step.batches(): end the first loop before the next")
         shared, loop = self._shared, self._loops
         prepared, count = shared.prepared, len(self._planned.batches)
-        self._loops += 1
-        shared.engine.activity.compute()
-        if self.items is not None:
-            self.items.begin()
-        self._uncounted, self._passes = set(), 0
-        self.backwards = {}
-        seed_generators(self._seed(loop), shared.engine.device)
-        if count > 1 and len(prepared.optimizers) > 1:
-            self._watch_outputs(loop)
+        self._begin_loop(loop, count)
         for number in range(count):
             batch = self._batch = self._load(number)
             shared.clock.mark("loading")
@@ -231,12 +223,20 @@ class Step:
             self.left_out = True
             yield from shared.unsound(self, loop)
 
-    def _watch_outputs(self, loop: int) -> None:
-        """Notice a model's output that is kept from one loop to the next."""
-        from hvdtrain.training.mistakes import Outputs
+    def _begin_loop(self, loop: int, count: int) -> None:
+        """Begin a loop (from 0) over `count` micro-batches."""
+        engine, prepared = self._shared.engine, self._shared.prepared
+        self._loops += 1
+        engine.activity.compute()
+        if self.items is not None:
+            self.items.begin()
+        self._uncounted, self._passes, self.backwards = set(), 0, {}
+        seed_generators(self._seed(loop), engine.device)
+        if count > 1 and len(prepared.optimizers) > 1:
+            from hvdtrain.training.mistakes import Outputs
 
-        self._outputs = self._outputs or Outputs(self._shared.prepared.replicas, self.number)
-        self._outputs.begin(loop)
+            self._outputs = self._outputs or Outputs(prepared.replicas, self.number)
+            self._outputs.begin(loop)
 
     def _seed(self, loop: int) -> int:
         """Return the seed of this rank's random numbers in this step, so that dropout is the same after a restart."""

@@ -26,6 +26,7 @@ class Decision(enum.Enum):
 
     GO_ON = enum.auto()
     SAVE = enum.auto()
+    SAVE_AUTOMATICALLY = enum.auto()  # the next such checkpoint may replace it
     STOP = enum.auto()  # save, and end
 
 
@@ -106,22 +107,26 @@ class Stopping:
             saves = self._is_time_to_save(step) or saves
         if stops:
             return Decision.STOP
-        return Decision.SAVE if saves else Decision.GO_ON
+        if not saves:
+            return Decision.GO_ON
+        return Decision.SAVE_AUTOMATICALLY if self._every is None else Decision.SAVE
 
     def _appoint(self, step: int, due: bool) -> None:
         """On rank 0: tell all ranks after which step to save or to stop, if that is asked for.
 
         Without connections, all ranks decide, at this step.
         """
-        stop, save = self.monitor.stop, self.monitor.save
         stops, decides = self.monitor.stop_reason is not None, self.engine.rank == 0
-        ahead = int(self.engine.size > 1)  # rank 0 makes appointments early, so that ranks rarely have to wait
-        if self.monitor.off and stop.step is None:
+        if self.monitor.off and self.monitor.stop.step is None:
             asked = torch.tensor([float(stops), float(due and decides)])
             stops, due = (amount > 0 for amount in self.engine.sum(asked, "guard.stop").tolist())
-            decides, ahead = True, 0
-        if not decides:
-            return
+            self._make_appointments(step, stops, due, ahead=0)
+        elif decides:
+            self._make_appointments(step, stops, due, ahead=int(self.engine.size > 1))
+
+    def _make_appointments(self, step: int, stops: bool, due: bool, ahead: int) -> None:
+        """ahead: rank 0 makes appointments early, so that ranks rarely have to wait."""
+        stop, save = self.monitor.stop, self.monitor.save
         if ahead and save.step is not None and save.step <= step + self._exchange_steps:
             save.wait()
         elif due and save.step is None:
